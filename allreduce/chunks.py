@@ -1,0 +1,22 @@
+"""Pure index arithmetic: how a buffer is cut into chunks (one a rank) and segments (for pipelining).
+
+Python's integers do not overflow, so all of this holds for buffers of any length.
+"""
+
+from collections.abc import Iterator
+
+
+def chunk(length: int, parts: int, index: int) -> slice:
+    """The `index`-th of `parts` chunks of a buffer; their sizes differ by one element at the most."""
+    return slice(length * index // parts, length * (index + 1) // parts)
+
+
+def chunks(length: int, parts: int, first: int, stop: int) -> slice:
+    """The neighbouring chunks `first` to `stop - 1` of `parts`, as one slice."""
+    return slice(length * first // parts, length * stop // parts)
+
+
+def segments(span: slice, step: int) -> Iterator[slice]:
+    """Cut `span` into consecutive slices of `step` elements; the last may be shorter."""
+    for start in range(span.start, span.stop, step):
+        yield slice(start, min(start + step, span.stop))

@@ -1,0 +1,59 @@
+"""The one table of element types: NumPy dtype, MPI datatype, NCCL type, dtype of the sum."""
+
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import DTypeLike
+
+from allreduce.errors import UnsupportedDtypeError
+
+
+class Type(NamedTuple):
+    code: int  # this row's number, for agreements between ranks
+    mpi: MPI.Datatype  # 16-bit types travel as integers: MPI can carry them but not add them
+    nccl: int  # ncclDataType_t in nccl.h
+    accumulator: np.dtype  # the dtype in which sums are formed; wider for the 16-bit types
+    transport: np.dtype  # a dtype of the same size that MPI's buffer interface knows
+
+
+FLOAT16 = np.dtype(np.float16)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_F32, _F64, _I32, _I64, _U16 = map(np.dtype, ("float32", "float64", "int32", "int64", "uint16"))
+
+TYPES: dict[np.dtype, Type] = {
+    _F32: Type(1, MPI.FLOAT, 7, _F32, _F32),
+    _F64: Type(2, MPI.DOUBLE, 8, _F64, _F64),
+    _I32: Type(3, MPI.INT32_T, 2, _I32, _I32),
+    _I64: Type(4, MPI.INT64_T, 4, _I64, _I64),
+    FLOAT16: Type(5, MPI.UINT16_T, 6, _F32, _U16),
+    BFLOAT16: Type(6, MPI.UINT16_T, 9, _F32, _U16),
+}
+
+
+def parse(dtype: DTypeLike) -> np.dtype:
+    """The table's dtype for what a user wrote ("float32", numpy.float32, "bfloat16", ...)."""
+    try:
+        parsed = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    except TypeError:
+        raise unsupported(dtype) from None
+    if parsed not in TYPES:
+        raise unsupported(parsed)
+    return parsed
+
+
+def unsupported(dtype: object) -> UnsupportedDtypeError:
+    names = ", ".join(str(known) for known in TYPES)
+    order = " in this machine's byte order" if getattr(dtype, "isnative", True) is False else ""
+    return UnsupportedDtypeError(f"dtype {dtype} can't be reduced; use one of {names}{order}")
+
+
+def is_half(dtype: np.dtype) -> bool:
+    """True for the 16-bit floats, which are summed in float32 and rounded once."""
+    return dtype in (FLOAT16, BFLOAT16)
+
+
+def wire(array: np.ndarray) -> np.ndarray:
+    """The same memory as a dtype that MPI's buffer interface knows (16-bit floats as uint16)."""
+    return array.view(_U16) if is_half(array.dtype) else array

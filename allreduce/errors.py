@@ -1,0 +1,168 @@
+"""Named errors, and the agreement that raises them on every rank.
+
+An error on one rank alone is the classic hang of collective code: that rank leaves, the others wait
+for it. So a rank that finds something wrong does not raise at once; it tells the others in `agree` or
+`raise_together`, and all of them raise the same error. What is raised outside of such an agreement
+ends the whole job, by the hook that `abort_on_uncaught` installs.
+"""
+
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.notices import log
+
+STALL_SECONDS = 30.0  # a rank that waits this long for the others' signatures says so
+LONE_ERROR_SECONDS = 10.0  # a rank with an error of its own waits this long for company, then raises alone
+
+
+class AllReduceError(Exception):
+    """Base of all errors that this library raises.
+
+    `everywhere` is true when every rank raised this same error, so that one report of it is enough.
+    """
+
+    everywhere = False
+
+
+class DisagreementError(AllReduceError):
+    """The ranks called the same collective with different lengths, dtypes, operations or memory."""
+
+
+class NotAnArrayError(AllReduceError, TypeError):
+    """Something other than a writable NumPy or CuPy array was passed."""
+
+
+class NotContiguousError(AllReduceError, ValueError):
+    """The array has gaps between its elements, so it can't be reduced in place."""
+
+
+class UnsupportedDtypeError(AllReduceError, TypeError):
+    """The backend can't reduce elements of this dtype."""
+
+
+class UnsupportedOpError(AllReduceError, ValueError):
+    """The operation is unknown, or has no meaning for this dtype (the mean of integers)."""
+
+
+class ClosedError(AllReduceError, RuntimeError):
+    """The backend or topology was used after `close()`."""
+
+
+class UnknownBackendError(AllReduceError, ValueError):
+    """No backend has this name."""
+
+
+class UnavailableError(AllReduceError, RuntimeError):
+    """The backend can't work here; the message names what is missing."""
+
+
+class OptionError(AllReduceError, ValueError):
+    """An option of a backend or a topology has a value that makes no sense."""
+
+
+def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
+    """Raise on every rank when at least one rank brings an error. Collective.
+
+    Every rank raises the error of the lowest rank that has one, with that rank named in its text;
+    without any error the cost is one small all-reduce.
+    """
+    found = np.array([error is not None], dtype=np.int64)
+    comm.Allreduce(MPI.IN_PLACE, found, MPI.SUM)
+    if found[0]:
+        raise _first_error(comm.allgather(_portable(error))) from error
+
+
+def agree(comm: MPI.Comm, values: Sequence[int], row: str, error: Exception | None) -> None:
+    """Return when all ranks bring equal `values` and no error; otherwise raise on all of them. Collective.
+
+    `row` describes this rank's side in words: it is its line in the table of a DisagreementError. An
+    agreement costs one all-reduce of 2 * len(values) + 2 integers; only a failed one exchanges text.
+    """
+    mine = np.array([error is not None, *values], dtype=np.int64)
+    low = np.concatenate([mine, -mine])  # the minimum of -x is minus the maximum: one message gives both
+    if not _wait(comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), comm, row, error):
+        assert error is not None
+        raise error
+    if np.array_equal(low[: mine.size], -low[mine.size :]) and low[0] == 0:
+        return
+    sides: list[tuple[str, tuple[type[Exception], str] | None]] = comm.allgather((row, _portable(error)))
+    if any(side_error is not None for _, side_error in sides):
+        raise _first_error([side_error for _, side_error in sides]) from error
+    table = "\n".join(f"  rank {rank}: {side_row}" for rank, (side_row, _) in enumerate(sides))
+    raise _everywhere(
+        DisagreementError(f"the ranks disagree about this call; it must be the same on all of them:\n{table}")
+    )
+
+
+def _wait(request: MPI.Request, comm: MPI.Comm, row: str, error: Exception | None) -> bool:
+    """Wait for an agreement without hiding a stall. False: this rank has an error and nobody came."""
+    begin = time.monotonic()
+    pause, warned = 0.0, False
+    while not request.Test():
+        waited = time.monotonic() - begin
+        if waited > 0.001:
+            pause = min(pause + 1e-5, 0.01)
+            time.sleep(pause)
+        if error is not None and waited > LONE_ERROR_SECONDS:
+            return False
+        if waited > STALL_SECONDS and not warned:
+            warned = True
+            log.warning(
+                "rank %d has waited %.0f s for the other ranks to agree on: %s. They are late, or they called "
+                'with a signature that they had used before; create(..., check="always") tells which',
+                comm.rank,
+                waited,
+                row,
+            )
+    return True
+
+
+def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
+    """An exception as something that any rank can build again: its type and its text."""
+    if error is None:
+        return None
+    kind = type(error)
+    try:
+        return type(kind(str(error))), str(error)
+    except TypeError:  # UnicodeDecodeError and the like want more arguments than a text
+        return AllReduceError, f"{kind.__name__}: {error}"
+
+
+def _first_error(errors: Sequence[tuple[type[Exception], str] | None]) -> Exception:
+    rank, first = next((rank, error) for rank, error in enumerate(errors) if error is not None)
+    kind, text = first
+    return _everywhere(kind(text if all(error == first for error in errors) else f"rank {rank}: {text}"))
+
+
+def _everywhere(error: Exception) -> Exception:
+    if isinstance(error, AllReduceError):
+        error.everywhere = True
+    return error
+
+
+def abort_on_uncaught(comm: MPI.Comm) -> None:
+    """From now on an uncaught exception prints its traceback, with the rank, and ends the whole job.
+
+    Without it, the rank that raised would leave and all others would wait for it for ever. Interactive
+    sessions and programs that have set a hook of their own are left alone.
+    """
+    if sys.excepthook is not sys.__excepthook__ or hasattr(sys, "ps1"):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        if comm.rank and (interrupted or getattr(error, "everywhere", False)):
+            time.sleep(2)  # rank 0 tells it for all; the job ends while we sleep
+        text = "interrupted\n" if interrupted else "".join(traceback.format_exception(kind, error, trace))
+        sys.stdout.flush()
+        sys.stderr.write(f"rank {comm.rank} of {comm.size}: {text}")
+        sys.stderr.flush()
+        comm.Abort(130 if interrupted else 1)
+
+    sys.excepthook = hook

@@ -1,0 +1,51 @@
+"""The one table of operations: op -> NumPy ufunc, MPI op, NCCL op."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.errors import UnsupportedOpError
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What an algorithm applies to two pieces of a buffer, and once to every finished piece."""
+
+    name: str
+    code: int  # for agreements between ranks
+    combine: np.ufunc
+    mpi: MPI.Op
+    nccl: int  # ncclRedOp_t in nccl.h
+    scale: float | None = None  # mean: 1/n, applied to each finished piece while it is in the cache
+
+    def finish(self, piece: Any) -> None:
+        """Turn a complete sum into the mean, in place; nothing to do for other operations."""
+        if self.scale is not None:
+            np.multiply(piece, self.scale, out=piece)
+
+    def unscaled(self) -> "Op":
+        """The same operation for a part of the way: whoever does the last part scales."""
+        return replace(self, scale=None)
+
+
+OPS: dict[str, Op] = {
+    "sum": Op("sum", 1, np.add, MPI.SUM, 0),
+    "mean": Op("mean", 2, np.add, MPI.SUM, 0),
+    "max": Op("max", 3, np.maximum, MPI.MAX, 2),
+    "min": Op("min", 4, np.minimum, MPI.MIN, 3),
+    "prod": Op("prod", 5, np.multiply, MPI.PROD, 1),
+}
+
+
+def resolve(name: str, dtype: np.dtype, ranks: int) -> Op:
+    """The operation called `name` for arrays of `dtype` on `ranks` ranks."""
+    op = OPS.get(name) if isinstance(name, str) else None
+    if op is None:
+        raise UnsupportedOpError(f"op {name!r} is unknown; use one of {', '.join(OPS)}")
+    if op.name == "mean":
+        if dtype.kind == "i":
+            raise UnsupportedOpError(f'op "mean" is not defined for {dtype}: use "sum", or a floating dtype')
+        op = replace(op, scale=1.0 / ranks)
+    return op

@@ -1,0 +1,88 @@
+"""The names of the backends. A new backend is one file and one line here."""
+
+import difflib
+import importlib
+import inspect
+import zlib
+from typing import Any
+
+from allreduce.base import AllReduce
+from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError, agree
+from allreduce.topology import Topology
+
+BACKENDS = {
+    "ring": "allreduce.ring:Ring",
+    "halving_doubling": "allreduce.halving_doubling:HalvingDoubling",
+    "reduce_to_one": "allreduce.reduce_to_one:ReduceToOne",
+    "hierarchical_copy": "allreduce.hierarchical_copy:HierarchicalCopy",
+    "shared": "allreduce.shared:Shared",
+    "native": "allreduce.native:Native",
+    "nccl": "allreduce.nccl:Nccl",
+    "auto": "allreduce.auto:Auto",
+}
+
+
+def create(name: str, topology: Topology | None = None, *, check: str = "first", **options: Any) -> AllReduce:
+    """The backend called `name` on the ranks of `topology`. Collective.
+
+    name: one of `allreduce.NAMES`.
+    topology: all ranks of MPI.COMM_WORLD when none is given; such a topology is closed with the backend.
+    check: when ranks compare what they were given: "first" time of a signature, "always" or "never".
+    options: the backend's own: root=0 of "reduce_to_one", node="shared" and cross="ring" of
+        "hierarchical_copy".
+
+    Raises on all ranks: UnknownBackendError, OptionError, UnavailableError (which says what is missing),
+    DisagreementError when ranks ask for different backends.
+    """
+    owned = topology is None
+    if topology is None:
+        topology = Topology()
+    error: AllReduceError | None = None
+    try:
+        backend_class = _load(name)
+        arguments = _arguments(name, backend_class, check, options)
+    except AllReduceError as refused:
+        error = refused
+    row = f"create({name!r}, check={check!r}{''.join(f', {key}={value!r}' for key, value in options.items())})"
+    agree(topology.world, [zlib.crc32(row.encode())], row, error)
+    backend = backend_class(topology, **arguments)
+    backend.name = name
+    backend.owns_topology = owned
+    return backend
+
+
+def available(topology: Topology | None = None) -> tuple[str, ...]:
+    """The names of the backends that work on the ranks of `topology` (all ranks by default). Collective."""
+    usable = []
+    owned = topology is None
+    if topology is None:
+        topology = Topology()
+    for name in BACKENDS:
+        try:
+            create(name, topology).close()
+        except UnavailableError:
+            continue
+        usable.append(name)
+    if owned:
+        topology.close()
+    return tuple(usable)
+
+
+def _load(name: str) -> type[AllReduce]:
+    if not isinstance(name, str) or name not in BACKENDS:
+        near = difflib.get_close_matches(str(name), BACKENDS, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UnknownBackendError(f"no backend is called {name!r}{hint} The backends are: {', '.join(BACKENDS)}")
+    module, _, attribute = BACKENDS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _arguments(name: str, backend_class: type[AllReduce], check: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a constructor; a backend composed of others is given the means to make them."""
+    known = [each for each in inspect.signature(backend_class).parameters if each != "topology"]
+    for option in options:
+        if option not in known or option == "make":
+            offered = ", ".join(each for each in known if each != "make")
+            raise OptionError(f"backend {name!r} has no option {option!r}; its options are: {offered}")
+    parts = {"make": lambda part, where: create(part, where, check="never")} if "make" in known else {}
+    return {"check": check, **parts, **options}

@@ -1,0 +1,226 @@
+"""Shared: the ranks of a node reduce straight in the memory that they share (MPI-3 shared windows).
+
+Each rank finishes its own chunk from all ranks' buffers, in blocks that fit its cache, and writes the
+result to all of them. Steps: 2 barriers. Messages: none. Memory traffic: 2 n S a node for arrays from
+`allocate`; other arrays are staged through a small window, at the cost of two more copies in the cache.
+T. Hoefler et al.: MPI + MPI: a new hybrid approach to parallel programming with MPI plus shared memory, 2013.
+"""
+
+import zlib
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+
+from allreduce import dtypes, notices
+from allreduce.base import TwoPhase
+from allreduce.chunks import chunk, segments
+from allreduce.errors import UnavailableError, agree
+from allreduce.ops import Op
+from allreduce.signature import ALLOCATED, FOREIGN
+from allreduce.topology import Topology
+from allreduce.window import Window
+
+BLOCK_BYTES = 256 * 1024  # what a rank adds at a time, from each rank
+STAGE_BYTES = 512 * 1024  # what a rank stages of a foreign array in one round
+LEAST_PART_BYTES = 16 * 1024
+
+
+class Shared(TwoPhase):
+    """Ranks of one node only. `allocate` gives memory in a shared window."""
+
+    def __init__(self, topology: Topology, *, check: str = "first") -> None:
+        if topology.nodes > 1:
+            raise UnavailableError(
+                f'"shared" needs all ranks on one node, and this is {topology}; '
+                'use "hierarchical_copy", which uses "shared" inside each node'
+            )
+        super().__init__(topology, check=check)
+        self._windows: list[Window] = []
+        self._stage: Window | None = None
+        self._control = Window(self._comm, 8)
+        self._words = [memory.view(np.int64) for memory in self._control.ranks]
+
+    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> np.ndarray:
+        if device == "cuda":
+            return super()._allocate(length, dtype, device)
+        window = Window(self._comm, length * dtype.itemsize)
+        self._windows.append(window)
+        return window.mine().view(dtype)
+
+    def _memory(self, buffer: object) -> int:
+        if isinstance(buffer, np.ndarray):
+            return ALLOCATED if self._find(buffer) else FOREIGN
+        return super()._memory(buffer)
+
+    def _close(self) -> None:
+        self._words = []
+        for window in [self._control, *self._windows, *([self._stage] if self._stage else [])]:
+            window.free()
+
+    # Arrays from allocate(): no staging, every rank reaches into every rank's array
+
+    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+        place = self._meet(buffer, op.name)
+        if place is None:
+            self._reduce_staged(buffer, op)
+            return
+        window, everyone = place
+        for block in _blocks(self.owned(buffer.size), buffer.itemsize):
+            parts = [array[block] for array in everyone]
+            self._combine(parts, parts[0], op)
+            for part in parts[1:]:
+                np.copyto(part, parts[0])
+        window.fence()
+
+    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
+        self._reduce_scatter(buffer, op)  # _combine sums 16-bit floats in float32, so nothing is widened before
+
+    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
+        place = self._meet(buffer, op.name)
+        if place is None:
+            self._reduce_scatter_staged(buffer, op)
+            return
+        window, everyone = place
+        for block in _blocks(self.owned(buffer.size), buffer.itemsize):
+            self._combine([array[block] for array in everyone], buffer[block], op)
+        window.fence()
+
+    def _all_gather(self, buffer: np.ndarray) -> None:
+        place = self._meet(buffer, "all_gather")
+        if place is None:
+            self._all_gather_staged(buffer)
+            return
+        window, everyone = place
+        for rank, array in enumerate(everyone):
+            if rank != self.rank:
+                span = chunk(buffer.size, self.size, rank)
+                np.copyto(buffer[span], array[span])
+        window.fence()
+
+    # Foreign arrays: in each round every rank stages one segment of every chunk
+
+    def _reduce_staged(self, buffer: np.ndarray, op: Op) -> None:
+        for stage in self._rounds(buffer):
+            stage.put_all()
+            stage.fence()
+            self._combine(stage.contributions(), stage.result(self.rank), op)
+            stage.fence()
+            stage.get_all()
+
+    def _reduce_scatter_staged(self, buffer: np.ndarray, op: Op) -> None:
+        for stage in self._rounds(buffer):
+            stage.put_all()
+            stage.fence()
+            self._combine(stage.contributions(), buffer[stage.spans[self.rank]], op)
+
+    def _all_gather_staged(self, buffer: np.ndarray) -> None:
+        for stage in self._rounds(buffer):
+            np.copyto(stage.result(self.rank), buffer[stage.spans[self.rank]])
+            stage.fence()
+            stage.get_all()
+
+    def _rounds(self, buffer: np.ndarray) -> Iterator["_Round"]:
+        notices.once(self.rank, '"shared" stages arrays that are not from its allocate(): two more copies')
+        part_bytes = max(STAGE_BYTES // self.size, LEAST_PART_BYTES)
+        if self._stage is None:
+            self._stage = Window(self._comm, 2 * self.size * part_bytes)
+        step = part_bytes // buffer.itemsize
+        cut = [list(segments(chunk(buffer.size, self.size, rank), step)) for rank in range(self.size)]
+        for turn, spans in enumerate(zip_longest(*cut, fillvalue=slice(0, 0))):
+            # Rounds alternate between two halves of the window: a rank that is ahead writes to the one
+            # half while others still read the other, and a fence lies before it comes back to the first.
+            yield _Round(self._stage, buffer, spans, self.rank, (turn % 2) * self.size * part_bytes, part_bytes)
+
+    # Both
+
+    def _meet(self, buffer: np.ndarray, call: str) -> tuple[Window, list[np.ndarray]] | None:
+        """Wait for all ranks, see that they came with the same thing, and return everyone's array of it.
+
+        None stands for foreign arrays. Comparing a word in shared memory costs next to nothing, so here
+        ranks that disagree are found in every call.
+        """
+        index, offset = place = self._find(buffer) or (-1, -1)
+        code = dtypes.TYPES[buffer.dtype].code
+        word = zlib.crc32(f"{place} {buffer.size} {code} {call}".encode())
+        self._words[self.rank][0] = word
+        self._control.fence()
+        if any(other[0] != word for other in self._words):
+            self._tell_disagreement(buffer, call, place)
+        if index < 0:
+            return None
+        window = self._windows[index]
+        span = slice(offset, offset + buffer.nbytes)
+        return window, [memory[span].view(buffer.dtype) for memory in window.ranks]
+
+    def _tell_disagreement(self, buffer: np.ndarray, call: str, place: tuple[int, int]) -> None:
+        index, offset = place
+        where = f"array {index} from allocate() at byte {offset}" if index >= 0 else "ordinary memory"
+        row = f"{call}: length {buffer.size}, dtype {buffer.dtype}, {where}"
+        agree(self._comm, [zlib.crc32(row.encode())], row, None)
+
+    def _find(self, buffer: np.ndarray) -> tuple[int, int] | None:
+        """The number of the window that `buffer` lies in, and its place there in bytes."""
+        for index, window in enumerate(self._windows):
+            offset = window.offset(buffer)
+            if offset is not None:
+                return index, offset
+        return None
+
+    def _combine(self, parts: list[np.ndarray], out: np.ndarray, op: Op) -> None:
+        """Combine the ranks' parts in rank order and finish them in `out`, which may be one of them."""
+        accumulator = dtypes.TYPES[out.dtype].accumulator
+        in_place = accumulator == out.dtype and (out is parts[0] or len(parts) == 2)
+        total = out if in_place else self.workspace.array("total", out.size, accumulator)
+        if accumulator == out.dtype:
+            op.combine(parts[0], parts[1], out=total)
+        else:
+            np.copyto(total, parts[0])
+            op.combine(total, parts[1], out=total)
+        for part in parts[2:]:
+            op.combine(total, part, out=total)
+        op.finish(total)
+        if not in_place:
+            np.copyto(out, total, casting="unsafe")  # rounds 16-bit floats, once
+
+
+class _Round(NamedTuple):
+    """One round of staging: segment `spans[r]` of each rank r's chunk, and the places for it in the window."""
+
+    window: Window
+    buffer: np.ndarray
+    spans: tuple[slice, ...]
+    rank: int
+    start: int
+    part_bytes: int
+
+    def slot(self, rank: int, part: int) -> np.ndarray:
+        """The place in `rank`'s memory for the segment of chunk `part`."""
+        span = self.spans[part]
+        begin = self.start + part * self.part_bytes
+        end = begin + (span.stop - span.start) * self.buffer.itemsize
+        return self.window.ranks[rank][begin:end].view(self.buffer.dtype)
+
+    def fence(self) -> None:
+        self.window.fence()
+
+    def put_all(self) -> None:
+        for part, span in enumerate(self.spans):
+            np.copyto(self.slot(self.rank, part), self.buffer[span])
+
+    def contributions(self) -> list[np.ndarray]:
+        """All ranks' segments of this rank's chunk."""
+        return [self.slot(rank, self.rank) for rank in range(len(self.spans))]
+
+    def result(self, rank: int) -> np.ndarray:
+        """Where `rank` leaves what it has finished."""
+        return self.slot(rank, rank)
+
+    def get_all(self) -> None:
+        for rank, span in enumerate(self.spans):
+            np.copyto(self.buffer[span], self.result(rank))
+
+
+def _blocks(span: slice, itemsize: int) -> Iterator[slice]:
+    return segments(span, BLOCK_BYTES // itemsize)

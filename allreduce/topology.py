@@ -1,0 +1,169 @@
+"""Who is where: the world, the node and the cross communicators, their owner, and simulated nodes."""
+
+import os
+from collections.abc import Sequence
+
+from mpi4py import MPI
+
+from allreduce import notices
+from allreduce.errors import ClosedError, OptionError, abort_on_uncaught, raise_together
+
+
+class Topology:
+    """The ranks of a communicator and the nodes that they run on. Creating and closing are collective.
+
+    comm: an intracommunicator, duplicated here; MPI.COMM_WORLD when none is given.
+    ranks_per_node: simulates nodes: consecutive ranks form a node, an int for nodes of one size (the
+        last may be smaller) or a sequence of sizes that add up to the number of ranks. Ranks that do not
+        really share memory are never put on one simulated node.
+
+    Communicators (all owned here and freed by `close`):
+        world   all ranks
+        node    the ranks that share memory with this one
+        cross   the ranks with this one's node rank, one on each node that has such a rank
+
+    With uneven nodes, `cross` differs in size from rank to rank; `leaders_only` is then true and only
+    node rank 0 of each node should speak for it.
+    """
+
+    def __init__(self, comm: MPI.Intracomm | None = None, ranks_per_node: int | Sequence[int] | None = None) -> None:
+        comm = MPI.COMM_WORLD if comm is None else comm
+        if comm.size > 1:
+            abort_on_uncaught(comm)
+        raise_together(comm, _bad_ranks_per_node(ranks_per_node, comm.size))
+        self._owned: list[MPI.Intracomm] = []
+        self._children: list[Topology] = []
+        self.closed = False
+        self.simulated = ranks_per_node is not None
+        self.world: MPI.Intracomm = self._own(comm.Dup())
+        self.node: MPI.Intracomm = self._own(self._split_nodes(ranks_per_node))
+        self.node_sizes, self.node_index = self._number_nodes()
+        self.cross: MPI.Intracomm = self._own(self.world.Split(self.node.rank, self.node_index))
+        self._tell_oversubscription()
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    @property
+    def node_rank(self) -> int:
+        return self.node.rank
+
+    @property
+    def node_size(self) -> int:
+        return self.node.size
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return len(self.node_sizes)
+
+    @property
+    def leaders_only(self) -> bool:
+        """True when nodes differ in size, so that only their leaders can pair up across nodes."""
+        return len(set(self.node_sizes)) > 1
+
+    def __str__(self) -> str:
+        ranks = f"{self.size} rank{'s' * (self.size != 1)}"
+        nodes = f"{self.nodes} {'simulated ' * self.simulated}node{'s' * (self.nodes != 1)}"
+        return (
+            f"{ranks} on {nodes} ({'+'.join(map(str, self.node_sizes))})" if self.nodes > 1 else f"{ranks} on {nodes}"
+        )
+
+    def inside(self) -> "Topology":
+        """The topology of this node alone: its ranks, one node. Collective over the node."""
+        return self._child(Topology(self.node))
+
+    def across(self) -> "Topology | None":
+        """The topology of one rank per node, each on a node of its own. Collective over the world.
+
+        Equal nodes: the ranks with this rank's node rank. Uneven nodes: the leaders; None on other ranks.
+        """
+        if self.leaders_only and self.node_rank:
+            return None
+        return self._child(Topology(self.cross, ranks_per_node=1))
+
+    def private(self) -> MPI.Intracomm:
+        """A duplicate of `world` on which one backend's messages are its own. Collective; owned here."""
+        if self.closed:
+            raise ClosedError("this topology is closed; make a new Topology()")
+        return self._own(self.world.Dup())
+
+    def release(self, comm: MPI.Intracomm) -> None:
+        """Free a communicator that `private` gave. Collective."""
+        if not self.closed:
+            self._owned.remove(comm)
+            comm.Free()
+
+    def close(self) -> None:
+        """Free every communicator, those of `inside()`, `across()` and `private()` too. Collective."""
+        if self.closed:
+            return
+        self.closed = True
+        for child in reversed(self._children):
+            child.close()
+        for comm in reversed(self._owned):
+            comm.Free()
+
+    def __enter__(self) -> "Topology":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # after an exception the other ranks may not come to a collective close
+            self.close()
+
+    def _own(self, comm: MPI.Comm) -> MPI.Intracomm:
+        assert isinstance(comm, MPI.Intracomm)
+        self._owned.append(comm)
+        return comm
+
+    def _child(self, child: "Topology") -> "Topology":
+        self._children.append(child)
+        return child
+
+    def _split_nodes(self, ranks_per_node: int | Sequence[int] | None) -> MPI.Comm:
+        real = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        if ranks_per_node is None:
+            return real
+        node = real.Split(_simulated_node(self.rank, ranks_per_node), key=self.rank)
+        real.Free()
+        return node
+
+    def _number_nodes(self) -> tuple[tuple[int, ...], int]:
+        """Nodes are numbered by their lowest world rank, the leader."""
+        leader = self.node.bcast(self.rank)
+        sizes = {place[0]: place[1] for place in self.world.allgather((leader, self.node.size))}
+        leaders = sorted(sizes)
+        return tuple(sizes[each] for each in leaders), leaders.index(leader)
+
+    def _tell_oversubscription(self) -> None:
+        cores = os.cpu_count() or 1
+        if self.node.size > cores:
+            text = f"{self.node.size} ranks share the {cores} cores of this node: expect no speed-up from more ranks"
+            notices.once(self.rank, text)
+
+
+def _simulated_node(rank: int, ranks_per_node: int | Sequence[int]) -> int:
+    if isinstance(ranks_per_node, int):
+        return rank // ranks_per_node
+    end = 0
+    for index, size in enumerate(ranks_per_node):
+        end += size
+        if rank < end:
+            return index
+    raise AssertionError("sizes were checked to cover all ranks")
+
+
+def _bad_ranks_per_node(given: int | Sequence[int] | None, ranks: int) -> OptionError | None:
+    if given is None or (isinstance(given, int) and given > 0):
+        return None
+    if not isinstance(given, int) and all(size > 0 for size in given) and sum(given) == ranks:
+        return None
+    return OptionError(
+        f"ranks_per_node={given!r} can't describe {ranks} ranks: give a positive number of ranks, "
+        f"or a sequence of positive node sizes that add up to {ranks}"
+    )

@@ -1,0 +1,72 @@
+"""Memory that the ranks of a node share: an MPI-3 window, its lifetime and its fence."""
+
+import os
+import weakref
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.errors import UnavailableError, raise_together
+
+SHARED_MEMORY = "/dev/shm"  # where MPI libraries on Linux keep shared windows
+SPARE_BYTES = 1 << 20  # left free for the MPI library itself
+
+
+class Window:
+    """`nbytes` zeroed bytes on each rank of a communicator whose ranks share a node. Collective."""
+
+    def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
+        raise_together(comm, _lack_of_space(comm, nbytes))
+        self._comm = comm
+        self._win = MPI.Win.Allocate_shared(max(nbytes, 1), 1, comm=comm)
+        self._win.Lock_all(MPI.MODE_NOCHECK)  # Win.Sync is defined inside an epoch only
+        self.nbytes = nbytes
+        memory: list[Any] = [self._win.Shared_query(rank)[0] for rank in range(comm.size)]
+        self.ranks = [np.frombuffer(each, dtype=np.uint8, count=nbytes) for each in memory]
+        mine = self.ranks[comm.rank]
+        mine[:] = 0  # the first touch also places the pages near the rank that owns them
+        self.address = MPI.Get_address(mine)
+        self._in_use = weakref.ref(mine)  # every view of this rank's memory keeps this array alive
+        self.fence()
+
+    def mine(self) -> np.ndarray:
+        """This rank's part, as bytes."""
+        return self.ranks[self._comm.rank]
+
+    def offset(self, buffer: np.ndarray) -> int | None:
+        """Where `buffer` begins in this rank's part, in bytes; None when it is elsewhere."""
+        offset = MPI.Get_address(buffer) - self.address
+        return offset if offset >= 0 and offset + buffer.nbytes <= self.nbytes else None
+
+    def fence(self) -> None:
+        """Everything written to the window before, by any rank, is seen by all ranks afterwards."""
+        self._win.Sync()
+        self._comm.Barrier()
+        self._win.Sync()
+
+    def free(self) -> None:
+        """Give the memory back, unless an array of some rank still lies in it. Collective."""
+        self.ranks = []
+        in_use = np.array([self._in_use() is not None], dtype=np.int64)
+        self._comm.Allreduce(MPI.IN_PLACE, in_use, MPI.MAX)
+        self._win.Unlock_all()
+        if not in_use[0]:
+            self._win.Free()
+
+
+def _lack_of_space(comm: MPI.Intracomm, nbytes: int) -> UnavailableError | None:
+    """Writing to a window beyond the space in /dev/shm kills the process, so look first. Collective."""
+    wanted = comm.allreduce(nbytes) + SPARE_BYTES
+    try:
+        space = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return None  # this MPI library keeps its windows somewhere else
+    free = space.f_bavail * space.f_frsize
+    if free >= wanted:
+        return None
+    return UnavailableError(
+        f"shared memory is too small: {wanted / 2**20:.1f} MiB are needed for {comm.size} ranks and "
+        f"{SHARED_MEMORY} has {free / 2**20:.1f} MiB free; enlarge it (docker run --shm-size=8g, or "
+        f"mount -o remount,size=8g {SHARED_MEMORY}) or use another backend, ring say"
+    )

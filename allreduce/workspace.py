@@ -1,0 +1,29 @@
+"""Grow-only scratch memory: allocated at the first use, never again for the same size."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+
+def _ordinary(nbytes: int) -> np.ndarray:
+    return np.empty(nbytes, dtype=np.uint8)
+
+
+class Workspace:
+    """Named pieces of scratch memory. A piece's content is lost when it grows."""
+
+    def __init__(self, make: Callable[[int], np.ndarray] = _ordinary) -> None:
+        self._make = make
+        self._held: dict[str, np.ndarray] = {}
+
+    def array(self, name: str, length: int, dtype: np.dtype) -> np.ndarray:
+        """A 1-D array of uninitialised `length` elements, a view of the piece called `name`."""
+        nbytes = length * dtype.itemsize
+        held = self._held.get(name)
+        if held is None or held.size < nbytes:
+            held = self._held[name] = self._make(nbytes)
+        return held[:nbytes].view(dtype)
+
+    def clear(self) -> None:
+        """Give all memory back."""
+        self._held.clear()
