@@ -1,5 +1,6 @@
-"""Auto: picks a backend for each call, by one rule."""
+"""Auto: picks a backend for each call, by a measured table where this machine has one, else by one rule."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -7,27 +8,50 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from allreduce import dtypes, notices
-from allreduce.base import AllReduce
+from allreduce.base import AllReduce, Reduction
+from allreduce.decision_table import Rule, rule_for
 from allreduce.errors import UnavailableError
 from allreduce.ops import Op
-from allreduce.signature import ALLOCATED, GPU
+from allreduce.signature import ALLOCATED, FOREIGN, GPU, Signature
 from allreduce.topology import Topology
 
-SMALL_BYTES = 64 * 1024  # below this the MPI library's latency wins
+# Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; `rule` tells where they count.
+SMALL_BYTES = 64 * 1024
+SHARED_BYTES_PER_RANK = 32 * 1024
+FOREIGN_BYTES = 24 * 1024 * 1024
 LAST_RESORT = "ring"  # needs nothing but messages
-
-Rule = Callable[[Topology, int, np.dtype, int], tuple[str, str]]
 
 
 def rule(topology: Topology, nbytes: int, dtype: np.dtype, memory: int) -> tuple[str, str]:
     """The backend for one call, and why. All ranks pass the same, so all choose the same."""
     if memory == GPU:
         return "nccl", "CuPy arrays"
-    if nbytes < SMALL_BYTES and not dtypes.is_half(dtype):
-        return "native", f"below {SMALL_BYTES // 1024} KiB the MPI library's latency wins"
+    half = dtypes.is_half(dtype)
     if topology.nodes > 1:
+        if nbytes < SMALL_BYTES and not half:
+            return "native", f"below {_size(SMALL_BYTES)} the MPI library's latency wins"
         return "hierarchical_copy", f"{topology.nodes} nodes"
-    return "shared", "one node: the ranks reduce in the memory that they share"
+    if half:
+        return "shared", "16-bit floats are summed in float32 while they are in the cache"
+    if memory == ALLOCATED:
+        if nbytes < SHARED_BYTES_PER_RANK * topology.size:
+            return "native", f"below {_size(SHARED_BYTES_PER_RANK * topology.size)} the MPI library's latency wins"
+        return "shared", "one node: the ranks reduce in the memory that they share"
+    if nbytes < FOREIGN_BYTES:
+        return (
+            "native",
+            f"arrays not from allocate(), below {_size(FOREIGN_BYTES)}: a copy would cost more than it wins",
+        )
+    return "ring", "large arrays not from allocate(): no staging, each byte is copied once"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+def home(topology: Topology) -> str:
+    """The backend whose memory `allocate` gives."""
+    return "hierarchical_copy" if topology.nodes > 1 else "shared"
 
 
 class Auto(AllReduce):
@@ -37,7 +61,9 @@ class Auto(AllReduce):
     through the host, elsewhere by LAST_RESORT.
 
     make: creates a backend from its name and a topology (given by `create`).
-    choose: the rule.
+    table: the path of a decision table from `python -m benchmarks.tune`; by default the one in
+        $ALLREDUCE_TABLE, else this machine's in the user's cache folder. "" for none.
+    choose: a rule to use instead of any table.
     """
 
     def __init__(
@@ -45,15 +71,15 @@ class Auto(AllReduce):
         topology: Topology,
         *,
         make: Callable[[str, Topology], AllReduce],
-        choose: Rule = rule,
+        table: str | os.PathLike[str] | None = None,
+        choose: Rule | None = None,
         check: str = "first",
     ) -> None:
         super().__init__(topology, check=check)
         self._make = make
-        self._choose = choose
+        self._choose = choose or rule_for(self._comm, topology, table, rule)
         self._parts: dict[str, AllReduce] = {}
         self._lacking: dict[str, str] = {}
-        self._chosen: dict[tuple[int, np.dtype, int], AllReduce] = {}
         self._home: AllReduce | None = None  # the part whose memory `allocate` gives
 
     def choice(self, length: int, dtype: DTypeLike = "float32", device: str = "cpu") -> tuple[str, str]:
@@ -64,45 +90,51 @@ class Auto(AllReduce):
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         if device == "cuda":
             return super()._allocate(length, dtype, device)
-        name = "hierarchical_copy" if self.topology.nodes > 1 else "shared"
-        home = self._part(name)
-        if home is not None:
+        name = home(self.topology)
+        part = self._part(name)
+        if part is not None:
             try:
-                array = home._allocate(length, dtype, device)
-                self._home = home
+                array = part._allocate(length, dtype, device)
+                self._home = part
                 return array
             except UnavailableError as error:
                 notices.once(self.rank, f'"auto" allocates ordinary memory, so "{name}" will copy: {error}')
         return super()._allocate(length, dtype, device)
 
-    def _memory(self, buffer: Any) -> int:
-        return super()._memory(buffer) if self._home is None else self._home._memory(buffer)
+    def _memory(self, buffer: np.ndarray) -> int:
+        return FOREIGN if self._home is None else self._home._memory(buffer)
+
+    def _route(self, signature: Signature) -> Reduction:
+        if signature.length == 0 or self.size == 1:
+            return super()._route(signature)
+        length, dtype, _, memory, *_ = signature
+        name, _ = self._decide(length * dtype.itemsize, dtype, memory)
+        if memory == GPU and name == LAST_RESORT:
+            return super()._reduce_gpu  # by way of the host, where _reduce decides again
+        part = self._parts[name]
+        return self._guarded(part, part._reduce_gpu if memory == GPU else part._reduce, signature)
+
+    def _guarded(self, part: AllReduce, reduce: Reduction, signature: Signature) -> Reduction:
+        """`reduce`, and another choice should it turn out that `part` can't work here after all."""
+
+        def guarded(buffer: Any, op: Op) -> None:
+            try:
+                reduce(buffer, op)
+            except UnavailableError as error:  # raised on all ranks, before anything was changed
+                self._lack(part.name, error)
+                self._known.clear()
+                self._route(signature)(buffer, op)
+
+        return guarded
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        self._pass_on(buffer, op, self._memory(buffer))
-
-    def _reduce_gpu(self, buffer: Any, op: Op) -> None:
-        if "nccl" in self._lacking or not self._pass_on(buffer, op, GPU):
-            super()._reduce_gpu(buffer, op)
-
-    def _pass_on(self, buffer: Any, op: Op, memory: int) -> bool:
-        """Have the chosen backend reduce the array. False: a GPU array that nothing could take as it is."""
-        key = (buffer.size, buffer.dtype, memory)
-        while True:
-            part = self._chosen.get(key)
-            if part is None:
-                name, _ = self._decide(buffer.nbytes, buffer.dtype, memory)
-                if memory == GPU and name == LAST_RESORT:
-                    return False
-                part = self._chosen[key] = self._parts[name]
-            try:
-                (part._reduce_gpu if memory == GPU else part._reduce)(buffer, op)
-                return True
-            except UnavailableError as error:  # raised on all ranks, before anything was changed
-                self._give_up(part, error)
+        self._route(Signature(buffer.size, buffer.dtype, op.name, self._memory(buffer)))(buffer, op)
 
     def _decide(self, nbytes: int, dtype: np.dtype, memory: int) -> tuple[str, str]:
         name, why = self._choose(self.topology, nbytes, dtype, memory)
+        part = self._part(name)
+        if part is not None and dtypes.is_half(dtype) and not part.sums_half:
+            name, why = rule(self.topology, nbytes, dtype, memory)  # a table that was edited by hand
         if self._part(name) is None:
             name, why = LAST_RESORT, f'"{name}" can\'t be used here: {self._lacking[name]}'
             self._part(name)
@@ -116,11 +148,6 @@ class Auto(AllReduce):
             except UnavailableError as error:
                 self._lack(name, error)
         return None if name in self._lacking else self._parts[name]
-
-    def _give_up(self, part: AllReduce, error: UnavailableError) -> None:
-        name = next(name for name, each in self._parts.items() if each is part)
-        self._lack(name, error)
-        self._chosen.clear()
 
     def _lack(self, name: str, error: UnavailableError) -> None:
         self._lacking[name] = str(error)

@@ -1,6 +1,7 @@
 """Seam 1: what a backend is. Everything that backends share is written once, here."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from allreduce.topology import Topology
 from allreduce.workspace import Workspace
 
 BackendT = TypeVar("BackendT", bound="AllReduce")
+Reduction = Callable[[Any, Op], None]  # reduces a 1-D array in place
 CHECKS = ("first", "always", "never")
 
 
@@ -47,8 +49,8 @@ class AllReduce(ABC):
         self._pinned: Workspace | None = None
         self.owns_topology = False  # set by create() when it made the topology
         self._comm = topology.private()
-        self._agreed: dict[Signature, Op] = {}
-        self._known: dict[tuple, Op] = {}  # the part of _agreed that __call__ looks up: plain arrays in C order
+        self._agreed: set[Signature] = set()
+        self._known: dict[tuple, tuple[Reduction, Op]] = {}  # what __call__ looks up: plain arrays in C order
 
     # What users call
 
@@ -72,18 +74,11 @@ class AllReduce(ABC):
         Raises a named AllReduceError on all ranks, before anything is changed, when an array can't be
         reduced or the ranks disagree.
         """
-        memory = self._memory(buffer)
-        resolved = None
+        call = None
         if type(buffer) is np.ndarray and buffer.flags.carray:  # the usual case, at the cost of one look-up
-            resolved = self._known.get((buffer.size, buffer.dtype, op, memory))
-        if resolved is None:
-            resolved = self._admit(buffer, op, memory)
-        if buffer.size and self.size > 1:
-            flat = buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A")
-            if memory == GPU:
-                self._reduce_gpu(flat, resolved)
-            else:
-                self._reduce(flat, resolved)
+            call = self._known.get((buffer.size, buffer.dtype, op, self._memory(buffer)))
+        reduce, resolved = call or self._admit(buffer, op)
+        reduce(buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"), resolved)
 
     def close(self) -> None:
         """Free communicators, windows and scratch memory. Collective; closing twice does nothing.
@@ -120,9 +115,15 @@ class AllReduce(ABC):
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         return gpu.cupy().zeros(length, dtype) if device == "cuda" else np.zeros(length, dtype)
 
-    def _memory(self, buffer: Any) -> int:
-        """Where an array is: FOREIGN, ALLOCATED or GPU."""
-        return GPU if gpu.is_gpu_array(buffer) else FOREIGN
+    def _memory(self, buffer: np.ndarray) -> int:
+        """ALLOCATED for an array, or a slice of one, that `_allocate` gave and that is reduced where it is."""
+        return FOREIGN
+
+    def _route(self, signature: Signature) -> Reduction:
+        """What reduces arrays of this signature; asked once for each."""
+        if signature.length == 0 or self.size == 1:
+            return _nothing_to_do
+        return self._reduce_gpu if signature.memory == GPU else self._reduce
 
     def _close(self) -> None:  # noqa: B027, most algorithms hold nothing else
         """Free what the algorithm holds besides `_comm` and `workspace`. Collective."""
@@ -139,7 +140,7 @@ class AllReduce(ABC):
 
     # Checks
 
-    def _admit(self, buffer: Any, op: str, memory: int, call: str = "all_reduce") -> Op:
+    def _admit(self, buffer: Any, op: str, call: str = "all_reduce") -> tuple[Reduction, Op]:
         """Check this rank's arguments, and agree about them with the other ranks where that is due.
 
         Whether an agreement is due depends on nothing but the signatures seen so far, which are the same
@@ -149,7 +150,7 @@ class AllReduce(ABC):
         error: AllReduceError | None = None
         signature, resolved = None, None
         try:
-            signature = inspect(buffer, op, memory, call)
+            signature = inspect(buffer, op, self._where(buffer), call)
             self._check_dtype(signature.dtype)
             resolved = ops.resolve(op, signature.dtype, self.size)
         except AllReduceError as refused:
@@ -160,10 +161,16 @@ class AllReduce(ABC):
             raise error
         assert signature is not None
         assert resolved is not None
-        self._agreed[signature] = resolved
+        self._agreed.add(signature)
+        admitted = self._route(signature), resolved
         if self.check != "always" and signature[4:] == ("C", "all_reduce"):
-            self._known[signature[:4]] = resolved
-        return resolved
+            self._known[signature[:4]] = admitted
+        return admitted
+
+    def _where(self, buffer: Any) -> int:
+        if gpu.is_gpu_array(buffer):
+            return GPU
+        return self._memory(buffer) if isinstance(buffer, np.ndarray) else FOREIGN
 
     def _check_open(self) -> None:
         if self.closed:
@@ -196,6 +203,10 @@ class AllReduce(ABC):
         agree(self._comm, [size, code, device == "cuda"], asked, error)
 
 
+def _nothing_to_do(buffer: Any, op: Op) -> None:
+    """No element, or no other rank."""
+
+
 class TwoPhase(AllReduce):
     """Algorithms that are a reduce_scatter followed by an all_gather. Both can be called on their own.
 
@@ -208,14 +219,14 @@ class TwoPhase(AllReduce):
         buffer: a contiguous 1-D array, as for a call; what is outside of the returned view is undefined
         afterwards. 16-bit floats are summed in float32 and rounded once.
         """
-        resolved = self._admit(buffer, op, self._memory(buffer), "reduce_scatter")
+        _, resolved = self._admit(buffer, op, "reduce_scatter")
         if buffer.size and self.size > 1:
             self._scatter_rounded(buffer, resolved)
         return buffer[self.owned(buffer.size)]
 
     def all_gather(self, buffer: np.ndarray) -> None:
         """Fill `buffer` on every rank from the slices that the ranks own, in place. Collective."""
-        self._admit(buffer, "sum", self._memory(buffer), "all_gather")
+        self._admit(buffer, "sum", "all_gather")
         if buffer.size and self.size > 1:
             self._all_gather(buffer)
 

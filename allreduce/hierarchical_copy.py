@@ -52,7 +52,7 @@ class HierarchicalCopy(TwoPhase):
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         return self._node._allocate(length, dtype, device)
 
-    def _memory(self, buffer: Any) -> int:
+    def _memory(self, buffer: np.ndarray) -> int:
         return self._node._memory(buffer)
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import chunks, dtypes, gpu
+from allreduce import chunks, gpu
 from allreduce.base import AllReduce
 from allreduce.ops import Op
 
@@ -13,10 +13,9 @@ LARGEST_COUNT = 1 << 30  # elements in one call: an MPI count is a C int in Open
 MEAN_BYTES = 1 << 20  # a mean is reduced in pieces of this size, each scaled while it is in the cache
 
 
-def pieces(length: int, itemsize: int, op: Op) -> list[slice]:
-    """The calls that a buffer takes: as few as MPI's counts allow, or cache-sized ones when it is scaled."""
-    step = LARGEST_COUNT if op.scale is None else MEAN_BYTES // itemsize
-    return list(chunks.segments(slice(0, length), step))
+def largest_piece(itemsize: int, op: Op) -> int:
+    """Elements in one call: as many as MPI's counts allow, or as fit the cache when they are scaled after it."""
+    return LARGEST_COUNT if op.scale is None else MEAN_BYTES // itemsize
 
 
 class Native(AllReduce):
@@ -26,11 +25,16 @@ class Native(AllReduce):
     sums_half = False
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        datatype = dtypes.TYPES[buffer.dtype].mpi
-        for piece in pieces(buffer.size, buffer.itemsize, op):
-            part = buffer[piece]
-            self._comm.Allreduce(MPI.IN_PLACE, [part, part.size, datatype], op.mpi)
-            op.finish(part)
+        step = largest_piece(buffer.itemsize, op)
+        if buffer.size <= step:
+            self._reduce_piece(buffer, op)
+        else:
+            for piece in chunks.segments(slice(0, buffer.size), step):
+                self._reduce_piece(buffer[piece], op)
+
+    def _reduce_piece(self, piece: np.ndarray, op: Op) -> None:
+        self._comm.Allreduce(MPI.IN_PLACE, piece, op.mpi)
+        op.finish(piece)
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
         if not gpu.mpi_is_cuda_aware():

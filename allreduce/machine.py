@@ -1,0 +1,36 @@
+"""What kind of machine this is: measurements made on one kind say nothing about another."""
+
+import os
+import platform
+from pathlib import Path
+from typing import TypedDict
+
+from mpi4py import MPI
+
+
+class Machine(TypedDict):
+    """Alike on all machines of one kind: no host names."""
+
+    cpu: str  # the model's name
+    cores: int  # logical ones
+    mpi: str  # library and version
+
+
+def identify() -> Machine:
+    """The kind of the machine that this rank runs on."""
+    return {"cpu": _cpu_model(), "cores": os.cpu_count() or 1, "mpi": mpi_library()}
+
+
+def mpi_library() -> str:
+    """Name and version of the MPI library, "Open MPI v5.0.11" or "MPICH Version: 5.0.2" say."""
+    first = MPI.Get_library_version().strip("\0").strip().splitlines()[0]
+    return " ".join(first.split(",")[0].split())
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
