@@ -12,7 +12,7 @@ from allreduce.base import AllReduce, Reduction
 from allreduce.decision_table import Rule, rule_for
 from allreduce.errors import UnavailableError
 from allreduce.ops import Op
-from allreduce.signature import ALLOCATED, FOREIGN, GPU, Signature
+from allreduce.signature import ALLOCATED, GPU, Signature
 from allreduce.topology import Topology
 
 # Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; `rule` tells where they count.
@@ -80,7 +80,6 @@ class Auto(AllReduce):
         self._choose = choose or rule_for(self._comm, topology, table, rule)
         self._parts: dict[str, AllReduce] = {}
         self._lacking: dict[str, str] = {}
-        self._home: AllReduce | None = None  # the part whose memory `allocate` gives
 
     def choice(self, length: int, dtype: DTypeLike = "float32", device: str = "cpu") -> tuple[str, str]:
         """The name of the backend for an array from `allocate`, and why. Collective at its first use."""
@@ -95,14 +94,11 @@ class Auto(AllReduce):
         if part is not None:
             try:
                 array = part._allocate(length, dtype, device)
-                self._home = part
+                self._memory = part._memory  # type: ignore[method-assign]  # the part knows its arrays
                 return array
             except UnavailableError as error:
                 notices.once(self.rank, f'"auto" allocates ordinary memory, so "{name}" will copy: {error}')
         return super()._allocate(length, dtype, device)
-
-    def _memory(self, buffer: np.ndarray) -> int:
-        return FOREIGN if self._home is None else self._home._memory(buffer)
 
     def _route(self, signature: Signature) -> Reduction:
         if signature.length == 0 or self.size == 1:
@@ -115,11 +111,13 @@ class Auto(AllReduce):
         return self._guarded(part, part._reduce_gpu if memory == GPU else part._reduce, signature)
 
     def _guarded(self, part: AllReduce, reduce: Reduction, signature: Signature) -> Reduction:
-        """`reduce`, and another choice should it turn out that `part` can't work here after all."""
+        """`reduce`, and another choice should its first call tell that `part` can't work here after all."""
 
         def guarded(buffer: Any, op: Op) -> None:
             try:
                 reduce(buffer, op)
+                if signature[:4] in self._known:
+                    self._known[signature[:4]] = reduce, op
             except UnavailableError as error:  # raised on all ranks, before anything was changed
                 self._lack(part.name, error)
                 self._known.clear()

@@ -230,9 +230,9 @@ class TwoPhase(AllReduce):
         if buffer.size and self.size > 1:
             self._all_gather(buffer)
 
-    def owned(self, length: int) -> slice:
-        """The slice of a buffer of `length` elements that this rank finishes."""
-        return chunks.chunk(length, self.size, self.rank)
+    def owned(self, length: int, rank: int | None = None) -> slice:
+        """The slice of a buffer of `length` elements that `rank` finishes, this rank when none is given."""
+        return chunks.chunk(length, self.size, self.rank if rank is None else rank)
 
     @abstractmethod
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:

@@ -26,11 +26,12 @@ class HalvingDoubling(TwoPhase):
         self._power = 1 << (self.size.bit_length() - 1)
         self._extras = self.size - self._power
 
-    def owned(self, length: int) -> slice:
-        """A chunk of `length` / p elements on the first p ranks, nothing on the extra ones."""
-        if self.rank >= self._power:
+    def owned(self, length: int, rank: int | None = None) -> slice:
+        """A chunk of `length` / p elements for each of the first p ranks, nothing for the extra ones."""
+        rank = self.rank if rank is None else rank
+        if rank >= self._power:
             return slice(length, length)
-        return chunks.chunk(length, self._power, self.rank)
+        return chunks.chunk(length, self._power, rank)
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         if self.rank >= self._power:

@@ -6,16 +6,17 @@ Steps: those of the parts. Bytes across m equal nodes: 2 S (m - 1) / m a node, s
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from allreduce import chunks
 from allreduce.base import AllReduce, TwoPhase
-from allreduce.errors import OptionError
+from allreduce.errors import AllReduceError, OptionError, raise_together
 from allreduce.ops import Op
 from allreduce.topology import Topology
 from allreduce.transfer import Transfer
+
+ResultT = TypeVar("ResultT")
 
 
 class HierarchicalCopy(TwoPhase):
@@ -36,21 +37,27 @@ class HierarchicalCopy(TwoPhase):
         check: str = "first",
     ) -> None:
         super().__init__(topology, check=check)
-        inside = make(node, topology.inside())
-        if not isinstance(inside, TwoPhase):
-            raise OptionError(f"node={node!r} can't be used inside nodes: it has no reduce_scatter and all_gather")
-        across = topology.across()
-        self._node = inside
-        self._cross = make(cross, across) if across else None
+        inside, across = topology.inside(), topology.across()
+        self._node = self._together(lambda: _two_phase(node, make(node, inside)))
+        self._cross = self._together(lambda: make(cross, across) if across else None)
         self._leaders_only = topology.leaders_only
         self._transfer = Transfer(self._node._comm, self.workspace)
 
-    def owned(self, length: int) -> slice:
-        """This rank's share of the buffer among the ranks of its node; nodes hold the same."""
-        return self._node.owned(length)
+    def owned(self, length: int, rank: int | None = None) -> slice:
+        """This rank's share of the buffer among the ranks of its node; nodes hold the same. rank: a node rank."""
+        return self._node.owned(length, rank)
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        return self._node._allocate(length, dtype, device)
+        return self._together(lambda: self._node._allocate(length, dtype, device))
+
+    def _together(self, step: Callable[[], ResultT]) -> ResultT:
+        """What `step` returns; an error that only one node meets is raised on all ranks. Collective."""
+        try:
+            result, error = step(), None
+        except AllReduceError as refused:
+            result, error = None, refused
+        raise_together(self._comm, error)
+        return cast(ResultT, result)
 
     def _memory(self, buffer: np.ndarray) -> int:
         return self._node._memory(buffer)
@@ -90,9 +97,15 @@ class HierarchicalCopy(TwoPhase):
 
     def _slices(self, length: int) -> list[slice]:
         """What each rank of the node owns."""
-        return [chunks.chunk(length, self._node.size, rank) for rank in range(self._node.size)]
+        return [self._node.owned(length, rank) for rank in range(self._node.size)]
 
     def _close(self) -> None:
         if self._cross is not None:
             self._cross.close()
         self._node.close()
+
+
+def _two_phase(name: str, backend: AllReduce) -> TwoPhase:
+    if not isinstance(backend, TwoPhase):
+        raise OptionError(f"node={name!r} can't be used inside nodes: it has no reduce_scatter and all_gather")
+    return backend

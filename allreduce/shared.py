@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 import numpy as np
+from mpi4py import MPI
 
 from allreduce import dtypes, notices
 from allreduce.base import TwoPhase
@@ -52,7 +53,11 @@ class Shared(TwoPhase):
         return window.mine().view(dtype)
 
     def _memory(self, buffer: np.ndarray) -> int:
-        return ALLOCATED if self._find(buffer) else FOREIGN
+        address = MPI.Get_address(buffer)
+        for window in self._windows:
+            if window.address <= address < window.end:
+                return ALLOCATED
+        return FOREIGN
 
     def _close(self) -> None:
         self._words = []
@@ -165,10 +170,10 @@ class Shared(TwoPhase):
 
     def _find(self, buffer: np.ndarray) -> tuple[int, int] | None:
         """The number of the window that `buffer` lies in, and its place there in bytes."""
+        address = MPI.Get_address(buffer)
         for index, window in enumerate(self._windows):
-            offset = window.offset(buffer)
-            if offset is not None:
-                return index, offset
+            if window.address <= address < window.end:
+                return index, address - window.address
         return None
 
     def _combine(self, parts: list[np.ndarray], out: np.ndarray, op: Op) -> None:

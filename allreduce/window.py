@@ -26,18 +26,14 @@ class Window:
         self.ranks = [np.frombuffer(each, dtype=np.uint8, count=nbytes) for each in memory]
         mine = self.ranks[comm.rank]
         mine[:] = 0  # the first touch also places the pages near the rank that owns them
-        self.address = MPI.Get_address(mine)
+        self.address = MPI.Get_address(mine)  # of this rank's part, which ends before `end`
+        self.end = self.address + nbytes
         self._in_use = weakref.ref(mine)  # every view of this rank's memory keeps this array alive
         self.fence()
 
     def mine(self) -> np.ndarray:
         """This rank's part, as bytes."""
         return self.ranks[self._comm.rank]
-
-    def offset(self, buffer: np.ndarray) -> int | None:
-        """Where `buffer` begins in this rank's part, in bytes; None when it is elsewhere."""
-        offset = MPI.Get_address(buffer) - self.address
-        return offset if offset >= 0 and offset + buffer.nbytes <= self.nbytes else None
 
     def fence(self) -> None:
         """Everything written to the window before, by any rank, is seen by all ranks afterwards."""
