@@ -76,7 +76,10 @@ class AllReduce(ABC):
         """
         call = None
         if type(buffer) is np.ndarray and buffer.flags.carray:  # the usual case, at the cost of one look-up
-            call = self._known.get((buffer.size, buffer.dtype, op, self._memory(buffer)))
+            try:  # noqa: SIM105, suppress() would cost as much as the look-up
+                call = self._known.get((buffer.size, buffer.dtype, op, self._memory(buffer)))
+            except TypeError:  # an op that can't be a key; _admit refuses it by name
+                pass
         reduce, resolved = call or self._admit(buffer, op)
         reduce(buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"), resolved)
 
@@ -170,7 +173,8 @@ class AllReduce(ABC):
     def _where(self, buffer: Any) -> int:
         if gpu.is_gpu_array(buffer):
             return GPU
-        return self._memory(buffer) if isinstance(buffer, np.ndarray) else FOREIGN
+        contiguous = isinstance(buffer, np.ndarray) and buffer.flags.forc
+        return self._memory(buffer) if contiguous else FOREIGN
 
     def _check_open(self) -> None:
         if self.closed:

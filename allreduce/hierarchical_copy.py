@@ -38,6 +38,7 @@ class HierarchicalCopy(TwoPhase):
     ) -> None:
         super().__init__(topology, check=check)
         inside, across = topology.inside(), topology.across()
+        self._topologies = [inside, across] if across else [inside]
         self._node = self._together(lambda: _two_phase(node, make(node, inside)))
         self._cross = self._together(lambda: make(cross, across) if across else None)
         self._leaders_only = topology.leaders_only
@@ -103,6 +104,8 @@ class HierarchicalCopy(TwoPhase):
         if self._cross is not None:
             self._cross.close()
         self._node.close()
+        for part in self._topologies:
+            part.close()
 
 
 def _two_phase(name: str, backend: AllReduce) -> TwoPhase:

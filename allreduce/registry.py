@@ -4,6 +4,7 @@ import difflib
 import importlib
 import inspect
 import zlib
+from types import FunctionType
 from typing import Any
 
 from allreduce.base import AllReduce
@@ -37,13 +38,14 @@ def create(name: str, topology: Topology | None = None, *, check: str = "first",
     owned = topology is None
     if topology is None:
         topology = Topology()
+    topology.check_open()
     error: AllReduceError | None = None
     try:
         backend_class = _load(name)
         arguments = _arguments(name, backend_class, check, options)
     except AllReduceError as refused:
         error = refused
-    row = f"create({name!r}, check={check!r}{''.join(f', {key}={value!r}' for key, value in options.items())})"
+    row = f"create({name!r}, check={check!r}{''.join(f', {key}={_shown(options[key])}' for key in options)})"
     agree(topology.world, [zlib.crc32(row.encode())], row, error)
     backend = backend_class(topology, **arguments)
     backend.name = name
@@ -68,10 +70,17 @@ def available(topology: Topology | None = None) -> tuple[str, ...]:
     return tuple(usable)
 
 
+def _shown(value: object) -> str:
+    """An option's value in words that are the same on all ranks: no addresses."""
+    if type(value).__repr__ in (object.__repr__, FunctionType.__repr__):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return repr(value)
+
+
 def _load(name: str) -> type[AllReduce]:
     if not isinstance(name, str) or name not in BACKENDS:
         near = difflib.get_close_matches(str(name), BACKENDS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise UnknownBackendError(f"no backend is called {name!r}{hint} The backends are: {', '.join(BACKENDS)}")
     module, _, attribute = BACKENDS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -89,8 +89,7 @@ class Topology:
 
     def private(self) -> MPI.Intracomm:
         """A duplicate of `world` on which one backend's messages are its own. Collective; owned here."""
-        if self.closed:
-            raise ClosedError("this topology is closed; make a new Topology()")
+        self.check_open()
         return self._own(self.world.Dup())
 
     def release(self, comm: MPI.Intracomm) -> None:
@@ -109,6 +108,11 @@ class Topology:
         for comm in reversed(self._owned):
             comm.Free()
 
+    def check_open(self) -> None:
+        """Raise ClosedError after `close()`."""
+        if self.closed:
+            raise ClosedError("this topology is closed; make a new Topology()")
+
     def __enter__(self) -> "Topology":
         return self
 
@@ -122,7 +126,7 @@ class Topology:
         return comm
 
     def _child(self, child: "Topology") -> "Topology":
-        self._children.append(child)
+        self._children = [each for each in self._children if not each.closed] + [child]
         return child
 
     def _split_nodes(self, ranks_per_node: int | Sequence[int] | None) -> MPI.Comm:
@@ -161,7 +165,8 @@ def _simulated_node(rank: int, ranks_per_node: int | Sequence[int]) -> int:
 def _bad_ranks_per_node(given: int | Sequence[int] | None, ranks: int) -> OptionError | None:
     if given is None or (isinstance(given, int) and given > 0):
         return None
-    if not isinstance(given, int) and all(size > 0 for size in given) and sum(given) == ranks:
+    sizes = list(given) if isinstance(given, Sequence) else []
+    if all(isinstance(size, int) and size > 0 for size in sizes) and sum(sizes) == ranks:
         return None
     return OptionError(
         f"ranks_per_node={given!r} can't describe {ranks} ranks: give a positive number of ranks, "
