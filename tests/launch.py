@@ -1,0 +1,133 @@
+"""Start a job of several ranks for a test, and get rid of all of it again, whatever it does."""
+
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MPIS = ("openmpi", "mpich")
+LAUNCHERS = {
+    "openmpi": ("mpirun", "--oversubscribe", "--bind-to", "none"),  # jobs of several tests share the cores
+    "mpich": ("mpiexec",),
+}
+# MPICH polls while it waits; where ranks outnumber cores, the rank that has work must get a core.
+PATIENT_MPICH = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "10"}
+MARK = "ALLREDUCE_TEST_JOB"  # in the environment of every process of a job, to find those that outlive it
+
+
+class JobTimeoutError(AssertionError):
+    """A job did not end in its time and was killed; the text holds what it had printed."""
+
+
+class MissingEnvironmentError(Exception):
+    """The virtual environment of an MPI is not there."""
+
+
+def environment(mpi: str) -> Path:
+    """The virtual environment that holds an MPI: $ALLREDUCE_TEST_OPENMPI or $ALLREDUCE_TEST_MPICH, or by default
+    .venv or .venv-mpich in the checkout."""
+    default = {"openmpi": ".venv", "mpich": ".venv-mpich"}[mpi]
+    folder = Path(os.environ.get(f"ALLREDUCE_TEST_{mpi.upper()}", ROOT / default))
+    if not (folder / "bin" / LAUNCHERS[mpi][0]).exists():
+        raise MissingEnvironmentError(
+            f"no {mpi} environment at {folder}; scripts/test.sh makes it, or name one in ALLREDUCE_TEST_{mpi.upper()}"
+        )
+    return folder
+
+
+def mpirun(
+    ranks: int,
+    args: Sequence[str | Path],
+    *,
+    mpi: str = "openmpi",
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python *args` on `ranks` ranks and return its end: returncode, stdout, stderr (text).
+
+    The checkout's packages are importable whatever `cwd` is. env: additions to this process's
+    environment. Raises JobTimeoutError after `timeout` seconds, when every process of the job is killed.
+    """
+    bin_folder = environment(mpi) / "bin"
+    launcher, *options = LAUNCHERS[mpi]
+    command = [str(bin_folder / launcher), *options, "-n", str(ranks), str(bin_folder / "python"), *map(str, args)]
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,  # files, not pipes: a process that outlives the job can't keep us waiting
+            stderr=err,
+            env={**_variables(mark, ranks), **(env or {})},
+            cwd=cwd or ROOT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process, mark)
+        texts = [_text(file) for file in (out, err)]
+    if code is None:
+        raise JobTimeoutError(f"{shlex.join(command)} did not end in {timeout:.0f} s\n" + "\n".join(texts))
+    return subprocess.CompletedProcess(command, code, *texts)
+
+
+def _variables(mark: str, ranks: int) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_COMM", "PRTE"))}
+    return {
+        **inherited,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+        "ALLREDUCE_TABLE": "",  # the built-in rule, whatever table this machine has
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        MARK: mark,
+        **(PATIENT_MPICH if ranks > (os.cpu_count() or 1) else {}),
+    }
+
+
+def _text(file: object) -> str:
+    file.seek(0)  # type: ignore[attr-defined]
+    return file.read()  # type: ignore[attr-defined, no-any-return]
+
+
+def _end(process: subprocess.Popen, mark: str) -> None:
+    """End what is left of a job: politely by its launcher, which knows its ranks, then for good."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    for _ in range(50):  # ranks form process groups of their own, so look for them by their mark
+        left = _marked(mark)
+        if not left:
+            return
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.1)
+
+
+def _marked(mark: str) -> list[int]:
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found

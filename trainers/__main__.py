@@ -1,0 +1,170 @@
+"""The command line: mpirun -n 4 python -m trainers --data digits"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from allreduce import Topology, gpu
+from allreduce.auto import Auto
+from allreduce.errors import AllReduceError, UnavailableError, raise_together
+from trainers import datasets, options
+from trainers.errors import ArgumentError, DivergedError, TrainerError
+from trainers.history import History
+from trainers.mirrored import MirroredTrainer
+from trainers.model_file import replacing
+from trainers.replicas.numpy_network import NumpyNetwork
+
+ResultT = TypeVar("ResultT")
+FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line on all ranks; returns the exit code, the same on each."""
+    world = Topology()
+    code = 0
+    try:
+        chosen = _together(world, lambda: options.parse(arguments, shown=world.rank == 0))
+        _run(chosen, world)
+    except (AllReduceError, TrainerError) as error:
+        if world.size > 1 and not error.everywhere:
+            raise  # the other ranks don't know: the hook of Topology shows the traceback and ends the job
+        _say(world, f"error: {error}", sys.stderr)
+        code = FAILED if isinstance(error, DivergedError) else BAD_ARGUMENTS
+        world.world.Barrier()  # the first rank to leave with a code ends the job, so let rank 0 print
+    except KeyboardInterrupt:
+        if world.size > 1:
+            raise
+        _say(world, "interrupted", sys.stderr)
+        code = INTERRUPTED
+    return code
+
+
+def _run(chosen: argparse.Namespace, world: Topology) -> None:
+    _together(world, lambda: _check_targets(chosen))
+    data = _together(world, lambda: datasets.load(chosen.data))
+    topology = Topology(world.world, chosen.ranks_per_node)
+    network = _together(world, lambda: _network(chosen, data, topology))
+    with MirroredTrainer(network, chosen.allreduce, topology) as trainer:
+        backend, why = _backend(trainer)
+        _say(world, f"{topology}, on {network.device}")
+        _say(world, f"allreduce: {backend} ({why})")
+        _say(world, f"data: {data}")
+        layers = "-".join(map(str, network.sizes))
+        _say(world, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}")
+        history = trainer.fit(data.x_train, data.y_train, chosen.epochs, chosen.batch_size, seed=chosen.seed)
+        scores = trainer.evaluate(data.x_test, data.y_test)
+        if chosen.save:
+            trainer.save(chosen.save)
+            _say(world, f"saved: {chosen.save}")
+        if chosen.json:
+            result = _result(chosen, trainer, network, history, scores, backend)
+            _together(world, lambda: _write_json(chosen.json, result, world.rank))
+        _say(world, f"test accuracy: {scores['accuracy']:.4f}")
+
+
+def _network(chosen: argparse.Namespace, data: datasets.Dataset, topology: Topology) -> NumpyNetwork:
+    if chosen.device == "cuda":
+        _choose_gpu(topology.node_rank)
+    if chosen.load:
+        return NumpyNetwork.load(chosen.load, chosen.device)
+    network = NumpyNetwork(
+        [data.features, *chosen.hidden, len(data.classes)],
+        activation=chosen.activation,
+        optimizer=chosen.optimizer,
+        lr=chosen.lr,
+        seed=chosen.seed,
+        device=chosen.device,
+    )
+    network.scale_input(data.shift, data.scale)
+    return network
+
+
+def _choose_gpu(node_rank: int) -> None:
+    """The ranks of a node take its GPUs in turn."""
+    cuda = gpu.cupy().cuda
+    try:
+        cuda.Device(node_rank % cuda.runtime.getDeviceCount()).use()
+    except Exception as error:  # CuPy without a driver or a GPU raises errors of its own kinds
+        raise UnavailableError(f"--device cuda needs an NVIDIA GPU, and CuPy finds none ({error})") from error
+
+
+def _backend(trainer: MirroredTrainer) -> tuple[str, str]:
+    """The backend that reduces the gradients, and why this one."""
+    if isinstance(trainer.allreduce, Auto):
+        name, why = trainer.allreduce.choice(len(trainer.buffer), trainer.buffer.dtype, trainer.replica.device)
+        return name, f"chosen by auto: {why}"
+    return trainer.allreduce.name, "as asked for"
+
+
+def _optimizer(network: NumpyNetwork) -> str:
+    return f"{network.config()['optimizer']}, learning rate {network.optimizer.lr:g}"
+
+
+def _result(
+    chosen: argparse.Namespace,
+    trainer: MirroredTrainer,
+    network: NumpyNetwork,
+    history: History,
+    scores: dict[str, float],
+    backend: str,
+) -> dict[str, Any]:
+    """What --json writes. Collective."""
+    return {
+        "data": chosen.data,
+        "test_accuracy": scores["accuracy"],
+        "test_loss": scores["loss"],
+        "history": [epoch.as_dict() for epoch in history],
+        "allreduce": chosen.allreduce,
+        "allreduce_used": backend,
+        "ranks": trainer.size,
+        "nodes": trainer.topology.nodes,
+        "device": network.device,
+        "epochs": chosen.epochs,
+        "batch_size": chosen.batch_size,
+        "seed": chosen.seed,
+        "model": network.config(),
+        "parameters": network.gradient_length,
+        "parameters_sha256": trainer.parameters_sha256(),
+    }
+
+
+def _check_targets(chosen: argparse.Namespace) -> None:
+    """Find out before the training whether its results can be written."""
+    for option in ("save", "json"):
+        path = getattr(chosen, option)
+        folder = os.path.dirname(path or "") or "."
+        if path and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
+            raise ArgumentError(f"--{option} {path}: this can't be written; give a file in a folder that exists")
+
+
+def _write_json(path: str, result: dict[str, Any], rank: int) -> None:
+    if rank:
+        return
+    try:
+        with replacing(path) as file:
+            file.write(json.dumps(result, indent=2).encode() + b"\n")
+    except OSError as error:
+        raise ArgumentError(f"--json {path}: {error.strerror or error}") from error
+
+
+def _together(world: Topology, action: Callable[[], ResultT]) -> ResultT:
+    """What `action` returns on each rank; an error that any rank meets is raised on all. Collective."""
+    result, error = None, None
+    try:
+        result = action()
+    except (AllReduceError, TrainerError) as refused:
+        error = refused
+    raise_together(world.world, error)
+    return result  # type: ignore[return-value]  # set, as there is no error
+
+
+def _say(world: Topology, text: str, stream: Any = None) -> None:
+    if world.rank == 0:
+        print(text, file=stream or sys.stdout, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

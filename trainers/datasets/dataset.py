@@ -1,0 +1,104 @@
+"""What a data set is, how it is split, and what every one is checked for."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainers.errors import DataError
+
+TEST_PART = 5  # every fifth sample is for testing
+SPLIT_SEED = 47  # see README.md
+MANY_CLASSES = 1000  # more than this, and more than rows: labels that are no class numbers
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Samples and labels, split into a training and a test set.
+
+    x_train, x_test: (rows, features), raw numbers as they are in the file.
+    y_train, y_test: (rows,) int64 class numbers, 0 to len(classes) - 1.
+    shift, scale: (x - shift) * scale suits a network; numbers, or one a feature, taken from the training set.
+    """
+
+    name: str
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+    classes: tuple[str, ...]
+    shift: np.ndarray | float
+    scale: np.ndarray | float
+
+    @property
+    def features(self) -> int:
+        return self.x_train.shape[1]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {len(self.x_train)} samples to train, {len(self.x_test)} to test, "
+            f"{self.features} features, {len(self.classes)} classes"
+        )
+
+
+def make(
+    name: str,
+    train: tuple[np.ndarray, np.ndarray],
+    test: tuple[np.ndarray, np.ndarray] | None = None,
+    classes: tuple[str, ...] | None = None,
+) -> Dataset:
+    """A checked Dataset; without a test set a fifth of the samples becomes one. Raises DataError."""
+    sets = [_checked(name, *train)]
+    sets += [_checked(f"{name} (test)", *test)] if test else []
+    if test is None:
+        x, y = sets[0]
+        if len(x) < 2:
+            raise DataError(f"{name} has one sample; at least 2 are needed, to train and to test")
+        tested = split(y)
+        sets = [(x[~tested], y[~tested]), (x[tested], y[tested])]
+    (x_train, y_train), (x_test, y_test) = sets
+    if x_train.shape[1] != x_test.shape[1]:
+        raise DataError(f"{name}: training has {x_train.shape[1]} features and test {x_test.shape[1]}")
+    if classes is None:
+        classes = tuple(map(str, range(int(max(y_train.max(), y_test.max())) + 1)))
+    return Dataset(name, x_train, y_train, x_test, y_test, classes, *_scaling(x_train))
+
+
+def split(y: np.ndarray) -> np.ndarray:
+    """Which rows are for testing: a fifth of every class, the same rows at every call; (rows,) bool."""
+    shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(y))
+    by_class = shuffled[np.argsort(y[shuffled], kind="stable")]
+    count = -(-len(y) // TEST_PART)
+    tested = np.zeros(len(y), bool)
+    tested[by_class[np.arange(count) * len(y) // count]] = True
+    return tested
+
+
+def _checked(name: str, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Samples as (rows, features) and labels as int64 class numbers."""
+    if x.ndim < 1 or len(x) == 0 or x.size == 0:
+        raise DataError(f"{name} is empty: x has shape {x.shape}")
+    if x.dtype.kind not in "iufb" or y.dtype.kind not in "iuf":
+        raise DataError(f"{name} is not numeric: x is {x.dtype}, y is {y.dtype}")
+    if y.ndim != 1 or len(y) != len(x):
+        hint = "; for one-hot labels store y.argmax(axis=1)" if y.ndim == 2 else ""
+        raise DataError(f"{name} has {len(x)} samples and labels of shape {y.shape}; expected ({len(x)},){hint}")
+    flat = x.reshape(len(x), -1)
+    if flat.dtype.kind == "f" and not np.isfinite(flat).all():
+        row, column = np.argwhere(~np.isfinite(flat))[0]
+        raise DataError(f"{name}: sample {row}, feature {column} is {flat[row, column]}; every feature must be finite")
+    wrong = np.flatnonzero((y < 0) | (y != np.floor(y)) | (y > max(MANY_CLASSES, len(y))) | ~np.isfinite(y))
+    if wrong.size:
+        raise DataError(
+            f"{name}: the label of sample {wrong[0]} is {y[wrong[0]]}; labels must be class numbers 0, 1, ... "
+            "(is the label where it should be? in a CSV it is the last column)"
+        )
+    return flat, y.astype(np.int64)
+
+
+def _scaling(x: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | float]:
+    """Bytes are pixels and are divided by 255; other features get mean 0 and standard deviation 1."""
+    if x.dtype == np.uint8:
+        return 0.0, 1 / 255
+    mean, deviation = x.mean(axis=0, dtype=np.float64), x.std(axis=0, dtype=np.float64)
+    deviation[deviation == 0] = 1.0  # a feature that never changes
+    return mean.astype(np.float32), (1 / deviation).astype(np.float32)

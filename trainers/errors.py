@@ -1,0 +1,30 @@
+"""Named errors of trainers, data sets and model files.
+
+They do not derive from allreduce.errors.AllReduceError, because data sets and saved models are used
+without MPI as well; `everywhere` means the same here as there.
+"""
+
+
+class TrainerError(Exception):
+    """Base of the errors of this package.
+
+    `everywhere` is true when every rank raised this same error, so that one report of it is enough.
+    """
+
+    everywhere = False
+
+
+class ArgumentError(TrainerError, ValueError):
+    """An argument makes no sense: shapes that do not fit, a batch size below 1, an unknown name."""
+
+
+class DataError(TrainerError, ValueError):
+    """A data set is missing, truncated, mislabelled, empty or not numeric; the message names the file."""
+
+
+class ModelFileError(TrainerError, ValueError):
+    """A model file is missing, damaged or holds another model."""
+
+
+class DivergedError(TrainerError, ArithmeticError):
+    """The loss became NaN or infinite in training."""

@@ -1,0 +1,57 @@
+"""What `fit` returns: one entry per epoch, the same on every rank."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch of training.
+
+    epoch: 1, 2, ...
+    loss, metrics: means over the samples of the epoch, each measured before its batch changed the model.
+    validation: the same of the validation data after the epoch; empty without any.
+    seconds: wall-clock time without validation, the mean of the ranks.
+    samples_per_second: of all ranks together.
+    communication_share: the part of that time spent in AllReduce, waiting for slower ranks included;
+        the mean of the ranks, from 0 to 1.
+    """
+
+    epoch: int
+    loss: float
+    metrics: dict[str, float]
+    seconds: float
+    samples_per_second: float
+    communication_share: float
+    validation: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """A flat object for JSON: loss, accuracy, ..., validation_loss, ..."""
+        return {
+            "epoch": self.epoch,
+            "loss": self.loss,
+            **self.metrics,
+            **{f"validation_{name}": value for name, value in self.validation.items()},
+            "seconds": self.seconds,
+            "samples_per_second": self.samples_per_second,
+            "communication_share": self.communication_share,
+        }
+
+    def __str__(self) -> str:
+        values = {"loss": self.loss, **self.metrics, **{f"val_{name}": v for name, v in self.validation.items()}}
+        measured = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        return (
+            f"epoch {self.epoch:3d}  {measured}  {self.samples_per_second:,.0f} samples/s  "
+            f"communication {self.communication_share:.0%}"
+        )
+
+
+class History(list[Epoch]):
+    """The epochs of one `fit`, in order; prints as a line for each."""
+
+    def column(self, name: str) -> list[Any]:
+        """One value of every epoch, by its name in `Epoch.as_dict`: history.column("loss")."""
+        return [epoch.as_dict()[name] for epoch in self]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))

@@ -1,0 +1,167 @@
+"""The command line's options: what they mean, what they are when they are not given, and what is wrong with them."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import allreduce
+from trainers import datasets
+from trainers.errors import ArgumentError
+from trainers.replicas.numpy_layers import ACTIVATIONS
+from trainers.replicas.numpy_optimizers import OPTIMIZERS
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "digits": {"epochs": 20, "batch_size": 100, "hidden": (64, 32), "lr": 0.002},
+    "iris": {"epochs": 50, "batch_size": 16, "hidden": (10, 10), "lr": 0.01},
+}
+FILE_DEFAULTS: dict[str, Any] = {"epochs": 10, "batch_size": 128, "hidden": (128, 64), "lr": 0.001}
+NETWORK = {"activation": "relu", "optimizer": "adam"}  # with the learning rates above; other optimizers have their own
+
+EXAMPLES = """examples:
+  mpirun -n 4 python -m trainers --data digits
+  mpirun -n 4 python -m trainers --data iris --allreduce ring --json result.json
+  mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --batch-size 512 --save model.npz
+  mpirun -n 4 python -m trainers --data mnist/ --load model.npz --epochs 0       (only test a saved model)
+  mpirun -n 4 python -m trainers --allreduce hierarchical_copy --ranks-per-node 2  (two simulated nodes)
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ArgumentError for bad arguments, and is silent on all ranks but one.
+
+    shown: whether this rank prints.
+    """
+
+    def __init__(self, shown: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self._shown = shown
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} (--help shows all options)")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if self._shown:
+            super()._print_message(message, file)
+
+
+def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
+    """The options, with the defaults of the chosen data set filled in. Raises ArgumentError; --help exits."""
+    options = _parser(shown).parse_args(arguments)
+    given = [name for name in ("hidden", "activation", "optimizer", "lr") if getattr(options, name) is not None]
+    if options.load and given:
+        names = ", ".join(f"--{name}" for name in given)
+        raise ArgumentError(f"--load takes the network and its optimizer from the file; leave out {names}")
+    defaults = {**FILE_DEFAULTS, **NETWORK, **DEFAULTS.get(options.data, {})}
+    if options.optimizer not in (None, NETWORK["optimizer"]):
+        defaults["lr"] = OPTIMIZERS[options.optimizer].default_lr
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+def _parser(shown: bool) -> Parser:
+    parser = Parser(
+        shown,
+        prog="python -m trainers",
+        description="Train a small network on all ranks together, averaging gradients by AllReduce, and test it.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_training(parser.add_argument_group("training"))
+    _add_network(parser.add_argument_group("network"))
+    _add_machine(parser.add_argument_group("machine"))
+    _add_files(parser.add_argument_group("files"))
+    return parser
+
+
+def _add_training(group: Any) -> None:
+    add = group.add_argument
+    names = " or ".join(datasets.NAMES)
+    add(
+        "--data", default="digits", metavar="SET",
+        help=f"{names}, a folder of MNIST-format files, an .npz, or a .csv with the label in the last column "
+        "(default: digits)",
+    )  # fmt: skip
+    add("--epochs", type=_integer(0), metavar="N", help=f"passes over the data ({_per_set('epochs')})")
+    add(
+        "--batch-size", type=_integer(1), metavar="N",
+        help=f"samples in a global batch, divided among the ranks ({_per_set('batch_size')})",
+    )  # fmt: skip
+    add("--seed", type=_integer(0), default=0, metavar="N", help="of the weights and of the shuffling (default: 0)")
+
+
+def _add_network(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--hidden", type=_sizes, metavar="N,N,...",
+        help=f'sizes of the hidden layers, or "none" ({_per_set("hidden")})',
+    )  # fmt: skip
+    add("--activation", choices=list(ACTIVATIONS), help="of the hidden layers (default: relu)")
+    add("--optimizer", choices=list(OPTIMIZERS), help="(default: adam)")
+    others = ", ".join(f"{name} {kind.default_lr}" for name, kind in OPTIMIZERS.items() if name != "adam")
+    add("--lr", type=_positive, metavar="X", help=f"learning rate ({_per_set('lr')}; {others})")
+
+
+def _add_machine(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--allreduce", default="auto", metavar="NAME",
+        help=f"how gradients are averaged: {', '.join(allreduce.NAMES)} (default: auto)",
+    )  # fmt: skip
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs CuPy (default: cpu)")
+    add(
+        "--ranks-per-node", type=_ranks_per_node, metavar="N", help="simulate nodes of N ranks, or of N,N,... ranks"
+    )  # fmt: skip
+
+
+def _add_files(group: Any) -> None:
+    add = group.add_argument
+    add("--save", metavar="FILE", help="write the trained model (.npz, no pickle)")
+    add("--load", metavar="FILE", help="begin with a saved model")
+    add("--json", metavar="FILE", help="write the results: test_accuracy, history, ...")
+
+
+def _per_set(name: str) -> str:
+    """The defaults of one option: 20 for digits, 50 for iris, 10 for files."""
+
+    def text(value: Any) -> str:
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    each = [f"{text(values[name])} for {data}" for data, values in DEFAULTS.items()]
+    return f"default: {', '.join(each)}, {text(FILE_DEFAULTS[name])} for files"
+
+
+def _integer(least: int) -> Any:
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least {least}")
+        return int(text)
+
+    return convert
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    if text == "none":
+        return ()
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f'{text!r} is no list of layer sizes such as 64,32, nor "none"')
+    return tuple(map(int, parts))
+
+
+def _ranks_per_node(text: str) -> int | tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks such as 2, and no list such as 3,1")
+    return int(text) if len(parts) == 1 else tuple(map(int, parts))

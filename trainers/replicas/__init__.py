@@ -1,0 +1,1 @@
+"""Replicas: one framework a file."""
