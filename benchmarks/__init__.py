@@ -1,0 +1,6 @@
+"""Benchmarks of the AllReduce backends: one module per question.
+
+mpirun -n 4 python -m benchmarks.bandwidth   which backend is fastest at which size, and by how much?
+python -m benchmarks.compare a.json b.json   did a change make anything slower?
+mpirun -n 4 python -m benchmarks.tune        measure once, so that "auto" decides by measurement
+"""

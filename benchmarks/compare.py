@@ -1,0 +1,150 @@
+"""Did anything become slower? Compares two files of `benchmarks.bandwidth --json`.
+
+    python -m benchmarks.compare before.json after.json --threshold 10%
+
+A size counts as a regression when its median and its minimum are both slower by more than the threshold (a
+busy machine spoils medians, but seldom minima), a backend when the geometric means of both over all sizes are.
+Exit code: 0 no regression, 1 regressions, 2 the files can't be compared.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+
+from benchmarks.results import TITLES, FileError, Result, Run, load
+from benchmarks.sizes import show
+
+Key = tuple[str, str, int]  # backend, memory, size
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Times of the second run over those of the first: above 1 is slower."""
+
+    backend: str
+    memory: str
+    size: int
+    before: float  # us
+    after: float
+    median: float
+    least: float
+
+    def slower(self, threshold: float) -> bool:
+        return min(self.median, self.least) > 1 + threshold
+
+
+def ratios(before: Run, after: Run) -> list[Ratio]:
+    """What both runs measured."""
+    old: dict[Key, Result] = {(each.backend, each.memory, each.size): each for each in before.results}
+    found = []
+    for new in after.results:
+        was = old.get((new.backend, new.memory, new.size))
+        if was is not None:
+            median, least = new.time_us / was.time_us, new.min_us / was.min_us
+            found.append(Ratio(new.backend, new.memory, new.size, was.time_us, new.time_us, median, least))
+    return found
+
+
+def means(found: Sequence[Ratio]) -> dict[tuple[str, str], tuple[float, float]]:
+    """Geometric means of the ratios of medians and of minima, by backend and memory."""
+    grouped: dict[tuple[str, str], list[Ratio]] = {}
+    for each in found:
+        grouped.setdefault((each.backend, each.memory), []).append(each)
+    return {
+        key: (geometric_mean(each.median for each in group), geometric_mean(each.least for each in group))
+        for key, group in grouped.items()
+    }
+
+
+def differences(before: Run, after: Run) -> list[str]:
+    """What makes two runs hard to compare."""
+    told = []
+    for name in ("cpu", "cores", "mpi", "numpy", "mpi4py", "python"):
+        old, new = before.machine.get(name), after.machine.get(name)
+        if old != new:
+            told.append(f"{name}: {old} before, {new} after")
+    if before.place() != after.place():
+        told.append(f"{before.place()} before, {after.place()} after")
+    return told
+
+
+def report(found: Sequence[Ratio], threshold: float) -> tuple[list[str], list[str]]:
+    """The lines of the table, and the regressions."""
+    lines = [
+        f"# {'backend':<18} {'memory':<10} {'size':>10} {'before(us)':>12} {'after(us)':>12} {'ratio':>7} {'min':>7}"
+    ]
+    regressions = []
+    for each in sorted(found, key=lambda one: (one.backend, one.memory, one.size)):
+        mark = ""
+        if each.slower(threshold):
+            mark = "  slower"
+            regressions.append(f"{each.backend}, {TITLES[each.memory]}, {show(each.size)}: {each.median:.2f}x the time")
+        lines.append(
+            f"  {each.backend:<18} {each.memory:<10} {show(each.size):>10} {each.before:>12.2f} {each.after:>12.2f} "
+            f"{each.median:>7.3f} {each.least:>7.3f}{mark}"
+        )
+    lines.append("# geometric means over all sizes (above 1: slower than before)")
+    for (backend, memory), (mean, least) in sorted(means(found).items()):
+        mark = ""
+        if min(mean, least) > 1 + threshold:
+            mark = "  slower"
+            regressions.append(f"{backend}, {TITLES[memory]}, all sizes: {mean:.2f}x the time on average")
+        lines.append(f"  {backend:<18} {memory:<10} {'all':>10} {'':>12} {'':>12} {mean:>7.3f} {least:>7.3f}{mark}")
+    return lines, regressions
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare two files; the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        before, after = load(args.before), load(args.after)
+    except (FileError, OSError) as error:
+        return _fail(str(error))
+    if (before.dtype, before.op) != (after.dtype, after.op):
+        return _fail(f"{before.dtype} {before.op} can't be compared with {after.dtype} {after.op}")
+    found = ratios(before, after)
+    if not found:
+        return _fail(f"{args.before} and {args.after} have no backend and size in common")
+    for difference in differences(before, after):
+        print(f"warning: measured under other conditions: {difference}", file=sys.stderr)
+    lines, regressions = report(found, args.threshold)
+    print("\n".join(lines))
+    limit = f"{args.threshold:.0%}"
+    if regressions:
+        print(f"# {len(regressions)} regressions beyond {limit}:", *(f"#   {line}" for line in regressions), sep="\n")
+        return 1
+    print(f"# no regression beyond {limit} in {len(found)} comparisons")
+    return 0
+
+
+def _fail(text: str) -> int:
+    print(f"benchmarks.compare: error: {text}", file=sys.stderr)
+    return 2
+
+
+def _threshold(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text!r}: write 10% or 0.1")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("before", metavar="BEFORE.json")
+    parser.add_argument("after", metavar="AFTER.json")
+    parser.add_argument("--threshold", type=_threshold, default=0.1, metavar="SHARE", help="default 10%%")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

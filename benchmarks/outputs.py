@@ -1,0 +1,53 @@
+"""Files that a benchmark writes: checked before it measures, written aside and renamed."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpi4py import MPI
+
+from allreduce.errors import AllReduceError, OptionError, raise_together
+
+
+def check(comm: MPI.Intracomm, wanted: Mapping[str, str | None]) -> None:
+    """Raise the same OptionError on all ranks when rank 0 can't write a file later. Collective.
+
+    wanted: option -> path, or None where the option was not given.
+    """
+    given = {option: path for option, path in wanted.items() if path is not None}
+    error: AllReduceError | None = None
+    if comm.rank == 0:
+        lines = [f"{option} {path}: {problem}" for option, path in given.items() if (problem := _problem(path))]
+        if len({os.path.realpath(path) for path in given.values()}) < len(given):
+            lines.append(f"two outputs go to the same file: {', '.join(f'{o} {p}' for o, p in given.items())}")
+        error = OptionError("; ".join(lines)) if lines else None
+    text = comm.bcast(str(error) if error else None)
+    raise_together(comm, OptionError(text) if text else None)
+
+
+def write(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Replace the file at `path` as a whole: readers see the old content or the new, never a part."""
+    target = Path(path)
+    aside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with aside.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        aside.replace(target)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def _problem(path: str) -> str | None:
+    target = Path(path)
+    if target.is_dir():
+        return "this is a folder; give the name of a file"
+    if not target.parent.is_dir():
+        return f"the folder {target.parent} does not exist; make it first"
+    probe = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        probe.open("xb").close()
+        probe.unlink()
+    except OSError as error:
+        return f"files can't be made in {target.parent} ({error.strerror}); give another place"
+    return None

@@ -1,0 +1,279 @@
+"""What would training cost on more machines than you have? The cost model of each backend, fitted and checked.
+
+    python -m benchmarks.scaling --model bert-large --node-size 8 --link 100gbit
+    python -m benchmarks.scaling --fit node2.json node4.json node5.json --fit-rig rig2x2.json --plot scaling.png
+    python -m benchmarks.scaling --published
+
+No mpirun here: it computes. --fit reads files of `benchmarks.bandwidth --json`, fits the constants to them,
+and says how far the model is off, by backend and size, also for numbers of ranks that it was not fitted to.
+Then the constants of a node are the fitted ones, those of the network come from --link.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from benchmarks import fitting, outputs, published
+from benchmarks.cost_model import Machine
+from benchmarks.results import FileError
+from benchmarks.training_cost import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, forecast
+
+_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
+DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
+LINK_LATENCY = 5e-6  # of a cluster's network, where --link names none
+CAVEATS = (
+    "The model knows no congestion between switches, no stragglers and no failures: beyond a few nodes it is a bound.",
+    "Backends run on the CPU; gradients on a GPU are first copied to the host (at PCIe's speed), which is not counted.",
+    "native stands for a tree between nodes; MPI libraries choose among many algorithms, so take its lines as rough.",
+)
+
+
+class UsageError(Exception):
+    """Options that can't be used; the text says why."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what was asked for; the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        _check(args)
+        return _run(args)
+    except (UsageError, FileError, OSError) as error:
+        print(f"benchmarks.scaling: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.published:
+        print("\n".join(published.report(Machine())))
+        if args.json:
+            cases = [
+                {**asdict(case), "step_seconds": published.solve(case), "ways": _ways(case)} for case in published.CASES
+            ]
+            outputs.write(args.json, json.dumps({"published": cases}, indent=1) + "\n")
+        return 0
+    record: dict[str, Any] = {}
+    machine, points = _fit(args, record) if args.fit or args.fit_rig else (Machine(), [])
+    fitted = machine
+    bandwidth, latency = args.link
+    machine = replace(machine, net_beta=8 / bandwidth, net_alpha=latency, cores=args.cores or args.node_size)
+    forecasts = [_forecast(args, name, machine) for name in args.model]
+    for each in forecasts:
+        print("\n".join(_table(each, args)))
+    print("\n".join(f"# {line}" for line in CAVEATS))
+    if args.json:
+        record |= {"machine": asdict(machine), "forecasts": [_plain(each) for each in forecasts]}
+        outputs.write(args.json, json.dumps(record, indent=1) + "\n")
+    if args.plot:
+        from benchmarks.scaling_plot import save
+
+        save(args.plot, forecasts, _setting(args), points, fitted)
+    return 0
+
+
+def _ways(case: published.Case) -> list[dict[str, Any]]:
+    return [asdict(way) for way in published.alternatives(case, Machine())]
+
+
+def _plain(found: Forecast) -> dict[str, Any]:
+    return {**asdict(found), "model": found.model.name}
+
+
+def _forecast(args: argparse.Namespace, name: str, machine: Machine) -> Forecast:
+    model = MODELS[name]
+    if args.step_time is not None:
+        model = replace(model, step_seconds=args.step_time, source="given by --step-time")
+    return forecast(
+        model, machine, args.node_size, itemsize=DTYPES[args.dtype], most=args.max_ranks, overlap=args.overlap
+    )
+
+
+# ---- Fitting ----
+
+
+def _fit(args: argparse.Namespace, record: dict[str, Any]) -> tuple[Machine, list[fitting.Point]]:
+    points, runs = fitting.read(args.fit or [], statistic=args.time)
+    more, rigs = fitting.read(args.fit_rig or [], one_machine=True, statistic=args.time)
+    cores = {int(run.machine["cores"]) for run in runs + rigs if run.machine.get("cores")}
+    if len(cores) > 1:
+        raise UsageError(
+            f"the files are of machines with {' and '.join(map(str, sorted(cores)))} cores; fit one at a time"
+        )
+    start = Machine(cores=cores.pop() if cores else Machine().cores)
+    points = points + more
+    machine = fitting.fit(points, start)
+    check = fitting.leave_out(points, start)
+    print("\n".join(_fit_report(points, machine, check)))
+    record["fit"] = {
+        "constants": asdict(machine),
+        "points": len(points),
+        "median_error": fitting.median_error(points, machine),
+        "cells": [asdict(cell) for cell in fitting.cells(points, machine)],
+        "not_fitted": fitting.untouched(points, machine),
+        "held_out": asdict(check) if check else None,
+    }
+    return machine, points
+
+
+def _fit_report(points: list[fitting.Point], machine: Machine, check: fitting.Check | None) -> list[str]:
+    kept = fitting.untouched(points, machine)
+    lines = [f"# Fitted to {len(points)} times, median error {fitting.median_error(points, machine):.0%}. Constants:"]
+    for name, value in asdict(machine).items():
+        note = "  (not in these runs: the default)" if name in kept else "" if name in fitting.FITTED else "  (given)"
+        lines.append(f"#   {name:<12}{value:>12.4g}{note}")
+    lines += _cells(fitting.cells(points, machine))
+    if check is None:
+        return [
+            *lines,
+            "# Runs of three numbers of ranks or more would show how it predicts those it was not fitted to.",
+        ]
+    told = f"fitted to {_list(check.fitted_to)} ranks it predicts {_list(check.held_out)}"
+    return [*lines, f"# Held out: {told} ranks with a median error of {check.error:.0%}", *_cells(check.cells)]
+
+
+def _cells(cells: list[fitting.Cell]) -> list[str]:
+    lines = [f"# {'backend':<20}{'sizes':<16}{'points':>7}{'median error':>14}"]
+    for cell in cells:
+        lines.append(f"  {cell.backend:<20}{cell.range:<16}{cell.points:>7}{cell.error:>14.0%}  {cell.reason}".rstrip())
+    return lines
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+# ---- Predictions ----
+
+
+def _setting(args: argparse.Namespace) -> str:
+    bandwidth, latency = args.link
+    return f"nodes of {args.node_size}, {bandwidth / 1e9:g} Gb/s and {latency * 1e6:g} us between them, {args.dtype}"
+
+
+def _table(found: Forecast, args: argparse.Namespace) -> list[str]:
+    model = found.model
+    lines = [
+        "#",
+        f"# {model.title}: {model.parameters / 1e6:.1f} M parameters, {found.gradient_bytes / 1e6:.0f} MB of gradients,"
+        f" {model.step_seconds * 1e3:.0f} ms a step",
+        f"#   {model.source}",
+        f"# {_setting(args)}; efficiency without overlap, and with {args.overlap:.0%} of the step to hide behind",
+        f"# {'ranks':>6}{'nodes':>7}  {'winner':<18}{'all-reduce(ms)':>15}{'step(ms)':>10}"
+        f"{'speedup':>9}{'eff.':>6}{'overlap':>9}  others(ms)",
+    ]
+    for row in found.rows[1:]:
+        others = sorted((value, name) for name, value in row.seconds.items() if name != row.winner)
+        told = ", ".join(f"{name} {_milliseconds(value)}" for value, name in others)
+        lines.append(
+            f"  {row.ranks:>6}{row.nodes:>7}  {row.winner:<18}{_milliseconds(row.seconds[row.winner]):>15}"
+            f"{row.step * 1e3:>10.1f}{row.speedup:>9.4g}{row.efficiency:>6.0%}{row.efficiency_overlapped:>9.0%}  {told}"
+        )
+    if found.saturation is None:
+        saturation = f"none up to {found.rows[-1].ranks} ranks (doubling still gains {GAIN:.0%} or more)"
+    else:
+        saturation = f"{found.saturation} ranks: doubling them gains less than {GAIN:.0%}"
+    lines += [
+        f"# saturation: {saturation}; at least half efficient up to {_ranks(found.efficient)}",
+        f"# one rank's batch divided among all (strong scaling): the shortest step is at {_ranks(found.best_strong)}",
+    ]
+    return lines
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.{0 if seconds >= 0.1 else 1}f}"
+
+
+# ---- Options ----
+
+
+def _check(args: argparse.Namespace) -> None:
+    for option in ("json", "plot"):
+        path = getattr(args, option)
+        problem = path and outputs._problem(path)
+        if problem:
+            raise UsageError(f"--{option} {path}: {problem}")
+    if args.plot:
+        if args.published:
+            raise UsageError("--plot draws predictions, and --published has none; leave one of them out")
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise UsageError('--plot needs matplotlib; pip install "allreduce[bench]"') from None
+
+
+def _link(text: str) -> tuple[float, float]:
+    """Bits per second and seconds of "100gbit" or "100gbit,2us"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit(?:,(\d+(?:\.\d+)?)(ns|us|ms))?", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a rate and perhaps a latency, as in 10gbit or 100gbit,2us")
+    return float(match[1]) * _UNITS[match[2]], float(match[3]) * _TIMES[match[4]] if match[3] else LINK_LATENCY
+
+
+def _number(kind: Any, least: float, most: float) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r}: give a number from {least:g} to {most:g}")
+        return value
+
+    return parse
+
+
+def _models(text: str) -> list[str]:
+    names = list(MODELS) if text == "all" else list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in MODELS:
+            raise argparse.ArgumentTypeError(f"{name!r} is unknown; use all, or some of {', '.join(MODELS)}")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--fit", nargs="+", metavar="FILE", help="runs of benchmarks.bandwidth --json to fit the constants to")
+    add("--fit-rig", nargs="+", metavar="FILE", help="the same, of scripts/cluster_sim.sh: its hosts share one machine")
+    add("--time", choices=("median", "min"), default="median", help="which time of a run (min where others were busy)")
+    add("--model", type=_models, default=["resnet50"], metavar="A,B", help=f"all, or some of {', '.join(MODELS)}")
+    add("--step-time", type=_number(float, 1e-6, 1e6), metavar="SECONDS", help="computing time of a step, instead")
+    add("--node-size", type=_number(int, 1, 1024), default=8, metavar="N", help="ranks of a node (default 8)")
+    add("--cores", type=_number(int, 1, 4096), metavar="N", help="cores of a node (default: one a rank)")
+    add(
+        "--link", type=_link, default=_link("100gbit"), metavar="RATE", help="of a node: 100gbit (default), 10gbit,20us"
+    )
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="of the gradients on the wire")
+    add(
+        "--overlap",
+        type=_number(float, 0, 1),
+        default=BACKWARD,
+        metavar="F",
+        help="part of a step that can hide the all-reduce (default 2/3, the backward pass)",
+    )
+    add(
+        "--max-ranks",
+        type=_number(int, 2, 1 << 20),
+        default=MOST_RANKS,
+        metavar="N",
+        help="predict up to (default 4096)",
+    )
+    add("--published", action="store_true", help="explain the speedups that were published for TensorFlow")
+    add("--json", metavar="FILE", help="everything that is printed")
+    add("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Sizes in bytes: read from the command line, swept as nccl-tests does, written for people."""
+
+import re
+
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+
+
+def parse(text: str) -> int:
+    """Bytes of "8", "64K", "64KiB", "1.5M" or "1G"; the units are powers of 1024, as in nccl-tests."""
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write bytes or a number with K, M or G, such as 8, 64K or 128M")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def sweep(first: int, last: int, factor: float = 2, step: int | None = None) -> list[int]:
+    """The sizes from `first` to `last`, each `factor` times the one before, or `step` bytes more."""
+    found = []
+    size = first
+    while size <= last:
+        found.append(size)
+        size = size + step if step else max(int(size * factor), size + 1)
+    return found
+
+
+def whole(sizes: list[int], itemsize: int) -> list[int]:
+    """The sizes rounded down to whole elements, without empty and repeated ones."""
+    rounded = [size // itemsize * itemsize for size in sizes]
+    return list(dict.fromkeys(size for size in rounded if size))
+
+
+def show(nbytes: float) -> str:
+    """ "8 B", "64 KiB", "1.5 MiB"."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:.0f} {unit}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,198 @@
+"""Measure once, so that "auto" decides by measurement: writes this machine's decision table.
+
+    mpirun -n 4 python -m benchmarks.tune
+
+Every backend is measured with the code of benchmarks.bandwidth, on foreign arrays and on arrays from auto's
+allocate(); the fastest of each range of sizes goes into a JSON file in the user's cache folder, where
+allreduce.create("auto") finds it. A table has an entry for each topology, dtype and kind of memory; those for
+other topologies are kept. It counts on machines of the same CPU model, cores and MPI library only.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+import allreduce
+from allreduce import Topology, auto
+from allreduce.decision_table import (
+    ENVIRONMENT,
+    Entries,
+    Key,
+    Step,
+    TableError,
+    default_path,
+    dumps,
+    loads,
+    topology_key,
+)
+from allreduce.errors import AllReduceError, OptionError, UnavailableError, raise_together
+from allreduce.machine import identify
+from benchmarks import cli, outputs, sizes
+from benchmarks.contenders import Contender
+from benchmarks.lineup import gather
+from benchmarks.measure import Cell, Plan, measure
+from benchmarks.verdict import ranges
+
+PROGRAM = "benchmarks.tune"
+SIZES = [1 << power for power in range(8, 27)]  # 256 B to 64 MiB
+QUICK_SIZES = [1 << power for power in range(10, 25, 2)]  # 1 KiB to 16 MiB
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+BUDGET, QUICK_BUDGET = 90.0, 8.0
+LEAD = 1.05  # another backend takes over only where it is faster by more than this
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on all ranks of MPI.COMM_WORLD; the exit code."""
+    comm = MPI.COMM_WORLD
+    args = cli.parse_together(_parser(), argv, comm)
+    return cli.run_together(PROGRAM, comm, lambda: _run(comm, args))
+
+
+def steps(times: dict[int, dict[str, float]]) -> list[Step]:
+    """Ranges of sizes from times (size in bytes -> backend -> any unit), which end half-way between two sizes."""
+    spans = ranges(times, LEAD)
+    ends = [int(math.sqrt(left.last * right.first)) for left, right in pairwise(spans)]
+    return [Step(end, span.backend) for end, span in zip([*ends, None], spans, strict=True)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"mpirun -n N python -m {PROGRAM}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", metavar="FILE", help=f"default {default_path()}; tell auto by {ENVIRONMENT}=FILE or table=FILE")
+    add("--sizes", type=_sizes, metavar="A,B", help="sizes to measure, such as 1K,64K,1M (default 256 B to 64M by 2)")
+    add("--dtypes", type=_dtypes, metavar="A,B", help=f"default {','.join(DTYPES)}")
+    add("-o", "--op", type=cli.op, default="sum", metavar="OP", help="default sum")
+    add("--backends", type=cli.names, default=["all"], metavar="A,B", help="those to choose from (default all)")
+    add("--quick", action="store_true", help="float32 only, 8 sizes up to 16M, some seconds; rough")
+    cli.add_measuring_options(parser, f"{BUDGET:g}, with --quick {QUICK_BUDGET:g}")
+    return parser
+
+
+def _sizes(text: str) -> list[int]:
+    return sorted({cli.size(part) for part in cli.names(text)})
+
+
+def _dtypes(text: str) -> list[np.dtype]:
+    return [cli.dtype(part) for part in cli.names(text)]
+
+
+def _run(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    if comm.size == 1:
+        raise_together(
+            comm, OptionError("one rank has nothing to reduce; start as many as your jobs have: mpirun -n 4")
+        )
+    if "auto" in args.backends:
+        raise_together(comm, OptionError("--backends auto: auto is who will choose; name those to choose from"))
+    path = Path(args.output) if args.output else default_path()
+    _prepare(comm, path, bool(args.output))
+    kept = _existing(comm, path)
+    dtypes = args.dtypes or _dtypes("float32" if args.quick else ",".join(DTYPES))
+    wanted = args.sizes or (QUICK_SIZES if args.quick else SIZES)
+    seconds = args.budget or (QUICK_BUDGET if args.quick else BUDGET)
+    plan = Plan(seconds / len(dtypes) / len(wanted), args.iters, args.warmup_iters)
+    found: Entries = {}
+    with Topology(comm, ranks_per_node=args.ranks_per_node) as topology:
+        for dtype in dtypes:
+            cli.checked_op(comm, args.op, dtype)
+            found.update(_entries(topology, dtype, args, sizes.whole(wanted, dtype.itemsize), plan))
+    error = None
+    if comm.rank == 0:
+        try:
+            outputs.write(path, dumps({**kept, **found}))
+        except OSError as failed:
+            error = OptionError(f"{path}: {failed.strerror}")
+    raise_together(comm, error)
+    if comm.rank == 0:
+        print(f"# wrote {path}: {len(found)} entries measured, {len(set(kept) - set(found))} kept", flush=True)
+    return 0
+
+
+def _prepare(comm: MPI.Intracomm, path: Path, given: bool) -> None:
+    """See that the table can be written; its folder is made only where it is the default one. Collective."""
+    error: AllReduceError | None = None
+    if comm.rank == 0 and not given:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as failed:
+            error = OptionError(f"{path.parent} can't be made ({failed.strerror}); give another place by --output")
+    raise_together(comm, error)
+    outputs.check(comm, {"--output": str(path)})
+
+
+def _existing(comm: MPI.Intracomm, path: Path) -> Entries:
+    """What the table at `path` already holds; other files are not overwritten. Collective."""
+    entries: Entries = {}
+    error: AllReduceError | None = None
+    if comm.rank == 0 and path.exists():
+        try:
+            entries = loads(path.read_text(encoding="utf-8"), identify())
+        except (OSError, TableError, UnicodeDecodeError) as failed:
+            error = OptionError(f"--output {path} is in the way: {failed}; remove it or give another --output")
+    raise_together(comm, error)
+    return entries
+
+
+def _entries(topology: Topology, dtype: np.dtype, args: argparse.Namespace, wanted: list[int], plan: Plan) -> Entries:
+    """The measured entries for one dtype. Collective."""
+    contenders, skipped = gather(
+        topology, _choices(args.backends), [], dtype, args.op, optional=args.backends == ["all"]
+    )
+    cells = _cells(topology, contenders, wanted[-1] // dtype.itemsize, dtype)
+    times: dict[str, dict[int, dict[str, float]]] = {}
+    if topology.rank == 0:
+        print(f"# {topology}, {dtype}, {args.op}: {', '.join(each.name for each in contenders)}", flush=True)
+        for name, reason in skipped.items():
+            print(f"#   without {name}: {reason}", flush=True)
+    for size in wanted:
+        seconds, _ = measure(topology.world, cells, size // dtype.itemsize, plan, None)
+        for cell, row in zip(cells, seconds, strict=True):
+            times.setdefault(cell.memory, {}).setdefault(size, {})[cell.backend] = float(np.median(row))
+    for contender in contenders:
+        contender.close()
+    found = {Key(*topology_key(topology), str(dtype), memory): steps(each) for memory, each in times.items()}
+    if topology.rank == 0:
+        for key, chosen in found.items():
+            print(f"#   {key.memory}: {_words(chosen)}", flush=True)
+    return found
+
+
+def _choices(asked: list[str]) -> list[str]:
+    """The backends that auto may choose for NumPy arrays."""
+    return [name for name in allreduce.NAMES if name not in ("auto", "nccl")] if asked == ["all"] else asked
+
+
+def _cells(topology: Topology, contenders: list[Contender], count: int, dtype: np.dtype) -> list[Cell]:
+    """Foreign arrays, and one array as auto's allocate() gives it, which only one backend knows. Collective."""
+    foreign = np.zeros(count, dtype)
+    cells = [Cell(each.name, "foreign", each.call, foreign) for each in contenders]
+    known = next((each for each in contenders if each.name == auto.home(topology)), None)
+    if known is not None and known.allocate is not None:
+        try:
+            allocated = known.allocate(count, dtype)
+            cells += [Cell(each.name, "allocated", each.call, allocated) for each in contenders]
+        except UnavailableError as error:
+            if topology.rank == 0:
+                print(f"# without arrays from allocate(): {error}", file=sys.stderr)
+    return cells
+
+
+def _words(chosen: list[Step]) -> str:
+    parts = []
+    for step in chosen:
+        bound = "above" if step.up_to is None else f"up to {sizes.show(step.up_to)}"
+        parts.append(f"{step.backend} {bound}" if len(chosen) > 1 else f"{step.backend} at all sizes")
+    return ", ".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The picture and the page, the page looked at in a real browser without a network."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import lacking
+from made_runs import CURVES, made_run
+
+from benchmarks import plot, report
+from benchmarks.style import COLOURS, colour
+from benchmarks.verdict import verdict
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --hide-scrollbars --window-size=1300,1500 --virtual-time-budget=10000"
+)
+
+
+def pixels(png: bytes) -> np.ndarray:
+    """A picture as (height, width, 3) bytes."""
+    image = pytest.importorskip("matplotlib.image")
+    return (image.imread(io.BytesIO(png))[..., :3] * 255).round().astype(int)
+
+
+def count(image: np.ndarray, wanted: str) -> int:
+    """How many pixels have a colour, written #rrggbb."""
+    rgb = [int(wanted[start : start + 2], 16) for start in (1, 3, 5)]
+    return int((abs(image - rgb).max(axis=2) <= 2).sum())
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_picture_shows_every_backend(ranks: int) -> None:
+    pytest.importorskip("matplotlib")
+    image = pixels(plot.draw(made_run(ranks)))
+    assert image.shape[1] > 1000
+    for backend in CURVES["foreign"]:
+        assert count(image, colour(backend)) > 200, f"{backend} is not to be seen"
+    assert count(image, COLOURS["reduce_to_one"]) == 0  # was not measured
+
+
+def test_picture_of_other_kinds() -> None:
+    pytest.importorskip("matplotlib")
+    assert b"<svg" in plot.draw(made_run(), "svg")
+    assert plot.missing("a.png") is None
+    assert ".png" in str(plot.missing("picture.txt"))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("plotly")
+    run = made_run()
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(report.page(run, verdict(run)))
+    return path
+
+
+def browse(page: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        lacking("no browser: install Debian's package chromium")
+    profile = page.parent / "profile"
+    command = [str(browser), *FLAGS.split(), f"--user-data-dir={profile}", "--enable-logging=stderr", *options]
+    return subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=60, check=True)
+
+
+def test_page_needs_no_network(page: Path) -> None:
+    text = page.read_text()
+    assert not re.search(r"<(script|img|iframe)[^>]*\ssrc=|<link[^>]*href=.http|@import", text)
+    assert "Made Up CPU &lt;1&gt;" in text
+
+
+def test_page_in_a_browser(page: Path) -> None:
+    seen = browse(page, "--dump-dom")
+    dom = seen.stdout
+    drawn = len(re.findall(r'<g class="trace scatter ', dom))
+    assert drawn == 2 * sum(len(curves) for curves in CURVES.values())  # busbw and time
+    for text in ("bus bandwidth (GB/s)", "time (us)", "32 KiB", "native → shared", "shared wins from", "gloo"):
+        assert text in dom, f"{text!r} is not on the page"
+    errors = [line for line in seen.stderr.splitlines() if "CONSOLE" in line]
+    assert not errors
+
+
+def test_screenshot_of_the_page(page: Path) -> None:
+    shot = page.with_name("shot.png")
+    browse(page, f"--screenshot={shot}")
+    image = pixels(shot.read_bytes())
+    for backend in CURVES["foreign"]:
+        assert count(image, colour(backend)) > 200, f"{backend} is not to be seen"
+
+
+def test_chart_data_is_the_run(page: Path) -> None:
+    """The numbers in the page are those of the run, not only some curves."""
+    found = re.findall(r'"x":\s*(\[[\d,.\s]+\]),\s*"y"', page.read_text())
+    assert found
+    assert json.loads(found[0]) == [result.size for result in plot.points(made_run(), "allocated", "ring")]

@@ -1,0 +1,121 @@
+"""Sizes, winners, crossovers and sentences: no MPI, no clock."""
+
+import numpy as np
+import pytest
+from made_runs import made_run
+
+from benchmarks import sizes, table
+from benchmarks.results import summarize
+from benchmarks.tune import steps
+from benchmarks.verdict import Range, competing, crossovers, ranges, runner_up, speedup, times_of, verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("8", 8), ("64K", 65536), ("128M", 1 << 27), ("1.5KiB", 1536), ("1g", 1 << 30)]
+)
+def test_sizes_are_read_as_nccl_tests_does(text: str, nbytes: int) -> None:
+    assert sizes.parse(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "K", "12Q", "-8", "8 9"])
+def test_bad_sizes_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        sizes.parse(text)
+
+
+def test_sweep() -> None:
+    assert sizes.sweep(8, 64) == [8, 16, 32, 64]
+    assert sizes.sweep(8, 63, factor=2.5) == [8, 20, 50]
+    assert sizes.sweep(10, 40, step=15) == [10, 25, 40]
+    assert sizes.sweep(1, 6, factor=1.1) == [1, 2, 3, 4, 5, 6]
+    assert sizes.whole([1, 2, 4, 5, 6, 9], 4) == [4, 8]
+
+
+def test_show() -> None:
+    assert [sizes.show(each) for each in (8, 1000, 1024, 1536, 1 << 27, 1 << 30)] == [
+        "8 B",
+        "1000 B",
+        "1 KiB",
+        "1.5 KiB",
+        "128 MiB",
+        "1 GiB",
+    ]
+
+
+def test_busbw_is_that_of_nccl_tests() -> None:
+    result = summarize("ring", "foreign", 250, 4, 4, np.array([3e-6, 1e-6, 2e-6]), 0)
+    assert (result.size, result.iterations) == (1000, 3)
+    assert result.time_us == pytest.approx(2)
+    assert result.min_us == pytest.approx(1)
+    assert result.p99_us == pytest.approx(2.98)
+    assert result.algbw == pytest.approx(0.5)
+    assert result.busbw == pytest.approx(0.5 * 2 * 3 / 4)
+
+
+def test_ranges_merge_neighbours_and_forgive_ties() -> None:
+    times = {1: {"a": 1.0, "b": 2.0}, 2: {"a": 1.02, "b": 1.0}, 4: {"a": 2.0, "b": 1.0}, 8: {"b": 1.0}}
+    assert ranges(times) == [Range(1, 2, "a"), Range(4, 8, "b")]
+    assert ranges(times, tie=1.0) == [Range(1, 1, "a"), Range(2, 8, "b")]
+
+
+def test_crossover_lies_where_the_curves_meet() -> None:
+    # a takes 10 whatever the size, b a millisecond a byte: they meet at 10 bytes
+    times = {size: {"a": 10.0, "b": float(size)} for size in (1, 4, 16, 64)}
+    (crossing,) = crossovers(times)
+    assert (crossing.before, crossing.after) == ("b", "a")
+    assert crossing.nbytes == pytest.approx(10, rel=1e-6)
+
+
+def test_speedup_and_runner_up() -> None:
+    times = {1: {"a": 1.0, "b": 2.0, "c": 3.0}, 2: {"a": 1.0, "b": 8.0, "c": 3.0}}
+    span = Range(1, 2, "a")
+    assert speedup(times, span, "b") == pytest.approx(4)
+    assert runner_up(times, span) == "c"
+    assert speedup(times, span, "d") is None
+
+
+def test_verdict_in_words() -> None:
+    lines = verdict(made_run())
+    allocated = [line for line in lines if line.startswith("Arrays from allocate()")]
+    foreign = [line for line in lines if line.startswith("Foreign arrays")]
+    assert "native wins from 8 B to 32 KiB" in allocated[0]
+    assert "shared wins from 128 KiB to 128 MiB" in allocated[1]
+    assert "as fast as native" in allocated[1]
+    assert "auto reaches" in allocated[2]
+    assert "of native's" in foreign[-1]
+    assert sorted(lines) == sorted(allocated + foreign)
+
+
+def test_verdict_judges_auto_apart_from_the_others() -> None:
+    names = {name for found in competing(times_of(made_run(), "allocated")).values() for name in found}
+    assert names == {"ring", "shared", "native"}
+
+
+def test_verdict_of_one_rank_says_so() -> None:
+    assert ["One rank only" in line for line in verdict(made_run(ranks=1))] == [True]
+
+
+def test_verdict_begins_with_wrong_results() -> None:
+    run = made_run()
+    run.results.append(summarize("ring", "foreign", 4, 4, 4, np.array([1e-6]), 3))
+    assert verdict(run)[0] == "WRONG RESULTS: ring, foreign arrays, 16 B: 3 elements"
+
+
+def test_steps_of_a_decision_table() -> None:
+    found = steps({16: {"a": 1.0, "b": 2.0}, 64: {"a": 1.0, "b": 0.99}, 256: {"a": 2.0, "b": 1.0}})
+    assert found == [(128, "a"), (None, "b")]  # 1 % is no reason to change; the middle of 64 and 256 is 128
+
+
+def test_table_has_nccl_tests_columns() -> None:
+    run = made_run(sizes=[1 << 20])
+    head = table.header(run).splitlines()
+    columns = "size count type redop root time algbw busbw #wrong time algbw busbw #wrong backend min p99 min p99"
+    assert head[-2].lstrip("#").split() == columns.split()
+    lines = {backend: table.row(run, [r for r in run.results if r.backend == backend]) for backend in run.backends()}
+    row = lines["shared"].split()
+    assert row[:5] == ["1048576", "262144", "float", "sum", "-1"]
+    assert row[5:9] == ["316.6", "3.31", "4.97", "0"]  # foreign: 17 us + 1 MiB at 3.5 GB/s
+    assert row[9:14] == ["98.38", "10.66", "15.99", "0", "shared"]
+    assert lines["gloo"].split()[9:13] == ["N/A"] * 4
+    assert len({len(line) for line in lines.values()}) == 1
+    assert table.footer(run).startswith("# Out of bounds values : 0 OK\n# Avg bus bandwidth    : ")
