@@ -108,7 +108,7 @@ class Auto(AllReduce):
         if memory == GPU and name == LAST_RESORT:
             return super()._reduce_gpu  # by way of the host, where _reduce decides again
         part = self._parts[name]
-        return self._guarded(part, part._reduce_gpu if memory == GPU else part._reduce, signature)
+        return self._guarded(part, part._route(signature), signature)
 
     def _guarded(self, part: AllReduce, reduce: Reduction, signature: Signature) -> Reduction:
         """`reduce`, and another choice should its first call tell that `part` can't work here after all."""

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from allreduce import chunks, dtypes, gpu, ops
+from allreduce import chunks, dtypes, gpu, notices, ops
 from allreduce.errors import (
     AllReduceError,
     ClosedError,
@@ -15,7 +15,7 @@ from allreduce.errors import (
     agree,
 )
 from allreduce.ops import Op
-from allreduce.signature import FOREIGN, GPU, Signature, inspect, row
+from allreduce.signature import FOREIGN, GPU, Signature, allocation_row, inspect, row
 from allreduce.topology import Topology
 from allreduce.workspace import Workspace
 
@@ -36,6 +36,7 @@ class AllReduce(ABC):
     """
 
     sums_half = True  # False: float16 and bfloat16 are refused by name
+    copies_foreign = ""  # what happens to arrays that are not from `allocate`, when that costs a copy
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
         if check not in CHECKS:
@@ -48,7 +49,7 @@ class AllReduce(ABC):
         self.workspace = Workspace()
         self._pinned: Workspace | None = None
         self.owns_topology = False  # set by create() when it made the topology
-        self._comm = topology.private()
+        self._comm = topology.private(self)
         self._agreed: set[Signature] = set()
         self._known: dict[tuple, tuple[Reduction, Op]] = {}  # what __call__ looks up: plain arrays in C order
 
@@ -80,7 +81,10 @@ class AllReduce(ABC):
                 call = self._known.get((buffer.size, buffer.dtype, op, self._memory(buffer)))
             except TypeError:  # an op that can't be a key; _admit refuses it by name
                 pass
-        reduce, resolved = call or self._admit(buffer, op)
+        if call is None:
+            call = self._admit(buffer, op)
+            buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
+        reduce, resolved = call
         reduce(buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"), resolved)
 
     def close(self) -> None:
@@ -95,7 +99,8 @@ class AllReduce(ABC):
         self._known.clear()
         self._close()
         self.workspace.clear()
-        self.topology.release(self._comm)
+        self._pinned = None
+        self.topology.release(self._comm, self)
         if self.owns_topology:
             self.topology.close()
 
@@ -116,7 +121,10 @@ class AllReduce(ABC):
         """Reduce a 1-D array in place; length and number of ranks are at least 1 and 2."""
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        return gpu.cupy().zeros(length, dtype) if device == "cuda" else np.zeros(length, dtype)
+        if device != "cuda":
+            return np.zeros(length, dtype)
+        gpu.choose_device(self.topology.node_rank)
+        return gpu.cupy().zeros(length, dtype)
 
     def _memory(self, buffer: np.ndarray) -> int:
         """ALLOCATED for an array, or a slice of one, that `_allocate` gave and that is reduced where it is."""
@@ -126,6 +134,8 @@ class AllReduce(ABC):
         """What reduces arrays of this signature; asked once for each."""
         if signature.length == 0 or self.size == 1:
             return _nothing_to_do
+        if signature.memory == FOREIGN and self.copies_foreign:
+            notices.once(self.rank, self.copies_foreign)
         return self._reduce_gpu if signature.memory == GPU else self._reduce
 
     def _close(self) -> None:  # noqa: B027, most algorithms hold nothing else
@@ -204,7 +214,7 @@ class AllReduce(ABC):
             error = refused
         size = int(length) if error is None else 0
         asked = f"allocate({length!r}, {dtype!r}, device={device!r})"
-        agree(self._comm, [size, code, device == "cuda"], asked, error)
+        agree(self._comm, allocation_row(size, code, device == "cuda"), asked, error)
 
 
 def _nothing_to_do(buffer: Any, op: Op) -> None:
@@ -260,4 +270,4 @@ class TwoPhase(AllReduce):
         np.copyto(wide, buffer)
         self._reduce_scatter(wide, op)
         mine = self.owned(buffer.size)
-        np.copyto(buffer[mine], wide[mine], casting="same_kind" if buffer.dtype.kind == "f" else "unsafe")
+        np.copyto(buffer[mine], wide[mine], casting="unsafe")

@@ -1,10 +1,9 @@
-"""The one table of element types: NumPy dtype, MPI datatype, NCCL type, dtype of the sum."""
+"""The one table of element types: NumPy dtype, NCCL type, dtype of the sum; MPI knows the rest by itself."""
 
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import DTypeLike
 
 from allreduce.errors import UnsupportedDtypeError
@@ -12,10 +11,8 @@ from allreduce.errors import UnsupportedDtypeError
 
 class Type(NamedTuple):
     code: int  # this row's number, for agreements between ranks
-    mpi: MPI.Datatype  # 16-bit types travel as integers: MPI can carry them but not add them
     nccl: int  # ncclDataType_t in nccl.h
     accumulator: np.dtype  # the dtype in which sums are formed; wider for the 16-bit types
-    transport: np.dtype  # a dtype of the same size that MPI's buffer interface knows
 
 
 FLOAT16 = np.dtype(np.float16)
@@ -23,12 +20,12 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _F32, _F64, _I32, _I64, _U16 = map(np.dtype, ("float32", "float64", "int32", "int64", "uint16"))
 
 TYPES: dict[np.dtype, Type] = {
-    _F32: Type(1, MPI.FLOAT, 7, _F32, _F32),
-    _F64: Type(2, MPI.DOUBLE, 8, _F64, _F64),
-    _I32: Type(3, MPI.INT32_T, 2, _I32, _I32),
-    _I64: Type(4, MPI.INT64_T, 4, _I64, _I64),
-    FLOAT16: Type(5, MPI.UINT16_T, 6, _F32, _U16),
-    BFLOAT16: Type(6, MPI.UINT16_T, 9, _F32, _U16),
+    _F32: Type(1, 7, _F32),
+    _F64: Type(2, 8, _F64),
+    _I32: Type(3, 2, _I32),
+    _I64: Type(4, 4, _I64),
+    FLOAT16: Type(5, 6, _F32),
+    BFLOAT16: Type(6, 9, _F32),
 }
 
 

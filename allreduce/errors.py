@@ -9,16 +9,20 @@ ends the whole job, by the hook that `abort_on_uncaught` installs.
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import NoReturn, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce.notices import log
 
+ResultT = TypeVar("ResultT")
+
 STALL_SECONDS = 30.0  # a rank that waits this long for the others' signatures says so
-LONE_ERROR_SECONDS = 10.0  # a rank with an error of its own waits this long for company, then raises alone
+LONE_ERROR_SECONDS = 30.0  # a rank with an error of its own waits this long for company, then ends the job
+AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to different ones get a table too
 
 
 class AllReduceError(Exception):
@@ -78,17 +82,29 @@ def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
         raise _first_error(comm.allgather(_portable(error))) from error
 
 
+def together(comm: MPI.Comm, step: Callable[[], ResultT]) -> ResultT:
+    """What `step` returns on each rank; an error that it meets on some ranks is raised on all. Collective."""
+    result, error = None, None
+    try:
+        result = step()
+    except Exception as met:  # whatever it is, the other ranks must not wait for this one
+        error = met
+    raise_together(comm, error)
+    return cast(ResultT, result)
+
+
 def agree(comm: MPI.Comm, values: Sequence[int], row: str, error: Exception | None) -> None:
     """Return when all ranks bring equal `values` and no error; otherwise raise on all of them. Collective.
 
-    `row` describes this rank's side in words: it is its line in the table of a DisagreementError. An
-    agreement costs one all-reduce of 2 * len(values) + 2 integers; only a failed one exchanges text.
+    values: at most AGREED_VALUES. row: this rank's side in words, its line in the table of a
+    DisagreementError. An agreement costs one small all-reduce; only a failed one exchanges text.
+
+    A rank with an error to which the others don't come, because they have no reason to, ends the job.
     """
-    mine = np.array([error is not None, *values], dtype=np.int64)
+    mine = np.zeros(AGREED_VALUES + 1, dtype=np.int64)
+    mine[: len(values) + 1] = [error is not None, *values]
     low = np.concatenate([mine, -mine])  # the minimum of -x is minus the maximum: one message gives both
-    if not _wait(comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), comm, row, error):
-        assert error is not None
-        raise error
+    _wait(comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), comm, row, error)
     if np.array_equal(low[: mine.size], -low[mine.size :]) and low[0] == 0:
         return
     sides: list[tuple[str, tuple[type[Exception], str] | None]] = comm.allgather((row, _portable(error)))
@@ -100,8 +116,8 @@ def agree(comm: MPI.Comm, values: Sequence[int], row: str, error: Exception | No
     )
 
 
-def _wait(request: MPI.Request, comm: MPI.Comm, row: str, error: Exception | None) -> bool:
-    """Wait for an agreement without hiding a stall. False: this rank has an error and nobody came."""
+def _wait(request: MPI.Request, comm: MPI.Comm, row: str, error: Exception | None) -> None:
+    """Wait for an agreement without hiding a stall, and not for ever when this rank has an error to tell."""
     begin = time.monotonic()
     pause, warned = 0.0, False
     while not request.Test():
@@ -110,7 +126,8 @@ def _wait(request: MPI.Request, comm: MPI.Comm, row: str, error: Exception | Non
             pause = min(pause + 1e-5, 0.01)
             time.sleep(pause)
         if error is not None and waited > LONE_ERROR_SECONDS:
-            return False
+            # Raising would leave the ranks out of step for good, should the program catch it and go on.
+            _end_job(f"{type(error).__name__}: {error}\n(on this rank alone; the others are in another call)\n", 1)
         if waited > STALL_SECONDS and not warned:
             warned = True
             log.warning(
@@ -120,7 +137,6 @@ def _wait(request: MPI.Request, comm: MPI.Comm, row: str, error: Exception | Non
                 waited,
                 row,
             )
-    return True
 
 
 def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
@@ -129,9 +145,12 @@ def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
         return None
     kind = type(error)
     try:
-        return type(kind(str(error))), str(error)
-    except TypeError:  # UnicodeDecodeError and the like want more arguments than a text
-        return AllReduceError, f"{kind.__name__}: {error}"
+        importable = getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+        if importable and isinstance(kind(str(error)), kind):
+            return kind, str(error)
+    except Exception:  # UnicodeDecodeError and the like want more arguments than a text
+        log.debug("%s can't be made from a text", kind)
+    return AllReduceError, f"{kind.__name__}: {error}"
 
 
 def _first_error(errors: Sequence[tuple[type[Exception], str] | None]) -> Exception:
@@ -145,23 +164,45 @@ def _everywhere(error: Exception) -> Exception:
     return error
 
 
-def abort_on_uncaught(comm: MPI.Comm) -> None:
+def abort_on_uncaught(world: MPI.Intracomm) -> None:
     """From now on an uncaught exception prints its traceback, with the rank, and ends the whole job.
 
-    Without it, the rank that raised would leave and all others would wait for it for ever. Interactive
-    sessions and programs that have set a hook of their own are left alone.
+    Without it, the rank that raised would leave and all others would wait for it for ever. A hook that the
+    program has set prints in its own way before. Interactive sessions are left alone, and so is
+    sys.exit() on one rank, which is no exception to Python.
+
+    world: MPI.COMM_WORLD; a communicator that the program may free can't end the job.
     """
-    if sys.excepthook is not sys.__excepthook__ or hasattr(sys, "ps1"):
+    previous = sys.excepthook
+    if hasattr(sys, "ps1") or getattr(previous, "aborts", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if MPI.Is_finalized():
+            previous(kind, error, trace)
+            return
         interrupted = issubclass(kind, KeyboardInterrupt)
-        if comm.rank and (interrupted or getattr(error, "everywhere", False)):
+        if world.rank and (interrupted or getattr(error, "everywhere", False)):
             time.sleep(2)  # rank 0 tells it for all; the job ends while we sleep
         text = "interrupted\n" if interrupted else "".join(traceback.format_exception(kind, error, trace))
-        sys.stdout.flush()
-        sys.stderr.write(f"rank {comm.rank} of {comm.size}: {text}")
-        sys.stderr.flush()
-        comm.Abort(130 if interrupted else 1)
+        if previous is not sys.__excepthook__ and not interrupted:
+            previous(kind, error, trace)
+            text = f"{kind.__name__}\n"
+        _end_job(text, 130 if interrupted else 1)
 
+    hook.aborts = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+    _world.append(world)
+
+
+_world: list[MPI.Intracomm] = []  # what _end_job aborts, set with the hook
+
+
+def _end_job(text: str, code: int) -> NoReturn:
+    """Say why, with the rank, and end all ranks."""
+    world = _world[0] if _world else MPI.COMM_SELF
+    sys.stdout.flush()
+    sys.stderr.write(f"rank {world.rank} of {world.size}: {text}")
+    sys.stderr.flush()
+    world.Abort(code)
+    raise SystemExit(code)

@@ -27,6 +27,20 @@ def cupy() -> Any:
     return cupy
 
 
+@functools.cache
+def choose_device(node_rank: int) -> None:
+    """Once in a process: let the ranks of a node take its GPUs in turn.
+
+    A program that has made another device than 0 the current one has chosen by itself.
+    """
+    runtime = cupy().cuda.runtime
+    try:
+        if runtime.getDevice() == 0:
+            cupy().cuda.Device(node_rank % runtime.getDeviceCount()).use()
+    except Exception as error:  # CuPy without a driver or a GPU raises errors of its own kinds
+        raise UnavailableError(f"an NVIDIA GPU is needed, and CuPy finds none ({error})") from error
+
+
 def synchronize() -> None:
     """Wait for the current CUDA stream: MPI does not know about streams."""
     cupy().cuda.get_current_stream().synchronize()

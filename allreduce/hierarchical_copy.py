@@ -6,17 +6,15 @@ Steps: those of the parts. Bytes across m equal nodes: 2 S (m - 1) / m a node, s
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
 from allreduce.base import AllReduce, TwoPhase
-from allreduce.errors import AllReduceError, OptionError, raise_together
+from allreduce.errors import AllReduceError, OptionError, together
 from allreduce.ops import Op
 from allreduce.topology import Topology
 from allreduce.transfer import Transfer
-
-ResultT = TypeVar("ResultT")
 
 
 class HierarchicalCopy(TwoPhase):
@@ -38,27 +36,27 @@ class HierarchicalCopy(TwoPhase):
     ) -> None:
         super().__init__(topology, check=check)
         inside, across = topology.inside(), topology.across()
-        self._topologies = [inside, across] if across else [inside]
-        self._node = self._together(lambda: _two_phase(node, make(node, inside)))
-        self._cross = self._together(lambda: make(cross, across) if across else None)
+        self._made: list[Topology | AllReduce] = [inside, across] if across else [inside]
+        try:
+            self._node = together(self._comm, lambda: _two_phase(node, self._keep(make(node, inside))))
+            self._cross = together(self._comm, lambda: self._keep(make(cross, across)) if across else None)
+        except AllReduceError:  # on all ranks, so they can close together
+            self.close()
+            raise
+        self.copies_foreign = self._node.copies_foreign
         self._leaders_only = topology.leaders_only
         self._transfer = Transfer(self._node._comm, self.workspace)
+
+    def _keep(self, part: AllReduce) -> AllReduce:
+        self._made.append(part)
+        return part
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """This rank's share of the buffer among the ranks of its node; nodes hold the same. rank: a node rank."""
         return self._node.owned(length, rank)
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        return self._together(lambda: self._node._allocate(length, dtype, device))
-
-    def _together(self, step: Callable[[], ResultT]) -> ResultT:
-        """What `step` returns; an error that only one node meets is raised on all ranks. Collective."""
-        try:
-            result, error = step(), None
-        except AllReduceError as refused:
-            result, error = None, refused
-        raise_together(self._comm, error)
-        return cast(ResultT, result)
+        return together(self._comm, lambda: self._node._allocate(length, dtype, device))
 
     def _memory(self, buffer: np.ndarray) -> int:
         return self._node._memory(buffer)
@@ -101,10 +99,7 @@ class HierarchicalCopy(TwoPhase):
         return [self._node.owned(length, rank) for rank in range(self._node.size)]
 
     def _close(self) -> None:
-        if self._cross is not None:
-            self._cross.close()
-        self._node.close()
-        for part in self._topologies:
+        for part in reversed(self._made):
             part.close()
 
 

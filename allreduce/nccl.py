@@ -7,7 +7,7 @@ import numpy as np
 
 from allreduce import dtypes, gpu
 from allreduce.base import AllReduce
-from allreduce.errors import AllReduceError, UnavailableError, raise_together
+from allreduce.errors import AllReduceError, OptionError, UnavailableError, raise_together, together
 from allreduce.ops import Op
 from allreduce.topology import Topology
 
@@ -17,10 +17,9 @@ SHARED_GPU_VERSION = 23000  # since 2.30, NCCL_MULTI_RANK_GPU_ENABLE=1 lets rank
 
 
 class Nccl(AllReduce):
-    """One GPU a rank: the current device, or the one of this node rank when none was chosen.
+    """One GPU a rank (see gpu.choose_device), and arrays on that GPU; others are copied there and back.
 
-    Arrays in ordinary memory are copied to the GPU and back. The NCCL communicator is made at the first
-    use, because it binds the device that is current then.
+    The NCCL communicator is made at the first use, because it binds the device that is current then.
     """
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
@@ -28,68 +27,83 @@ class Nccl(AllReduce):
         super().__init__(topology, check=check)
         self._cupy = gpu.cupy()
         self._nccl = self._cupy.cuda.nccl
+        self._device = -1
         self._communicator: Any = None
         self._stream: Any = None
+        self._ready: Any = None
+        self._wide: Any = None  # the float32 sums of 16-bit arrays; grows, as a Workspace does
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        if device == "cpu":
-            return np.zeros(length, dtype)
-        self._choose_device()
-        return self._cupy.zeros(length, dtype)
+        return super()._allocate(length, dtype, device or "cuda")
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        self._choose_device()
-        staged = self._cupy.asarray(buffer)
+        gpu.choose_device(self.topology.node_rank)
+        accumulator = dtypes.TYPES[buffer.dtype].accumulator
+        staged = self._cupy.asarray(buffer.astype(accumulator, copy=False))
         self._reduce_gpu(staged, op)
-        staged.get(out=buffer)
+        np.copyto(buffer, staged.get(), casting="unsafe")
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
         if self._communicator is None:
             self._connect()
-        average = op.scale is not None and self._nccl.get_version() >= AVERAGE_VERSION
-        ready = self._cupy.cuda.get_current_stream().record()
-        self._stream.wait_event(ready)  # the array may still be written on the caller's stream
-        with self._stream:
-            self._communicator.allReduce(
-                buffer.data.ptr,
-                buffer.data.ptr,
-                buffer.size,
-                dtypes.TYPES[buffer.dtype].nccl,
-                AVERAGE if average else op.nccl,
-                self._stream.ptr,
+        if buffer.device.id != self._device:
+            raise OptionError(
+                f'"nccl" is connected on GPU {self._device} and the array is on GPU {buffer.device.id}; '
+                "make the GPU of your arrays current before the first call"
             )
-            if op.scale is not None and not average:
-                self._cupy.multiply(buffer, op.scale, out=buffer)
-            done = self._stream.record()
-        self._cupy.cuda.get_current_stream().wait_event(done)
+        accumulator = dtypes.TYPES[buffer.dtype].accumulator
+        if buffer.dtype == accumulator:
+            self._reduce_in_place(buffer, op)
+            return
+        if self._wide is None or self._wide.size < buffer.size:
+            self._wide = self._cupy.empty(buffer.size, accumulator)
+        wide = self._wide[: buffer.size]
+        wide[...] = buffer
+        self._reduce_in_place(wide, op)
+        buffer[...] = wide.astype(buffer.dtype)  # rounds 16-bit floats, once
 
-    def _choose_device(self) -> None:
-        """Ranks of a node take its GPUs in turn, unless the program has chosen one."""
-        runtime = self._cupy.cuda.runtime
-        if runtime.getDevice() == 0:
-            self._cupy.cuda.Device(self.topology.node_rank % runtime.getDeviceCount()).use()
+    def _reduce_in_place(self, buffer: Any, op: Op) -> None:
+        """NCCL on its own stream, after what the caller's stream holds already and before what it gets next."""
+        caller = self._cupy.cuda.get_current_stream()
+        average = op.scale == 1 / self.size and self._nccl.get_version() >= AVERAGE_VERSION
+        self._ready.record(caller)
+        self._stream.wait_event(self._ready)
+        self._communicator.allReduce(
+            buffer.data.ptr,
+            buffer.data.ptr,
+            buffer.size,
+            dtypes.TYPES[buffer.dtype].nccl,
+            AVERAGE if average else op.nccl,
+            self._stream.ptr,
+        )
+        self._ready.record(self._stream)
+        caller.wait_event(self._ready)
+        if op.scale is not None and not average:
+            self._cupy.multiply(buffer, op.scale, out=buffer)
 
     def _connect(self) -> None:
         """Make the NCCL communicator on the current device. Collective."""
-        raise_together(self._comm, self._shared_gpu())
-        unique = self._comm.bcast(self._nccl.get_unique_id() if self.rank == 0 else None)
+        cuda = self._cupy.cuda
+        self._device = cuda.runtime.getDevice()
+        uuid = together(self._comm, lambda: bytes(cuda.runtime.getDeviceProperties(self._device)["uuid"]))
+        raise_together(self._comm, self._shared_gpu(self._comm.allgather(uuid)))
+        unique = together(self._comm, lambda: self._nccl.get_unique_id() if self.rank == 0 else None)
+        unique = self._comm.bcast(unique)
         error: AllReduceError | None = None
         try:
             self._communicator = self._nccl.NcclCommunicator(self.size, unique, self.rank)
-            self._stream = self._cupy.cuda.Stream(non_blocking=True)
-        except self._nccl.NcclError as refused:
+            self._stream = cuda.Stream(non_blocking=True)
+            self._ready = cuda.Event(disable_timing=True)
+        except Exception as refused:  # NcclError, and what CuPy raises for codes of NCCL that it does not know
             error = UnavailableError(f"NCCL could not connect {self.size} ranks: {refused}; NCCL_DEBUG=INFO says more")
         raise_together(self._comm, error)
 
-    def _shared_gpu(self) -> UnavailableError | None:
-        """An error when ranks share a GPU and this NCCL would not allow it. Collective."""
-        properties = self._cupy.cuda.runtime.getDeviceProperties(self._cupy.cuda.runtime.getDevice())
-        holders = self._comm.allgather(bytes(properties["uuid"]).hex())
+    def _shared_gpu(self, holders: list[bytes]) -> UnavailableError | None:
+        """An error when this rank shares its GPU and this NCCL would not allow it. holders: the ranks' GPUs."""
         sharing = [rank for rank, uuid in enumerate(holders) if uuid == holders[self.rank]]
-        if len(sharing) == 1:
-            return None
         version = self._nccl.get_version()
-        if version >= SHARED_GPU_VERSION and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        allowed = version >= SHARED_GPU_VERSION and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if len(sharing) == 1 or allowed:
             return None
         return UnavailableError(
             f"ranks {sharing} hold the same GPU and NCCL {version // 10000}.{version // 100 % 100} does not allow it; "
@@ -100,7 +114,7 @@ class Nccl(AllReduce):
         if self._communicator is not None:
             self._stream.synchronize()
             self._communicator.destroy()
-            self._communicator = self._stream = None
+        self._communicator = self._stream = self._ready = self._wide = None
 
 
 def _missing() -> UnavailableError | None:

@@ -3,8 +3,8 @@
 import difflib
 import importlib
 import inspect
+import os
 import zlib
-from types import FunctionType
 from typing import Any
 
 from allreduce.base import AllReduce
@@ -47,7 +47,12 @@ def create(name: str, topology: Topology | None = None, *, check: str = "first",
         error = refused
     row = f"create({name!r}, check={check!r}{''.join(f', {key}={_shown(options[key])}' for key in options)})"
     agree(topology.world, [zlib.crc32(row.encode())], row, error)
-    backend = backend_class(topology, **arguments)
+    try:
+        backend = backend_class(topology, **arguments)
+    except AllReduceError:  # raised on all ranks, so they can close together
+        if owned:
+            topology.close()
+        raise
     backend.name = name
     backend.owns_topology = owned
     return backend
@@ -72,9 +77,9 @@ def available(topology: Topology | None = None) -> tuple[str, ...]:
 
 def _shown(value: object) -> str:
     """An option's value in words that are the same on all ranks: no addresses."""
-    if type(value).__repr__ in (object.__repr__, FunctionType.__repr__):
-        return getattr(value, "__qualname__", type(value).__qualname__)
-    return repr(value)
+    if isinstance(value, str | int | float | tuple | os.PathLike) or value is None:
+        return repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _load(name: str) -> type[AllReduce]:

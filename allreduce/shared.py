@@ -6,6 +6,7 @@ result to all of them. Steps: 2 barriers. Messages: none. Memory traffic: 2 n S 
 T. Hoefler et al.: MPI + MPI: a new hybrid approach to parallel programming with MPI plus shared memory, 2013.
 """
 
+import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -13,18 +14,19 @@ from itertools import zip_longest
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import dtypes, notices
+from allreduce import dtypes
 from allreduce.base import TwoPhase
 from allreduce.chunks import chunk, segments
 from allreduce.errors import UnavailableError, agree
 from allreduce.ops import Op
 from allreduce.signature import ALLOCATED, FOREIGN
 from allreduce.topology import Topology
-from allreduce.window import Window
+from allreduce.window import Window, still_in_use
 
 BLOCK_BYTES = 256 * 1024  # what a rank adds at a time, from each rank
 STAGE_BYTES = 1024 * 1024  # what a rank stages of a foreign array in one round
 LEAST_PART_BYTES = 16 * 1024
+CACHE_LINE = 64
 # Arrays tend to begin at the start of a page. Copies between equal places in pages are slow on many
 # processors (AMD's Zen 4: twice), so the staged parts begin in the middle of one.
 STAGE_OFFSET = 2048
@@ -33,6 +35,8 @@ STAGE_OFFSET = 2048
 class Shared(TwoPhase):
     """Ranks of one node only. `allocate` gives memory in a shared window."""
 
+    copies_foreign = '"shared" stages arrays that are not from its allocate(): two more copies'
+
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
         if topology.nodes > 1:
             raise UnavailableError(
@@ -40,28 +44,38 @@ class Shared(TwoPhase):
                 'use "hierarchical_copy", which uses "shared" inside each node'
             )
         super().__init__(topology, check=check)
-        self._windows: list[Window] = []
-        self._stage: Window | None = None
-        self._control = Window(self._comm, 8)
-        self._words = [memory.view(np.int64) for memory in self._control.ranks]
+        self._arrays: dict[int, Window] = {}  # what `allocate` gave, by number; numbers are not used again
+        self._numbers = itertools.count()
+        # Whole cache lines, so that no segment of any dtype is ever out of line.
+        self._part_bytes = max(STAGE_BYTES // self.size, LEAST_PART_BYTES) // CACHE_LINE * CACHE_LINE
+        try:
+            self._stage = Window(self._comm, STAGE_OFFSET + 2 * self.size * self._part_bytes)
+        except UnavailableError:  # on all ranks
+            topology.release(self._comm, self)
+            raise
+        self._words = [memory[:8].view(np.int64) for memory in self._stage.ranks]
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> np.ndarray:
         if device == "cuda":
             return super()._allocate(length, dtype, device)
-        window = Window(self._comm, length * dtype.itemsize)
-        self._windows.append(window)
-        return window.mine().view(dtype)
+        self._free_unused()
+        number = next(self._numbers)
+        window = self._arrays[number] = Window(self._comm, length * dtype.itemsize)
+        return window.give().view(dtype)
+
+    def _free_unused(self) -> None:
+        """Give back the arrays that no rank holds any more. Collective."""
+        used = still_in_use(self._comm, list(self._arrays.values()))
+        for number, in_use in zip(list(self._arrays), used, strict=True):
+            if not in_use:
+                self._arrays.pop(number).free()
 
     def _memory(self, buffer: np.ndarray) -> int:
-        address = MPI.Get_address(buffer)
-        for window in self._windows:
-            if window.address <= address < window.end:
-                return ALLOCATED
-        return FOREIGN
+        return FOREIGN if self._find(buffer) is None else ALLOCATED
 
     def _close(self) -> None:
         self._words = []
-        for window in [self._control, *self._windows, *([self._stage] if self._stage else [])]:
+        for window in [self._stage, *self._arrays.values()]:
             window.free()
 
     # Arrays from allocate(): no staging, every rank reaches into every rank's array
@@ -83,7 +97,7 @@ class Shared(TwoPhase):
         self._reduce_scatter(buffer, op)  # _combine sums 16-bit floats in float32, so nothing is widened before
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        place = self._meet(buffer, op.name)
+        place = self._meet(buffer, f"reduce_scatter {op.name}")
         if place is None:
             self._reduce_scatter_staged(buffer, op)
             return
@@ -128,18 +142,13 @@ class Shared(TwoPhase):
             stage.get_others()
 
     def _rounds(self, buffer: np.ndarray) -> Iterator["_Round"]:
-        notices.once(self.rank, '"shared" stages arrays that are not from its allocate(): two more copies')
-        part_bytes = max(STAGE_BYTES // self.size, LEAST_PART_BYTES)
-        if self._stage is None:
-            self._stage = Window(self._comm, STAGE_OFFSET + 2 * self.size * part_bytes)
-        step = part_bytes // buffer.itemsize
+        step = self._part_bytes // buffer.itemsize
         cut = [list(segments(chunk(buffer.size, self.size, rank), step)) for rank in range(self.size)]
         for turn, spans in enumerate(zip_longest(*cut, fillvalue=slice(0, 0))):
             # Rounds alternate between two halves of the window: a rank that is ahead writes to the one
             # half while others still read the other, and a fence lies before it comes back to the first.
-            yield _Round(
-                self._stage, buffer, spans, self.rank, STAGE_OFFSET + (turn % 2) * self.size * part_bytes, part_bytes
-            )
+            start = STAGE_OFFSET + (turn % 2) * self.size * self._part_bytes
+            yield _Round(self._stage, buffer, spans, self.rank, start, self._part_bytes)
 
     # Both
 
@@ -153,12 +162,12 @@ class Shared(TwoPhase):
         code = dtypes.TYPES[buffer.dtype].code
         word = zlib.crc32(f"{place} {buffer.size} {code} {call}".encode())
         self._words[self.rank][0] = word
-        self._control.fence()
+        self._stage.fence()
         if any(other[0] != word for other in self._words):
             self._tell_disagreement(buffer, call, place)
         if index < 0:
             return None
-        window = self._windows[index]
+        window = self._arrays[index]
         span = slice(offset, offset + buffer.nbytes)
         return window, [memory[span].view(buffer.dtype) for memory in window.ranks]
 
@@ -169,11 +178,11 @@ class Shared(TwoPhase):
         agree(self._comm, [zlib.crc32(row.encode())], row, None)
 
     def _find(self, buffer: np.ndarray) -> tuple[int, int] | None:
-        """The number of the window that `buffer` lies in, and its place there in bytes."""
+        """The number of the array from `allocate` that `buffer` lies in, and its place there in bytes."""
         address = MPI.Get_address(buffer)
-        for index, window in enumerate(self._windows):
-            if window.address <= address < window.end:
-                return index, address - window.address
+        for number, window in self._arrays.items():
+            if window.address <= address < window.end and buffer.size:
+                return number, address - window.address
         return None
 
     def _combine(self, parts: list[np.ndarray], out: np.ndarray, op: Op) -> None:

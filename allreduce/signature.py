@@ -10,7 +10,7 @@ from allreduce.ops import Op
 
 FOREIGN, ALLOCATED, GPU = 0, 1, 2  # where an array's memory is; ranks must agree about it
 _MEMORY = {FOREIGN: "ordinary memory", ALLOCATED: "memory from allocate()", GPU: "GPU memory"}
-_CALLS = ("all_reduce", "reduce_scatter", "all_gather")
+_CALLS = ("all_reduce", "reduce_scatter", "all_gather", "allocate")
 
 
 class Signature(NamedTuple):
@@ -26,7 +26,7 @@ class Signature(NamedTuple):
 
 def inspect(buffer: Any, op: str, memory: int, call: str) -> Signature:
     """The signature of a call, or the error that says why the array can't be reduced in place."""
-    if memory != GPU and not isinstance(buffer, np.ndarray):
+    if memory != GPU and (not isinstance(buffer, np.ndarray) or isinstance(buffer, np.ma.MaskedArray)):
         kind = f"{type(buffer).__module__}.{type(buffer).__qualname__}"
         hint = "; for a CPU tensor pass tensor.detach().numpy()" if hasattr(buffer, "numpy") else ""
         raise NotAnArrayError(f"a NumPy or CuPy array is needed, not {kind}{hint}")
@@ -51,3 +51,8 @@ def row(signature: Signature | None, op: Op | None) -> tuple[list[int], str]:
     order = "" if layout == "C" else ", Fortran order"
     text = f'{call}: length {length}, dtype {dtype}, op "{name}", {_MEMORY[memory]}{order}'
     return [length, dtypes.TYPES[dtype].code, op.code, memory, layout == "F", _CALLS.index(call)], text
+
+
+def allocation_row(length: int, code: int, on_gpu: bool) -> list[int]:
+    """The numbers that ranks compare in `allocate`, set out as those of `row`."""
+    return [length, code, 0, GPU if on_gpu else FOREIGN, 0, _CALLS.index("allocate")]

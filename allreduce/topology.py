@@ -1,12 +1,20 @@
 """Who is where: the world, the node and the cross communicators, their owner, and simulated nodes."""
 
 import os
+import zlib
 from collections.abc import Sequence
+from typing import Protocol
 
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.errors import ClosedError, OptionError, abort_on_uncaught, raise_together
+from allreduce.errors import ClosedError, OptionError, abort_on_uncaught, agree
+
+
+class Closeable(Protocol):
+    """What uses a communicator of a topology and has to be closed before it."""
+
+    def close(self) -> None: ...
 
 
 class Topology:
@@ -29,9 +37,11 @@ class Topology:
     def __init__(self, comm: MPI.Intracomm | None = None, ranks_per_node: int | Sequence[int] | None = None) -> None:
         comm = MPI.COMM_WORLD if comm is None else comm
         if comm.size > 1:
-            abort_on_uncaught(comm)
-        raise_together(comm, _bad_ranks_per_node(ranks_per_node, comm.size))
+            abort_on_uncaught(MPI.COMM_WORLD)
+        asked = f"Topology(ranks_per_node={ranks_per_node!r})"
+        agree(comm, [zlib.crc32(asked.encode())], asked, _bad_ranks_per_node(ranks_per_node, comm.size))
         self._owned: list[MPI.Intracomm] = []
+        self._users: list[Closeable] = []
         self._children: list[Topology] = []
         self.closed = False
         self.simulated = ranks_per_node is not None
@@ -39,7 +49,6 @@ class Topology:
         self.node: MPI.Intracomm = self._own(self._split_nodes(ranks_per_node))
         self.node_sizes, self.node_index = self._number_nodes()
         self.cross: MPI.Intracomm = self._own(self.world.Split(self.node.rank, self.node_index))
-        self._tell_oversubscription()
 
     @property
     def rank(self) -> int:
@@ -87,24 +96,30 @@ class Topology:
             return None
         return self._child(Topology(self.cross, ranks_per_node=1))
 
-    def private(self) -> MPI.Intracomm:
-        """A duplicate of `world` on which one backend's messages are its own. Collective; owned here."""
+    def private(self, user: Closeable | None = None) -> MPI.Intracomm:
+        """A duplicate of `world` on which its user's messages are its own. Collective; owned here.
+
+        user: closed before the communicator when the topology is closed.
+        """
         self.check_open()
+        if user is not None:
+            self._users.append(user)
         return self._own(self.world.Dup())
 
-    def release(self, comm: MPI.Intracomm) -> None:
-        """Free a communicator that `private` gave. Collective."""
-        if not self.closed:
-            self._owned.remove(comm)
-            comm.Free()
+    def release(self, comm: MPI.Intracomm, user: Closeable | None = None) -> None:
+        """Free a communicator that `private` gave to `user`. Collective."""
+        if user is not None:
+            self._users.remove(user)
+        self._owned.remove(comm)
+        comm.Free()
 
     def close(self) -> None:
-        """Free every communicator, those of `inside()`, `across()` and `private()` too. Collective."""
+        """Close what still uses this topology, then free every communicator. Collective."""
         if self.closed:
             return
         self.closed = True
-        for child in reversed(self._children):
-            child.close()
+        for user in [*reversed(self._users), *reversed(self._children)]:
+            user.close()
         for comm in reversed(self._owned):
             comm.Free()
 
@@ -131,6 +146,7 @@ class Topology:
 
     def _split_nodes(self, ranks_per_node: int | Sequence[int] | None) -> MPI.Comm:
         real = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        self._tell_oversubscription(real.size)
         if ranks_per_node is None:
             return real
         node = real.Split(_simulated_node(self.rank, ranks_per_node), key=self.rank)
@@ -144,10 +160,10 @@ class Topology:
         leaders = sorted(sizes)
         return tuple(sizes[each] for each in leaders), leaders.index(leader)
 
-    def _tell_oversubscription(self) -> None:
+    def _tell_oversubscription(self, ranks: int) -> None:
         cores = os.cpu_count() or 1
-        if self.node.size > cores:
-            text = f"{self.node.size} ranks share the {cores} cores of this node: expect no speed-up from more ranks"
+        if ranks > cores:
+            text = f"{ranks} ranks share the {cores} cores of this node: expect no speed-up from more ranks"
             notices.once(self.rank, text)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from mpi4py import MPI
 from allreduce.errors import UnavailableError, raise_together
 
 SHARED_MEMORY = "/dev/shm"  # where MPI libraries on Linux keep shared windows
+PAGE_BYTES = 4096
 SPARE_BYTES = 1 << 20  # left free for the MPI library itself
 
 
@@ -19,21 +21,28 @@ class Window:
     def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
         raise_together(comm, _lack_of_space(comm, nbytes))
         self._comm = comm
-        self._win = MPI.Win.Allocate_shared(max(nbytes, 1), 1, comm=comm)
+        whole_pages = -(-max(nbytes, 1) // PAGE_BYTES) * PAGE_BYTES  # so that every rank's part begins with a page
+        self._win = MPI.Win.Allocate_shared(whole_pages, 1, comm=comm)
         self._win.Lock_all(MPI.MODE_NOCHECK)  # Win.Sync is defined inside an epoch only
-        self.nbytes = nbytes
         memory: list[Any] = [self._win.Shared_query(rank)[0] for rank in range(comm.size)]
+        self._memory = memory[comm.rank]
         self.ranks = [np.frombuffer(each, dtype=np.uint8, count=nbytes) for each in memory]
         mine = self.ranks[comm.rank]
         mine[:] = 0  # the first touch also places the pages near the rank that owns them
         self.address = MPI.Get_address(mine)  # of this rank's part, which ends before `end`
         self.end = self.address + nbytes
-        self._in_use = weakref.ref(mine)  # every view of this rank's memory keeps this array alive
+        self._given: weakref.ref[np.ndarray] | None = None
         self.fence()
 
-    def mine(self) -> np.ndarray:
-        """This rank's part, as bytes."""
-        return self.ranks[self._comm.rank]
+    def give(self) -> np.ndarray:
+        """This rank's part, as bytes, for use outside: the window knows as long as a view of it lives."""
+        given = np.frombuffer(self._memory, dtype=np.uint8, count=self.end - self.address)
+        self._given = weakref.ref(given)
+        return given
+
+    def in_use(self) -> bool:
+        """True while this rank has an array in its part that `give` gave."""
+        return self._given is not None and self._given() is not None
 
     def fence(self) -> None:
         """Everything written to the window before, by any rank, is seen by all ranks afterwards."""
@@ -44,16 +53,22 @@ class Window:
     def free(self) -> None:
         """Give the memory back, unless an array of some rank still lies in it. Collective."""
         self.ranks = []
-        in_use = np.array([self._in_use() is not None], dtype=np.int64)
-        self._comm.Allreduce(MPI.IN_PLACE, in_use, MPI.MAX)
+        kept = still_in_use(self._comm, [self])[0]
         self._win.Unlock_all()
-        if not in_use[0]:
+        if not kept:
             self._win.Free()
+
+
+def still_in_use(comm: MPI.Intracomm, windows: Sequence[Window]) -> list[bool]:
+    """For each window, whether an array of any rank lies in it. Collective."""
+    flags = np.array([window.in_use() for window in windows], dtype=np.int64)
+    comm.Allreduce(MPI.IN_PLACE, flags, MPI.MAX)
+    return [bool(flag) for flag in flags]
 
 
 def _lack_of_space(comm: MPI.Intracomm, nbytes: int) -> UnavailableError | None:
     """Writing to a window beyond the space in /dev/shm kills the process, so look first. Collective."""
-    wanted = comm.allreduce(nbytes) + SPARE_BYTES
+    wanted = comm.allreduce(nbytes + PAGE_BYTES) + SPARE_BYTES
     try:
         space = os.statvfs(SHARED_MEMORY)
     except OSError:

@@ -4,12 +4,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from allreduce import Topology, gpu
 from allreduce.auto import Auto
-from allreduce.errors import AllReduceError, UnavailableError, raise_together
+from allreduce.errors import AllReduceError, together
 from trainers import datasets, options
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.history import History
@@ -17,7 +17,6 @@ from trainers.mirrored import MirroredTrainer
 from trainers.model_file import replacing
 from trainers.replicas.numpy_network import NumpyNetwork
 
-ResultT = TypeVar("ResultT")
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes
 
 
@@ -26,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     world = Topology()
     code = 0
     try:
-        chosen = _together(world, lambda: options.parse(arguments, shown=world.rank == 0))
+        chosen = together(world.world, lambda: options.parse(arguments, shown=world.rank == 0))
         _run(chosen, world)
     except (AllReduceError, TrainerError) as error:
         if world.size > 1 and not error.everywhere:
@@ -43,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(chosen: argparse.Namespace, world: Topology) -> None:
-    _together(world, lambda: _check_targets(chosen))
-    data = _together(world, lambda: datasets.load(chosen.data))
+    together(world.world, lambda: _check_targets(chosen))
+    data = together(world.world, lambda: datasets.load(chosen.data))
     topology = Topology(world.world, chosen.ranks_per_node)
-    network = _together(world, lambda: _network(chosen, data, topology))
+    network = together(world.world, lambda: _network(chosen, data, topology))
     with MirroredTrainer(network, chosen.allreduce, topology) as trainer:
         backend, why = _backend(trainer)
         _say(world, f"{topology}, on {network.device}")
@@ -61,13 +60,13 @@ def _run(chosen: argparse.Namespace, world: Topology) -> None:
             _say(world, f"saved: {chosen.save}")
         if chosen.json:
             result = _result(chosen, trainer, network, history, scores, backend)
-            _together(world, lambda: _write_json(chosen.json, result, world.rank))
+            together(world.world, lambda: _write_json(chosen.json, result, world.rank))
         _say(world, f"test accuracy: {scores['accuracy']:.4f}")
 
 
 def _network(chosen: argparse.Namespace, data: datasets.Dataset, topology: Topology) -> NumpyNetwork:
     if chosen.device == "cuda":
-        _choose_gpu(topology.node_rank)
+        gpu.choose_device(topology.node_rank)
     if chosen.load:
         return NumpyNetwork.load(chosen.load, chosen.device)
     network = NumpyNetwork(
@@ -80,15 +79,6 @@ def _network(chosen: argparse.Namespace, data: datasets.Dataset, topology: Topol
     )
     network.scale_input(data.shift, data.scale)
     return network
-
-
-def _choose_gpu(node_rank: int) -> None:
-    """The ranks of a node take its GPUs in turn."""
-    cuda = gpu.cupy().cuda
-    try:
-        cuda.Device(node_rank % cuda.runtime.getDeviceCount()).use()
-    except Exception as error:  # CuPy without a driver or a GPU raises errors of its own kinds
-        raise UnavailableError(f"--device cuda needs an NVIDIA GPU, and CuPy finds none ({error})") from error
 
 
 def _backend(trainer: MirroredTrainer) -> tuple[str, str]:
@@ -148,17 +138,6 @@ def _write_json(path: str, result: dict[str, Any], rank: int) -> None:
             file.write(json.dumps(result, indent=2).encode() + b"\n")
     except OSError as error:
         raise ArgumentError(f"--json {path}: {error.strerror or error}") from error
-
-
-def _together(world: Topology, action: Callable[[], ResultT]) -> ResultT:
-    """What `action` returns on each rank; an error that any rank meets is raised on all. Collective."""
-    result, error = None, None
-    try:
-        result = action()
-    except (AllReduceError, TrainerError) as refused:
-        error = refused
-    raise_together(world.world, error)
-    return result  # type: ignore[return-value]  # set, as there is no error
 
 
 def _say(world: Topology, text: str, stream: Any = None) -> None:

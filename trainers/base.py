@@ -39,7 +39,7 @@ class Trainer(ABC):
         self.topology = topology
         self.rank, self.size = topology.rank, topology.size
         self.closed = False
-        self._comm = topology.private()
+        self._comm = topology.private(self)
         self._communication = stopwatch.make(replica.device)
 
     @abstractmethod
@@ -140,7 +140,7 @@ class Trainer(ABC):
         """Free what the trainer made; the replica stays usable. Closing twice does nothing."""
         if not self.closed:
             self.closed = True
-            self.topology.release(self._comm)
+            self.topology.release(self._comm, self)
             self._close()
 
     def _close(self) -> None:  # noqa: B027, a trainer may hold nothing else

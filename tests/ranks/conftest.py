@@ -1,0 +1,159 @@
+"""pytest on several ranks at once: every rank runs every test, and all agree about its outcome.
+
+Run by tests/test_ranks.py, or by hand: mpirun -n 4 python -m pytest tests/ranks -k ring
+
+A test that fails on one rank fails on all, and rank 0, the only one that prints, shows the traceback
+of the rank that failed. A test that hangs ends the job with the stacks of all ranks.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import allreduce  # prepares the environment of MPI, so it comes first
+
+# isort: split
+from mpi4py import MPI
+
+WATCHDOG_SECONDS = float(os.environ.get("ALLREDUCE_TEST_WATCHDOG", "90"))
+
+
+class Ranks:
+    """The harness's own communicator and what it counts; no message of a test can meet one of its own."""
+
+    def __init__(self) -> None:
+        self.comm = MPI.COMM_WORLD.Dup()
+        self.stderr = os.dup(2)  # outside of a test pytest does not capture it
+        self.collected = self.ran = 0
+        self.failure = ""  # this rank's, until the others have heard of it
+
+    def agree_on(self, report: pytest.TestReport) -> None:
+        """Give `report` the outcome that all ranks share."""
+        self.failure = report.longreprtext if report.failed else ""
+        sides = self.comm.allgather((report.outcome, report.longreprtext if report.failed else ""))
+        self.failure = ""
+        outcomes = [outcome for outcome, _ in sides]
+        if len(set(outcomes)) == 1 and outcomes[0] != "failed":
+            return
+        failures = [
+            f"rank {rank}: {text or outcome}" for rank, (outcome, text) in enumerate(sides) if outcome != "passed"
+        ]
+        report.outcome = "failed"
+        report.longrepr = "\n".join([f"outcome on the ranks: {', '.join(outcomes)}", failures[0], *_others(failures)])
+
+    def watch(self, test: str) -> threading.Timer:
+        """End the job when `test` takes too long: first every rank shows its stacks, then it aborts."""
+        faulthandler.dump_traceback_later(WATCHDOG_SECONDS, file=self.stderr)
+        timer = threading.Timer(WATCHDOG_SECONDS + 3, self._abort, [test])
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _abort(self, test: str) -> None:
+        text = f"rank {self.comm.rank}: {test} did not end in {WATCHDOG_SECONDS:.0f} s\n"
+        if self.failure:
+            text += f"rank {self.comm.rank} had failed, the others did not follow:\n{self.failure}\n"
+        os.write(self.stderr, text.encode())
+        threading.Event().wait(2)  # for the others' stacks
+        self.comm.Abort(1)
+
+
+def _others(failures: list[str]) -> list[str]:
+    return [f"and {len(failures) - 1} ranks more"] if len(failures) > 1 else []
+
+
+RANKS = pytest.StashKey[Ranks]()
+
+
+@pytest.hookimpl(trylast=True)  # after the terminal reporter was registered
+def pytest_configure(config: pytest.Config) -> None:
+    ranks = config.stash[RANKS] = Ranks()
+    if ranks.comm.rank:
+        config.pluginmanager.unregister(name="terminalreporter")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.extra_keyword_matches.update(os.environ.get("ALLREDUCE_TEST_WORDS", "").split())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Ranks that would run different tests would wait for each other for ever."""
+    ranks = session.config.stash[RANKS]
+    ranks.collected = len(session.items)
+    digest = zlib.crc32("\n".join(item.nodeid for item in session.items).encode())
+    if len(set(ranks.comm.allgather(digest))) > 1:
+        pytest.exit("the ranks collected different tests", returncode=3)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    timer = item.config.stash[RANKS].watch(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    ranks = item.config.stash[RANKS]
+    ranks.agree_on(report)
+    ranks.ran += report.when == "call" and not report.skipped
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    ranks = session.config.stash[RANKS]
+    if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK  # the driver calls it skipped
+    folder = os.environ.get("ALLREDUCE_TEST_REPORTS")
+    if folder:
+        counts = {"rank": ranks.comm.rank, "collected": ranks.collected, "ran": ranks.ran}
+        Path(folder, f"rank{ranks.comm.rank}.json").write_text(json.dumps(counts))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    sys.stdout.flush()
+    config.stash[RANKS].comm.Barrier()  # mpirun kills all when one ends with a code, so let rank 0 print first
+
+
+@pytest.fixture(scope="session")
+def world() -> MPI.Intracomm:
+    """A duplicate of all ranks for the tests' own messages."""
+    return MPI.COMM_WORLD.Dup()
+
+
+Shape = int | tuple[int, ...] | None
+
+
+@pytest.fixture(scope="session")
+def topology_of() -> Generator[Callable[[Shape], allreduce.Topology]]:
+    """`topology_of(ranks_per_node)`: one topology of each shape for the whole run."""
+    made: dict[Shape, allreduce.Topology] = {}
+
+    def get(shape: Shape = None) -> allreduce.Topology:
+        if shape not in made:
+            made[shape] = allreduce.Topology(ranks_per_node=shape)
+        return made[shape]
+
+    yield get
+    for topology in made.values():
+        topology.close()
+
+
+@pytest.fixture
+def flat(topology_of: Callable[[Shape], allreduce.Topology]) -> allreduce.Topology:
+    """All ranks as they really are: one node here."""
+    return topology_of(None)

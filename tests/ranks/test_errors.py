@@ -1,0 +1,312 @@
+"""Bad use raises the same named error on every rank: no hang, no wrong sums, no bare internal error."""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce import errors
+from allreduce.base import AllReduce
+
+SIZE = MPI.COMM_WORLD.size
+several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
+
+
+@pytest.fixture(scope="module", params=allreduce.NAMES)
+def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.Topology]) -> Generator[AllReduce]:
+    try:
+        made = allreduce.create(request.param, topology_of(None))
+    except errors.UnavailableError as error:
+        pytest.skip(str(error))
+    yield made
+    made.close()
+
+
+def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
+    """Every rank's call raises `kind` with the same text, which is returned. Collective."""
+    try:
+        call()
+        mine = ("nothing", "")
+    except Exception as error:
+        mine = (type(error).__name__, str(error))
+    everyone = world.allgather(mine)
+    assert set(everyone) == {(kind.__name__, mine[1])}, f"not one {kind.__name__} with one text: {everyone}"
+    return mine[1]
+
+
+def test_one_good_call_after_each_error(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    """An error leaves the backend usable."""
+    bad = np.zeros(10)[::2]
+    raised_everywhere(world, errors.NotContiguousError, lambda: reduce(bad, "sum"))
+    array = np.full(10, world.rank, "float32")
+    reduce(array, "max")
+    assert np.all(array == SIZE - 1)
+
+
+@several
+@pytest.mark.parametrize("where", ["foreign", "allocated"])
+def test_lengths_differ(reduce: AllReduce, world: MPI.Intracomm, where: str) -> None:
+    large = np.zeros(64) if where == "foreign" else reduce.allocate(64, "float64")
+    array = large[: 40 + world.rank % 2]
+    text = raised_everywhere(world, errors.DisagreementError, lambda: reduce(array, "sum"))
+    for rank in range(SIZE):
+        assert f"rank {rank}: all_reduce: length {40 + rank % 2}, dtype float64" in text
+
+
+@several
+def test_always_finds_one_rank_that_leaves_a_known_signature(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    strict = allreduce.create(reduce.name, reduce.topology, check="always")
+    for _ in range(2):
+        strict(np.ones(32), "sum")
+    array = np.ones(33 if world.rank == SIZE - 1 else 32)
+    text = raised_everywhere(world, errors.DisagreementError, lambda: strict(array, "sum"))
+    assert f"rank {SIZE - 1}: all_reduce: length 33" in text
+    assert "rank 0: all_reduce: length 32" in text
+    strict.close()
+
+
+@several
+def test_dtypes_differ(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    array = np.zeros(16, "float32" if world.rank else "int32")
+    text = raised_everywhere(world, errors.DisagreementError, lambda: reduce(array, "sum"))
+    assert "rank 0: all_reduce: length 16, dtype int32" in text
+    assert "rank 1: all_reduce: length 16, dtype float32" in text
+
+
+@several
+def test_ops_differ(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    text = raised_everywhere(
+        world, errors.DisagreementError, lambda: reduce(np.zeros(17), "sum" if world.rank else "max")
+    )
+    assert 'rank 0: all_reduce: length 17, dtype float64, op "max"' in text
+    assert 'op "sum"' in text
+
+
+@several
+def test_order_of_calls_differs(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    first, second = np.zeros(21), np.zeros(22)
+    array = second if world.rank else first
+    text = raised_everywhere(world, errors.DisagreementError, lambda: reduce(array, "sum"))
+    assert "rank 0: all_reduce: length 21" in text
+    assert "rank 1: all_reduce: length 22" in text
+
+
+@several
+def test_memory_differs(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    """Where it matters whose memory it is. Elsewhere the call simply works."""
+    allocated = reduce.allocate(18, "float64")
+    allocated[:] = world.rank
+    array = np.full(18, float(world.rank)) if world.rank else allocated
+    if reduce._memory(allocated) == reduce._memory(np.zeros(18)):
+        reduce(array, "max")
+        assert np.all(array == SIZE - 1)
+        return
+    text = raised_everywhere(world, errors.DisagreementError, lambda: reduce(array, "max"))
+    assert 'rank 0: all_reduce: length 18, dtype float64, op "max", memory from allocate()' in text
+    assert "ordinary memory" in text
+
+
+@several
+def test_layouts_differ(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    array = np.zeros((4, 5), order="C" if world.rank else "F")
+    text = raised_everywhere(world, errors.DisagreementError, lambda: reduce(array, "sum"))
+    assert "Fortran order" in text
+
+
+@several
+def test_one_rank_passes_something_bad(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    array = np.zeros(38)[::2] if world.rank == SIZE - 1 else np.zeros(19)
+    text = raised_everywhere(world, errors.NotContiguousError, lambda: reduce(array, "sum"))
+    assert text.startswith(f"rank {SIZE - 1}: ")
+
+
+def _tensor() -> object:
+    return pytest.importorskip("torch").zeros(3)
+
+
+def _read_only() -> np.ndarray:
+    array = np.zeros(3)
+    array.flags.writeable = False
+    return array
+
+
+BAD_ARRAYS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "list": (lambda: [1.0, 2.0], errors.NotAnArrayError, "not builtins.list"),
+    "float": (lambda: 1.5, errors.NotAnArrayError, "not builtins.float"),
+    "tensor": (_tensor, errors.NotAnArrayError, r"tensor.detach().numpy()"),
+    "read-only": (_read_only, errors.NotAnArrayError, "read-only"),
+    "gaps": (lambda: np.zeros((4, 4))[:, :2], errors.NotContiguousError, "ascontiguousarray"),
+    "reversed": (lambda: np.zeros(4)[::-1], errors.NotContiguousError, "not contiguous"),
+    "complex": (lambda: np.zeros(3, complex), errors.UnsupportedDtypeError, "complex128"),
+    "bool": (lambda: np.zeros(3, bool), errors.UnsupportedDtypeError, "use one of float32"),
+    "object": (lambda: np.zeros(3, object), errors.UnsupportedDtypeError, "object"),
+    "byte order": (lambda: np.zeros(3, ">f4"), errors.UnsupportedDtypeError, "byte order"),
+    "not aligned": (lambda: np.zeros(33, np.uint8)[1:].view("f8"), errors.NotAnArrayError, "aligned"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ARRAYS)
+def test_bad_array(reduce: AllReduce, world: MPI.Intracomm, bad: str) -> None:
+    make, kind, words = BAD_ARRAYS[bad]
+    array = make()
+    assert words in raised_everywhere(world, kind, lambda: reduce(array, "sum"))
+    assert issubclass(kind, errors.AllReduceError)
+
+
+@pytest.mark.parametrize("op", ["avg", "SUM", "", None, 3, np.add, ["sum"]], ids=str)
+def test_unknown_op(reduce: AllReduce, world: MPI.Intracomm, op: Any) -> None:
+    text = raised_everywhere(world, errors.UnsupportedOpError, lambda: reduce(np.zeros(3), op))
+    assert "use one of sum, mean, max, min, prod" in text
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_mean_of_integers(reduce: AllReduce, world: MPI.Intracomm, dtype: str) -> None:
+    array = np.full(5, 3, dtype)
+    text = raised_everywhere(world, errors.UnsupportedOpError, lambda: reduce(array, "mean"))
+    assert f"not defined for {dtype}" in text
+    assert np.all(array == 3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_native_refuses_halves_by_name(flat: allreduce.Topology, world: MPI.Intracomm, dtype: str) -> None:
+    native = allreduce.create("native", flat)
+    text = raised_everywhere(world, errors.UnsupportedDtypeError, lambda: native.allocate(4, dtype))
+    assert f"native does not reduce {dtype}" in text.replace("Native", "native")
+    half = allreduce.create("ring", flat)
+    array = half.allocate(4, dtype)
+    raised_everywhere(world, errors.UnsupportedDtypeError, lambda: native(array, "sum"))
+    half.close()
+    native.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ((-1, "float32"), errors.OptionError, "length=-1"),
+        ((2.5, "float32"), errors.OptionError, "length=2.5"),
+        (("many", "float32"), errors.OptionError, "length='many'"),
+        ((3, "float31"), errors.UnsupportedDtypeError, "float31"),
+        ((3, "complex64"), errors.UnsupportedDtypeError, "complex64"),
+        ((3, "float32", "tpu"), errors.OptionError, "device='tpu'"),
+    ],
+    ids=str,
+)
+def test_bad_allocation(
+    reduce: AllReduce, world: MPI.Intracomm, arguments: tuple[Any, ...], kind: type[Exception], words: str
+) -> None:
+    assert words in raised_everywhere(world, kind, lambda: reduce.allocate(*arguments))
+
+
+@several
+def test_allocations_differ(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    text = raised_everywhere(world, errors.DisagreementError, lambda: reduce.allocate(10 + world.rank, "float32"))
+    assert "rank 0: allocate(10, 'float32'" in text
+    assert "rank 1: allocate(11, 'float32'" in text
+
+
+def test_closed(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    closed = allreduce.create(reduce.name, reduce.topology)
+    closed.close()
+    closed.close()
+    assert f"{reduce.name} is closed" in raised_everywhere(world, errors.ClosedError, lambda: closed(np.zeros(3)))
+    raised_everywhere(world, errors.ClosedError, lambda: closed.allocate(3))
+
+
+@several
+def test_never_checks(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    """check="never" sends no message of its own, and still refuses this rank's bad arguments."""
+    loose = allreduce.create(reduce.name, reduce.topology, check="never")
+    if world.rank == 0:  # alone: nobody else takes part
+        with pytest.raises(errors.NotContiguousError):
+            loose(np.zeros(8)[::2], "sum")
+    array = np.full(8, 2.0)
+    loose(array, "sum")
+    assert np.all(array == 2 * SIZE)
+    loose.close()
+
+
+# create
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("rinng", "did you mean 'ring'?"),
+        ("halving-doubling", "did you mean 'halving_doubling'?"),
+        ("natve", "did you mean 'native'?"),
+        ("zzz", "The backends are: ring, halving_doubling"),
+        (None, "no backend is called None"),
+    ],
+)
+def test_unknown_name(flat: allreduce.Topology, world: MPI.Intracomm, name: Any, words: str) -> None:
+    assert words in raised_everywhere(world, errors.UnknownBackendError, lambda: allreduce.create(name, flat))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("ring", {"root": 0}, "backend 'ring' has no option 'root'"),
+        ("ring", {"check": "sometimes"}, "first, always, never"),
+        ("reduce_to_one", {"root": 99}, "root=99"),
+        ("reduce_to_one", {"root": -1}, "root=-1"),
+        ("reduce_to_one", {"root": "zero"}, "root='zero'"),
+        ("hierarchical_copy", {"node": "native"}, "node='native' can't be used inside nodes"),
+        ("hierarchical_copy", {"make": None}, "has no option 'make'"),
+    ],
+    ids=str,
+)
+def test_bad_option(
+    flat: allreduce.Topology, world: MPI.Intracomm, name: str, options: dict[str, Any], words: str
+) -> None:
+    assert words in raised_everywhere(world, errors.OptionError, lambda: allreduce.create(name, flat, **options))
+
+
+def test_bad_part(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    for options in ({"node": "rinng"}, {"cross": "rinng"}):
+        text = raised_everywhere(
+            world,
+            errors.UnknownBackendError,
+            lambda options=options: allreduce.create("hierarchical_copy", flat, **options),
+        )
+        assert "did you mean 'ring'?" in text
+
+
+@several
+def test_names_differ(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    name = "native" if world.rank else "ring"
+    text = raised_everywhere(world, errors.DisagreementError, lambda: allreduce.create(name, flat))
+    assert "rank 0: create('ring'" in text
+    assert "rank 1: create('native'" in text
+
+
+@several
+def test_options_differ(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    text = raised_everywhere(
+        world, errors.DisagreementError, lambda: allreduce.create("reduce_to_one", flat, root=world.rank % 2)
+    )
+    assert "root=0" in text
+    assert "root=1" in text
+
+
+@several
+def test_one_rank_asks_for_an_unknown_backend(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    name = "rinng" if world.rank == 1 else "ring"
+    text = raised_everywhere(world, errors.UnknownBackendError, lambda: allreduce.create(name, flat))
+    assert text.startswith("rank 1: ")
+
+
+@pytest.mark.parametrize("bad", [0, -2, (1, 99), (), (SIZE, 0), "two", 1.5], ids=repr)
+def test_bad_simulated_nodes(world: MPI.Intracomm, bad: Any) -> None:
+    text = raised_everywhere(world, errors.OptionError, lambda: allreduce.Topology(ranks_per_node=bad))
+    assert f"ranks_per_node={bad!r}" in text
+
+
+def test_closed_topology(world: MPI.Intracomm) -> None:
+    topology = allreduce.Topology()
+    topology.close()
+    topology.close()
+    raised_everywhere(world, errors.ClosedError, lambda: topology.private())
+    raised_everywhere(world, errors.ClosedError, lambda: allreduce.create("ring", topology))

@@ -1,0 +1,103 @@
+"""The test grid of the design on every backend, topology and dtype; see grid.py."""
+
+import itertools
+import zlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+import pytest
+from grid import DTYPES, compare, expected, lengths, numpy_dtype, run_grid, shapes, values
+from mpi4py import MPI
+
+import allreduce
+from allreduce.base import AllReduce, TwoPhase
+from allreduce.errors import UnavailableError
+
+SIZE = MPI.COMM_WORLD.size
+SHAPES = shapes(SIZE)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in allreduce.NAMES},
+    "hierarchical_copy+ring+halving_doubling": ("hierarchical_copy", {"node": "ring", "cross": "halving_doubling"}),
+    "hierarchical_copy+halving_doubling+reduce_to_one": (
+        "hierarchical_copy",
+        {"node": "halving_doubling", "cross": "reduce_to_one"},
+    ),
+    "reduce_to_one+root": ("reduce_to_one", {"root": SIZE - 1}),
+}
+PLACES = [(variant, shape) for variant in VARIANTS for shape in SHAPES]
+KNOW_NODES = ("hierarchical_copy", "auto")  # the others do on simulated nodes what they do on one
+
+
+def dtypes_at(variant: str, shape: str) -> tuple[str, ...]:
+    """All dtypes; one of each kind of sum where the same code has met all of them in another place."""
+    again = "+" in variant or (shape != "flat" and variant not in KNOW_NODES)
+    return ("bfloat16", "float32", "int64") if again else DTYPES
+
+
+CASES = [(place, dtype) for place in PLACES for dtype in dtypes_at(*place)]
+every_place = pytest.mark.parametrize("reduce", PLACES, ids="-".join, indirect=True)
+every_case = pytest.mark.parametrize(
+    ("reduce", "dtype"), CASES, ids=["-".join([*place, dtype]) for place, dtype in CASES], indirect=["reduce"]
+)
+
+
+@pytest.fixture(scope="module")
+def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.Topology]) -> Generator[AllReduce]:
+    variant, shape = request.param
+    name, options = VARIANTS[variant]
+    try:
+        made = allreduce.create(name, topology_of(SHAPES[shape]), **options)
+    except UnavailableError as error:
+        pytest.skip(f"{variant} on {shape}: {error}")
+    yield made
+    made.close()
+
+
+@every_case
+def test_grid(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
+    if not reduce.sums_half and dtype.endswith("float16"):
+        pytest.skip(f"{reduce.name} refuses {dtype} by name")
+    assert run_grid(reduce, dtype, world) >= 4 * 4 * 2
+
+
+@every_case
+def test_phases(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
+    """reduce_scatter finishes the own slice; all_gather hands out what the owners made of it."""
+    if not isinstance(reduce, TwoPhase):
+        pytest.skip(f"{reduce.name} has no phases")
+    failures, digests, parsed = [], {}, numpy_dtype(dtype)
+    for length in lengths(SIZE):
+        for kind, array in (("allocated", reduce.allocate(length, dtype)), ("foreign", np.empty(length, parsed))):
+            for turn, op in enumerate(("sum", "max")):
+                case = f"{kind}, length {length}, {op}"
+                array[...] = values(parsed, length, world.rank, turn)
+                mine = reduce.reduce_scatter(array, op)
+                want = expected(parsed, length, op, SIZE, turn)
+                own = reduce.owned(length)
+                if not (type(want)(want.low[own], want.high[own]).hold(mine) and _is_view(mine, array, own)):
+                    failures.append(f"{case}: reduce_scatter gave {mine[:5]}")
+                np.multiply(mine, 2, out=mine)
+                reduce.all_gather(array)
+                if not type(want)(2 * want.low, 2 * want.high).hold(array):
+                    failures.append(f"{case}: all_gather gave {array[:5]}")
+                digests[case] = zlib.adler32(array.view(np.uint8)) if length else 0
+    compare(digests, world)
+    assert not failures, "\n".join(failures[:5])
+
+
+@every_place
+def test_owned_slices_cover_a_node_exactly(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    if not isinstance(reduce, TwoPhase):
+        pytest.skip(f"{reduce.name} has no phases")
+    comm = reduce.topology.node if reduce.name == "hierarchical_copy" else world
+    for length in lengths(SIZE):
+        spans = sorted(comm.allgather((reduce.owned(length).start, reduce.owned(length).stop)))
+        assert spans[0][0] == 0
+        assert spans[-1][1] == length
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
+
+
+def _is_view(mine: np.ndarray, array: np.ndarray, own: slice) -> bool:
+    """`mine` is the very slice of `array`."""
+    return mine.size == array[own].size and (mine.size == 0 or mine.ctypes.data == array[own].ctypes.data)

@@ -1,0 +1,131 @@
+"""Memory: nothing allocated in a second call, slices count as allocated, arrays outlive their backend."""
+
+import gc
+import os
+import tracemalloc
+from collections.abc import Callable, Generator
+
+import numpy as np
+import pytest
+from grid import expected, numpy_dtype, shapes, values
+from mpi4py import MPI
+
+import allreduce
+from allreduce.base import AllReduce
+from allreduce.errors import UnavailableError
+from allreduce.shared import Shared
+from allreduce.signature import ALLOCATED
+
+SIZE = MPI.COMM_WORLD.size
+LENGTH = 400_000
+SMALL_BYTES = 100_000  # requests, views and lists; an array of LENGTH elements is at least eight times that
+
+
+@pytest.fixture(params=allreduce.NAMES)
+def reduce(request: pytest.FixtureRequest, flat: allreduce.Topology) -> Generator[AllReduce]:
+    try:
+        made = allreduce.create(request.param, flat)
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("op", ["mean", "max"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("where", ["allocated", "slice", "foreign"])
+def test_second_call_allocates_nothing(reduce: AllReduce, where: str, dtype: str, op: str) -> None:
+    if dtype == "bfloat16" and not reduce.sums_half:
+        pytest.skip(f"{reduce.name} refuses {dtype}")
+    array = reduce.allocate(LENGTH + 10, dtype)
+    array = {"allocated": array, "slice": array[5:-5], "foreign": np.zeros(LENGTH, numpy_dtype(dtype))}[where]
+    reduce(array, op)
+    gc.collect()
+    tracemalloc.start()  # NumPy reports its memory to it
+    try:
+        reduce(array, op)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < SMALL_BYTES, f"{peak} bytes allocated in the second call"
+
+
+def test_arrays_outlive_their_backend(reduce: AllReduce) -> None:
+    array = reduce.allocate(1000, "float64")
+    unused = reduce.allocate(10, "float64")
+    del unused
+    array[:] = np.arange(1000)
+    part = array[10:20]
+    reduce.close()
+    assert np.array_equal(array, np.arange(1000))
+    array += 1
+    del array
+    gc.collect()
+    assert np.array_equal(part, np.arange(11, 21))
+
+
+def test_allocated_is_zeroed(reduce: AllReduce) -> None:
+    for dtype in ("float32", "int64"):
+        assert not reduce.allocate(5000, dtype).any()
+
+
+@pytest.mark.parametrize("shape", shapes(SIZE))
+@pytest.mark.parametrize("name", ["shared", "hierarchical_copy"])
+def test_slices_are_reduced_without_staging(
+    name: str, shape: str, topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm
+) -> None:
+    topology = topology_of(shapes(SIZE)[shape])
+    if name == "shared" and topology.nodes > 1:
+        pytest.skip("several nodes")
+    reduce = allreduce.create(name, topology)
+    shared = reduce if isinstance(reduce, Shared) else reduce._node  # type: ignore[attr-defined]
+    array = reduce.allocate(1000, "float32")
+    for span in (slice(0, 1000), slice(3, 500), slice(999, 1000), slice(10, 10)):
+        part = array[span]
+        part[:] = values(part.dtype, part.size, world.rank, 0)
+        if part.size:
+            assert reduce._memory(part) == ALLOCATED
+        reduce(part, "sum")
+        assert expected(part.dtype, part.size, "sum", SIZE, 0).hold(part)
+    assert not shared._stage.ranks[shared.rank][8:].any()  # behind the control word, nothing was ever staged
+    reduce.close()
+
+
+class _Full:
+    f_bavail, f_frsize = 100, 1024
+
+
+def _full(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: _Full() if "shm" in str(path) else real(path))
+
+
+def test_too_small_shared_memory_is_refused(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduce = allreduce.create("shared", flat)
+    _full(monkeypatch)
+    with pytest.raises(UnavailableError, match=r"shared memory is too small: .* --shm-size") as raised:
+        reduce.allocate(1_000_000, "float32")
+    assert len(set(world.allgather(str(raised.value)))) == 1
+    with pytest.raises(UnavailableError, match="shared memory is too small"):
+        allreduce.create("shared", flat)
+    monkeypatch.undo()
+    assert reduce.allocate(10, "float32").size == 10
+    reduce.close()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank shares with nobody")
+def test_too_small_shared_memory_on_one_node_is_refused_on_all(
+    topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = topology_of(1)
+    reduce = allreduce.create("hierarchical_copy", topology)
+    if world.rank == SIZE - 1:
+        _full(monkeypatch)
+    with pytest.raises(UnavailableError, match="shared memory is too small"):
+        reduce.allocate(1_000_000, "float32")
+    with pytest.raises(UnavailableError, match="shared memory is too small"):
+        allreduce.create("hierarchical_copy", topology)
+    monkeypatch.undo()
+    reduce.close()

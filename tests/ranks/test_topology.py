@@ -1,0 +1,131 @@
+"""Topology: who is where, communicators that are owned and freed, simulated nodes."""
+
+from collections.abc import Callable
+
+import pytest
+from grid import shapes
+from mpi4py import MPI
+
+import allreduce
+from allreduce.errors import OptionError, UnknownBackendError
+
+SIZE = MPI.COMM_WORLD.size
+NODES = {  # ranks -> the node sizes of each of grid.shapes
+    1: {"flat": (1,)},
+    2: {"flat": (2,), "ones": (1, 1)},
+    3: {"flat": (3,), "twos": (2, 1), "uneven": (1, 2)},
+    4: {"flat": (4,), "twos": (2, 2), "uneven": (3, 1)},
+    5: {"flat": (5,), "twos": (2, 2, 1), "uneven": (1, 3, 1)},
+}
+CYCLES = 2500 if SIZE <= 2 else 100  # MPICH has some 2,000 communicators
+
+
+@pytest.mark.parametrize("shape", shapes(SIZE))
+def test_who_is_where(shape: str, topology_of: Callable[..., allreduce.Topology]) -> None:
+    topology = topology_of(shapes(SIZE)[shape])
+    if SIZE not in NODES:
+        pytest.skip("no table for this number of ranks")
+    sizes = NODES[SIZE][shape]
+    place = [(node, node_rank) for node, size in enumerate(sizes) for node_rank in range(size)]
+    node, node_rank = place[topology.rank]
+    assert (topology.rank, topology.size) == (MPI.COMM_WORLD.rank, SIZE)
+    assert topology.node_sizes == sizes
+    assert (topology.nodes, topology.node_index) == (len(sizes), node)
+    assert (topology.node_rank, topology.node_size) == (node_rank, sizes[node])
+    assert topology.leaders_only == (len(set(sizes)) > 1)
+    pairs = [index for index, size in enumerate(sizes) if size > node_rank]
+    assert (topology.cross.size, topology.cross.rank) == (len(pairs), pairs.index(node))
+    members = topology.node.allgather(topology.rank)
+    assert members == [rank for rank, where in enumerate(place) if where[0] == node]
+    assert topology.cross.allgather(topology.node_rank) == [node_rank] * len(pairs)
+
+
+@pytest.mark.parametrize("shape", shapes(SIZE))
+def test_inside_and_across(shape: str) -> None:
+    with allreduce.Topology(ranks_per_node=shapes(SIZE)[shape]) as topology:
+        inside, across = topology.inside(), topology.across()
+        assert (inside.size, inside.nodes, inside.rank) == (topology.node_size, 1, topology.node_rank)
+        if topology.leaders_only and topology.node_rank:
+            assert across is None
+        else:
+            assert across is not None
+            assert (across.size, across.nodes, across.rank) == (topology.nodes, topology.nodes, topology.node_index)
+    assert inside.closed
+    assert across is None or across.closed
+    assert inside.world == MPI.COMM_NULL
+
+
+def test_text() -> None:
+    with allreduce.Topology() as topology:
+        assert str(topology) == f"{SIZE} rank{'s' * (SIZE > 1)} on 1 node"
+    with allreduce.Topology(ranks_per_node=1) as topology:
+        many = f"{SIZE} ranks on {SIZE} simulated nodes ({'+'.join('1' * SIZE)})"
+        assert str(topology) == (many if SIZE > 1 else "1 rank on 1 simulated node")
+
+
+def test_of_a_part_of_the_ranks() -> None:
+    part = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2, -MPI.COMM_WORLD.rank)
+    with allreduce.Topology(part) as topology, allreduce.create("ring", topology) as reduce:
+        array = reduce.allocate(3, "int64")
+        array[:] = MPI.COMM_WORLD.rank
+        reduce(array, "sum")
+        assert array.tolist() == [sum(range(MPI.COMM_WORLD.rank % 2, SIZE, 2))] * 3
+        assert topology.rank == part.rank
+    part.Free()
+
+
+def test_close_frees_every_communicator() -> None:
+    topology = allreduce.Topology(ranks_per_node=1)
+    topology.inside()
+    topology.across()
+    private = topology.private()
+    owned = list(topology._owned)
+    assert private in owned
+    topology.close()
+    assert all(comm == MPI.COMM_NULL for comm in [*owned, topology.world, topology.node, topology.cross])
+
+
+def test_many_topologies() -> None:
+    for _ in range(CYCLES // 4):  # at least four communicators each
+        allreduce.Topology(ranks_per_node=2).close()
+
+
+@pytest.mark.parametrize("name", ["ring", "native"])
+def test_many_backends(name: str, flat: allreduce.Topology) -> None:
+    for _ in range(CYCLES):
+        allreduce.create(name, flat).close()
+
+
+@pytest.mark.parametrize("name", ["shared", "hierarchical_copy", "auto"])
+def test_many_composed_backends(name: str, flat: allreduce.Topology) -> None:
+    """A backend closes what it made: its parts, their topologies, their windows."""
+    before = len(flat._owned), _open_children(flat)
+    for _ in range(60 if SIZE <= 2 else 10):
+        with allreduce.create(name, flat) as reduce:
+            reduce(reduce.allocate(10, "float32"), "sum")
+    assert (len(flat._owned), _open_children(flat)) == before
+
+
+def test_a_backend_that_could_not_be_made_leaves_nothing(flat: allreduce.Topology) -> None:
+    before = len(flat._owned), _open_children(flat)
+    for options in ({"node": "reduce_to_one"}, {"node": "ringg"}, {"cross": "ringg"}):
+        with pytest.raises((OptionError, UnknownBackendError)):
+            allreduce.create("hierarchical_copy", flat, **options)
+    assert (len(flat._owned), _open_children(flat)) == before
+
+
+def _open_children(topology: allreduce.Topology) -> int:
+    return sum(not child.closed for child in topology._children)
+
+
+def test_backends_of_one_topology_do_not_mix(flat: allreduce.Topology) -> None:
+    names = [name for name in allreduce.available(flat) if name != "nccl"]
+    several = [allreduce.create(name, flat) for name in names * 2]
+    arrays = [reduce.allocate(50, "int32") for reduce in several]
+    for turn in range(3):
+        for index, (reduce, array) in enumerate(zip(several, arrays, strict=True)):
+            array[:] = (index + turn) * (flat.rank + 1)
+            reduce(array, "sum")
+            assert set(array.tolist()) == {(index + turn) * SIZE * (SIZE + 1) // 2}
+    for reduce in reversed(several):
+        reduce.close()

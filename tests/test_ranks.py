@@ -1,0 +1,55 @@
+"""The driver: runs tests/ranks under each MPI on 1 to 5 ranks, one job each.
+
+-k, -m and -x reach the tests inside. There, the words of the driver's own name count too, so
+`-k "mpich and ring"` runs the tests of `ring` under MPICH, and `-k "4ranks"` those on four ranks.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import launch
+import pytest
+from conftest import lacking
+
+RANKS = (1, 2, 3, 4, 5)
+LIMIT_SECONDS = 400.0
+
+
+@pytest.mark.parametrize("ranks", [f"{ranks}ranks" for ranks in RANKS])
+@pytest.mark.parametrize("mpi", launch.MPIS)
+@pytest.mark.rank_driver
+def test_ranks(mpi: str, ranks: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    count = int(ranks.removesuffix("ranks"))
+    environment = {
+        "ALLREDUCE_TEST_REPORTS": str(tmp_path),
+        "ALLREDUCE_TEST_WORDS": f"{mpi} {ranks} {request.node.name}",
+    }
+    try:
+        job = launch.mpirun(count, _pytest(request.config), mpi=mpi, timeout=_limit(), env=environment)
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+        return
+    reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
+    shown = f"\n{job.stdout}\n{job.stderr}"
+    if job.returncode:
+        pytest.fail(f"{count} ranks under {mpi} ended with code {job.returncode}:{shown}", pytrace=False)
+    assert [report["rank"] for report in reports] == list(range(count)), f"not all ranks came to an end:{shown}"
+    assert len({report["collected"] for report in reports}) == 1, f"ranks ran different tests: {reports}{shown}"
+    if reports[0]["collected"] == 0:
+        pytest.skip("no test for ranks matches")
+    assert len({report["ran"] for report in reports}) == 1, f"ranks ran different tests: {reports}{shown}"
+    assert reports[0]["ran"] > 0, f"every test was skipped:{shown}"
+    print(job.stdout)  # shown by -rP
+
+
+def _pytest(config: pytest.Config) -> list[str]:
+    options = ["-k", config.option.keyword] * bool(config.option.keyword)
+    options += ["-m", config.option.markexpr] * bool(config.option.markexpr)
+    options += [f"--maxfail={config.option.maxfail}"] * bool(config.option.maxfail)
+    folder = str(launch.ROOT / "tests" / "ranks")
+    return ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", "--color=no", "--durations=8", *options, folder]
+
+
+def _limit() -> float:
+    return float(os.environ.get("ALLREDUCE_TEST_LIMIT", LIMIT_SECONDS))
