@@ -62,9 +62,10 @@ class CommonWindow:
         self._win = MPI.Win.Allocate_shared(max(nbytes, 1) if comm.rank == 0 else 0, 1, comm=comm)
         self._win.Lock_all(MPI.MODE_NOCHECK)
         memory: Any = self._win.Shared_query(0)[0]
-        self.array = np.frombuffer(memory, dtype=np.uint8, count=nbytes).view(dtype)
+        owner = np.frombuffer(memory, dtype=np.uint8, count=nbytes)
+        self.array = owner.view(dtype)
         self.array[chunk(length, comm.size, comm.rank)] = 0  # places the pages near the rank that touches them
-        self._in_use = weakref.ref(self.array.base)  # every view of the array keeps this one alive
+        self._in_use = weakref.ref(owner)  # every view of the array keeps this one alive
         self.fence()
 
     def fence(self) -> None:

@@ -24,7 +24,7 @@ from allreduce.base import AllReduce
 from allreduce.errors import AllReduceError, ClosedError
 from trainers.pytorch.layout import Bucket, plan
 from trainers.pytorch.rollcall import RollCall
-from trainers.pytorch.tensors import DTYPES, TORCH, as_tensor, shaped
+from trainers.replicas.torch_tensors import DTYPES, TORCH, as_tensor, shaped
 
 LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # what the buffers hold; see Averager.state
 
@@ -107,7 +107,7 @@ class Averager:
             return
         if not self._active:
             self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if self._during:
             self._count(index)
 

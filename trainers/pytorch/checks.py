@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError, raise_together
 from trainers.pytorch import sharded
-from trainers.pytorch.tensors import DTYPES
+from trainers.replicas.torch_tensors import DTYPES
 
 UPDATES = ("replicated", "sharded")
 

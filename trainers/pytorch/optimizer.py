@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -81,7 +82,6 @@ class MirroredOptimizer(Optimizer):
         self._comm = self.topology.private()
         checks.together(self._comm, optimizer, model, update, overlap, (first_bucket_mb, bucket_mb))
         self._trained, self._frozen = checks.sort(optimizer, model)
-        take_over(list(self._trained.values()), self)
         compare(self._comm, checks.describe(optimizer, model))
         self._broadcast()
         self._owns_backend = not isinstance(allreduce, AllReduce)
@@ -93,6 +93,7 @@ class MirroredOptimizer(Optimizer):
         if update == "sharded":
             assert isinstance(self.backend, TwoPhase)
             self._sharded = ShardedUpdate(optimizer, self._averager, self.backend, self._comm)
+        take_over(list(self._trained.values()), self)
         Optimizer.__setstate__(self, {})  # the hooks that every optimizer has; the rest is the wrapped one's
         _tell_threads(self.topology)
 
@@ -112,14 +113,18 @@ class MirroredOptimizer(Optimizer):
 
     def _make_averager(self, bucket_bytes: tuple[float, float]) -> Averager:
         backend = self.backend
-        sharded = self.update == "sharded" and isinstance(backend, TwoPhase)
+        reduce: Callable[[np.ndarray], object] = partial(backend, op="mean")
+        reduces_to = AVERAGED
+        if self.update == "sharded":
+            assert isinstance(backend, TwoPhase)
+            reduce, reduces_to = partial(backend.reduce_scatter, op="mean"), SCATTERED
         submit: Submit = self._background.submit if self._background else at_once
         return Averager(
             self._trained,
             backend,
             self._rollcall,
-            reduce=partial(backend.reduce_scatter if sharded else backend, op="mean"),  # type: ignore[union-attr]
-            reduces_to=SCATTERED if sharded else AVERAGED,
+            reduce=reduce,
+            reduces_to=reduces_to,
             submit=submit,
             during=self._background is not None,
             bucket_bytes=bucket_bytes,
@@ -137,11 +142,11 @@ class MirroredOptimizer(Optimizer):
         return self.optimizer.defaults
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state by parameter; empty when sharded (`state_dict` gathers it)."""
         return self.optimizer.state
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, where backward has not done so, and update the parameters. Collective.
 
         closure: as for any optimizer; what is returned is the mean of its losses over the ranks.
@@ -179,8 +184,9 @@ class MirroredOptimizer(Optimizer):
         if loss is None or self._comm.size == 1:
             return loss
         self._rollcall("averages the loss of a closure")
-        mean = self._rollcall.mean(float(loss))
-        return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
+        if isinstance(loss, torch.Tensor):
+            return torch.full_like(loss.detach(), self._rollcall.mean(loss.item()))
+        return self._rollcall.mean(float(loss))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. model.zero_grad() does as well, except with update="sharded" and False."""
@@ -220,7 +226,7 @@ class MirroredOptimizer(Optimizer):
         self._rollcall("gathers the optimizer's state")
         return self._sharded.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load a state_dict of the plain optimizer: rank 0's, which all ranks get. Collective.
 
         state_dict: may be None on other ranks than 0, so that only one needs to read the file.

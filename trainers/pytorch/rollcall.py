@@ -6,13 +6,15 @@ DisagreementError that says where each of them is, and a rank that is merely lat
 """
 
 import atexit
+import sys
+import time
 import weakref
 import zlib
 
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.errors import agree
+from allreduce.errors import AllReduceError, agree
 
 
 class RollCall:
@@ -51,6 +53,11 @@ class RollCall:
 def _end(reference: "weakref.ref[RollCall]") -> None:
     """A program that ends on one rank, while others still train, is told to them, not waited for."""
     rollcall = reference()
-    if rollcall is None or rollcall.closed or rollcall.broken or MPI.Is_finalized():
+    if rollcall is None or rollcall.closed or rollcall.broken or MPI.Is_finalized() or not rollcall._comm:
         return
-    rollcall("the program has ended")
+    try:
+        rollcall("the program has ended")
+    except AllReduceError as error:
+        time.sleep(2)  # ranks that still train raise it with their tracebacks, and end the job while we sleep
+        sys.stderr.write(f"rank {rollcall._comm.rank}: {error}\n")
+        rollcall._comm.Abort(1)

@@ -7,7 +7,6 @@ S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion param
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,11 @@ from allreduce.errors import OptionError
 from allreduce.window import CommonWindow
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.layout import Piece, pieces
-from trainers.pytorch.tensors import DTYPES, TORCH, as_tensor
+from trainers.replicas.torch_tensors import DTYPES, TORCH, as_tensor
 
 BLOCK = 1 << 16  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
 
-SCALARS = {"step", "eta", "mu", "mu_product"}  # state that PyTorch's optimizers have once for a tensor
+SCALARS = {"step", "eta", "mu", "mu_product"}  # state that optimizers keep once for a tensor; all else is elementwise
 
 ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.SGD,
@@ -120,7 +119,7 @@ class ShardedUpdate:
             {**_hyperparameters(group), "params": [part for _, part in self._of_group(at)]}
             for at, group in enumerate(self._face.param_groups)
         ]
-        return kind(groups, **defaults)  # type: ignore[arg-type]
+        return kind(groups, **defaults)
 
     def _of_group(self, group: int) -> list[tuple[Piece, Tensor]]:
         return [(piece, part) for piece, part in zip(self.pieces, self._parts, strict=True) if piece.group == group]
@@ -192,7 +191,7 @@ class ShardedUpdate:
         found: dict[str, Any] = {}
         for _, part in own[:1]:
             for key, value in self.optimizer.state[part].items():
-                found[key] = value.dtype if isinstance(value, Tensor) and value.dim() == 1 else value
+                found[key] = value.dtype if isinstance(value, Tensor) and key not in SCALARS else value
         merged: dict[str, Any] = {}
         for each in self._comm.allgather(found):
             merged = {**each, **merged}
@@ -224,21 +223,15 @@ class ShardedUpdate:
             if self._groups[at] == group and DTYPES[each.dtype] == dtype and self._face.state.get(each)
         ]
         for key, sample in members[0][1].items() if members else ():
-            place: Callable[[Piece], Any]
-            if (
-                key not in SCALARS
-                and isinstance(sample, Tensor)
-                and sample.numel() == self._averager.parameters[members[0][0]].numel()
-            ):
+            flat: Tensor | None = None
+            if key not in SCALARS and isinstance(sample, Tensor):
                 flat = torch.zeros(self.flats[dtype].numel(), dtype=sample.dtype)
                 for at, held in members:
                     self._averager.place(at, {dtype: flat}).copy_(held[key])
-                place = lambda piece, flat=flat: flat[piece.start : piece.stop].clone()  # noqa: E731
-            else:
-                place = lambda piece, value=sample: value.clone() if isinstance(value, Tensor) else value  # noqa: E731
             for piece, part in self._of_group(group):
                 if piece.dtype == dtype:
-                    self.optimizer.state[part][key] = place(piece)
+                    value = sample if flat is None else flat[piece.start : piece.stop]
+                    self.optimizer.state[part][key] = value.clone() if isinstance(value, Tensor) else value
 
 
 def _groups(optimizer: Optimizer, averager: Averager) -> list[int]:
