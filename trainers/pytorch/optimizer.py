@@ -45,7 +45,7 @@ class MirroredOptimizer(Optimizer):
         divides the update's time and the optimizer's memory by the ranks; for optimizers that treat every
         element apart from the others (trainers.pytorch.ELEMENTWISE).
     overlap: True: buckets of gradients are reduced in a thread while backward goes on; False: all of them
-        when it ends; "auto": True when the ranks are on several nodes and there is a spare core a rank.
+        when it ends; "auto": True on several nodes, and on one that has two cores a rank.
     bucket_mb, first_bucket_mb: the least size of a bucket, and of the first one, in MiB, with overlap.
 
     All ranks must do the same in the same order: creating, backward, `step`, `synchronize` and `close` are
@@ -341,10 +341,10 @@ def _backend(given: str | AllReduce, topology: Topology, update: str) -> AllRedu
 def _overlap_pays(topology: Topology) -> bool:
     """Whether reducing during backward is likely to be faster.
 
-    Within a node reducing is memory traffic, which takes from backward what it gives; across nodes it is
-    mostly waiting for the network. And a thread that waits needs a core that nobody computes on.
+    Across nodes most of it is waiting for the network, which costs backward nothing. Within a node it is
+    memory traffic and polling, for which there should be a core that nobody computes on.
     """
-    return topology.nodes > 1 and (os.cpu_count() or 1) >= 2 * max(topology.node_sizes)
+    return topology.nodes > 1 or (os.cpu_count() or 1) >= 2 * topology.node_size
 
 
 def _tell_threads(topology: Topology) -> None:
