@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.chunks import chunk
 from allreduce.errors import UnavailableError, raise_together
 
 SHARED_MEMORY = "/dev/shm"  # where MPI libraries on Linux keep shared windows
@@ -45,18 +46,43 @@ class Window:
         return self._given is not None and self._given() is not None
 
     def fence(self) -> None:
-        """Everything written to the window before, by any rank, is seen by all ranks afterwards."""
-        self._win.Sync()
-        self._comm.Barrier()
-        self._win.Sync()
+        """Everything written to the window before, by any rank, is seen by all ranks afterwards. Collective."""
+        _fence(self._comm, self._win)
 
     def free(self) -> None:
         """Give the memory back, unless an array of some rank still lies in it. Collective."""
         self.ranks = []
-        kept = still_in_use(self._comm, [self])[0]
-        self._win.Unlock_all()
-        if not kept:
-            self._win.Free()
+        _release(self._comm, self._win, self.in_use())
+
+
+class CommonWindow:
+    """One 1-D array of `length` zeros that all ranks of a communicator map as the same bytes. Collective.
+
+    The ranks of `comm` must share a node. A `Window` gives every rank memory of its own that others can
+    reach; here there is one memory, and what any rank writes is what all of them read after a `fence`.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, length: int, dtype: np.dtype) -> None:
+        nbytes = length * dtype.itemsize
+        raise_together(comm, _lack_of_space(comm, nbytes if comm.rank == 0 else 0))
+        self._comm = comm
+        self._win = MPI.Win.Allocate_shared(max(nbytes, 1) if comm.rank == 0 else 0, 1, comm=comm)
+        self._win.Lock_all(MPI.MODE_NOCHECK)
+        memory: Any = self._win.Shared_query(0)[0]
+        owner = np.frombuffer(memory, dtype=np.uint8, count=nbytes)
+        self.array = owner.view(dtype)
+        self.array[chunk(length, comm.size, comm.rank)] = 0  # places the pages near the rank that touches them
+        self._in_use = weakref.ref(owner)  # every view of the array keeps this one alive
+        self.fence()
+
+    def fence(self) -> None:
+        """Everything written to the array before, by any rank, is seen by all ranks afterwards. Collective."""
+        _fence(self._comm, self._win)
+
+    def free(self) -> None:
+        """Give the memory back, unless an array of some rank still lies in it. Collective."""
+        del self.array
+        _release(self._comm, self._win, self._in_use() is not None)
 
 
 def still_in_use(comm: MPI.Intracomm, windows: Sequence[Window]) -> list[bool]:
@@ -64,6 +90,22 @@ def still_in_use(comm: MPI.Intracomm, windows: Sequence[Window]) -> list[bool]:
     flags = np.array([window.in_use() for window in windows], dtype=np.int64)
     comm.Allreduce(MPI.IN_PLACE, flags, MPI.MAX)
     return [bool(flag) for flag in flags]
+
+
+def _fence(comm: MPI.Intracomm, win: MPI.Win) -> None:
+    """What the MPI standard asks for between a write and another rank's read."""
+    win.Sync()
+    comm.Barrier()
+    win.Sync()
+
+
+def _release(comm: MPI.Intracomm, win: MPI.Win, in_use: bool) -> None:
+    """Free a window, unless some rank still uses its memory; then it stays until the process ends. Collective."""
+    held = np.array([in_use], dtype=np.int64)
+    comm.Allreduce(MPI.IN_PLACE, held, MPI.MAX)
+    win.Unlock_all()
+    if not held[0]:
+        win.Free()
 
 
 def _lack_of_space(comm: MPI.Intracomm, nbytes: int) -> UnavailableError | None:

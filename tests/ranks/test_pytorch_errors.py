@@ -1,0 +1,210 @@
+"""Bad use of MirroredOptimizer raises one named error on every rank."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce import errors  # noqa: E402
+from trainers.pytorch import MirroredOptimizer  # noqa: E402
+from trainers.pytorch.averaging import GradientError  # noqa: E402
+
+SIZE = MPI.COMM_WORLD.size
+several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
+both_overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["after", "during"])
+
+
+def model_of(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
+    """Every rank's call raises `kind` with the same text, which is returned. Collective."""
+    try:
+        call()
+        found = ("nothing", "")
+    except Exception as error:
+        found = (type(error).__name__, str(error))
+    everyone = world.allgather(found)
+    assert set(everyone) == {(kind.__name__, found[1])}, f"not one {kind.__name__} with one text: {everyone}"
+    return found[1]
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, model[0].in_features)).sum().backward()
+
+
+def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str, Any], type[Exception], str]]:
+    model, frozen, half = model_of(3, 2), model_of(3, 2).requires_grad_(False), model_of(3, 2).to(torch.float8_e5m2)
+    gpu = model_of(3, 2).to("meta")
+    fine = lambda: (sgd(model), model)  # noqa: E731
+    option = errors.OptionError
+    return {
+        "another model": (lambda: (sgd(model_of(3, 2)), model), {}, option, "another model: 2 of its 2"),
+        "no module": (lambda: (sgd(model), [1]), {}, option, "not SGD and list"),
+        "wrong order": (lambda: (model, sgd(model)), {}, option, "not Sequential and SGD"),
+        "nothing to train": (lambda: (sgd(frozen), frozen), {}, option, "nothing to train"),
+        "dtype": (lambda: (sgd(half), half), {}, errors.UnsupportedDtypeError, "0.weight has dtype torch.float8_e5m2"),
+        "device": (lambda: (sgd(gpu), gpu), {}, option, "0.weight is on meta"),
+        "update": (fine, {"update": "half"}, option, "update='half' is unknown"),
+        "overlap": (fine, {"overlap": "maybe"}, option, "overlap='maybe' is unknown"),
+        "bucket": (fine, {"bucket_mb": 0}, option, "give positive sizes"),
+        "backend": (fine, {"allreduce": "rinng"}, errors.UnknownBackendError, "did you mean 'ring'?"),
+        "one phase": (fine, {"allreduce": "native", "update": "sharded"}, option, "'native' has none"),
+        "LBFGS": (lambda: (torch.optim.LBFGS(model.parameters()), model), {"update": "sharded"}, option, "LBFGS can't"),
+        "SparseAdam": (lambda: (torch.optim.SparseAdam(model.parameters()), model), {}, option, "use Adam"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _bad_arguments())
+def test_bad_arguments(world: MPI.Intracomm, flat: allreduce.Topology, case: str) -> None:
+    make, options, kind, words = _bad_arguments()[case]
+    assert words in raised_everywhere(world, kind, lambda: MirroredOptimizer(*make(), topology=flat, **options))
+
+
+def test_twice(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = model_of(3, 2)
+    with MirroredOptimizer(sgd(model), model, topology=flat) as optimizer:
+        text = raised_everywhere(world, errors.OptionError, lambda: MirroredOptimizer(sgd(model), model, topology=flat))
+        assert "0.weight belongs to another MirroredOptimizer" in text
+        text = raised_everywhere(world, errors.OptionError, lambda: MirroredOptimizer(optimizer, model, topology=flat))
+        assert "a MirroredOptimizer already" in text
+
+
+@several
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [((3, 4, 2), "rank 1: 4 parameters, number 0 is 0.weight (4, 3)"), ((3, 3), "number 0 is 0.weight (3, 3) float32")],
+    ids=["number", "shape"],
+)
+def test_models_differ(world: MPI.Intracomm, flat: allreduce.Topology, sizes: tuple[int, ...], words: str) -> None:
+    model = model_of(*sizes) if world.rank == 1 else model_of(3, 2)
+    make = lambda: MirroredOptimizer(sgd(model), model, topology=flat)  # noqa: E731
+    text = raised_everywhere(world, errors.DisagreementError, make)
+    assert words in text
+    assert "rank 0: 2 parameters, number 0 is 0.weight (2, 3)" in text
+
+
+@several
+def test_optimizer_of_one_rank_is_bad(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = model_of(3, 2)
+    given = sgd(model_of(3, 2) if world.rank == SIZE - 1 else model)
+    text = raised_everywhere(world, errors.OptionError, lambda: MirroredOptimizer(given, model, topology=flat))
+    assert text.startswith(f"rank {SIZE - 1}: the optimizer is of another model")
+
+
+@both_overlaps
+def test_after_close(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+    model = model_of(3, 2)
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, overlap=overlap)
+    backward(model)
+    optimizer.step()
+    optimizer.close()
+    assert "backward after close()" in raised_everywhere(world, errors.ClosedError, lambda: backward(model))
+    assert "is closed" in raised_everywhere(world, errors.ClosedError, optimizer.step)
+
+
+@several
+@both_overlaps
+def test_a_rank_leaves_out_a_step(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+    """`if loss.isnan(): continue` between backward and step on one rank."""
+    model = model_of(3, 2)
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, overlap=overlap)
+
+    def loop() -> None:
+        for number in range(4):
+            optimizer.zero_grad()
+            backward(model)
+            if not (world.rank == 1 and number == 2):
+                optimizer.step()
+
+    text = raised_everywhere(world, errors.DisagreementError, loop)
+    assert "rank 0: averages gradients, after 3 steps and 3 averages" in text
+    assert "rank 1: averages gradients, after 2 steps and 3 averages" in text
+
+
+@several
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_a_rank_leaves_out_an_iteration(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """It closes while the others still wait for its gradients."""
+    model = model_of(3, 2)
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update)
+
+    def loop() -> None:
+        for number in range(3):
+            if not (world.rank == SIZE - 1 and number == 1):
+                optimizer.zero_grad()
+                backward(model)
+                optimizer.step()
+        optimizer.close()
+
+    text = raised_everywhere(world, errors.DisagreementError, loop)
+    assert "rank 0: averages gradients, after 2 steps" in text
+    assert f"rank {SIZE - 1}: closes the optimizer, after 2 steps" in text
+
+
+@several
+def test_state_dict_of_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """`if rank == 0: torch.save(optimizer.state_dict())` with the sharded update."""
+    model = model_of(3, 2)
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update="sharded")
+
+    def loop() -> None:
+        if world.rank == 0:
+            optimizer.state_dict()
+        backward(model)
+
+    text = raised_everywhere(world, errors.DisagreementError, loop)
+    assert "rank 0: gathers the optimizer's state" in text
+    assert "rank 1: averages gradients" in text
+
+
+def test_gradients_changed_while_sharded(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = model_of(3, 2)
+    with MirroredOptimizer(sgd(model), model, topology=flat, update="sharded") as optimizer:
+        backward(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert "call optimizer.synchronize() first" in raised_everywhere(world, GradientError, optimizer.step)
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+
+
+def test_second_backward_while_sharded(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = model_of(3, 2)
+    with MirroredOptimizer(sgd(model), model, topology=flat, update="sharded") as optimizer:
+        backward(model)
+        text = raised_everywhere(world, GradientError, lambda: backward(model))
+        assert "a second gradient after its first was averaged in slices" in text
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+
+
+def test_unfrozen_later(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = model_of(3, 2)
+    model[0].bias.requires_grad_(False)
+    with MirroredOptimizer(sgd(model), model, topology=flat) as optimizer:
+        model[0].bias.requires_grad_(True)
+        backward(model)
+        assert "0.bias was frozen when" in raised_everywhere(world, errors.OptionError, optimizer.step)
+
+
+def test_not_offered(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = model_of(3, 2)
+    with MirroredOptimizer(sgd(model), model, topology=flat) as optimizer:
+        raised_everywhere(world, errors.OptionError, lambda: optimizer.add_param_group({"params": []}))
+        text = raised_everywhere(world, errors.OptionError, lambda: optimizer.load_state_dict(None))
+        assert "load_state_dict(None) on rank 0" in text

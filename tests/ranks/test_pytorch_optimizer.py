@@ -1,0 +1,503 @@
+"""MirroredOptimizer: several ranks train as one rank does on all of their rows."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce.signature import ALLOCATED  # noqa: E402
+from trainers.pytorch import MirroredOptimizer  # noqa: E402
+
+SIZE = MPI.COMM_WORLD.size
+ROWS = 60  # divisible by 1 to 5 ranks
+SMALL_BUCKETS = {"first_bucket_mb": 0.001, "bucket_mb": 0.004}
+several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
+both_updates = pytest.mark.parametrize("update", ["replicated", "sharded"])
+both_overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["after", "during"])
+
+torch.set_num_threads(1)
+
+
+def network(seed: int = 0, features: int = 12) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(features, 40), nn.Tanh(), nn.Linear(40, 17), nn.Tanh(), nn.Linear(17, 3))
+
+
+def data(steps: int = 5, features: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(steps, ROWS, features, generator=generator)
+    return x, torch.randint(0, 3, (steps, ROWS), generator=generator)
+
+
+def mine(rows: torch.Tensor) -> torch.Tensor:
+    part = ROWS // SIZE
+    return rows[MPI.COMM_WORLD.rank * part :][:part]
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, take: Callable[[torch.Tensor], torch.Tensor], steps: int = 5
+) -> None:
+    for x, y in zip(*data(steps), strict=True):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(take(x)), take(y)).backward()
+        optimizer.step()
+
+
+def everything(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+def assert_close(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:
+    for (name, here), there in zip(model.named_parameters(), reference.parameters(), strict=True):
+        difference = (here.float() - there.float()).abs().max().item()
+        torch.testing.assert_close(here.data, there.data, rtol=tolerance, atol=tolerance, msg=f"{name} by {difference}")
+
+
+def assert_mirrored(world: MPI.Intracomm, model: nn.Module) -> None:
+    bits = b"".join(each.detach().contiguous().view(torch.uint8).numpy().tobytes() for each in model.parameters())
+    assert len(set(world.allgather(bits))) == 1, "the ranks' parameters differ"
+
+
+@contextlib.contextmanager
+def mirrored(plain: torch.optim.Optimizer, model: nn.Module, *args: Any, **options: Any) -> Iterator[MirroredOptimizer]:
+    with MirroredOptimizer(plain, model, *args, **options) as optimizer:
+        yield optimizer
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+}
+
+
+@both_updates
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_as_one_rank(world: MPI.Intracomm, flat: allreduce.Topology, update: str, kind: str) -> None:
+    """The training of one rank on all rows, from rank 0's start, and the plain optimizer's state_dict."""
+    model, reference = network(seed=world.rank), network()
+    plain = OPTIMIZERS[kind](reference.parameters())
+    train(reference, plain, everything)
+    with mirrored(OPTIMIZERS[kind](model.parameters()), model, topology=flat, update=update) as optimizer:
+        train(model, optimizer, mine)
+        assert_close(model, reference, 1e-4)
+        assert_mirrored(world, model)
+        here, there = optimizer.state_dict(), plain.state_dict()
+    assert here["param_groups"] == there["param_groups"]
+    assert here["state"].keys() == there["state"].keys()
+    for index, expected in there["state"].items():
+        assert here["state"][index].keys() == expected.keys()
+        for key, value in expected.items():
+            if value is not None:
+                torch.testing.assert_close(here["state"][index][key], value, rtol=1e-3, atol=1e-4)
+
+
+BACKENDS: list[tuple[str, Any]] = [
+    ("auto", None), ("ring", None), ("halving_doubling", None), ("native", None),
+    ("auto", 2), ("auto", (1, SIZE - 1)), ("ring", 2),
+]  # fmt: skip
+
+
+@both_updates
+@both_overlaps
+@pytest.mark.parametrize(("backend", "shape"), BACKENDS, ids=str)
+def test_backends(
+    world: MPI.Intracomm,
+    topology_of: Callable[..., allreduce.Topology],
+    backend: str,
+    shape: Any,
+    overlap: bool,
+    update: str,
+) -> None:
+    if (shape is not None and SIZE < 3) or (backend == "native" and update == "sharded"):
+        pytest.skip("no such topology of so few ranks, or refused by name")
+    model, reference = network(seed=world.rank), network()
+    train(reference, OPTIMIZERS["momentum"](reference.parameters()), everything, steps=3)
+    plain = OPTIMIZERS["momentum"](model.parameters())
+    options = {"topology": topology_of(shape), "update": update, "overlap": overlap, **SMALL_BUCKETS}
+    with mirrored(plain, model, backend, **options) as optimizer:
+        train(model, optimizer, mine, steps=3)
+        report = optimizer.report()
+        assert_close(model, reference)
+        assert_mirrored(world, model)
+    assert report.overlap == (overlap and SIZE > 1)
+    assert len(report.buckets) == (2 if report.overlap else 1)
+    assert (report.steps, report.averages, report.bytes) == (3, 3, 3 * sum(report.buckets))
+    assert report.communication >= report.exposed >= 0
+    assert f"{update} update on {SIZE} rank" in str(report)
+
+
+@both_updates
+@pytest.mark.parametrize("way", ["none", "zeros", "model, none", "twice"])
+def test_zero_grad(world: MPI.Intracomm, flat: allreduce.Topology, way: str, update: str) -> None:
+    model, reference = network(), network()
+    train(reference, OPTIMIZERS["momentum"](reference.parameters()), everything)
+    plain = OPTIMIZERS["momentum"](model.parameters())
+    with mirrored(plain, model, topology=flat, update=update, overlap=True, **SMALL_BUCKETS) as optimizer:
+        for x, y in zip(*data(), strict=True):
+            if way == "twice":
+                functional.cross_entropy(model(mine(x)), mine(y)).backward()  # thrown away
+            model.zero_grad() if way.startswith("model") else optimizer.zero_grad(set_to_none=way != "zeros")
+            functional.cross_entropy(model(mine(x)), mine(y)).backward()
+            optimizer.step()
+    assert_close(model, reference)
+
+
+@both_updates
+@both_overlaps
+def test_accumulation(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
+    """Two halves of a batch, the first without averaging, are as good as the batch, and cost one average."""
+    model, reference = network(), network()
+    train(reference, OPTIMIZERS["adamw"](reference.parameters()), everything)
+    plain = OPTIMIZERS["adamw"](model.parameters())
+    with mirrored(plain, model, topology=flat, update=update, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+        for x, y in zip(*data(), strict=True):
+            optimizer.zero_grad()
+            weights = [len(part) / len(mine(y)) for part in mine(y).chunk(2)]
+            parts = list(zip(mine(x).chunk(2), mine(y).chunk(2), weights, strict=True))
+            with optimizer.no_sync():
+                functional.cross_entropy(model(parts[0][0]), parts[0][1]).mul(parts[0][2]).backward()
+            functional.cross_entropy(model(parts[1][0]), parts[1][1]).mul(parts[1][2]).backward()
+            optimizer.step()
+        assert optimizer.report().averages == 5
+    assert_close(model, reference, 1e-4)
+
+
+@both_overlaps
+def test_accumulation_without_no_sync(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+    """Averaging what is averaged already changes nothing: as with DDP it only costs more."""
+    model, reference = network(), network()
+    plain, given = OPTIMIZERS["sgd"](reference.parameters()), OPTIMIZERS["sgd"](model.parameters())
+    with mirrored(given, model, topology=flat, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+        for x, y in zip(*data(), strict=True):
+            plain.zero_grad()
+            functional.cross_entropy(reference(x), y).mul(2).backward()
+            plain.step()
+            optimizer.zero_grad()
+            for _ in range(2):
+                functional.cross_entropy(model(mine(x)), mine(y)).backward()
+            optimizer.step()
+    assert_close(model, reference, 1e-4)
+
+
+@both_updates
+def test_clipping(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """The average is clipped, by its own norm, which is the same on all ranks."""
+    model, reference = network(), network()
+    plain = OPTIMIZERS["sgd"](reference.parameters())
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        for x, y in zip(*data(), strict=True):
+            plain.zero_grad()
+            functional.cross_entropy(reference(x), y).backward()
+            expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+            plain.step()
+            optimizer.zero_grad()
+            functional.cross_entropy(model(mine(x)), mine(y)).backward()
+            if update == "sharded":
+                optimizer.synchronize()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6)
+    assert_close(model, reference)
+
+
+def test_synchronize_early(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Gradients computed inside no_sync() are averaged by synchronize(), once."""
+    model = network()
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat) as optimizer:
+        with optimizer.no_sync():
+            (model[4].bias.sum() * (world.rank + 1)).backward()
+        assert model[4].bias.grad.tolist() == [world.rank + 1] * 3
+        optimizer.synchronize()
+        optimizer.synchronize()
+        assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
+        assert model[0].weight.grad is None
+        optimizer.step()
+        assert optimizer.report().averages == 1
+
+
+@both_overlaps
+def test_unused_parameters(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+    """What some ranks use counts as zero on the others; what none uses keeps .grad None and is not changed."""
+    model = nn.ModuleDict({"some": nn.Linear(2, 2), "none": nn.Linear(2, 2), "all": nn.Linear(2, 2)})
+    plain = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5)
+    with mirrored(plain, model, topology=flat, overlap=overlap, first_bucket_mb=1e-6, bucket_mb=1e-6) as optimizer:
+        untouched = model["none"].weight.detach().clone()
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model["all"].bias.sum()
+            if world.rank == 0:
+                loss = loss + model["some"].bias.sum()
+            loss.backward()
+            assert model["all"].bias.grad.tolist() == [1, 1]
+            assert model["some"].bias.grad.tolist() == pytest.approx([1 / SIZE] * 2)
+            assert model["none"].weight.grad is None
+            assert model["some"].weight.grad is None
+            optimizer.step()
+        assert torch.equal(model["none"].weight, untouched)
+        assert_mirrored(world, model)
+
+
+@both_updates
+def test_rank_without_backward(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """A rank with no rows left calls step() all the same; its gradients are zeros."""
+    model = network()
+    before = model[4].bias.detach().clone()
+    with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat, update=update) as optimizer:
+        if world.rank == SIZE - 1:
+            model[4].bias.sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(model[4].bias.data, before - 1 / SIZE)
+        assert_mirrored(world, model)
+
+
+@both_updates
+def test_frozen_and_shared_parameters(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    def make() -> nn.Sequential:
+        model = network(features=40)
+        model[0] = nn.Linear(40, 40)
+        model.insert(2, model[0])  # the same layer twice: its parameters count once
+        model[5].weight.requires_grad_(False)
+        return model
+
+    torch.manual_seed(1)
+    model = make()
+    reference = copy.deepcopy(model)
+    x, y = data(4, features=40)
+    with mirrored(OPTIMIZERS["momentum"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        world_start = [each.detach().clone() for each in model.parameters()]
+        reference.load_state_dict(copy.deepcopy(model.state_dict()))
+        plain = OPTIMIZERS["momentum"](reference.parameters())
+        for rows, labels in zip(x, y, strict=True):
+            for net, opt, take in ((model, optimizer, mine), (reference, plain, everything)):
+                opt.zero_grad()
+                functional.cross_entropy(net(take(rows)), take(labels)).backward()
+                opt.step()
+        elements = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        assert 4 * elements <= optimizer.report().buckets[0] < 4 * elements + 1024
+        assert optimizer.state_dict()["state"].keys() == plain.state_dict()["state"].keys()
+    frozen = [start for start, each in zip(world_start, model.parameters(), strict=True) if not each.requires_grad]
+    assert torch.equal(frozen[0], model[5].weight)
+    assert_close(model, reference)
+
+
+@both_updates
+@both_overlaps
+def test_mixed_dtypes_and_layouts(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
+    """A buffer for each dtype; channels_last parameters keep their layout."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.conv = nn.Conv2d(3, 8, 3, padding=1).to(memory_format=torch.channels_last)
+            self.narrow = nn.Linear(8, 8).bfloat16()
+            self.wide = nn.Linear(8, 3).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.wide(self.narrow(self.conv(x).mean((2, 3)).bfloat16()).double())
+
+    model, reference = Mixed(), Mixed()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(5)
+    x, y = torch.randn(ROWS, 3, 4, 4, generator=generator), torch.randint(0, 3, (ROWS,), generator=generator)
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrored(given, model, topology=flat, update=update, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+        for net, opt, take in ((model, optimizer, mine), (reference, plain, everything)):
+            functional.cross_entropy(net(take(x)), take(y)).backward()
+            if net is model and update == "replicated":
+                assert model.conv.weight.grad.stride() == model.conv.weight.stride()
+            opt.step()
+        assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+        assert len(optimizer.report().buckets) >= 3
+        assert_mirrored(world, model)
+    assert_close(model, reference, 2e-2)
+    torch.testing.assert_close(model.wide.weight, reference.wide.weight, rtol=2e-2, atol=1e-3)
+
+
+@both_updates
+def test_parameter_groups_and_scheduler(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        decayed = [each for each in model.parameters() if each.dim() > 1]
+        others = [each for each in model.parameters() if each.dim() == 1]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": others, "lr": 0.03}], lr=0.01)
+
+    model, reference = network(), network()
+    plain = make(reference)
+    with mirrored(make(model), model, topology=flat, update=update) as optimizer:
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.1) for each in (plain, optimizer)]
+        for x, y in zip(*data(6), strict=True):
+            for net, opt, take in ((model, optimizer, mine), (reference, plain, everything)):
+                opt.zero_grad()
+                functional.cross_entropy(net(take(x)), take(y)).backward()
+                opt.step()
+            for each in schedulers:
+                each.step()
+        assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in plain.param_groups]
+    assert_close(model, reference, 1e-4)
+
+
+@both_updates
+def test_state_dict_goes_on_elsewhere(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """Save after 2 steps, load into a plain optimizer and into other mirrored ones: all go on alike."""
+    model = network()
+    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        train(model, optimizer, mine, steps=2)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    reference = network()
+    reference.load_state_dict(saved[0])
+    plain = OPTIMIZERS["adamw"](reference.parameters())
+    plain.load_state_dict(copy.deepcopy(saved[1]))
+    train(reference, plain, everything, steps=3)
+    for other in ("replicated", "sharded"):
+        again = network(seed=9)
+        with mirrored(OPTIMIZERS["adamw"](again.parameters()), again, topology=flat, update=other) as optimizer:
+            again.load_state_dict(saved[0])
+            optimizer.load_state_dict(copy.deepcopy(saved[1]) if world.rank == 0 else None)
+            train(again, optimizer, mine, steps=3)
+        assert_close(again, reference, 1e-4)
+
+
+def test_state_before_wrapping_comes_from_rank_0(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model, reference = network(), network()
+    given, plain = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](reference.parameters())
+    train(reference, plain, everything, steps=2)
+    if world.rank == 0:
+        train(model, given, everything, steps=2)
+    for update in ("replicated", "sharded"):
+        with mirrored(given, model, topology=flat, update=update) as optimizer:
+            train(model, optimizer, mine, steps=2)
+            train(reference, plain, everything, steps=2)
+            given.load_state_dict(optimizer.state_dict())
+        assert_close(model, reference, 1e-4)
+
+
+def test_closure_decides_alike(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """LBFGS with a line search branches on the loss, so that must be the mean over the ranks."""
+    model, reference = network(), network()
+    make = lambda net: torch.optim.LBFGS(net.parameters(), max_iter=6, line_search_fn="strong_wolfe")  # noqa: E731
+    plain = make(reference)
+    x, y = data(1)
+    with mirrored(make(model), model, topology=flat) as optimizer:
+
+        def closure(net: nn.Module, opt: torch.optim.Optimizer, take: Callable) -> torch.Tensor:
+            opt.zero_grad()
+            loss = functional.cross_entropy(net(take(x[0])), take(y[0]))
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            here = optimizer.step(lambda: closure(model, optimizer, mine))
+            there = plain.step(lambda: closure(reference, plain, everything))
+            torch.testing.assert_close(here, there.detach(), rtol=1e-3, atol=1e-4)
+        assert_mirrored(world, model)
+    assert_close(model, reference, 1e-2)
+
+
+@both_updates
+def test_grad_scaler(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """An overflow on one rank makes all ranks skip the step, and halve the scale."""
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        start = copy.deepcopy(model.state_dict())
+        for overflows in (True, False):
+            optimizer.zero_grad()
+            factor = float("inf") if overflows and world.rank == SIZE - 1 else 1.0
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = functional.cross_entropy(model(mine(data()[0][0])), mine(data()[1][0]))
+            scaler.scale(loss * factor).backward()
+            if update == "sharded":
+                optimizer.synchronize()
+            scaler.step(optimizer)
+            scaler.update()
+            moved = any(not torch.equal(each, start[name]) for name, each in model.state_dict().items())
+            assert moved == (not overflows)
+            assert scaler.get_scale() == 4.0
+        assert_mirrored(world, model)
+
+
+@pytest.mark.parametrize(("compiler", "update"), [("eager", "replicated"), ("aot_eager", "sharded")])
+def test_compiled_module(world: MPI.Intracomm, flat: allreduce.Topology, compiler: str, update: str) -> None:
+    model, reference = network(), network()
+    train(reference, OPTIMIZERS["momentum"](reference.parameters()), everything)
+    compiled = torch.compile(model, backend=compiler)
+    with mirrored(OPTIMIZERS["momentum"](compiled.parameters()), compiled, topology=flat, update=update) as optimizer:
+        train(compiled, optimizer, mine)
+    assert_close(model, reference)
+
+
+def test_embedding_with_sparse_gradients(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat) as optimizer:
+        before = model.weight.detach().clone()
+        model(torch.tensor([world.rank])).sum().backward()
+        optimizer.step()
+        before[:SIZE] -= 1 / SIZE
+        torch.testing.assert_close(model.weight.data, before)
+
+
+def test_gradients_live_in_the_backends_memory(flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, "shared", topology=flat) as optimizer:
+        train(model, optimizer, mine, steps=1)
+        assert all(optimizer.backend._memory(each.grad.numpy()) == ALLOCATED for each in model.parameters())
+
+
+def test_sharded_parameters_are_one_memory_until_close(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    optimizer = MirroredOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded")
+    train(model, optimizer, mine, steps=1)
+    assert optimizer._sharded is not None
+    states = optimizer._sharded.optimizer.state.values()
+    held = world.allreduce(sum(value.numel() for state in states for value in state.values() if value.dim()))
+    elements = [each.numel() for each in model.parameters()]
+    assert 2 * sum(elements) <= held < 2 * sum(elements) + 2 * 16 * len(elements)
+    if world.rank == 0:
+        with torch.no_grad():
+            model[0].bias[0] = 42
+    world.Barrier()
+    assert model[0].bias[0] == 42
+    world.Barrier()
+    optimizer.close()
+    optimizer.close()
+    with torch.no_grad():
+        model[0].bias[0] = world.rank
+    world.Barrier()
+    assert model[0].bias[0] == world.rank
+
+
+def test_backend_of_the_callers(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """A backend that was passed in is used, and not closed."""
+    with allreduce.create("ring", flat) as backend:
+        for overlap in (False, True):
+            model = network()
+            with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, backend, overlap=overlap) as optimizer:
+                train(model, optimizer, mine, steps=1)
+            assert not backend.closed
+        assert optimizer.report().backend == "ring"
+
+
+def test_a_model_can_be_mirrored_again(flat: allreduce.Topology) -> None:
+    model, reference = network(), network()
+    plain = OPTIMIZERS["sgd"](reference.parameters())
+    for update in ("sharded", "replicated", "sharded"):
+        with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
+            train(model, optimizer, mine, steps=2)
+            train(reference, plain, everything, steps=2)
+    assert_close(model, reference)

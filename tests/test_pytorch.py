@@ -1,0 +1,65 @@
+"""MirroredOptimizer: what needs no other rank, or a job of its own."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Job = Callable[..., "subprocess.CompletedProcess[str]"]
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_without_torch_the_extra_is_named() -> None:
+    for module in ("trainers.pytorch", "trainers.replicas.pytorch"):
+        code = f"import sys; sys.modules['torch'] = None; import {module}"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+        assert done.returncode
+        assert 'pip install "allreduce[torch]"' in done.stderr
+
+
+def test_a_rank_ends_early(mpirun: Job, tmp_path: Path) -> None:
+    """The others are told where it ended, and the job ends with an error instead of hanging."""
+    pytest.importorskip("torch")
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from trainers.pytorch import MirroredOptimizer\n"
+        "model = torch.nn.Linear(3, 2)\n"
+        "optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)\n"
+        "for step in range(3 - optimizer.topology.rank):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.ones(2, 3)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    job = mpirun(2, [script], timeout=60)
+    assert job.returncode
+    assert "rank 0: averages gradients, after 2 steps and 2 averages of gradients" in job.stderr
+    assert "rank 1: the program has ended, after 2 steps" in job.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_three_lines_reach_the_accuracy_of_one_rank(mpirun: Job, ranks: int) -> None:
+    pytest.importorskip("torch")
+    job = mpirun(ranks, ["scripts/torch_three_lines.py"], timeout=60)
+    assert job.returncode == 0, job.stderr
+    accuracy = float(job.stdout.split("test accuracy ")[1].split()[0])
+    assert accuracy >= 0.97
+
+
+def test_training_step_benchmark(mpirun: Job, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    import json
+
+    out = tmp_path / "out.json"
+    options = ["--models", "conv", "--batch", "4", "--steps", "2", "--warmup", "1", "--verify", "3", "--json", out]
+    job = mpirun(2, ["-m", "benchmarks.training_step", *options], timeout=100)
+    assert job.returncode == 0, job.stderr
+    result = json.loads(out.read_text())["results"][0]
+    assert result["times"]["replicated"]["median_ms"] > 0
+    assert result["differences"]["replicated"]["bits_equal"]
+    assert result["differences"]["sharded"]["largest"] <= 1e-6
+    refused = mpirun(1, ["-m", "benchmarks.training_step", "--models", "mlpp"])
+    assert refused.returncode == 2
+    assert "'mlpp' is unknown; choose from: mlp; transformer; conv" in refused.stderr

@@ -1,0 +1,68 @@
+"""Buckets and pieces: every element in one place, whatever the sizes."""
+
+import math
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+from allreduce.chunks import chunk
+from trainers.pytorch.layout import pieces, plan
+
+SINGLE, DOUBLE = ("float32", 4), ("float64", 8)
+SIZES = [(5, *SINGLE), (0, *SINGLE), (100, *DOUBLE), (1000, *SINGLE), (1, *SINGLE), (7, *DOUBLE)]
+
+
+@pytest.mark.parametrize("limits", [(math.inf, math.inf), (1, 1), (64, 4096)], ids=str)
+def test_every_parameter_has_one_place(limits: tuple[float, float]) -> None:
+    buckets, lengths = plan(SIZES, *limits)
+    seen = []
+    ends = dict.fromkeys(lengths, 0)
+    for bucket in buckets:
+        assert bucket.start >= ends[bucket.dtype]
+        at = bucket.start
+        for slot in bucket.slots:
+            size, dtype, itemsize = SIZES[slot.parameter]
+            assert (dtype, slot.stop - slot.start) == (bucket.dtype, size)
+            assert slot.start >= at
+            assert slot.start * itemsize % 64 == 0
+            at = slot.stop
+            seen.append(slot.parameter)
+        assert bucket.flags == slice(at, bucket.stop)
+        assert bucket.stop - at == len(bucket.slots)
+        ends[bucket.dtype] = bucket.stop
+    assert sorted(seen) == list(range(len(SIZES)))
+    assert ends == lengths
+
+
+def test_first_bucket_is_small_and_order_is_reversed() -> None:
+    buckets, _ = plan([(1000, "float32", 4)] * 10, 4000, 12000)
+    assert [len(bucket.slots) for bucket in buckets] == [1, 3, 3, 3]
+    assert [slot.parameter for bucket in buckets for slot in bucket.slots] == list(range(9, -1, -1))
+
+
+def test_a_large_model_needs_no_memory_to_plan() -> None:
+    buckets, lengths = plan([(3 << 30, "bfloat16", 2)] * 3, 1 << 20, 25 << 20)
+    assert lengths["bfloat16"] > 9 << 30 > sys.maxsize >> 40
+    assert len(buckets) == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 2000])
+def test_pieces_cover_each_element_once(ranks: int) -> None:
+    buckets, _ = plan(SIZES, 64, 4096)
+    groups = [0, 0, 1, 1, 0, 1]
+    owners: dict[tuple[str, int], int] = {}
+    for rank in range(ranks):
+        owned = [chunk(bucket.stop - bucket.start, ranks, rank) for bucket in buckets]
+        for piece in pieces(buckets, owned, groups, step=64):
+            assert 0 < piece.stop - piece.start <= 64
+            for at in range(piece.start, piece.stop):
+                assert (piece.dtype, at) not in owners
+                owners[piece.dtype, at] = piece.group
+    for bucket in buckets:
+        for slot in bucket.slots:
+            for at in range(slot.start, slot.stop):
+                assert owners[bucket.dtype, at] == groups[slot.parameter]
+        for at in range(bucket.flags.start, bucket.flags.stop):
+            assert (bucket.dtype, at) not in owners

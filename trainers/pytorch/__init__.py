@@ -1,0 +1,20 @@
+"""PyTorch: an optimizer that averages the gradients of all ranks.
+
+from trainers.pytorch import MirroredOptimizer
+
+optimizer = MirroredOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+"""
+
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"trainers.pytorch needs PyTorch, which can't be imported ({error}); install it with "
+        'pip install "allreduce[torch]" (from a checkout: pip install ".[torch]")'
+    ) from error
+
+from trainers.pytorch.optimizer import MirroredOptimizer
+from trainers.pytorch.report import Report
+from trainers.pytorch.sharded import ELEMENTWISE
+
+__all__ = ["ELEMENTWISE", "MirroredOptimizer", "Report"]

@@ -1,0 +1,89 @@
+"""The same start on every rank: models are compared, and rank 0's values go to all others."""
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from allreduce.chunks import segments
+from allreduce.errors import DisagreementError, raise_together
+from trainers.replicas.torch_tensors import as_bytes
+
+LARGEST_MESSAGE = 1 << 30  # bytes; an MPI count is a C int
+
+
+def compare(comm: MPI.Intracomm, lines: list[str]) -> None:
+    """Raise the same DisagreementError on all ranks unless all of them have the same lines. Collective.
+
+    lines: one for each parameter, telling all that must be alike.
+    """
+    if len(set(comm.allgather(zlib.crc32("\n".join(lines).encode())))) == 1:
+        return
+    everyone = comm.allgather(lines)
+    first = next(at for at in range(max(map(len, everyone)) + 1) if len({_line(each, at) for each in everyone}) > 1)
+    table = "\n".join(
+        f"  rank {rank}: {len(each)} parameters, number {first} is {_line(each, first)}"
+        for rank, each in enumerate(everyone)
+    )
+    raise_together(comm, DisagreementError(f"the ranks have different models or optimizers:\n{table}"))
+
+
+def _line(lines: list[str], at: int) -> str:
+    return lines[at] if at < len(lines) else "missing"
+
+
+def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrite CPU tensors of any dtype with rank 0's, in place. Collective."""
+    for tensor in tensors:
+        whole = tensor.detach()
+        packed = whole if whole.is_contiguous() else whole.contiguous()
+        memory = as_bytes(packed)
+        for piece in segments(slice(0, memory.size), LARGEST_MESSAGE):
+            comm.Bcast([memory[piece], MPI.BYTE], root=0)
+        if packed is not whole:
+            whole.copy_(packed)
+
+
+def broadcast_state(comm: MPI.Intracomm, optimizer: torch.optim.Optimizer) -> None:
+    """Give every rank the state and the hyperparameters of rank 0's optimizer. Collective."""
+    tensors: list[torch.Tensor] = []
+    skeleton = comm.bcast(_taken_out(optimizer.state_dict(), tensors) if comm.rank == 0 else None, root=0)
+    shapes = comm.bcast([(each.shape, each.dtype) for each in tensors], root=0)
+    if comm.rank:
+        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+    broadcast_tensors(comm, tensors)
+    error: Exception | None = None
+    if comm.rank:
+        try:
+            optimizer.load_state_dict(_put_back(skeleton, tensors))
+        except Exception as refused:
+            error = refused
+    raise_together(comm, error)
+
+
+class _Place(int):
+    """Stands for a tensor: its number in the list."""
+
+
+def _taken_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """`value` with every tensor in it moved to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _taken_out(each, tensors) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_taken_out(each, tensors) for each in value)
+    return value
+
+
+def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, _Place):
+        return tensors[value]
+    if isinstance(value, dict):
+        return {key: _put_back(each, tensors) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_put_back(each, tensors) for each in value)
+    return value

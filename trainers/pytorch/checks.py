@@ -1,0 +1,109 @@
+"""What MirroredOptimizer refuses, by name and on all ranks, before it changes anything."""
+
+from collections.abc import Iterator
+
+import torch
+from mpi4py import MPI
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError, raise_together
+from trainers.pytorch import sharded
+from trainers.replicas.torch_tensors import DTYPES
+
+UPDATES = ("replicated", "sharded")
+
+
+def together(
+    comm: MPI.Intracomm,
+    optimizer: Optimizer,
+    model: Module,
+    update: str,
+    overlap: bool | str,
+    bucket_mb: tuple[float, float],
+) -> None:
+    """Raise on all ranks when the arguments of any rank make no sense. Collective."""
+    problems = _problems(optimizer, model, update, overlap, bucket_mb)
+    raise_together(comm, next(problems, None))
+
+
+def sort(optimizer: Optimizer, model: Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+    """The optimizer's parameters by name, in the order of the model: those to train, and the frozen ones."""
+    chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    named = {name: each for name, each in model.named_parameters() if id(each) in chosen}  # shared ones once
+    trained = {name: each for name, each in named.items() if each.requires_grad}
+    return trained, {name: each for name, each in named.items() if not each.requires_grad}
+
+
+def describe(optimizer: Optimizer, model: Module) -> list[str]:
+    """One line for each parameter and buffer, with all that must be alike on the ranks."""
+    groups = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
+    lines = [
+        f"{name} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}, strides {each.stride()}, "
+        f"{'trained' if each.requires_grad else 'frozen'}, "
+        + (f"group {groups[id(each)]}" if id(each) in groups else "not in the optimizer")
+        + f" of {type(optimizer).__name__}"
+        for name, each in model.named_parameters()
+    ]
+    lines += [f"buffer {name} {tuple(each.shape)} {each.dtype}" for name, each in model.named_buffers()]
+    return lines
+
+
+def _problems(
+    optimizer: Optimizer, model: Module, update: str, overlap: bool | str, bucket_mb: tuple[float, float]
+) -> Iterator[AllReduceError]:
+    if not isinstance(optimizer, Optimizer) or not isinstance(model, Module):
+        yield OptionError(
+            "MirroredOptimizer(optimizer, model) takes a torch.optim.Optimizer and a torch.nn.Module, not "
+            f"{type(optimizer).__name__} and {type(model).__name__}"
+        )
+    if update not in UPDATES:
+        yield OptionError(f'update={update!r} is unknown; use "replicated" or "sharded"')
+    if overlap not in (True, False, "auto"):
+        yield OptionError(f'overlap={overlap!r} is unknown; use True, False or "auto"')
+    if not all(isinstance(each, int | float) and each > 0 for each in bucket_mb):
+        yield OptionError(f"first_bucket_mb={bucket_mb[0]!r}, bucket_mb={bucket_mb[1]!r}: give positive sizes in MiB")
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        yield OptionError(
+            "the model is wrapped in DistributedDataParallel, which averages gradients as well; pass the plain "
+            "model (model.module), or keep DDP and leave out MirroredOptimizer"
+        )
+    if hasattr(optimizer, "_averager"):
+        yield OptionError("the optimizer is a MirroredOptimizer already; pass the plain optimizer")
+    yield from _bad_parameters(optimizer, model)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        yield OptionError("SparseAdam needs sparse gradients, and gradients are averaged as dense ones; use Adam")
+    if update == "sharded":
+        refused = sharded.refusal(optimizer)
+        if refused is not None:
+            yield refused
+
+
+def _bad_parameters(optimizer: Optimizer, model: Module) -> Iterator[AllReduceError]:
+    names = {id(each): name for name, each in model.named_parameters()}
+    in_groups = [each for group in optimizer.param_groups for each in group["params"]]
+    foreign = [each for each in in_groups if id(each) not in names]
+    if foreign:
+        yield OptionError(
+            f"the optimizer is of another model: {len(foreign)} of its {len(in_groups)} parameters (the first of "
+            f"shape {tuple(foreign[0].shape)}) are not in this {type(model).__name__}; make it from "
+            "model.parameters() of the same model, after everything that replaces parameters"
+        )
+        return
+    trained = [(names[id(each)], each) for each in in_groups if each.requires_grad]
+    if not trained:
+        yield OptionError("there is nothing to train: every parameter of the optimizer has requires_grad=False")
+    for name, each in trained:
+        if each.device.type != "cpu":
+            yield OptionError(
+                f"{name} is on {each.device}, and MirroredOptimizer works on CPU tensors; for GPUs use "
+                'DistributedDataParallel, with torch.distributed.init_process_group("nccl") or "allreduce"'
+            )
+        if each.dtype not in DTYPES:
+            known = ", ".join(DTYPES.values())
+            yield UnsupportedDtypeError(f"{name} has dtype {each.dtype}, which can't be averaged; use one of {known}")
+        if each.is_sparse:
+            yield OptionError(f"{name} is a sparse tensor; parameters must be dense")
+        owner = each.__dict__.get("_mirrored", lambda: None)()
+        if owner is not None and not owner.closed:
+            yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it as well; close() that")

@@ -1,0 +1,105 @@
+"""Pure arithmetic: where each parameter's gradient lies in the flat buffers, and how buffers fall into buckets."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+ALIGN_BYTES = 64  # every gradient begins at a cache line
+
+
+class Slot(NamedTuple):
+    """The place of one parameter: elements [start, stop) of its dtype's buffer."""
+
+    parameter: int  # its index in the order of the model
+    start: int
+    stop: int
+
+
+class Bucket(NamedTuple):
+    """A contiguous part [start, stop) of one buffer, reduced on its own.
+
+    It ends with one element a slot that tells whether the parameter was used: 1 on ranks where it has a
+    gradient, 0 on others. Reduced with the gradients, they are 0 only for parameters that no rank has used.
+    """
+
+    dtype: str
+    start: int
+    stop: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def flags(self) -> slice:
+        return slice(self.stop - len(self.slots), self.stop)
+
+
+def plan(
+    parameters: Sequence[tuple[int, str, int]], first_bytes: float, bucket_bytes: float
+) -> tuple[list[Bucket], dict[str, int]]:
+    """The buckets, in the order in which they are reduced, and the length of each dtype's buffer.
+
+    parameters: (number of elements, dtype, bytes of an element) in the order of the model. Gradients come
+        roughly from the last parameter to the first, so this is the order in which they are laid out.
+    first_bytes, bucket_bytes: a bucket of a dtype is complete once it holds this much.
+    """
+    done: list[Bucket] = []
+    opened: dict[str, list[Slot]] = {}
+    lengths: dict[str, int] = {}
+    limits: dict[str, float] = {}
+    for index in reversed(range(len(parameters))):
+        size, dtype, itemsize = parameters[index]
+        slots = opened.setdefault(dtype, [])
+        start = _aligned(slots[-1].stop if slots else lengths.get(dtype, 0), itemsize)
+        slots.append(Slot(index, start, start + size))
+        if (slots[-1].stop - slots[0].start) * itemsize >= limits.get(dtype, first_bytes):
+            limits[dtype] = bucket_bytes
+            _complete(dtype, opened.pop(dtype), lengths, done)
+    for dtype, slots in opened.items():
+        _complete(dtype, slots, lengths, done)
+    return done, lengths
+
+
+def _complete(dtype: str, slots: list[Slot], lengths: dict[str, int], done: list[Bucket]) -> None:
+    bucket = Bucket(dtype, slots[0].start, slots[-1].stop + len(slots), tuple(slots))
+    lengths[dtype] = bucket.stop
+    done.append(bucket)
+
+
+def _aligned(start: int, itemsize: int) -> int:
+    step = max(1, ALIGN_BYTES // itemsize)
+    return -(-start // step) * step
+
+
+def pieces(buckets: Sequence[Bucket], owned: Sequence[slice], groups: Sequence[int], step: int) -> list["Piece"]:
+    """What one rank updates: its own part of each bucket, cut at group borders and into blocks.
+
+    owned: for each bucket the slice that this rank finishes, counted from the bucket's start.
+    groups: for each parameter the parameter group that it is in.
+    step: the largest number of elements in a piece.
+    """
+    result = []
+    for bucket, mine in zip(buckets, owned, strict=True):
+        for group, start, stop in _runs(bucket, groups):
+            begin, end = max(start, bucket.start + mine.start), min(stop, bucket.start + mine.stop)
+            for at in range(begin, end, step):
+                result.append(Piece(group, bucket.dtype, at, min(at + step, end)))
+    return result
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of the buffer of `dtype`, all of one parameter group."""
+
+    group: int
+    dtype: str
+    start: int
+    stop: int
+
+
+def _runs(bucket: Bucket, groups: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(group, start, stop) of neighbouring slots of one group; the gaps between them, all zeros, belong to it."""
+    runs: list[tuple[int, int, int]] = []
+    for slot in bucket.slots:
+        group = groups[slot.parameter]
+        if runs and runs[-1][0] == group:
+            runs[-1] = (group, runs[-1][1], slot.stop)
+        else:
+            runs.append((group, slot.start, slot.stop))
+    return runs

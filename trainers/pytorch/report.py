@@ -1,0 +1,53 @@
+"""What the averaging has cost."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Report:
+    """The cost of averaging on this rank since the optimizer was made. Times are in seconds.
+
+    communication: spent reducing gradients and gathering parameters = hidden + exposed.
+    hidden: the part during which this rank went on computing (backward).
+    exposed: the part during which it had nothing else to do.
+    waiting: for the other ranks to come to the same place, before anything could be reduced; not a part of
+        communication, it is the ranks' difference in speed.
+    bytes: of gradients that were averaged.
+    buckets: the size of each bucket in bytes, in the order in which they are reduced.
+    """
+
+    backend: str
+    update: str
+    overlap: bool
+    ranks: int
+    steps: int
+    averages: int
+    communication: float
+    exposed: float
+    waiting: float
+    bytes: int
+    buckets: tuple[int, ...]
+
+    @property
+    def hidden(self) -> float:
+        return self.communication - self.exposed
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the communication, between 0 and 1; 1 when there was none."""
+        return self.hidden / self.communication if self.communication else 1.0
+
+    def __str__(self) -> str:
+        each = 1e3 / max(self.averages, 1)
+        sizes = ", ".join(f"{size / 2**20:.2f}" for size in self.buckets)
+        return "\n".join(
+            [
+                f"{self.update} update on {self.ranks} rank{'s' * (self.ranks != 1)}, backend {self.backend}, "
+                f"{'reduced during backward' if self.overlap else 'reduced after backward'}",
+                f"  steps {self.steps}, averages {self.averages}, gradients averaged {self.bytes / 2**20:.1f} MiB",
+                f"  ms per average: communication {self.communication * each:.2f} (hidden {self.hidden * each:.2f}, "
+                f"exposed {self.exposed * each:.2f}), waiting for other ranks {self.waiting * each:.2f}",
+                f"  hidden {self.hidden_share:.0%} of the communication",
+                f"  {len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)} of {sizes} MiB",
+            ]
+        )

@@ -1,0 +1,45 @@
+"""Between PyTorch's tensors and NumPy's arrays, with no copy."""
+
+import numpy as np
+import torch
+
+DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+"""The dtypes of parameters that can be averaged, with the names that `allreduce` has for them."""
+
+TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def as_tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of `dtype` in the memory of `array`."""
+    if dtype == torch.bfloat16:  # NumPy has this dtype only from ml_dtypes, which torch does not know
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a contiguous CPU tensor of any dtype, as bytes."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def shaped(flat: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    """A view into `flat` from element `start` with the shape of `like`, and its strides where they leave no gaps.
+
+    Strides matter to speed: a gradient should lie in memory as its parameter does (channels_last, say).
+    """
+    strides = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
+    return flat.detach().as_strided(like.shape, strides, start)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True when the elements fill one block of memory, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
