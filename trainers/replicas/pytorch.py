@@ -108,7 +108,7 @@ class TorchReplica(Replica):
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> list[float]:
         self.module.eval()
         output, target = self.module(self._input(x)), self._target(y)
-        return self._values(self.loss(output, target), output, target)
+        return [len(x) * mean for mean in self._values(self.loss(output, target), output, target)]
 
     @torch.no_grad()
     def predict(self, x: np.ndarray) -> np.ndarray:
