@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import lacking
 from made_runs import CURVES, made_run
 
 from benchmarks import plot, report
@@ -64,7 +63,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def browse(page: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
-        lacking("no browser: install Debian's package chromium")
+        pytest.skip("no browser: install Debian's package chromium")
     profile = page.parent / "profile"
     command = [str(browser), *FLAGS.split(), f"--user-data-dir={profile}", "--enable-logging=stderr", *options]
     return subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=60, check=True)
