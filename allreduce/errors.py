@@ -202,7 +202,9 @@ def _end_job(text: str, code: int) -> NoReturn:
     """Say why, with the rank, and end all ranks."""
     world = _world[0] if _world else MPI.COMM_SELF
     sys.stdout.flush()
-    sys.stderr.write(f"rank {world.rank} of {world.size}: {text}")
-    sys.stderr.flush()
+    # Not sys.stderr: torch.distributed wraps the hook and prints what it wrote there afterwards, too late.
+    stderr = sys.__stderr__ or sys.stderr
+    stderr.write(f"rank {world.rank} of {world.size}: {text}")
+    stderr.flush()
     world.Abort(code)
     raise SystemExit(code)

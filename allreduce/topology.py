@@ -10,6 +10,8 @@ from mpi4py import MPI
 from allreduce import notices
 from allreduce.errors import ClosedError, OptionError, abort_on_uncaught, agree
 
+TAGS = 1 << 15  # every MPI has at least this many
+
 
 class Closeable(Protocol):
     """What uses a communicator of a topology and has to be closed before it."""
@@ -49,6 +51,24 @@ class Topology:
         self.node: MPI.Intracomm = self._own(self._split_nodes(ranks_per_node))
         self.node_sizes, self.node_index = self._number_nodes()
         self.cross: MPI.Intracomm = self._own(self.world.Split(self.node.rank, self.node_index))
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[int], name: str) -> "Topology":
+        """The topology of some ranks of MPI.COMM_WORLD, in the given order. Collective over these alone.
+
+        name: tells this call from others that go on at the same time; the same on all of them.
+        """
+        everyone = MPI.COMM_WORLD.Get_group()
+        if not ranks or not all(0 <= rank < everyone.size for rank in ranks):
+            raise OptionError(f"ranks {list(ranks)}: MPI has the ranks 0 to {everyone.size - 1}")
+        group = everyone.Incl(list(ranks))
+        comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(name.encode()) % TAGS)
+        try:
+            return cls(comm)
+        finally:
+            comm.Free()
+            group.Free()
+            everyone.Free()
 
     @property
     def rank(self) -> int:

@@ -1,0 +1,29 @@
+"""torch.distributed over our collectives, on stock wheels: only the backend's name changes.
+
+    import allreduce.torch_backend  # not needed where allreduce is installed by pip: PyTorch finds it
+    torch.distributed.init_process_group("allreduce")  # under mpirun: rank, size and store come from MPI
+
+Which backend of ours reduces: `ALLREDUCE_BACKEND=ring`, or `pg_options=Options("ring")`, by default "auto".
+"""
+
+try:
+    import torch.distributed as _dist
+except ImportError as error:
+    raise ImportError(
+        f'allreduce.torch_backend needs PyTorch ({error}); install it with pip install "allreduce[torch]"'
+    ) from error
+
+if not _dist.is_available():
+    raise ImportError("allreduce.torch_backend needs a PyTorch with torch.distributed, which this build lacks")
+
+import allreduce_torch_autoload
+from allreduce.topology import Topology
+from allreduce.torch_backend.options import Options
+from allreduce.torch_backend.process_group import AllReduceProcessGroup
+from allreduce.torch_backend.rendezvous import set_environment
+
+allreduce_torch_autoload.register()
+with Topology() as _topology:
+    set_environment(_topology)
+
+__all__ = ["AllReduceProcessGroup", "Options"]

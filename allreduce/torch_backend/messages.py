@@ -1,0 +1,129 @@
+"""send and recv: messages between two ranks, started at once and finished by `wait`."""
+
+import time
+from datetime import timedelta
+
+import torch
+from mpi4py import MPI
+
+from allreduce.torch_backend.spans import whole
+from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
+from allreduce.torch_backend.work import TimedOut, Work, seconds
+
+EAGER_SECONDS = 0.002  # for so long a waiting rank keeps looking; then it sleeps between looks
+LONGEST_SLEEP = 0.001
+
+
+class Message(Work):
+    """A message on its way. Any thread may ask for it; MPI is asked by one at a time."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, limit: float) -> None:
+        super().__init__(name, [tensor], limit)
+        self._tensor = tensor
+        self._request: MPI.Request | None = None
+        self._status = MPI.Status()
+
+    def send(self, comm: MPI.Intracomm, dest: int, tag: int) -> "Message":
+        """Start sending the tensor."""
+        self._place = readable(self._tensor)  # MPI reads it until the end
+        self._receives = False
+        self._request = comm.Isend(whole(as_bytes(self._place)), dest, tag)
+        return self
+
+    def receive(self, comm: MPI.Intracomm, source: int, tag: int) -> "Message":
+        """Start receiving into the tensor; `source` may be MPI.ANY_SOURCE."""
+        tensor = self._tensor.detach()
+        self._place = tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._receives = True
+        self._request = comm.Irecv(whole(as_bytes(self._place)), source, tag)
+        return self
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the message has arrived, or until a sent tensor may be changed again."""
+        limit = seconds(timeout, self.limit)
+        begin = time.monotonic()
+        pause = 0.0
+        while not self.is_completed():
+            waited = time.monotonic() - begin
+            if waited > limit:
+                raise TimedOut(f"{self.name} was not done within {limit:g} s: the other rank did not do its part")
+            if waited > EAGER_SECONDS:
+                pause = min(pause + 2e-5, LONGEST_SLEEP)
+            time.sleep(pause)
+        return super().wait(timeout)
+
+    def is_completed(self) -> bool:
+        with self._lock:
+            request = self._request
+            if request is None:
+                return True
+            try:
+                if not request.Test(self._status):
+                    return False
+                error = self._finish()
+            except MPI.Exception as raised:
+                error = RuntimeError(f"{self.name} failed: {raised}")
+            self._request = None
+        self.end(error)
+        return True
+
+    def cancel(self) -> None:
+        """Give up receiving."""
+        with self._lock:
+            if self._request is not None:
+                self._request.Cancel()
+                self._request.Free()
+                self._request = None
+
+    def source_rank(self) -> int:
+        """The rank in the group that a received message came from."""
+        return self._status.Get_source()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future:
+        raise NotImplementedError('messages of backend "allreduce" have no futures: call wait()')
+
+    def _finish(self) -> Exception | None:
+        if not self._receives:
+            return None
+        arrived = self._status.Get_elements(MPI.BYTE)
+        if arrived != self._tensor.nbytes:
+            return RuntimeError(f"{self.name}: {arrived} bytes arrived and the tensor has {self._tensor.nbytes}")
+        if self._place.data_ptr() != self._tensor.data_ptr():
+            self._tensor.detach().copy_(self._place)
+        return None
+
+
+def barrier_tag(comm: MPI.Intracomm) -> int:
+    """The tag of monitored_barrier, the largest of this MPI; users' tags are smaller."""
+    largest = comm.Get_attr(MPI.TAG_UB)
+    assert isinstance(largest, int)
+    return largest
+
+
+def monitored_barrier(comm: MPI.Intracomm, limit: float) -> None:
+    """Let every rank report to rank 0 and wait for its answer; after `limit` seconds say on rank 0 who did not."""
+    tag = barrier_tag(comm)
+    token = torch.zeros(1, dtype=torch.uint8)
+    within = timedelta(seconds=limit)
+    if comm.rank:
+        Message("monitored_barrier (telling rank 0)", token, limit).send(comm, 0, tag).wait(within)
+        Message("monitored_barrier (waiting for rank 0)", token.clone(), limit).receive(comm, 0, tag).wait(within)
+        return
+    reports = [
+        Message(f"monitored_barrier (rank {rank})", token.clone(), limit).receive(comm, rank, tag)
+        for rank in range(1, comm.size)
+    ]
+    deadline = time.monotonic() + limit
+    missing = []
+    for rank, report in enumerate(reports, start=1):
+        try:
+            report.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+        except TimedOut:
+            report.cancel()
+            missing.append(rank)
+    if missing:
+        raise TimedOut(f"monitored_barrier: ranks {missing} of the group did not come within {limit:g} s")
+    for rank in range(1, comm.size):
+        Message("monitored_barrier (answering)", token, limit).send(comm, rank, tag).wait(within)

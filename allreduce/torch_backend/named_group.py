@@ -1,0 +1,34 @@
+"""The names of a process group, which PyTorch keeps in a C++ backend that a group written in Python has not."""
+
+# PyTorch's stubs know them as plain attributes.
+# mypy: disable-error-code="override, assignment"
+
+import torch.distributed as dist
+
+from allreduce.torch_backend.arguments import NAME
+
+
+class NamedGroup(dist.ProcessGroup):
+    """C++ asks by the names in mixed case, Python by the others."""
+
+    _name = _description = ""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    setGroupName = _set_group_name  # noqa: N815
+    setGroupDesc = _set_group_desc  # noqa: N815
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)

@@ -1,0 +1,40 @@
+"""Which of our backends a process group reduces with."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+VARIABLE = "ALLREDUCE_BACKEND"
+
+
+def _default() -> str:
+    return os.environ.get(VARIABLE) or "auto"
+
+
+@dataclass(frozen=True)
+class Options:
+    """For `init_process_group("allreduce", pg_options=Options("ring"))` and `new_group(pg_options=...)`.
+
+    backend: one of `allreduce.NAMES`; by default what the environment variable ALLREDUCE_BACKEND names,
+        else "auto".
+    settings: further arguments of `allreduce.create` (check="always", cross="ring", ...).
+    overlap: False runs every operation in the calling thread, before the call returns.
+    """
+
+    backend: str = field(default_factory=_default)
+    settings: dict[str, Any] = field(default_factory=dict)
+    overlap: bool = True
+
+    @classmethod
+    def parse(cls, given: object) -> "Options":
+        """What a user passed as pg_options: Options, a backend's name, or None."""
+        if given is None:
+            return cls()
+        if isinstance(given, str):
+            return cls(given)
+        if isinstance(given, cls):
+            return given
+        raise TypeError(
+            'pg_options of backend "allreduce" are allreduce.torch_backend.Options or the name of a backend '
+            f'("ring"), not {type(given).__name__}'
+        )

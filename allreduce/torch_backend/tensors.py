@@ -1,0 +1,86 @@
+"""Tensors as what MPI and NumPy take: contiguous CPU memory, without a copy wherever it is that already."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from mpi4py import MPI
+
+_DTYPES = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.complex64: np.dtype(np.float32),
+    torch.complex128: np.dtype(np.float64),
+    torch.bool: np.dtype(np.uint8),
+    torch.uint8: np.dtype(np.uint8),
+    torch.uint16: np.dtype(np.uint16),
+    torch.uint32: np.dtype(np.uint32),
+    torch.uint64: np.dtype(np.uint64),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+}
+
+
+def check(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse by name what no operation here takes."""
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise NotImplementedError(
+                f'{name} of backend "allreduce" does not take {tensor.layout} tensors; convert with to_dense()'
+            )
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(f'{name} of backend "allreduce" takes CPU and CUDA tensors, not {tensor.device}')
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True when the tensor's memory can be read and written as it is."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in plain memory; a copy when it is on a GPU, strided or lazily conjugated."""
+    tensor = tensor.detach()
+    return tensor if is_plain(tensor) else tensor.cpu().resolve_conj().resolve_neg().contiguous()
+
+
+@contextmanager
+def writable(tensor: torch.Tensor, filled: bool = False) -> Iterator[torch.Tensor]:
+    """Plain memory for the new content of `tensor`, into which it is copied at the end where they differ.
+
+    filled: begin with the tensor's content.
+    """
+    tensor = tensor.detach()
+    if is_plain(tensor):
+        yield tensor
+        return
+    place = readable(tensor) if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
+    yield place
+    tensor.copy_(place)
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a plain tensor as bytes, for operations that only move it."""
+    return _memory(tensor, np.dtype(np.uint8))
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a plain tensor as a 1-D array, for operations that reduce it; complex numbers as pairs."""
+    return _memory(tensor, _DTYPES[tensor.dtype])
+
+
+def _memory(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
+    """An array on the tensor's memory, valid as long as the caller holds the tensor.
+
+    Not by tensor.numpy(), after which PyTorch never resizes the storage again: FSDP has to.
+    """
+    if tensor.nbytes == 0:
+        return np.empty(0, dtype)
+    memory: Any = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+    return np.frombuffer(memory, dtype)

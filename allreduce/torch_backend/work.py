@@ -1,0 +1,103 @@
+"""What an asynchronous operation returns: the Work that is waited for, and its Future.
+
+torch.distributed.Work and torch.futures.Future are PyTorch's own classes, so DDP's C++ reducer, comm
+hooks and `dist.batch_isend_irecv` take these for any backend's.
+"""
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Raised by work.wait() when an operation took too long; a RuntimeError, like all errors of torch.distributed.
+TimedOut = dist.DistBackendError
+
+
+def seconds(timeout: timedelta | None, default: float) -> float:
+    """A timeout of PyTorch's in seconds; none, zero and the negative "unset" of its options mean `default`."""
+    given = 0.0 if timeout is None else timeout.total_seconds()
+    return given if given > 0 else default
+
+
+class Work(dist.Work):
+    """One operation of a group, from its submission to its end.
+
+    name: what it is, for messages. result: the tensors that it writes. limit: seconds that it may take.
+    """
+
+    def __init__(self, name: str, result: Sequence[torch.Tensor], limit: float) -> None:
+        super().__init__()
+        self.name = name
+        self.limit = limit
+        self._result = list(result)
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+        self._future: torch.futures.Future | None = None
+        self._lock = threading.Lock()
+
+    # What PyTorch calls
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end of the operation, and raise the error that it ended with.
+
+        Raises DistBackendError after `timeout`, while the operation goes on. Without one it is the
+        executor that ends an operation after its own limit.
+        """
+        limit = seconds(timeout, 0.0)
+        if not self._ended.wait(limit or None):
+            raise TimedOut(f"{self.name} was not done within {limit:g} s: another rank is late, or never called it")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that the operation has written. Waits for it."""
+        self.wait()
+        return self._result
+
+    def get_future(self) -> torch.futures.Future:
+        """A Future of the list of written tensors."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future(devices=_gpus(self._result))
+                if self._ended.is_set():
+                    self._settle(self._future)
+            return self._future
+
+    # What the executor calls
+
+    def end(self, error: Exception | None = None) -> None:
+        """Mark the operation as ended. What was chained to the future runs now, in the calling thread."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._error = error
+            self._ended.set()
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def _settle(self, future: torch.futures.Future) -> None:
+        if self._error is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(self._error)
+
+
+def _gpus(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    return list({tensor.device for tensor in tensors if tensor.is_cuda})

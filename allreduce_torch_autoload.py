@@ -1,0 +1,51 @@
+"""What PyTorch loads by itself (entry point "torch.backends"): the name "allreduce", and nothing behind it.
+
+Every `import torch` of the environment runs `register`, also in programs that have nothing to do with
+MPI. So this module lies outside of the package, whose import initialises MPI, and imports it when a
+program asks for the backend. TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns PyTorch's autoloading off.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+NAME = "allreduce"
+_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+# Set for each process by the launchers of Open MPI, of MPICH and its derivatives, and by srun with PMIx.
+_LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+
+
+def register() -> None:
+    """Make "allreduce" a backend of torch.distributed, and let MPI fill in for missing env:// variables."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    handlers = importlib.import_module(
+        "torch.distributed.rendezvous"
+    )._rendezvous_handlers  # by name: a function hides it
+    handlers["env"] = _filling_in(handlers["env"])
+
+
+def _create(request: Any, options: Any) -> Any:
+    from allreduce.torch_backend.groups import create_group
+
+    return create_group(request, options)
+
+
+def _filling_in(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """The handler of env://, which asks MPI for what the environment does not say."""
+
+    def handler(url: str, timeout: timedelta = timedelta(minutes=30), **rest: Any) -> Iterator[Any]:
+        told = all(name in os.environ for name in _VARIABLES)
+        if told or not ("allreduce" in sys.modules or any(name in os.environ for name in _LAUNCHED)):
+            return original(url, timeout=timeout, **rest)
+        from allreduce.torch_backend.rendezvous import rendezvous
+
+        return rendezvous(url, timeout, original)
+
+    return handler

@@ -1,0 +1,141 @@
+"""The backend "allreduce" of torch.distributed in whole programs, under mpirun and without."""
+
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+Job = Callable[..., "subprocess.CompletedProcess[str]"]
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason='PyTorch is not installed (the extra "torch")'
+)
+
+
+def code(text: str) -> list[str]:
+    head = "import sys, time, datetime, torch, torch.distributed as dist\n"
+    return ["-c", head + textwrap.dedent(text)]
+
+
+@needs_torch
+def test_what_is_built_on_torch_distributed(mpirun: Job) -> None:
+    """With two ranks a sum has one order only, so gloo's results and ours are the same in bits."""
+    job = mpirun(2, [ROOT / "tests" / "torch_frameworks.py"], timeout=120)
+    assert job.returncode == 0, job.stderr
+    lines = job.stdout.splitlines()
+    assert len(lines) == 10
+    assert all(line.endswith(" same") for line in lines), job.stdout
+
+
+@needs_torch
+def test_the_example(mpirun: Job) -> None:
+    job = mpirun(2, [ROOT / "scripts" / "torch_ddp.py"], timeout=90, env={"ALLREDUCE_BACKEND": "ring"})
+    assert job.returncode == 0, job.stderr
+    assert float(job.stdout.split("test accuracy ")[1].split()[0]) >= 0.95
+
+
+@needs_torch
+def test_autoloading_initialises_mpi_only_when_the_backend_is_used(mpirun: Job) -> None:
+    job = mpirun(
+        2,
+        code("""
+            import allreduce_torch_autoload
+            allreduce_torch_autoload.register()
+            allreduce_torch_autoload.register()
+            assert "allreduce" not in sys.modules and "mpi4py" not in sys.modules
+            dist.init_process_group("allreduce")
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor)
+            assert tensor.tolist() == [2, 2, 2]
+            dist.destroy_process_group()
+            dist.init_process_group("cpu:allreduce,cuda:allreduce")  # and again
+            dist.all_reduce(tensor)
+            print(tensor.tolist())
+            dist.destroy_process_group()
+        """),
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("[4.0, 4.0, 4.0]") == 2
+
+
+@needs_torch
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(mpirun: Job) -> None:
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            if dist.get_rank() == 1:
+                raise ValueError("only here")
+            dist.all_reduce(torch.ones(3))
+        """),
+    )
+    assert job.returncode != 0
+    assert "rank 1 of 2: Traceback" in job.stderr
+    assert "ValueError: only here" in job.stderr
+
+
+@needs_torch
+def test_a_rank_that_stays_away_is_an_error_after_the_timeout(mpirun: Job) -> None:
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce", timeout=datetime.timedelta(seconds=2))
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor)
+            if dist.get_rank() == 1:
+                time.sleep(60)
+            try:
+                dist.group.WORLD.monitored_barrier(datetime.timedelta(seconds=1))
+            except RuntimeError as error:
+                print(error)
+            work = dist.all_reduce(tensor, async_op=True)
+            try:
+                work.wait(datetime.timedelta(seconds=0.2))
+            except RuntimeError as error:
+                print(error)
+            work.get_future().wait()
+        """),
+    )
+    assert job.returncode != 0
+    assert "monitored_barrier: ranks [1] of the group did not come within 1 s" in job.stdout
+    assert "all_reduce was not done within 0.2 s" in job.stdout
+    assert "DistBackendError: all_reduce was not done within 2 s" in job.stderr
+
+
+@needs_torch
+def test_a_program_that_destroys_nothing_and_waits_for_nothing_ends(mpirun: Job) -> None:
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            dist.all_reduce(torch.ones(1_000_000), async_op=True)
+            print("end")
+        """),
+    )
+    assert (job.returncode, job.stdout) == (0, "end\nend\n"), job.stderr
+
+
+@needs_torch
+def test_ranks_that_mpi_did_not_start_are_refused() -> None:
+    program = code("""
+        import allreduce.torch_backend
+        store = dist.HashStore()
+        dist.init_process_group("allreduce", store=store, rank=1, world_size=2)
+    """)
+    job = subprocess.run([sys.executable, *program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert "PyTorch takes this process for rank 1 of 2 and MPI for rank 0 of 1" in job.stderr
+    assert "mpirun -n 2" in job.stderr
+
+
+def test_without_pytorch_the_error_names_the_extra() -> None:
+    program = 'import sys; sys.modules["torch"] = None; import allreduce.torch_backend'
+    job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert job.returncode != 0
+    assert 'pip install "allreduce[torch]"' in job.stderr
