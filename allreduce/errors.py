@@ -6,6 +6,7 @@ for it. So a rank that finds something wrong does not raise at once; it tells th
 ends the whole job, by the hook that `abort_on_uncaught` installs.
 """
 
+import os
 import sys
 import time
 import traceback
@@ -20,8 +21,9 @@ from allreduce.notices import log
 
 ResultT = TypeVar("ResultT")
 
-STALL_SECONDS = 30.0  # a rank that waits this long for the others' signatures says so
-LONE_ERROR_SECONDS = 30.0  # a rank with an error of its own waits this long for company, then ends the job
+# A rank that waits this long for the others to come to an agreement says so; one that has an error to tell
+# them ends the job.
+STALL_SECONDS = float(os.environ.get("ALLREDUCE_STALL_SECONDS", 30))
 AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to different ones get a table too
 
 
@@ -125,7 +127,7 @@ def _wait(request: MPI.Request, comm: MPI.Comm, row: str, error: Exception | Non
         if waited > 0.001:
             pause = min(pause + 1e-5, 0.01)
             time.sleep(pause)
-        if error is not None and waited > LONE_ERROR_SECONDS:
+        if error is not None and waited > STALL_SECONDS:
             # Raising would leave the ranks out of step for good, should the program catch it and go on.
             _end_job(f"{type(error).__name__}: {error}\n(on this rank alone; the others are in another call)\n", 1)
         if waited > STALL_SECONDS and not warned:

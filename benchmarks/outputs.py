@@ -17,7 +17,7 @@ def check(comm: MPI.Intracomm, wanted: Mapping[str, str | None]) -> None:
     given = {option: path for option, path in wanted.items() if path is not None}
     error: AllReduceError | None = None
     if comm.rank == 0:
-        lines = [f"{option} {path}: {problem}" for option, path in given.items() if (problem := _problem(path))]
+        lines = [f"{option} {path}: {problem}" for option, path in given.items() if (problem := unwritable(path))]
         if len({os.path.realpath(path) for path in given.values()}) < len(given):
             lines.append(f"two outputs go to the same file: {', '.join(f'{o} {p}' for o, p in given.items())}")
         error = OptionError("; ".join(lines)) if lines else None
@@ -38,7 +38,7 @@ def write(path: str | os.PathLike[str], content: bytes | str) -> None:
         raise
 
 
-def _problem(path: str) -> str | None:
+def unwritable(path: str) -> str | None:
     target = Path(path)
     if target.is_dir():
         return "this is a folder; give the name of a file"

@@ -198,7 +198,7 @@ def _milliseconds(seconds: float) -> str:
 def _check(args: argparse.Namespace) -> None:
     for option in ("json", "plot"):
         path = getattr(args, option)
-        problem = path and outputs._problem(path)
+        problem = path and outputs.unwritable(path)
         if problem:
             raise UsageError(f"--{option} {path}: {problem}")
     if args.plot:

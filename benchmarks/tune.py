@@ -48,10 +48,11 @@ LEAD = 1.05  # another backend takes over only where it is faster by more than t
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on all ranks of MPI.COMM_WORLD; the exit code."""
-    comm = MPI.COMM_WORLD
-    args = cli.parse_together(_parser(), argv, comm)
-    return cli.run_together(PROGRAM, comm, lambda: _run(comm, args))
+    """Measure on all ranks; the exit code."""
+    with Topology() as world:
+        comm = world.world
+        args = cli.parse_together(_parser(), argv, comm)
+        return cli.run_together(PROGRAM, comm, lambda: _run(comm, args))
 
 
 def steps(times: dict[int, dict[str, float]]) -> list[Step]:
