@@ -208,5 +208,6 @@ def _end_job(text: str, code: int) -> NoReturn:
     stderr = sys.__stderr__ or sys.stderr
     stderr.write(f"rank {world.rank} of {world.size}: {text}")
     stderr.flush()
+    time.sleep(0.5)  # MPICH's launcher drops what it has not passed on when it hears of the end
     world.Abort(code)
     raise SystemExit(code)

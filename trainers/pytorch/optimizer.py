@@ -1,6 +1,5 @@
 """MirroredOptimizer: three lines that make a training loop data-parallel."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,15 +9,13 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-import allreduce
-from allreduce import notices
-from allreduce.background import Background
 from allreduce.base import AllReduce, TwoPhase
-from allreduce.errors import ClosedError, OptionError, UnavailableError, raise_together
+from allreduce.errors import ClosedError, OptionError
 from allreduce.topology import Topology
-from trainers.pytorch import checks
+from trainers.pytorch import checks, choices
 from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager, Submit, at_once, take_over
 from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compare
+from trainers.pytorch.loading import load_of_root
 from trainers.pytorch.report import Report
 from trainers.pytorch.rollcall import RollCall
 from trainers.pytorch.sharded import ShardedUpdate
@@ -85,9 +82,9 @@ class MirroredOptimizer(Optimizer):
         compare(self._comm, checks.describe(optimizer, model))
         self._broadcast()
         self._owns_backend = not isinstance(allreduce, AllReduce)
-        self.backend = _backend(allreduce, self.topology, update)
+        self.backend = choices.backend_for(allreduce, self.topology, update)
         self._rollcall = RollCall(self._comm)
-        self._background = self._start_background(overlap)
+        self._background = choices.background_for(self.backend, self.topology, overlap)
         self._averager = self._make_averager((first_bucket_mb * MIB, bucket_mb * MIB))
         self._sharded: ShardedUpdate | None = None
         if update == "sharded":
@@ -95,21 +92,12 @@ class MirroredOptimizer(Optimizer):
             self._sharded = ShardedUpdate(optimizer, self._averager, self.backend, self._comm)
         take_over(list(self._trained.values()), self)
         Optimizer.__setstate__(self, {})  # the hooks that every optimizer has; the rest is the wrapped one's
-        _tell_threads(self.topology)
+        choices.tell_threads(self.topology)
 
     def _broadcast(self) -> None:
         if self._comm.size > 1:
             broadcast_tensors(self._comm, [*self.model.parameters(), *self.model.buffers()])
             broadcast_state(self._comm, self.optimizer)
-
-    def _start_background(self, overlap: bool | str) -> Background | None:
-        if self.topology.size == 1 or not (_overlap_pays(self.topology) if overlap == "auto" else overlap):
-            return None
-        try:
-            return Background(self.topology, inner=self.backend)
-        except UnavailableError as error:
-            notices.once(self.topology.rank, f"gradients are reduced after backward, not during it: {error}")
-            return None
 
     def _make_averager(self, bucket_bytes: tuple[float, float]) -> Averager:
         backend = self.backend
@@ -233,16 +221,7 @@ class MirroredOptimizer(Optimizer):
         """
         self._check_usable()
         self._rollcall("loads the optimizer's state")
-        error: Exception | None = None
-        if self.topology.rank == 0:
-            try:
-                if state_dict is None:
-                    raise OptionError("load_state_dict(None) on rank 0: its state_dict is what all ranks get")
-                self.optimizer.load_state_dict(state_dict)
-            except Exception as refused:
-                error = refused
-        raise_together(self._comm, error)
-        broadcast_state(self._comm, self.optimizer)
+        load_of_root(self._comm, self.optimizer, state_dict)
         if self._sharded is not None:
             self._sharded.load()
 
@@ -313,45 +292,3 @@ class MirroredOptimizer(Optimizer):
                     f"{name} was frozen when MirroredOptimizer was made, so its gradient has no place to be "
                     "averaged in; set requires_grad before, or close() it and make it again"
                 )
-
-
-def _backend(given: str | AllReduce, topology: Topology, update: str) -> AllReduce:
-    """The backend for an update. "sharded" needs one with two phases, and "auto" names it. Collective."""
-    if update == "replicated":
-        return given if isinstance(given, AllReduce) else allreduce.create(given, topology)
-    if given == "auto":
-        name = "hierarchical_copy" if topology.nodes > 1 else "shared"
-        try:
-            return allreduce.create(name, topology)
-        except UnavailableError as error:
-            notices.once(topology.rank, f'the sharded update uses "ring", because "{name}" can\'t be used: {error}')
-            given = "ring"
-    backend = given if isinstance(given, AllReduce) else allreduce.create(given, topology)
-    if isinstance(backend, TwoPhase):
-        return backend
-    name = backend.name
-    if backend is not given:
-        backend.close()
-    raise OptionError(
-        f'update="sharded" needs a backend with reduce_scatter and all_gather, and {name!r} has none; use "auto", '
-        '"shared", "ring", "halving_doubling" or "hierarchical_copy"'
-    )
-
-
-def _overlap_pays(topology: Topology) -> bool:
-    """Whether reducing during backward is likely to be faster.
-
-    Across nodes most of it is waiting for the network, which costs backward nothing. Within a node it is
-    memory traffic and polling, for which there should be a core that nobody computes on.
-    """
-    return topology.nodes > 1 or (os.cpu_count() or 1) >= 2 * topology.node_size
-
-
-def _tell_threads(topology: Topology) -> None:
-    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
-    if topology.node_size > 1 and topology.node_size * threads > max(cores, topology.node_size):
-        notices.once(
-            topology.rank,
-            f"{topology.node_size} ranks compute with {threads} threads each on {cores} cores, so they slow each "
-            f"other; set OMP_NUM_THREADS={max(1, cores // topology.node_size)} or torch.set_num_threads",
-        )

@@ -1,12 +1,11 @@
 """Any PyTorch module as a replica, so that trainers can train it. No MPI here."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from trainers.errors import ArgumentError, ModelFileError
+from trainers.errors import ArgumentError
 from trainers.replica import Replica
 
 try:
@@ -18,6 +17,7 @@ except ImportError as error:
 
 from torch import Tensor, nn
 
+from trainers.replicas.torch_state import TorchState
 from trainers.replicas.torch_tensors import DTYPES, as_tensor, shaped
 
 Metric = Callable[[Tensor, Tensor], Tensor]
@@ -59,7 +59,7 @@ class TorchReplica(Replica):
         self.gradient_dtype = DTYPES[self._dtype]
         self._statistics = _statistics(module, self._dtype)
         self._embeds = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in module.modules())
-        self._keys = _state_keys(optimizer)
+        self._state = TorchState(module, optimizer, self._trained)
         self._length = sum(each.numel() for each in self._trained)
         self.gradient_length = self._length + sum(each.numel() for each in self._statistics)
         self.bind(np.zeros(self.gradient_length, _numpy(self._dtype)))
@@ -118,64 +118,10 @@ class TorchReplica(Replica):
         return (output.float() if output.dtype == torch.bfloat16 else output).numpy()
 
     def state(self) -> dict[str, np.ndarray]:
-        held = {"parameters": _packed(self._trained)}
-        trained = {id(each) for each in self._trained}
-        for name, each in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            if id(each) not in trained:
-                held[f"module.{name}"] = _array(each)
-        states = [self.optimizer.state.get(each, {}) for each in self._trained]
-        held["optimizer.present"] = np.array([bool(each) for each in states], np.uint8)
-        for key, elementwise in self._keys.items():
-            if elementwise:
-                filled = [
-                    state[key] if state.get(key) is not None else torch.zeros_like(each)
-                    for each, state in zip(self._trained, states, strict=True)
-                ]
-                held[f"optimizer.{key}"] = _packed(filled)
-            else:
-                held[f"optimizer.{key}"] = np.array([float(state[key]) if state else 0.0 for state in states])
-        return held | {f"hyperparameter.{key}": value for key, value in self._hyperparameters().items()}
+        return self._state.pack()
 
-    @torch.no_grad()
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        here = self.state()
-        different = [
-            name for name in sorted({*here, *state}, key=lambda each: each != "parameters")
-            if name not in here or name not in state or here[name].shape != state[name].shape
-        ]  # fmt: skip
-        if different:
-            name = different[0]
-            sides = [f"{side[name].shape}" if name in side else "missing" for side in (state, here)]
-            raise ModelFileError(f"the saved model is another one: {name} is {sides[0]} there and {sides[1]} here")
-        _unpack(state["parameters"], self._trained)
-        others = dict([*self.module.named_parameters(), *self.module.named_buffers()])
-        for name in state:
-            if name.startswith("module."):
-                others[name.removeprefix("module.")].copy_(torch.from_numpy(np.array(state[name])))
-        self._load_optimizer(state)
-
-    def _load_optimizer(self, state: dict[str, np.ndarray]) -> None:
-        present = state["optimizer.present"]
-        restored: list[dict[str, Any]] = [{} for _ in self._trained]
-        for key, elementwise in self._keys.items():
-            saved = state[f"optimizer.{key}"]
-            if elementwise:
-                fresh = [torch.zeros_like(each, memory_format=torch.preserve_format) for each in self._trained]
-                _unpack(saved, fresh)
-                for held, tensor in zip(restored, fresh, strict=True):
-                    held[key] = tensor
-            else:
-                for held, value in zip(restored, saved, strict=True):
-                    held[key] = torch.tensor(float(value))
-        for parameter, held, is_present in zip(self._trained, restored, present, strict=True):
-            self.optimizer.state.pop(parameter, None)
-            if is_present:
-                self.optimizer.state[parameter] = held
-        for name in state:
-            if name.startswith("hyperparameter."):
-                key = name.removeprefix("hyperparameter.")
-                for group, value in zip(self.optimizer.param_groups, state[name].tolist(), strict=True):
-                    group[key] = tuple(value) if isinstance(value, list) else type(group[key])(value)
+        self._state.load(state)
 
     def config(self) -> dict[str, Any]:
         return {"module": type(self.module).__name__, "optimizer": type(self.optimizer).__name__}
@@ -206,16 +152,6 @@ class TorchReplica(Replica):
     def _target(self, y: np.ndarray) -> Tensor:
         tensor = _tensor(y)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor.long()
-
-    def _hyperparameters(self) -> dict[str, np.ndarray]:
-        """Those that are numbers, one row a group: a schedule may have changed them."""
-        groups = self.optimizer.param_groups
-        found = {}
-        for key in groups[0]:
-            values = [group.get(key) for group in groups]
-            if all(_is_numeric(value) for value in values):
-                found[key] = np.array(values, np.float64)
-        return found
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
@@ -253,37 +189,6 @@ def _statistics(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
     return [each for each in found if each is not None and each.dtype == dtype]
 
 
-def _state_keys(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
-    """What the optimizer keeps for a parameter, and whether it is one number for each element.
-
-    Optimizers make their state in the first step, and a saved model has to look alike before and after;
-    so one of the same kind is tried out on a parameter of its own.
-    """
-    kind = type(optimizer)
-    known = inspect.signature(kind).parameters
-    hyperparameters = {
-        key: each for key, each in optimizer.param_groups[0].items() if key not in ("params", "param_names")
-    }
-    trial = nn.Parameter(torch.ones(2, 3))
-    trial.grad = torch.ones_like(trial)
-    try:
-        tried = kind(
-            [{**hyperparameters, "params": [trial]}], **{k: v for k, v in optimizer.defaults.items() if k in known}
-        )
-        tried.step()
-        state = {key: value for key, value in tried.state[trial].items() if value is not None}
-        strange = [key for key, value in state.items() if torch.as_tensor(value).shape not in ((), trial.shape)]
-    except Exception as error:
-        raise ArgumentError(
-            f"{kind.__name__} can't be used by TorchReplica: {type(error).__name__}: {error}"
-        ) from error
-    if strange:
-        raise ArgumentError(
-            f"{kind.__name__} can't be used by TorchReplica: its state {strange[0]!r} is not of the parameter's shape"
-        )
-    return {key: torch.as_tensor(value).shape == trial.shape for key, value in state.items()}
-
-
 def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     """Consecutive views of `flat`, one like each tensor."""
     views, start = [], 0
@@ -291,24 +196,6 @@ def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
         views.append(shaped(flat, start, each))
         start += each.numel()
     return views
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    """A copy on the host; bfloat16, which .npz files don't know, as float32."""
-    whole = tensor.detach()
-    return (whole.float() if whole.dtype == torch.bfloat16 else whole.clone()).contiguous().numpy()
-
-
-def _packed(tensors: list[Any]) -> np.ndarray:
-    return _array(torch.cat([each.detach().reshape(-1) for each in tensors]))
-
-
-def _unpack(packed: np.ndarray, tensors: list[Any]) -> None:
-    start = 0
-    for each in tensors:
-        piece = torch.from_numpy(np.array(packed[start : start + each.numel()]))
-        each.copy_(piece.reshape(each.shape))
-        start += each.numel()
 
 
 def _tensor(array: np.ndarray) -> Tensor:
@@ -325,9 +212,3 @@ def _numpy(dtype: torch.dtype) -> np.dtype:
     import ml_dtypes
 
     return np.dtype(ml_dtypes.bfloat16 if dtype == torch.bfloat16 else DTYPES[dtype])
-
-
-def _is_numeric(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(_is_numeric(each) for each in value)
-    return isinstance(value, int | float) and not isinstance(value, bool)
