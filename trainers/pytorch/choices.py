@@ -1,0 +1,66 @@
+"""What MirroredOptimizer decides by ranks and cores: the backend, overlap, and whether threads are too many."""
+
+import os
+
+import torch
+
+import allreduce
+from allreduce import notices
+from allreduce.background import Background
+from allreduce.base import AllReduce, TwoPhase
+from allreduce.errors import OptionError, UnavailableError
+from allreduce.topology import Topology
+
+
+def backend_for(given: str | AllReduce, topology: Topology, update: str) -> AllReduce:
+    """The backend for an update. "sharded" needs one with two phases, and "auto" names it. Collective."""
+    if update == "replicated":
+        return given if isinstance(given, AllReduce) else allreduce.create(given, topology)
+    if given == "auto":
+        name = "hierarchical_copy" if topology.nodes > 1 else "shared"
+        try:
+            return allreduce.create(name, topology)
+        except UnavailableError as error:
+            notices.once(topology.rank, f'the sharded update uses "ring", because "{name}" can\'t be used: {error}')
+            given = "ring"
+    backend = given if isinstance(given, AllReduce) else allreduce.create(given, topology)
+    if isinstance(backend, TwoPhase):
+        return backend
+    name = backend.name
+    if backend is not given:
+        backend.close()
+    raise OptionError(
+        f'update="sharded" needs a backend with reduce_scatter and all_gather, and {name!r} has none; use "auto", '
+        '"shared", "ring", "halving_doubling" or "hierarchical_copy"'
+    )
+
+
+def background_for(backend: AllReduce, topology: Topology, overlap: bool | str) -> Background | None:
+    """The thread that reduces while backward goes on; None when it does not pay or can't be. Collective."""
+    if topology.size == 1 or not (_overlap_pays(topology) if overlap == "auto" else overlap):
+        return None
+    try:
+        return Background(topology, inner=backend)
+    except UnavailableError as error:
+        notices.once(topology.rank, f"gradients are reduced after backward, not during it: {error}")
+        return None
+
+
+def _overlap_pays(topology: Topology) -> bool:
+    """Whether reducing during backward is likely to be faster.
+
+    Across nodes most of it is waiting for the network, which costs backward nothing. Within a node it is
+    memory traffic and polling, for which there should be a core that nobody computes on.
+    """
+    return topology.nodes > 1 or (os.cpu_count() or 1) >= 2 * topology.node_size
+
+
+def tell_threads(topology: Topology) -> None:
+    """A notice when the ranks of a node compute with more threads than it has cores."""
+    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    if topology.node_size > 1 and topology.node_size * threads > max(cores, topology.node_size):
+        notices.once(
+            topology.rank,
+            f"{topology.node_size} ranks compute with {threads} threads each on {cores} cores, so they slow each "
+            f"other; set OMP_NUM_THREADS={max(1, cores // topology.node_size)} or torch.set_num_threads",
+        )
