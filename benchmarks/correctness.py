@@ -57,7 +57,7 @@ def _values(rank: int, op: str) -> np.ndarray:
 
 
 def _bounds(everyone: np.ndarray, dtype: np.dtype, op: str) -> tuple[np.ndarray, np.ndarray]:
-    """The least and largest right results: exact for integers and max/min, else a rounding error per rank."""
+    """The least and largest right results: exact for integers and max/min, else a rounding error per summand."""
     accumulator = dtypes.TYPES[dtype].accumulator
     exact: np.ndarray = ops.OPS[op].combine.reduce(everyone, axis=0)
     if op == "mean":
@@ -65,7 +65,7 @@ def _bounds(everyone: np.ndarray, dtype: np.dtype, op: str) -> tuple[np.ndarray,
     if dtype.kind == "i" or op in ("max", "min"):
         return exact.astype(accumulator), exact.astype(accumulator)
     size = np.abs(exact) if op == "prod" else np.abs(everyone).sum(axis=0)
-    slack = size * len(everyone) * _epsilon(dtype)
+    slack = size * (1 if op == "mean" else len(everyone)) * _epsilon(dtype)
     return (exact - slack).astype(accumulator), (exact + slack).astype(accumulator)
 
 
