@@ -4,6 +4,7 @@ A view of any length moves as messages of at most SEGMENT_BYTES, so that a recei
 segments of scratch memory, they stay in its cache, and no message count ever reaches 2^31.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -13,7 +14,8 @@ from allreduce import chunks, dtypes
 from allreduce.ops import Op
 from allreduce.workspace import Workspace
 
-SEGMENT_BYTES = 512 * 1024
+SEGMENT_BYTES = 1024 * 1024
+AHEAD = 2  # segments that travel while one is reduced
 
 
 class Transfer:
@@ -77,18 +79,17 @@ class Transfer:
     def arrivals(self, expected: Iterable[tuple[int, np.ndarray]]) -> Iterator[np.ndarray]:
         """Receive one segment for each (source, segment of that shape) and yield it in scratch memory.
 
-        While the caller works on a yielded segment, the next one travels into the other half of the
+        While the caller works on a yielded segment, the next AHEAD ones travel into other pieces of the
         scratch memory; so a segment is valid until the caller asks for the next.
         """
-        ahead: tuple[MPI.Request, np.ndarray] | None = None
+        ahead: deque[tuple[MPI.Request, np.ndarray]] = deque()
         for turn, (source, like) in enumerate(expected):
-            scratch = self._workspace.array(f"arriving {turn % 2}", like.size, like.dtype)
-            posted = self._comm.Irecv(dtypes.wire(scratch), source), scratch
-            if ahead is not None:
-                yield _landed(ahead)
-            ahead = posted
-        if ahead is not None:
-            yield _landed(ahead)
+            scratch = self._workspace.array(f"arriving {turn % (AHEAD + 1)}", like.size, like.dtype)
+            ahead.append((self._comm.Irecv(dtypes.wire(scratch), source), scratch))
+            if len(ahead) > AHEAD:
+                yield _landed(ahead.popleft())
+        while ahead:
+            yield _landed(ahead.popleft())
 
     def _start_receive(self, view: np.ndarray, source: int) -> list[MPI.Request]:
         return [self._comm.Irecv(dtypes.wire(part), source) for part in self.segments(view)]
