@@ -25,13 +25,20 @@ find_python() { # sets $python: $PYTHON or python3, which must be new enough
         fail "$python has no module venv (Debian: apt install python3-venv)"
 }
 
-# Where Debian's python3-venv is missing, venv can still make an environment without pip, and the pip outside
-# installs one into it.
+# An environment that the scripts made holds the file `place`, which is there, empty, from before anything else is;
+# only such a folder may be emptied. Where Debian's python3-venv is missing, venv can still make an environment
+# without pip, and the pip outside installs one into it.
 make_venv() { # make_venv FOLDER
+    mkdir -p "$1" || fail "could not make the folder $1"
+    [ -f "$1/place" ] || [ -z "$(ls -A "$1")" ] ||
+        fail "$1 was not made by this script, and it is no virtual environment made in this place that has a working" \
+            "pip; move it away or remove it (rm -r $(printf %q "$1")) and run this again"
+    : >"$1/place"
+    (cd "$1" && find . -mindepth 1 ! -path ./place -delete) || fail "could not empty $1"
     if "$python" -c 'import ensurepip' 2>/dev/null; then
-        "$python" -m venv --clear "$1" >&2 || fail "could not make the virtual environment $1"
+        "$python" -m venv "$1" >&2 || fail "could not make the virtual environment $1"
     elif "$python" -m pip --version >/dev/null 2>&1; then
-        "$python" -m venv --clear --without-pip "$1" >&2 || fail "could not make the virtual environment $1"
+        "$python" -m venv --without-pip "$1" >&2 || fail "could not make the virtual environment $1"
         "$python" -m pip --quiet --disable-pip-version-check --python "$1/bin/python" install pip >&2 ||
             fail "could not install pip into $1 (Debian: apt install python3-venv)"
     else
@@ -42,7 +49,7 @@ make_venv() { # make_venv FOLDER
 venv_works() { # venv_works FOLDER PLACE: it is whole, and made for this folder and this Python
     if [ -f "$1/place" ]; then
         [ "$(cat "$1/place")" = "$2" ] || return 1
-    else # made by hand, or left half-made
+    else # made by hand
         grep -qF "$1/bin/python" "$1/bin/pip" 2>/dev/null || return 1
     fi
     "$1/bin/python" -m pip --version >/dev/null 2>&1
@@ -55,7 +62,10 @@ ensure_venv() { # ensure_venv FOLDER NAME PIP-ARGUMENTS...: an environment with 
     local folder=$1 stamp=$1/stamp-$2 place wanted
     shift 2
     place="$folder $("$python" -c 'import sys; print(sys.version, sys.base_prefix)' | tr '\n' ' ')"
-    wanted=$(cd "$checkout" && { echo "$*"; cat pyproject.toml setup.py tests/constraints.txt 2>/dev/null; } | cksum)
+    wanted=$(cd "$checkout" && {
+        echo "$*"
+        cat pyproject.toml setup.py tests/constraints.txt 2>/dev/null || true # not all of them need be there
+    } | cksum)
     if ! venv_works "$folder" "$place"; then
         echo "+ making the virtual environment $folder" >&2
         make_venv "$folder"

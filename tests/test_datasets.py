@@ -1,5 +1,6 @@
 """Data sets: the two that come along, the file formats, and an error with the file's name for every fault."""
 
+import contextlib
 import gzip
 import struct
 from collections.abc import Callable
@@ -156,6 +157,28 @@ def test_bad_npz(tmp_path: Path, fault: str) -> None:
     assert "set.npz" in str(caught.value)
 
 
+def test_damage_anywhere_in_a_compressed_npz_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "set.npz"
+    np.savez_compressed(path, x=IMAGES, y=LABELS)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        with contextlib.suppress(DataError):  # and nothing else; some bytes mean nothing: dates, permissions
+            datasets.load(str(path))
+
+
+def test_features_that_never_change_are_not_blown_up(tmp_path: Path) -> None:
+    path = tmp_path / "set.npz"
+    x = np.random.default_rng(0).normal(size=(70, 3))
+    x[:, 1] = 0.1
+    x[:, 2] = 1e-9
+    for dtype in (np.float32, np.float64):
+        np.savez(path, x=x.astype(dtype), y=np.arange(70) % 3)
+        scale = np.asarray(datasets.load(str(path)).scale)
+        assert 0.5 < scale[0] < 2
+        assert scale[1:].tolist() == [1, 1]
+
+
 def test_truncated_npz(tmp_path: Path) -> None:
     path = tmp_path / "set.npz"
     np.savez(path, x=IMAGES, y=LABELS)
@@ -197,6 +220,10 @@ BAD_CSV = {
     "infinite": ("1,2,0\n1,inf,0\n", "line 2, column 2 is inf"),
     "truncated": ("1,2,0\n1,2,1\n1,2", r"line 3 has 2 columns and line 1 has 3; is the file truncated\?"),
     "label": ("1,2,0\n1,2,0.5\n", r"label of sample 1 is 0\.5"),
+    "no label": ("1,2,0\n1,2,\n1,2,1\n", "line 2 has no label"),
+    "no name": ("1,2,cat\n\n1,2,dog\n1,2, \n", "line 4 has no label"),
+    "garbled": ("1,2,0\n1,2,1\n1,2,l\n1,2,0\n", "line 3: the label 'l' is no number, unlike others"),
+    "odd number": ("1,2,cat\n1,2,dog\n1,2,7\n", "line 3: the label '7' is a number, unlike others"),
     "negative": ("1,2,-1\n1,2,0\n", r"label of sample 0 is -1\.0"),
     "huge": ("1,2,5\n1,2,123456789\n", r"label of sample 1 is 123456789"),
 }

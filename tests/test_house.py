@@ -9,11 +9,20 @@ from pathlib import Path
 import launch
 import pytest
 
+from allreduce.registry import BACKENDS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # comes with pytest
+
 PACKAGES = ("allreduce", "trainers", "benchmarks")
 FILES = [path for package in PACKAGES for path in sorted((launch.ROOT / package).rglob("*.py"))]
 CORE = {"numpy", "mpi4py", "ml_dtypes"}
 LAZY = {"cupy"}  # inside functions only
 TORCH = {"torch", "allreduce_torch_autoload"}  # in allreduce/torch_backend/, which nothing else imports
+
+PYPROJECT = tomllib.loads((launch.ROOT / "pyproject.toml").read_text())
 
 
 def relative(path: Path) -> str:
@@ -45,11 +54,30 @@ def test_core_imports_three_packages(path: Path) -> None:
     assert third_party(imports(ast.Module(at_once, []))) <= core
 
 
+def names(tree: ast.AST) -> set[str]:
+    """The names that code uses or imports; comments and docstrings don't count."""
+    used = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.Name):
+            used.add(node.id)
+        elif isinstance(node, ast.ImportFrom):
+            used.update(alias.name for alias in node.names)
+    return used
+
+
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_world_is_named_in_one_place(path: Path) -> None:
-    """Code, not comments: the names that the file uses."""
-    names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-    assert "COMM_WORLD" not in names or relative(path) == "allreduce/topology.py"
+    assert "COMM_WORLD" not in names(ast.parse(path.read_text())) or relative(path) == "allreduce/topology.py"
+
+
+@pytest.mark.parametrize(
+    "code", ["MPI.COMM_WORLD.rank", "from mpi4py.MPI import COMM_WORLD", "from mpi4py.MPI import COMM_WORLD as w"]
+)
+def test_world_is_seen_in_each_spelling(code: str) -> None:
+    assert "COMM_WORLD" in names(ast.parse(code))
+    assert "COMM_WORLD" not in names(ast.parse(f'"""{code}"""'))
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
@@ -63,3 +91,25 @@ def test_no_pickle_and_no_path_of_one_machine(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_files_stay_small(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 300
+
+
+def test_every_package_is_installed() -> None:
+    """A package that pyproject.toml forgets is there in the checkout and missing from a wheel."""
+    folders = {relative(path.parent).replace("/", ".") for path in FILES if path.name == "__init__.py"}
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == folders
+
+
+MODULES = sorted({where.partition(":")[0] for where in BACKENDS.values()})
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_backend_is_kept_apart(module: str) -> None:
+    """Also those that came after the contract in pyproject.toml: a new backend is one file and one line."""
+    text = launch.ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text()
+    others = "|".join(re.escape(other) for other in MODULES if other != module)
+    assert re.findall(rf"(?:import|from) (?:{others})\b", text) == []
+
+
+def test_readme_is_filled_in() -> None:
+    """A comment in README.md marks a place where text or figures are still to come."""
+    assert re.findall(r"<!--.*?-->", (launch.ROOT / "README.md").read_text(), re.DOTALL) == []

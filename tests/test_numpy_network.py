@@ -1,7 +1,9 @@
 """The built-in network: gradients against finite differences, optimizers against their formulas, model files."""
 
+import contextlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from trainers.errors import ArgumentError, ModelFileError
+from trainers.model_file import replacing
 from trainers.replicas import numpy_optimizers
 from trainers.replicas.numpy_network import NumpyNetwork
 
@@ -60,17 +63,18 @@ def test_gradients_are_finite_differences(activation: str, loss: str, hidden: li
     np.testing.assert_allclose(values * 9, network.evaluate(X, y), rtol=1e-6)
 
 
-def test_shares_add_up_to_the_whole() -> None:
-    network = NumpyNetwork([4, 5, 3])
+@pytest.mark.parametrize(("loss", "y"), [("softmax_cross_entropy", CLASSES), ("mean_squared_error", TARGETS)])
+def test_shares_add_up_to_the_whole(loss: str, y: np.ndarray) -> None:
+    network = NumpyNetwork([4, 5, 3], loss=loss)
     buffer = np.zeros(network.gradient_length, np.float32)
     network.bind(buffer)
     total = np.zeros_like(buffer)
     for part in (slice(0, 4), slice(4, 4), slice(4, 9)):
         rows = part.stop - part.start
-        values = network.gradients(X[part], CLASSES[part], rows / 9)
+        values = network.gradients(X[part], y[part], rows / 9)
         assert rows or (not buffer.any() and not values.any())
         total += buffer
-    network.gradients(X, CLASSES, 1.0)
+    network.gradients(X, y, 1.0)
     np.testing.assert_allclose(total, buffer, atol=1e-6)
 
 
@@ -179,6 +183,10 @@ def test_bad_data_and_buffers() -> None:
         network.scale_input(np.zeros(3), 1.0)
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert NumpyNetwork([4, 3], lr=np.float32(0.5)).optimizer.lr == 0.5  # type: ignore[arg-type]
+
+
 def trained(optimizer: str = "adam") -> NumpyNetwork:
     network = NumpyNetwork([4, 6, 3], optimizer=optimizer, activation="tanh", lr=0.02)
     network.scale_input(np.arange(4), 2.0)
@@ -255,8 +263,78 @@ def test_bad_model_files(tmp_path: Path) -> None:
         NumpyNetwork.load(str(path))
     network.save(str(path))
     with pytest.raises(ModelFileError, match="sizes 4-6-3, and this one has 4-5-3"):
-        NumpyNetwork([4, 5, 3]).restore(str(path))
+        NumpyNetwork([4, 5, 3], activation="tanh").restore(str(path))
     with pytest.raises(ModelFileError, match="does not fit SGD"):
-        NumpyNetwork([4, 6, 3], optimizer="sgd").restore(str(path))
+        NumpyNetwork([4, 6, 3], activation="tanh", optimizer="sgd").restore(str(path))
     path.write_bytes(whole)
-    NumpyNetwork([4, 6, 3]).restore(str(path))
+    NumpyNetwork([4, 6, 3], activation="tanh").restore(str(path))
+
+
+def test_headers_that_are_no_headers(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    for header in (
+        "[]",
+        "3",
+        '{"format": 1, "kind": "NumpyNetwork"}',
+        '{"format": 1, "kind": "NumpyNetwork", "config": 1}',
+    ):
+        np.savez(path, model=np.array(header))
+        with pytest.raises(ModelFileError, match="no model file"):
+            NumpyNetwork.load(str(path))
+
+
+def test_a_damaged_compressed_model_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    trained().save(str(path))
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    np.savez_compressed(path, **arrays)
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 5):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        with contextlib.suppress(ModelFileError):  # and nothing else; some bytes mean nothing: dates, permissions
+            NumpyNetwork.load(str(path))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"activation": "relu"}, {"activation": "tanh", "loss": "mean_squared_error"}],
+    ids=["activation", "loss"],
+)
+def test_a_model_of_another_kind_is_not_restored(tmp_path: Path, options: dict[str, str]) -> None:
+    path = str(tmp_path / "model.npz")
+    trained().save(path)
+    other = NumpyNetwork([4, 6, 3], **options)  # type: ignore[arg-type]
+    before = other.parameters.copy()
+    with pytest.raises(ModelFileError, match=r"holds a model with (activation='tanh'|loss='softmax_cross_entropy')"):
+        other.restore(path)
+    assert np.array_equal(other.parameters, before)
+
+
+def test_an_optimizer_of_the_user(tmp_path: Path) -> None:
+    class Sign(numpy_optimizers.SGD):
+        pass
+
+    path = str(tmp_path / "model.npz")
+    NumpyNetwork([4, 3], optimizer=Sign(0.1), seed=8).save(path)
+    again = NumpyNetwork([4, 3], optimizer=Sign(0.1))
+    again.restore(path)
+    assert np.array_equal(again.parameters, NumpyNetwork([4, 3], seed=8).parameters)
+    with pytest.raises(ModelFileError, match="Sign"):
+        NumpyNetwork.load(path)
+
+
+def test_links_are_followed_and_pipes_are_written_to(tmp_path: Path) -> None:
+    network, target, link, pipe = trained(), tmp_path / "model.npz", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(target.name)
+    network.save(str(link))
+    assert link.is_symlink()
+    assert NumpyNetwork.load(str(target)).sizes == [4, 6, 3]
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # so that opening it for writing does not wait
+    with replacing(str(pipe)) as file:
+        file.write(b"through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert {each.name for each in tmp_path.iterdir()} == {"model.npz", "link", "pipe"}

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from trainers import datasets, options
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.history import History
 from trainers.mirrored import MirroredTrainer
-from trainers.model_file import replacing
+from trainers.model_file import is_special, replacing
 from trainers.replicas.numpy_network import NumpyNetwork
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(chosen: argparse.Namespace, world: Topology) -> None:
-    together(world.world, lambda: _check_targets(chosen))
+    together(world.world, lambda: _check_targets(chosen) if world.rank == 0 else None)  # it writes alone
     data = together(world.world, lambda: datasets.load(chosen.data))
     topology = Topology(world.world, chosen.ranks_per_node)
     network = together(world.world, lambda: _network(chosen, data, topology))
@@ -55,6 +56,7 @@ def _run(chosen: argparse.Namespace, world: Topology) -> None:
         _say(world, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}")
         history = trainer.fit(data.x_train, data.y_train, chosen.epochs, chosen.batch_size, seed=chosen.seed)
         scores = trainer.evaluate(data.x_test, data.y_test)
+        _check_loss(scores["loss"])
         if chosen.save:
             trainer.save(chosen.save)
             _say(world, f"saved: {chosen.save}")
@@ -68,7 +70,11 @@ def _network(chosen: argparse.Namespace, data: datasets.Dataset, topology: Topol
     if chosen.device == "cuda":
         gpu.choose_device(topology.node_rank)
     if chosen.load:
-        return NumpyNetwork.load(chosen.load, chosen.device)
+        network = NumpyNetwork.load(chosen.load, chosen.device)
+        if "accuracy" not in network.metrics:
+            loss = network.config()["loss"]
+            raise ArgumentError(f"--load {chosen.load}: its loss is {loss}; this trains and tests classifiers only")
+        return network
     network = NumpyNetwork(
         [data.features, *chosen.hidden, len(data.classes)],
         activation=chosen.activation,
@@ -125,9 +131,19 @@ def _check_targets(chosen: argparse.Namespace) -> None:
     """Find out before the training whether its results can be written."""
     for option in ("save", "json"):
         path = getattr(chosen, option)
-        folder = os.path.dirname(path or "") or "."
-        if path and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
+        if not path:
+            continue
+        written = path if is_special(path) else os.path.dirname(os.path.realpath(path))
+        if os.path.isdir(path) or not os.access(written, os.W_OK):
             raise ArgumentError(f"--{option} {path}: this can't be written; give a file in a folder that exists")
+
+
+def _check_loss(loss: float) -> None:
+    """The last step's update may be the one that ruins the model, which no later step measures."""
+    if not math.isfinite(loss):
+        error = DivergedError(f"the loss of the test data is {loss}: lower the learning rate, or scale the features")
+        error.everywhere = True  # the ranks have measured it together
+        raise error
 
 
 def _write_json(path: str, result: dict[str, Any], rank: int) -> None:
@@ -135,7 +151,7 @@ def _write_json(path: str, result: dict[str, Any], rank: int) -> None:
         return
     try:
         with replacing(path) as file:
-            file.write(json.dumps(result, indent=2).encode() + b"\n")
+            file.write(json.dumps(result, indent=2, allow_nan=False).encode() + b"\n")
     except OSError as error:
         raise ArgumentError(f"--json {path}: {error.strerror or error}") from error
 

@@ -1,6 +1,7 @@
 """What all trainers share: fit, evaluate, predict, save, load, and the agreement of the ranks about them."""
 
 import hashlib
+import json
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -11,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.chunks import chunk, segments
-from allreduce.errors import ClosedError, agree, raise_together
+from allreduce.errors import ClosedError, agree, together
 from allreduce.topology import Topology
 from trainers import stopwatch
 from trainers.data import Batch, Batches
@@ -73,10 +74,9 @@ class Trainer(ABC):
 
         Raises DivergedError on all ranks when the loss becomes NaN or infinite.
         """
-        settings = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
+        settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
+        settings["validation_data"] = "none" if validation_data is None else "given"
         x, y = self._admit("fit", x, y, settings)
-        if self._differs(validation_data is not None):
-            raise ArgumentError("validation_data was given on some ranks and not on others")
         if validation_data is not None:
             validation_data = self._admit("validation_data of fit", *validation_data)
         self._mirror()
@@ -118,18 +118,18 @@ class Trainer(ABC):
 
         The file (.npz, no pickle) does not depend on the number of ranks; NumpyNetwork.load reads it without MPI.
         """
-        self._check_open()
+        self._enter("save")
         self._on_one(lambda: self.replica.save(path))
 
     def load(self, path: str) -> None:
         """Take on the model in `path`, which rank 0 reads and hands to all ranks. Raises ModelFileError."""
-        self._check_open()
+        self._enter("load")
         self._on_one(lambda: self.replica.restore(path))
         self._mirror()
 
     def parameters_sha256(self) -> list[str]:
         """The SHA-256 of every rank's parameters, by rank, the same on all ranks; mirrored replicas have equal ones."""
-        self._check_open()
+        self._enter("parameters_sha256")
         parameters = np.ascontiguousarray(self.replica.state()["parameters"])
         mine = np.frombuffer(hashlib.sha256(parameters.view(np.uint8).data).digest(), np.uint8)
         everyone = np.empty((self.size, mine.size), np.uint8)
@@ -164,6 +164,7 @@ class Trainer(ABC):
         validation_data: tuple[np.ndarray, np.ndarray] | None,
     ) -> Epoch:
         """One epoch, and its evaluation."""
+        self._communication.read()  # the rest of an epoch that an error has ended
         begin = time.perf_counter()
         for step, batch in enumerate(batches.epoch(number)):
             meter.note(step, self._step(batch), number + 1)
@@ -185,9 +186,10 @@ class Trainer(ABC):
     def _evaluate(self, x: np.ndarray, y: np.ndarray) -> dict[str, float]:
         names = self.replica.metrics
         sums = np.zeros(len(names))
-        for part in segments(chunk(len(x), self.size, self.rank), FORWARD_ROWS):
-            values = self.replica.evaluate(x[part], y[part])
-            sums += [float(value) for value in values]
+        with np.errstate(all="ignore"):  # a model that has diverged has a loss that says so
+            for part in segments(chunk(len(x), self.size, self.rank), FORWARD_ROWS):
+                values = self.replica.evaluate(x[part], y[part])
+                sums += [float(value) for value in values]
         self._comm.Allreduce(MPI.IN_PLACE, sums)
         return dict(zip(names, (sums / len(x)).tolist(), strict=True))
 
@@ -207,7 +209,7 @@ class Trainer(ABC):
             self._check_data(x, y, settings or {})
         except (TrainerError, ValueError, TypeError) as refused:
             error = refused if isinstance(refused, TrainerError) else ArgumentError(f"{call}: {refused}")
-        agree(self._comm, [zlib.crc32(row.encode())], row, error)
+        self._agree(row, error)
         return x, y
 
     def _check_data(self, x: np.ndarray, y: np.ndarray | None, settings: dict[str, Any]) -> None:
@@ -222,19 +224,17 @@ class Trainer(ABC):
             raise ArgumentError("there are no samples: x and y are empty")
         self.replica.check(x, y)
 
-    def _differs(self, here: bool) -> bool:
-        """Whether a condition holds on some ranks only."""
-        return self._comm.allreduce(int(here)) not in (0, self.size)
+    def _enter(self, call: str) -> None:
+        """Begin a method without data; a rank that came to another one is told instead of waited for."""
+        self._check_open()
+        self._agree(call)
+
+    def _agree(self, row: str, error: Exception | None = None) -> None:
+        agree(self._comm, [zlib.crc32(row.encode())], row, error)
 
     def _on_one(self, action: Callable[[], None]) -> None:
-        """Do something on rank 0; its error is raised on all ranks."""
-        error: Exception | None = None
-        if self.rank == 0:
-            try:
-                action()
-            except TrainerError as refused:
-                error = refused
-        raise_together(self._comm, error)
+        """Do something on rank 0; its error, whatever it is, is raised on all ranks."""
+        together(self._comm, lambda: action() if self.rank == 0 else None)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -243,10 +243,12 @@ class Trainer(ABC):
     # Communication
 
     def _mirror(self) -> None:
-        """Give all replicas the state of rank 0's. Raises DisagreementError when they are models of different shape."""
-        state = {name: np.asarray(array, order="C") for name, array in sorted(self.replica.state().items())}
-        row = "model: " + ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in state.items())
-        agree(self._comm, [zlib.crc32(row.encode())], row, None)
+        """Give all replicas the state of rank 0's. Raises DisagreementError when they are different models."""
+        replica = self.replica
+        config, held = together(self._comm, lambda: (json.dumps(replica.config(), sort_keys=True), replica.state()))
+        state = {name: np.asarray(array, order="C") for name, array in sorted(held.items())}
+        shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in state.items())
+        self._agree(f"model: {shapes}; {config}")
         for array in state.values():
             for piece in _pieces(array):
                 self._comm.Bcast(piece)

@@ -14,6 +14,8 @@ from trainers.replica import Replica
 class MirroredTrainer(Trainer):
     """Synchronous data-parallel training with one AllReduce a step. Creating is collective.
 
+    All replicas become copies of rank 0's at once, and again when a fit begins.
+
     replica: this rank's copy of the model; its gradients are moved into memory that the backend allocates.
     allreduce: the name of a backend, or a backend. A backend that was passed in is not closed here.
     topology: of the ranks that train together; all ranks by default, or the given backend's.
@@ -35,6 +37,7 @@ class MirroredTrainer(Trainer):
         )
         self._values = self.buffer[length:]
         replica.bind(self.buffer[:length])
+        self._mirror()  # evaluate and predict share their work, so they need equal replicas before any fit
 
     def _step(self, batch: Batch) -> Any:
         values = self._values

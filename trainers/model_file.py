@@ -3,13 +3,13 @@
 import json
 import os
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
 import numpy as np
 
+from trainers import npz
 from trainers.errors import ModelFileError
 
 HEADER = "model"  # the array that holds the JSON text {"format", "kind", "config"}
@@ -28,26 +28,39 @@ def write(path: str, kind: str, config: dict[str, Any], state: dict[str, np.ndar
 
 def read(path: str, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The config and the state of a model of this kind. Raises ModelFileError."""
+
+    def refusal(error: object) -> ModelFileError:
+        return ModelFileError(f"{path} is no model file, or it is damaged ({error}); save() writes one")
+
     try:
-        with open(path, "rb") as file, zipfile.ZipFile(file):  # np.load takes what is no archive for a pickle
-            file.seek(0)
-            archive = np.load(file, allow_pickle=False)
-            arrays = {name: archive[name] for name in archive.files}
-        header = json.loads(str(arrays.pop(HEADER)))
+        file = open(path, "rb")  # noqa: SIM115, closed below
     except OSError as error:
         raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, AttributeError, EOFError, zipfile.BadZipFile) as error:
-        raise ModelFileError(f"{path} is no model file, or it is damaged ({error}); save() writes one") from error
+    with file, npz.opened(file, refusal) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+        header = json.loads(str(arrays.pop(HEADER)))
+    if not isinstance(header, dict):
+        raise refusal(f"its header is {header!r}")
     if header.get("format") != FORMAT or header.get("kind") != kind:
         found = f"{header.get('kind')}, format {header.get('format')}"
         raise ModelFileError(f"{path} holds a model of another kind ({found}); expected {kind}, format {FORMAT}")
+    if not isinstance(header.get("config"), dict):
+        raise refusal("its header has no config")
     return header["config"], arrays
 
 
 @contextmanager
 def replacing(path: str) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` when it is complete; after an exception nothing is left."""
-    handle, aside = tempfile.mkstemp(dir=os.path.dirname(path) or ".", prefix=f".{os.path.basename(path)}.")
+    """A file that takes the place of `path` when it is complete; after an exception nothing is left.
+
+    A link is followed. What is no regular file (/dev/stdout, a named pipe) stays, and is written to as it is.
+    """
+    if is_special(path):
+        with open(path, "wb") as file:
+            yield file
+        return
+    path = os.path.realpath(path)
+    handle, aside = tempfile.mkstemp(dir=os.path.dirname(path), prefix=f".{os.path.basename(path)}.")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -58,3 +71,8 @@ def replacing(path: str) -> Iterator[IO[bytes]]:
     except BaseException:
         os.unlink(aside)
         raise
+
+
+def is_special(path: str) -> bool:
+    """Whether something is there that is no regular file."""
+    return os.path.exists(path) and not os.path.isfile(path)

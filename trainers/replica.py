@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from trainers import model_file
+from trainers.errors import ModelFileError
 
 
 class Replica(ABC):
@@ -14,6 +15,7 @@ class Replica(ABC):
     device: "cpu" or "cuda", where the gradients are.
     metrics: what `gradients` and `evaluate` measure; the loss comes first.
     gradient_length, gradient_dtype: the buffer that `bind` wants.
+    essentials: names in `config` whose values a saved model must share to be restored here.
 
     x and y are NumPy arrays whose first axis is the sample; what the other axes mean is the replica's
     business. They are valid during a call only: the trainer fills the same memory again for the next batch.
@@ -23,6 +25,7 @@ class Replica(ABC):
     metrics: tuple[str, ...] = ("loss",)
     gradient_length: int
     gradient_dtype: str = "float32"
+    essentials: tuple[str, ...] = ()
 
     @abstractmethod
     def bind(self, buffer: Any) -> None:
@@ -64,7 +67,8 @@ class Replica(ABC):
         """All that must be equal on all ranks and is saved, on the host.
 
         "parameters" is the 1-D array of all trained parameters, in the order of the gradients; other
-        names are the replica's own (optimizer state, statistics). No arrays of Python objects.
+        names are the replica's own (optimizer state, statistics). No arrays of Python objects. They may be
+        live views that training changes: copy what you keep.
         """
 
     @abstractmethod
@@ -84,4 +88,11 @@ class Replica(ABC):
 
     def restore(self, path: str) -> None:
         """Take on the state in `path`, which `save` wrote. Raises ModelFileError."""
-        self.load_state(model_file.read(path, type(self).__name__)[1])
+        saved, state = model_file.read(path, type(self).__name__)
+        here = self.config()
+        for name in self.essentials:
+            if saved.get(name) != here[name]:
+                raise ModelFileError(
+                    f"{path} holds a model with {name}={saved.get(name)!r}, and this one has {name}={here[name]!r}"
+                )
+        self.load_state(state)

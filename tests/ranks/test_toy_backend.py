@@ -87,7 +87,15 @@ def test_a_wrong_backend_is_found(flat: Topology, world: MPI.Intracomm, monkeypa
         right(self, buffer, op)
         buffer[:] = np.roll(buffer, 1)
 
-    for wrong, words in ((different_bits, "different bits"), (shifted, "wrong results")):
+    def beside(self: Toy, buffer: np.ndarray, op: Op) -> None:
+        right(self, buffer, op)
+        memory = buffer.base  # all that the buffer is a part of
+        if isinstance(memory, np.ndarray):
+            before = buffer.ctypes.data - memory.ctypes.data
+            memory.reshape(-1).view(np.uint8)[max(before - buffer.itemsize, 0) : before] = 0
+
+    wrongs = ((different_bits, "different bits"), (shifted, "wrong results"), (beside, "wrote outside of the slice"))
+    for wrong, words in wrongs:
         monkeypatch.setattr(Toy, "_reduce", wrong)
         if world.size == 1:
             continue

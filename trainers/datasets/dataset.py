@@ -100,5 +100,5 @@ def _scaling(x: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | float]:
     if x.dtype == np.uint8:
         return 0.0, 1 / 255
     mean, deviation = x.mean(axis=0, dtype=np.float64), x.std(axis=0, dtype=np.float64)
-    deviation[deviation == 0] = 1.0  # a feature that never changes
+    deviation[deviation <= 1e-7 * np.abs(mean)] = 1.0  # a feature that never changes, as far as float32 can tell
     return mean.astype(np.float32), (1 / deviation).astype(np.float32)

@@ -24,7 +24,7 @@ def load(path: str, name: str | None = None) -> dataset.Dataset:
         raise DataError(f"{path} has no samples")
     _check_columns(path, lines)
     x = _features(path, lines)
-    y, classes = _labels([line.rpartition(",")[2].strip().strip('"') for _, line in lines])
+    y, classes = _labels(path, lines)
     return dataset.make(name or path, (x, y), classes=classes)
 
 
@@ -74,9 +74,19 @@ def _first_wrong_cell(lines: list[tuple[int, str]]) -> str | None:
     return None
 
 
-def _labels(cells: list[str]) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    if all(map(_is_number, cells)):
+def _labels(path: str, lines: list[tuple[int, str]]) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    cells = [line.rpartition(",")[2].strip().strip('"').strip() for _, line in lines]
+    if "" in cells:
+        raise DataError(f"{path}, line {lines[cells.index('')][0]} has no label in its last column")
+    numeric = [_is_number(cell) for cell in cells]
+    if all(numeric):
         return np.array(cells, dtype=np.float64), None
+    if any(numeric):
+        odd = numeric.index(2 * sum(numeric) <= len(cells))  # of the kind that fewer labels have
+        raise DataError(
+            f"{path}, line {lines[odd][0]}: the label {cells[odd]!r} is {'a' if numeric[odd] else 'no'} number, "
+            "unlike others; labels must be all class numbers or all names"
+        )
     names, numbers = np.unique(np.array(cells), return_inverse=True)
     return numbers, tuple(names.tolist())
 

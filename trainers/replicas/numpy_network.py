@@ -37,6 +37,8 @@ class NumpyNetwork(Replica):
     Raises ArgumentError.
     """
 
+    essentials = ("activation", "loss")
+
     def __init__(
         self,
         sizes: Sequence[int],
@@ -155,7 +157,8 @@ class NumpyNetwork(Replica):
         self.scale_input(shift, scale)
 
     def config(self) -> dict[str, Any]:
-        name = next(name for name, kind in OPTIMIZERS.items() if kind is type(self.optimizer))
+        kind = type(self.optimizer)  # one of the user's own goes by its class; `restore` takes it, `load` can't know it
+        name = next((name for name, known in OPTIMIZERS.items() if known is kind), kind.__name__)
         options = self.optimizer.config()
         return {"sizes": self.sizes, **self._names, "optimizer": name, "optimizer_options": options}
 

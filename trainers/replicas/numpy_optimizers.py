@@ -4,6 +4,7 @@ The formulas are those of torch.optim.SGD and torch.optim.Adam.
 """
 
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -146,7 +147,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "momentum": Momentum, "ada
 
 
 def _within(name: str, value: float, low: float, high: float) -> float:
-    if not (isinstance(value, int | float) and low <= value < high) or (name == "lr" and value == 0):
+    if not (isinstance(value, numbers.Real) and low <= value < high) or (name == "lr" and value == 0):
         above = "above" if name == "lr" else "of at least"
         raise ArgumentError(f"{name}={value!r} makes no sense: give a number {above} {low} and below {high}")
     return float(value)

