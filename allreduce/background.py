@@ -84,6 +84,7 @@ class Background(AllReduce):
     def _work(self) -> None:
         while (pending := self._queue.get()) is not None:
             pending.run()
+            del pending  # its buffer is the caller's again
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         return self.inner._allocate(length, dtype, device)

@@ -11,7 +11,7 @@ from allreduce.base import AllReduce
 from allreduce.errors import OptionError
 from allreduce.ops import Op
 from allreduce.topology import Topology
-from allreduce.transfer import Transfer
+from allreduce.transfer import Arrival, Transfer
 
 
 class ReduceToOne(AllReduce):
@@ -38,7 +38,7 @@ class ReduceToOne(AllReduce):
         """The root: for each segment, add the ranks' contributions in rank order."""
         parts = self._transfer.segments(buffer)
         others = [rank for rank in range(self.size) if rank != self.root]
-        arriving = self._transfer.arrivals((rank, part) for part in parts for rank in others)
+        arriving = self._transfer.arrivals(Arrival(rank, part) for part in parts for rank in others)
         accumulator = dtypes.TYPES[buffer.dtype].accumulator
         for part in parts:
             total = self.workspace.array("total", part.size, accumulator)

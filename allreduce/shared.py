@@ -14,7 +14,7 @@ from itertools import zip_longest
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import dtypes
+from allreduce import dtypes, float16
 from allreduce.base import TwoPhase
 from allreduce.chunks import chunk, segments
 from allreduce.errors import UnavailableError, agree
@@ -187,6 +187,15 @@ class Shared(TwoPhase):
 
     def _combine(self, parts: list[np.ndarray], out: np.ndarray, op: Op) -> None:
         """Combine the ranks' parts in rank order and finish them in `out`, which may be one of them."""
+        if out.dtype != dtypes.FLOAT16:
+            self._combine_in_accumulator(parts, out, op)
+            return
+        done = float16.combine(parts, out, op, self.workspace)
+        for rest in (slice(0, done.start), slice(done.stop, out.size)):
+            if rest.start < rest.stop:
+                self._combine_in_accumulator([part[rest] for part in parts], out[rest], op)
+
+    def _combine_in_accumulator(self, parts: list[np.ndarray], out: np.ndarray, op: Op) -> None:
         accumulator = dtypes.TYPES[out.dtype].accumulator
         in_place = accumulator == out.dtype and (out is parts[0] or len(parts) == 2)
         total = out if in_place else self.workspace.array("total", out.size, accumulator)

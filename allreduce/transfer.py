@@ -6,6 +6,7 @@ segments of scratch memory, they stay in its cache, and no message count ever re
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -16,6 +17,14 @@ from allreduce.workspace import Workspace
 
 SEGMENT_BYTES = 1024 * 1024
 AHEAD = 2  # segments that travel while one is reduced
+
+
+class Arrival(NamedTuple):
+    """A segment that rank `source` sends."""
+
+    source: int
+    segment: np.ndarray  # one like it
+    in_place: bool = False  # it is to be overwritten with what arrives
 
 
 class Transfer:
@@ -57,7 +66,7 @@ class Transfer:
     def combine(self, kept: np.ndarray, source: int, op: Op, finish: bool) -> None:
         """Combine `kept` in place with what `source` sends; see `swap_combine`."""
         parts = self.segments(kept)
-        for part, arrived in zip(parts, self.arrivals((source, part) for part in parts), strict=True):
+        for part, arrived in zip(parts, self.arrivals(Arrival(source, part) for part in parts), strict=True):
             op.combine(part, arrived, out=part)
             if finish:
                 op.finish(part)
@@ -76,20 +85,22 @@ class Transfer:
             sends += [self._comm.Isend(dtypes.wire(part), dest) for dest in dests]
         MPI.Request.Waitall(sends)
 
-    def arrivals(self, expected: Iterable[tuple[int, np.ndarray]]) -> Iterator[np.ndarray]:
-        """Receive one segment for each (source, segment of that shape) and yield it in scratch memory.
+    def arrivals(self, expected: Iterable[Arrival], most_ahead: int = AHEAD) -> Iterator[np.ndarray]:
+        """Receive the `expected` segments and yield each, in scratch memory or where it belongs.
 
-        While the caller works on a yielded segment, the next AHEAD ones travel into other pieces of the
-        scratch memory; so a segment is valid until the caller asks for the next.
+        While the caller works on a yielded segment, the next ones travel, AHEAD of them or `most_ahead`, into
+        other pieces of the scratch memory; so a segment there is valid until the caller asks for the next.
         """
-        ahead: deque[tuple[MPI.Request, np.ndarray]] = deque()
-        for turn, (source, like) in enumerate(expected):
-            scratch = self._workspace.array(f"arriving {turn % (AHEAD + 1)}", like.size, like.dtype)
-            ahead.append((self._comm.Irecv(dtypes.wire(scratch), source), scratch))
-            if len(ahead) > AHEAD:
-                yield _landed(ahead.popleft())
-        while ahead:
-            yield _landed(ahead.popleft())
+        travelling: deque[tuple[MPI.Request, np.ndarray]] = deque()
+        for turn, arrival in enumerate(expected):
+            place = arrival.segment
+            if not arrival.in_place:
+                place = self._workspace.array(f"arriving {turn % (AHEAD + 1)}", place.size, place.dtype)
+            travelling.append((self._comm.Irecv(dtypes.wire(place), arrival.source), place))
+            if len(travelling) > most_ahead:
+                yield _landed(travelling.popleft())
+        while travelling:
+            yield _landed(travelling.popleft())
 
     def _start_receive(self, view: np.ndarray, source: int) -> list[MPI.Request]:
         return [self._comm.Irecv(dtypes.wire(part), source) for part in self.segments(view)]

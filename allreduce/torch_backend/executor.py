@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from mpi4py import MPI
@@ -38,9 +39,9 @@ class Executor:
         self.submitted = 0
         self._comm = comm
         self._ended = 0
-        self._count = threading.Lock()
+        self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._running: tuple[Work, float] | None = None  # with its deadline
+        self._running: tuple[Work, float] | None = None  # with the deadline for it and what is chained to it
         self._thread: threading.Thread | None = None
         if threaded and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             notices.once(
@@ -55,14 +56,15 @@ class Executor:
 
     def submit(self, work: Work, action: Callable[[], None]) -> Work:
         """Have `action` executed after all that was submitted before; `work` ends with it."""
-        if self.broken is not None:
-            raise self.broken
-        with self._count:
+        at_once = self._thread is None or threading.current_thread() is self._thread
+        with self._lock:
+            if self.broken is not None:
+                raise self.broken
             self.submitted += 1
-        if self._thread is None or threading.current_thread() is self._thread:
+            if not at_once:
+                self._queue.put((work, action))
+        if at_once:
             self._execute(work, action)
-        else:
-            self._queue.put((work, action))
         return work
 
     def stop(self) -> bool:
@@ -71,33 +73,37 @@ class Executor:
             self._queue.put(None)
             while self._thread.is_alive() and self.broken is None:
                 self._thread.join(0.1)
-        _alive.discard(self)
-        if self.broken is not None:
-            return False
-        self.broken = RuntimeError("this process group has been destroyed")
-        return True
+        if self.idle():
+            _alive.discard(self)
+        with self._lock:
+            whole = self.broken is None
+            self.broken = self.broken or RuntimeError("this process group has been destroyed")
+        return whole
 
     def fail(self, error: Exception) -> None:
         """End the running operation and all that wait with `error`, and refuse later ones."""
-        self.broken = error
-        if self._running is not None:
-            self._running[0].end(error)
-        while True:
-            try:
-                job = self._queue.get_nowait()
-            except queue.Empty:
-                return
-            if job is not None:
-                job[0].end(error)
+        waiting = []
+        with self._lock:
+            self.broken = error
+            with suppress(queue.Empty):
+                while True:
+                    waiting.append(self._queue.get_nowait())
+            works = [job[0] for job in waiting if job is not None]
+            self._ended += len(works)
+            self._queue.put(None)  # the thread ends when it comes out of the running operation
+        running = self._running
+        for work in [running[0], *works] if running else works:
+            work.end(error)
 
     def check_deadline(self) -> None:
         """Fail when the running operation is over its time."""
         running = self._running
         if running is not None and time.monotonic() > running[1]:
             work = running[0]
+            what = f"what was chained to the future of {work.name}" if work.is_completed() else work.name
             self.fail(
                 TimedOut(
-                    f"{work.name} was not done within {work.limit:g} s (the timeout of the group or of the call): "
+                    f"{what} was not done within {work.limit:g} s (the timeout of the group or of the call): "
                     "another rank is late, hangs, or never called it. The group can't be used any more"
                 )
             )
@@ -107,23 +113,20 @@ class Executor:
         return self._ended == self.submitted
 
     def _work(self) -> None:
-        while True:
-            job = self._queue.get()
-            if job is None:
-                return
+        while (job := self._queue.get()) is not None:
             self._execute(*job)
+            del job  # its tensors are the caller's again
 
     def _execute(self, work: Work, action: Callable[[], None]) -> None:
-        outer = self._running
-        self._running = work, time.monotonic() + work.limit
+        outer, self._running = self._running, (work, time.monotonic() + work.limit)
         error: Exception | None = None
         try:
             action()
         except Exception as raised:
             error = raised
-        self._running = outer
         work.end(error)
-        with self._count:
+        with self._lock:
+            self._running = outer
             self._ended += 1
 
 
@@ -146,8 +149,8 @@ def _finish() -> None:
     """MPI can't be finalised while a thread is inside of it: wait a little, then end the job."""
     deadline = time.monotonic() + EXIT_SECONDS
     for executor in list(_alive):
-        while executor.broken is None and not executor.idle() and time.monotonic() < deadline:
+        while not executor.idle() and time.monotonic() < deadline:
             time.sleep(0.01)
-        if executor.broken is not None or not executor.idle():
+        if not executor.idle():
             notices.log.error("allreduce: a collective still hangs at the end of the program; MPI_Abort ends the job")
             executor._comm.Abort(1)

@@ -1,17 +1,20 @@
 """send and recv: messages between two ranks, started at once and finished by `wait`."""
 
+import atexit
 import time
 from datetime import timedelta
 
 import torch
 from mpi4py import MPI
 
+from allreduce import notices
 from allreduce.torch_backend.spans import whole
 from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
 from allreduce.torch_backend.work import TimedOut, Work, seconds
 
 EAGER_SECONDS = 0.002  # for so long a waiting rank keeps looking; then it sleeps between looks
 LONGEST_SLEEP = 0.001
+EXIT_SECONDS = 10.0  # how long the end of the program waits for sends that nobody has waited for
 
 
 class Message(Work):
@@ -25,18 +28,16 @@ class Message(Work):
 
     def send(self, comm: MPI.Intracomm, dest: int, tag: int) -> "Message":
         """Start sending the tensor."""
-        self._place = readable(self._tensor)  # MPI reads it until the end
+        self._place = readable(self._tensor)
         self._receives = False
-        self._request = comm.Isend(whole(as_bytes(self._place)), dest, tag)
-        return self
+        return self._started(comm.Isend(whole(as_bytes(self._place)), dest, tag))
 
     def receive(self, comm: MPI.Intracomm, source: int, tag: int) -> "Message":
         """Start receiving into the tensor; `source` may be MPI.ANY_SOURCE."""
         tensor = self._tensor.detach()
         self._place = tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
         self._receives = True
-        self._request = comm.Irecv(whole(as_bytes(self._place)), source, tag)
-        return self
+        return self._started(comm.Irecv(whole(as_bytes(self._place)), source, tag))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the message has arrived, or until a sent tensor may be changed again."""
@@ -64,16 +65,19 @@ class Message(Work):
             except MPI.Exception as raised:
                 error = RuntimeError(f"{self.name} failed: {raised}")
             self._request = None
+        _in_flight.discard(self)
         self.end(error)
         return True
 
     def cancel(self) -> None:
-        """Give up receiving."""
+        """Give up receiving; a sent message stays on its way."""
         with self._lock:
-            if self._request is not None:
-                self._request.Cancel()
-                self._request.Free()
-                self._request = None
+            if self._request is None or not self._receives:
+                return
+            self._request.Cancel()
+            self._request.Wait()  # at once, after Cancel; until then MPI may write the tensor
+            self._request = None
+        _in_flight.discard(self)
 
     def source_rank(self) -> int:
         """The rank in the group that a received message came from."""
@@ -84,6 +88,13 @@ class Message(Work):
     def get_future(self) -> torch.futures.Future:
         raise NotImplementedError('messages of backend "allreduce" have no futures: call wait()')
 
+    def _started(self, request: MPI.Request) -> "Message":
+        for message in list(_in_flight):
+            message.is_completed()  # forgets it
+        self._request = request
+        _in_flight.add(self)
+        return self
+
     def _finish(self) -> Exception | None:
         if not self._receives:
             return None
@@ -93,6 +104,21 @@ class Message(Work):
         if self._place.data_ptr() != self._tensor.data_ptr():
             self._tensor.detach().copy_(self._place)
         return None
+
+
+_in_flight: set[Message] = set()  # MPI reads and writes their tensors even when the program has let go of them
+
+
+@atexit.register
+def _finish_sends() -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
+    for message in list(_in_flight):
+        message.cancel()
+        while not message.is_completed() and time.monotonic() < deadline:
+            time.sleep(LONGEST_SLEEP)
+    if _in_flight:
+        names = ", ".join(sorted({message.name for message in _in_flight}))
+        notices.log.warning("allreduce: nobody has received some messages at the end of the program: %s", names)
 
 
 def barrier_tag(comm: MPI.Intracomm) -> int:

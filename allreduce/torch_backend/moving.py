@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 
 from allreduce.torch_backend.spans import parts, whole
-from allreduce.torch_backend.tensors import as_bytes, readable, writable
+from allreduce.torch_backend.tensors import as_bytes, check_dtypes, readable, writable
 
 
 class Mover:
@@ -25,13 +25,8 @@ class Mover:
 
     def all_gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> None:
         """Fill outputs[r] from rank r's `source`. Ranks may bring different numbers of elements."""
-        _count("all_gather", outputs, self._comm.size)
+        self._check("all_gather", outputs, source)
         sizes = [output.nbytes for output in outputs]
-        if source.nbytes != sizes[self._comm.rank]:
-            raise ValueError(
-                f"all_gather: this rank brings {tuple(source.shape)} and its place in the list of outputs is "
-                f"{tuple(outputs[self._comm.rank].shape)}"
-            )
         source = readable(source)
         arrived = torch.empty(sum(sizes), dtype=torch.uint8)
         mine = whole(as_bytes(source))
@@ -40,27 +35,27 @@ class Mover:
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor) -> None:
         """Fill the r-th of equal slices of `output` from rank r's `source`."""
+        check_dtypes("all_gather_into_tensor", output, [source])
         if output.nbytes != source.nbytes * self._comm.size:
             raise ValueError(
                 f"all_gather_into_tensor: {self._comm.size} ranks with {source.numel()} elements each fill "
                 f"{source.numel() * self._comm.size} elements, and the output has {output.numel()}"
             )
         with writable(output) as place:
-            if _overlap(place, source):
-                source = source.clone()  # MPI wants separate memory; FSDP passes the slice itself
-            source = readable(source)
+            # MPI wants separate memory, and FSDP passes the slice itself.
+            source = readable(source.clone() if _overlap(place, source) else source)
             everything = parts(as_bytes(place), [source.nbytes] * self._comm.size)
             self._comm.Allgatherv(whole(as_bytes(source)), everything)
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, source: torch.Tensor, root: int) -> None:
         """Fill outputs[r] on rank `root` from rank r's `source`."""
-        source = readable(source)
-        mine = whole(as_bytes(source))
+        plain = readable(source)
+        mine = whole(as_bytes(plain))
         if self._comm.rank != root:
             self._comm.Gatherv(mine, None, root)
             return
         assert outputs is not None
-        _count("gather", outputs, self._comm.size)
+        self._check("gather", outputs, source)
         sizes = [output.nbytes for output in outputs]
         arrived = torch.empty(sum(sizes), dtype=torch.uint8)
         self._comm.Gatherv(mine, parts(as_bytes(arrived), sizes), root)
@@ -74,13 +69,13 @@ class Mover:
                 self._comm.Scatterv(None, mine, root)
                 return
             assert sources is not None
-            _count("scatter", sources, self._comm.size)
+            self._check("scatter", sources, output)
             self._comm.Scatterv(_joined(sources), mine, root)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Fill outputs[r] from what rank r has in its sources at this rank's place."""
-        _count("all_to_all", outputs, self._comm.size)
         _count("all_to_all", sources, self._comm.size)
+        self._check("all_to_all", outputs, sources[self._comm.rank])
         sizes = [output.nbytes for output in outputs]
         arrived = torch.empty(sum(sizes), dtype=torch.uint8)
         self._comm.Alltoallv(_joined(sources), parts(as_bytes(arrived), sizes))
@@ -93,11 +88,22 @@ class Mover:
 
         Empty lists stand for equal slices.
         """
+        check_dtypes("all_to_all_single", output, [source])
         with writable(output) as place:
-            source = readable(source)
+            source = readable(source.clone() if _overlap(place, source) else source)
             outgoing = parts(as_bytes(source), self._sizes("input", source, source_rows))
             incoming = parts(as_bytes(place), self._sizes("output", output, output_rows))
             self._comm.Alltoallv(outgoing, incoming)
+
+    def _check(self, name: str, places: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Check a list of one tensor for each rank, of which this rank's is to be, or to become, `tensor`."""
+        _count(name, places, self._comm.size)
+        own = places[self._comm.rank]
+        check_dtypes(name, own, [tensor])
+        if own.nbytes != tensor.nbytes:
+            raise ValueError(
+                f"{name}: this rank's tensor is {tuple(tensor.shape)} and its place in the list {tuple(own.shape)}"
+            )
 
     def _sizes(self, which: str, tensor: torch.Tensor, rows: Sequence[int]) -> list[int]:
         """The bytes of each rank's slice of `tensor`."""

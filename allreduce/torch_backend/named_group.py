@@ -3,13 +3,14 @@
 # PyTorch's stubs know them as plain attributes.
 # mypy: disable-error-code="override, assignment"
 
+import torch
 import torch.distributed as dist
 
 from allreduce.torch_backend.arguments import NAME
 
 
 class NamedGroup(dist.ProcessGroup):
-    """C++ asks by the names in mixed case, Python by the others."""
+    """C++ asks by the names in mixed case, Python by the others; state_dict and async_save ask for devices."""
 
     _name = _description = ""
 
@@ -30,5 +31,10 @@ class NamedGroup(dist.ProcessGroup):
 
     setGroupName = _set_group_name  # noqa: N815
     setGroupDesc = _set_group_desc  # noqa: N815
+    _device_types = property(lambda _: [torch.device("cpu"), torch.device("cuda")])
+
+    def _get_backend(self, device: torch.device) -> "NamedGroup":
+        return self
+
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)

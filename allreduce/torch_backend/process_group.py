@@ -168,15 +168,17 @@ class AllReduceProcessGroup(NamedGroup):
 
     def send(self, tensors: Tensors, dest: int, tag: int) -> Work:
         (tensor,) = as_list(tensors)
-        return self._message(f"send to rank {dest}", tensor, tag).send(self._messages, dest, tag)
+        return self._bracketed(self._message(f"send to rank {dest}", tensor, tag).send(self._messages, dest, tag))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         (tensor,) = as_list(tensors)
-        return self._message(f"recv from rank {source}", tensor, tag).receive(self._messages, source, tag)
+        message = self._message(f"recv from rank {source}", tensor, tag)
+        return self._bracketed(message.receive(self._messages, source, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         (tensor,) = as_list(tensors)
-        return self._message("recv from any rank", tensor, tag).receive(self._messages, MPI.ANY_SOURCE, tag)
+        message = self._message("recv from any rank", tensor, tag)
+        return self._bracketed(message.receive(self._messages, MPI.ANY_SOURCE, tag))
 
     def _message(self, name: str, tensor: torch.Tensor, tag: int) -> Message:
         check(name, [tensor])
@@ -205,6 +207,11 @@ class AllReduceProcessGroup(NamedGroup):
 
     def _start_coalescing(self, device: Any = None) -> None:
         self._coalesced = []
+
+    def _bracketed(self, work: Work) -> Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def _end_coalescing(self, device: Any = None) -> Work:
         members, self._coalesced = self._coalesced or [], None
@@ -277,7 +284,4 @@ class AllReduceProcessGroup(NamedGroup):
             streams.after()
 
         limit = seconds(timeout or getattr(opts, "timeout", None), self._timeout)
-        work = self._executor.submit(Work(name, written, limit), run)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        return self._bracketed(self._executor.submit(Work(name, written, limit), run))

@@ -1,6 +1,8 @@
 """Reductions of tensors: by the backend of ours that was chosen, or by MPI for dtypes that ours don't know."""
 
+import zlib
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -10,26 +12,15 @@ from mpi4py import MPI
 import allreduce
 from allreduce import chunks, notices
 from allreduce.base import AllReduce, TwoPhase
-from allreduce.errors import UnavailableError
+from allreduce.errors import UnavailableError, agree
 from allreduce.topology import Topology
 from allreduce.torch_backend import gpu
 from allreduce.torch_backend.options import Options
-from allreduce.torch_backend.reduce_ops import Reduction, resolve
-from allreduce.torch_backend.tensors import as_array, readable, writable
+from allreduce.torch_backend.reduce_ops import MPI_TYPES, Reduction, resolve
+from allreduce.torch_backend.tensors import as_array, check_dtypes, readable, writable
 from allreduce.workspace import Workspace
 
 LARGEST_COUNT = 1 << 30  # elements in one call of MPI
-_MPI_TYPES = {
-    torch.uint8: MPI.UINT8_T,
-    torch.bool: MPI.UINT8_T,
-    torch.int8: MPI.INT8_T,
-    torch.int16: MPI.INT16_T,
-    torch.int32: MPI.INT32_T,
-    torch.int64: MPI.INT64_T,
-    torch.uint16: MPI.UINT16_T,
-    torch.uint32: MPI.UINT32_T,
-    torch.uint64: MPI.UINT64_T,
-}
 
 
 class Reducer:
@@ -41,6 +32,7 @@ class Reducer:
         self._options = options
         self._backends: dict[str, AllReduce] = {}
         self._workspace = Workspace()
+        self._agreed: set[str] = set()
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
         """Reduce `tensor` in place: afterwards all ranks hold the same bits."""
@@ -71,16 +63,19 @@ class Reducer:
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any) -> None:
         """Reduce the r-th of `inputs` into `output` of rank r. A single input stands for equal slices of it."""
+        check_dtypes("reduce_scatter", output, inputs)
         reduction = resolve(op, output.dtype)
-        flat = self._gathered(inputs, output.dtype)
-        if flat.numel() != output.numel() * self._comm.size:
+        slices = self._slices(inputs)
+        mine = slices[self._comm.rank]
+        if mine.stop - mine.start != output.numel():
             raise ValueError(
-                f"reduce_scatter: the output has {output.numel()} elements and there are {self._comm.size} ranks, "
-                f"so the input must have {output.numel() * self._comm.size} elements, not {flat.numel()}"
+                f"reduce_scatter: the output has {output.numel()} elements and this rank's share of the input "
+                f"{mine.stop - mine.start}"
             )
+        flat = self._gathered(inputs, output.dtype)
         with writable(output) as place:
-            mine = chunks.chunk(flat.numel(), self._comm.size, self._comm.rank)
-            backend = None if reduction.name is None else self._scatterer()
+            equal = len({each.stop - each.start for each in slices}) == 1
+            backend = self._scatterer() if equal and reduction.name is not None else None
             if backend is None:
                 self._reduce(flat, reduction)
             else:
@@ -104,10 +99,20 @@ class Reducer:
             self._backend()(array, self._known(reduction))
         else:
             assert reduction.mpi is not None
+            self._agree(tensor, reduction.mpi)
             for piece in chunks.segments(slice(0, array.size), LARGEST_COUNT):
                 part = array[piece]
-                self._comm.Allreduce(MPI.IN_PLACE, [part, part.size, _MPI_TYPES[tensor.dtype]], reduction.mpi)
+                self._comm.Allreduce(
+                    MPI.IN_PLACE, [part, part.size, MPI_TYPES[tensor.dtype]], getattr(MPI, reduction.mpi)
+                )
         self._divide(tensor, reduction)
+
+    def _agree(self, tensor: torch.Tensor, op: str) -> None:
+        """Compare what the ranks brought the first time, as our backends do for the dtypes that they know."""
+        row = f"{tensor.numel()} elements of {tensor.dtype}, MPI.{op}"
+        if row not in self._agreed:
+            agree(self._comm, [zlib.crc32(row.encode())], row, None)
+            self._agreed.add(row)
 
     def _known(self, reduction: Reduction) -> str:
         assert reduction.name is not None
@@ -119,8 +124,25 @@ class Reducer:
             tensor.mul_(factor.to(tensor.device, tensor.dtype) if isinstance(factor, torch.Tensor) else factor)
 
     def _divide(self, tensor: torch.Tensor, reduction: Reduction) -> None:
-        if reduction.divide:
+        if not reduction.divide:
+            return
+        if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # which PyTorch does not divide
+            array = as_array(tensor)
+            array //= array.dtype.type(self._comm.size)
+        else:
             tensor.copy_(torch.div(tensor, self._comm.size, rounding_mode="trunc"))
+
+    def _slices(self, inputs: Sequence[torch.Tensor]) -> list[slice]:
+        """Where the ranks' shares are in the inputs, one after another."""
+        ranks = self._comm.size
+        lengths = [tensor.numel() for tensor in inputs]
+        if len(inputs) == 1:
+            if lengths[0] % ranks:
+                raise ValueError(f"reduce_scatter: {lengths[0]} elements can't be split evenly among {ranks} ranks")
+            lengths = [lengths[0] // ranks] * ranks
+        if len(lengths) != ranks:
+            raise ValueError(f"reduce_scatter: {len(lengths)} tensors were given for {ranks} ranks; give one for each")
+        return [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
     def _gathered(self, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The inputs one after another in scratch memory, where they may be spoilt."""

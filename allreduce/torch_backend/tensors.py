@@ -39,6 +39,13 @@ def check(name: str, tensors: Sequence[torch.Tensor]) -> None:
             raise NotImplementedError(f'{name} of backend "allreduce" takes CPU and CUDA tensors, not {tensor.device}')
 
 
+def check_dtypes(name: str, output: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    """Refuse to move the bits of one dtype into another."""
+    for source in sources:
+        if source.dtype != output.dtype:
+            raise TypeError(f"{name}: the input is {source.dtype} and the output {output.dtype}; convert one of them")
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """True when the tensor's memory can be read and written as it is."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
