@@ -4,6 +4,7 @@ MPI mostly moves data only while some thread is inside of an MPI call, so overla
 collectives match by their order, so there is one thread, and it takes calls in the order of submission.
 """
 
+import os
 import queue
 import threading
 import time
@@ -17,6 +18,24 @@ from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError, raise_together
 from allreduce.ops import Op
 from allreduce.topology import Topology
+
+LOOKS = 20  # how often a thread looks for the others before it sleeps
+SHORTEST_SLEEP, LONGEST_SLEEP = 2e-5, 5e-4  # seconds
+
+
+def crowded(topology: Topology) -> bool:
+    """True where the node has no core to spare for a second thread of each of its ranks."""
+    return (os.cpu_count() or 1) < 2 * topology.node_size
+
+
+def meet_asleep(comm: MPI.Intracomm) -> None:
+    """Wait for the ranks of `comm`, mostly asleep: a barrier of MPI polls, and takes the core from backward."""
+    request, looks, pause = comm.Ibarrier(), 0, SHORTEST_SLEEP
+    while not request.Test():
+        looks += 1
+        if looks > LOOKS:
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_SLEEP)
 
 
 class Pending:
@@ -62,9 +81,10 @@ class Background(AllReduce):
     """
 
     def __init__(self, topology: Topology, *, inner: AllReduce) -> None:
-        super().__init__(topology, check="never")  # the inner backend checks
         error = None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else UnavailableError(_SINGLE)
-        raise_together(self._comm, error)
+        raise_together(topology.world, error)
+        super().__init__(topology, check="never")  # the inner backend checks
+        self._crowded = crowded(topology)
         self.inner = inner
         self.name = inner.name
         self._queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
@@ -83,6 +103,8 @@ class Background(AllReduce):
 
     def _work(self) -> None:
         while (pending := self._queue.get()) is not None:
+            if self._crowded:
+                meet_asleep(self._comm)
             pending.run()
             del pending  # its buffer is the caller's again
 

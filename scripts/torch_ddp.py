@@ -1,11 +1,12 @@
 """An ordinary DistributedDataParallel script. The backend's name is all that makes it ours.
 
-mpirun -n 4 python scripts/torch_ddp.py                  # --backend gloo needs MASTER_ADDR and the like, or torchrun
+mpirun -n 4 python scripts/torch_ddp.py                  # --backend gloo: the same with PyTorch's own
 ALLREDUCE_BACKEND=ring mpirun -n 4 python scripts/torch_ddp.py
 """
 
 import argparse
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -54,8 +55,8 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     """1,797 images of 8x8, to train and to test."""
     data = datasets.load("digits")
 
-    def tensors(x: object, y: object) -> TensorDataset:
-        return TensorDataset(((torch.as_tensor(x) - data.shift) * data.scale).float(), torch.as_tensor(y))
+    def tensors(x: np.ndarray, y: np.ndarray) -> TensorDataset:
+        return TensorDataset(torch.as_tensor((x - data.shift) * data.scale).float(), torch.as_tensor(y))
 
     return tensors(data.x_train, data.y_train), tensors(data.x_test, data.y_test)
 

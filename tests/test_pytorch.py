@@ -39,6 +39,29 @@ def test_a_rank_ends_early(mpirun: Job, tmp_path: Path) -> None:
     assert "rank 1: the program has ended, after 2 steps" in job.stderr
 
 
+def test_without_threads_gradients_are_reduced_after_backward(mpirun: Job, tmp_path: Path) -> None:
+    """MPI that was started without MPI_THREAD_MULTIPLE: one line says so, and the training is right."""
+    pytest.importorskip("torch")
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import mpi4py\n"
+        "mpi4py.rc.thread_level = 'serialized'\n"
+        "import torch\n"
+        "from trainers.pytorch import MirroredOptimizer\n"
+        "model = torch.nn.Linear(3, 2)\n"
+        "optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)\n"
+        "(model.bias.sum() * (optimizer.topology.rank + 1)).backward()\n"
+        "optimizer.step()\n"
+        "if optimizer.topology.rank == 0:\n"
+        "    print(model.bias.grad.tolist(), optimizer.report().overlap)\n"
+        "optimizer.close()\n"
+    )
+    job = mpirun(2, [script], timeout=60)
+    assert job.returncode == 0, job.stderr
+    assert "[1.5, 1.5] False" in job.stdout
+    assert job.stderr.count("gradients are reduced after backward, not during it: ") == 1
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_three_lines_reach_the_accuracy_of_one_rank(mpirun: Job, ranks: int) -> None:
     pytest.importorskip("torch")

@@ -51,18 +51,19 @@ def test_a_large_model_needs_no_memory_to_plan() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 2000])
 def test_pieces_cover_each_element_once(ranks: int) -> None:
     buckets, _ = plan(SIZES, 64, 4096)
-    groups = [0, 0, 1, 1, 0, 1]
     owners: dict[tuple[str, int], int] = {}
+    offsets: dict[tuple[str, int], int] = {}
     for rank in range(ranks):
         owned = [chunk(bucket.stop - bucket.start, ranks, rank) for bucket in buckets]
-        for piece in pieces(buckets, owned, groups, step=64):
+        for piece in pieces(buckets, owned, step=64):
             assert 0 < piece.stop - piece.start <= 64
             for at in range(piece.start, piece.stop):
                 assert (piece.dtype, at) not in owners
-                owners[piece.dtype, at] = piece.group
+                owners[piece.dtype, at] = piece.parameter
+                offsets[piece.dtype, at] = piece.offset + at - piece.start
     for bucket in buckets:
         for slot in bucket.slots:
             for at in range(slot.start, slot.stop):
-                assert owners[bucket.dtype, at] == groups[slot.parameter]
-        for at in range(bucket.flags.start, bucket.flags.stop):
-            assert (bucket.dtype, at) not in owners
+                assert owners.pop((bucket.dtype, at)) == slot.parameter
+                assert offsets[bucket.dtype, at] == at - slot.start
+    assert not owners, "gaps and flags belong to nobody"

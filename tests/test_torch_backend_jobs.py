@@ -27,7 +27,7 @@ def test_what_is_built_on_torch_distributed(mpirun: Job) -> None:
     job = mpirun(2, [ROOT / "tests" / "torch_frameworks.py"], timeout=120)
     assert job.returncode == 0, job.stderr
     lines = job.stdout.splitlines()
-    assert len(lines) == 10
+    assert len(lines) == 12
     assert all(line.endswith(" same") for line in lines), job.stdout
 
 
@@ -36,6 +36,7 @@ def test_the_example(mpirun: Job) -> None:
     job = mpirun(2, [ROOT / "scripts" / "torch_ddp.py"], timeout=90, env={"ALLREDUCE_BACKEND": "ring"})
     assert job.returncode == 0, job.stderr
     assert float(job.stdout.split("test accuracy ")[1].split()[0]) >= 0.95
+    assert "Warning" not in job.stderr
 
 
 @needs_torch
@@ -106,6 +107,84 @@ def test_a_rank_that_stays_away_is_an_error_after_the_timeout(mpirun: Job) -> No
     assert "monitored_barrier: ranks [1] of the group did not come within 1 s" in job.stdout
     assert "all_reduce was not done within 0.2 s" in job.stdout
     assert "DistBackendError: all_reduce was not done within 2 s" in job.stderr
+
+
+@needs_torch
+def test_after_a_timeout_the_program_goes_on_and_ends(mpirun: Job) -> None:
+    """A thread that hangs in MPI for good can only be ended with the job."""
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend.executor as executor
+            executor.EXIT_SECONDS = 1
+            dist.init_process_group("allreduce", timeout=datetime.timedelta(seconds=2))
+            group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+            later = []  # a callback that waits for what is queued behind it
+            def wait(future):
+                time.sleep(0.2)
+                later[0].wait()
+            first = dist.all_reduce(torch.ones(4_000_000), group=group, async_op=True).get_future().then(wait)
+            later.append(dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future())
+            try:
+                first.wait()
+            except RuntimeError as error:
+                print(str(error).splitlines()[0], flush=True)
+            if dist.get_rank() == 1:
+                time.sleep(60)
+            try:
+                dist.all_reduce(torch.ones(3))
+            except RuntimeError as error:
+                print(error)
+            dist.destroy_process_group()
+            print("end", flush=True)
+        """),
+    )
+    assert job.stdout.count("what was chained to the future of all_reduce was not done within 1 s") == 2, job.stderr
+    assert "\nall_reduce was not done within 2 s" in job.stdout
+    assert "end\n" in job.stdout
+    assert job.returncode != 0
+    assert "MPI_Abort ends the job" in job.stderr
+
+
+@needs_torch
+def test_an_aborted_group_does_not_abort_the_job(mpirun: Job) -> None:
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            dist.all_reduce(torch.ones(3))
+            dist.group.WORLD.abort()
+            try:
+                dist.all_reduce(torch.ones(3))
+            except RuntimeError as error:
+                print(error)
+        """),
+    )
+    assert (job.returncode, job.stdout) == (0, "this process group has been aborted\n" * 2), job.stderr
+
+
+@needs_torch
+def test_without_multithreaded_mpi_operations_run_in_the_caller(mpirun: Job) -> None:
+    job = mpirun(
+        2,
+        code("""
+            import mpi4py
+            mpi4py.rc.thread_level = "funneled"
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            tensor = torch.ones(3)
+            work = dist.all_reduce(tensor, async_op=True)
+            assert work.is_completed()
+            doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+            model(torch.ones(2, 3)).sum().backward()
+            print(doubled.wait().tolist())
+            dist.destroy_process_group()
+        """),
+    )
+    assert (job.returncode, job.stdout) == (0, "[4.0, 4.0, 4.0]\n" * 2), job.stderr
+    assert job.stderr.count("no MPI_THREAD_MULTIPLE") == 1
 
 
 @needs_torch

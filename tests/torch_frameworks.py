@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint import async_save, load, save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -60,6 +61,11 @@ def no_sync(group: Group) -> list[torch.Tensor]:
     x, y = batch()
     with model.no_sync():
         torch.nn.functional.cross_entropy(model(x), y).backward()
+    return train(model, sgd(model))
+
+
+def static_graph(group: Group) -> list[torch.Tensor]:
+    model = DistributedDataParallel(network(), process_group=group, static_graph=True, bucket_cap_mb=0.01)
     return train(model, sgd(model))
 
 
@@ -113,7 +119,7 @@ def sampler(group: Group) -> list[torch.Tensor]:
     return [torch.cat(everyone).sort().values]
 
 
-# Both of these have nothing of gloo's to be compared with: its PowerSGD crashes, a mesh and a checkpoint use the world.
+# These have nothing of gloo's to be compared with: its PowerSGD crashes, a mesh and a checkpoint use the world.
 
 
 def power_sgd(group: Group) -> bool:
@@ -138,6 +144,21 @@ def sharded_and_saved(group: Group) -> bool:
     return close and all(torch.equal(one, other) for one, other in zip(whole, restored.values(), strict=True))
 
 
+def saved_in_the_background(group: Group) -> bool:
+    """Rank 0's whole state, spread over the shards of all; then saved while the program goes on."""
+    given = {name: value * (1 + group.rank()) for name, value in network().state_dict().items()}
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
+    set_model_state_dict(model, given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    async_save(model.state_dict(), checkpoint_id=folder[0]).result()
+    expected = network().state_dict()
+    restored = {name: torch.zeros_like(value) for name, value in expected.items()}
+    load(restored, checkpoint_id=folder[0])
+    return all(torch.equal(restored[name], value) for name, value in expected.items())
+
+
 def alike(parameters: list[torch.Tensor], group: Group) -> bool:
     flat = torch.cat([each.flatten() for each in parameters])
     everyone = [torch.zeros_like(flat) for _ in range(group.size())]
@@ -154,11 +175,11 @@ def main() -> None:
     dist.init_process_group("allreduce")
     ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
     compared: list[Callable[[Group], list[torch.Tensor]]] = [
-        ddp, no_sync, join, unused_parameters, fp16_hook, zero, fsdp, sampler,
+        ddp, no_sync, static_graph, join, unused_parameters, fp16_hook, zero, fsdp, sampler,
     ]  # fmt: skip
     for run in compared:
         say(run.__name__, all(torch.equal(one, other) for one, other in zip(run(ours), run(gloo), strict=True)))
-    for check in (power_sgd, sharded_and_saved):
+    for check in (power_sgd, sharded_and_saved, saved_in_the_background):
         say(check.__name__, check(ours))
     dist.destroy_process_group()
 

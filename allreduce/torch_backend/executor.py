@@ -16,6 +16,7 @@ from typing import Any
 from mpi4py import MPI
 
 from allreduce import notices
+from allreduce.background import meet_asleep
 from allreduce.torch_backend.work import TimedOut, Work
 
 EXIT_SECONDS = 10.0  # how long the end of the program waits for operations that nobody has waited for
@@ -27,17 +28,18 @@ Job = tuple[Work, Callable[[], None]]
 class Executor:
     """The thread and the watchdog of one group.
 
-    comm: the group's. threaded: False runs every operation at once, in the caller's thread; so does an MPI
-        library without MPI_THREAD_MULTIPLE.
+    comm: one of the group's, on which nothing else collective goes on. threaded: False runs every operation at
+        once, in the caller's thread; so does an MPI library without MPI_THREAD_MULTIPLE. crowded: there is no
+        core to spare for the thread, so it waits for the other ranks asleep.
 
     An operation that is submitted from a callback of another one (a comm hook that chains collectives by
     `Future.then`, as PowerSGD's does) runs at once: so its place in the order does not depend on timing.
     """
 
-    def __init__(self, comm: MPI.Intracomm, threaded: bool = True) -> None:
+    def __init__(self, comm: MPI.Intracomm, threaded: bool = True, crowded: bool = False) -> None:
         self.broken: Exception | None = None  # set when an operation has timed out or the group is destroyed
         self.submitted = 0
-        self._comm = comm
+        self._comm, self._crowded = comm, crowded
         self._ended = 0
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -114,13 +116,15 @@ class Executor:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            self._execute(*job)
+            self._execute(*job, asleep=self._crowded)
             del job  # its tensors are the caller's again
 
-    def _execute(self, work: Work, action: Callable[[], None]) -> None:
+    def _execute(self, work: Work, action: Callable[[], None], asleep: bool = False) -> None:
         outer, self._running = self._running, (work, time.monotonic() + work.limit)
         error: Exception | None = None
         try:
+            if asleep:
+                meet_asleep(self._comm)
             action()
         except Exception as raised:
             error = raised

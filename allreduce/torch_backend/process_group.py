@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from allreduce import notices
+from allreduce.background import crowded
 from allreduce.topology import Topology
 from allreduce.torch_backend import gpu
 from allreduce.torch_backend.arguments import Tensors, as_list, inner, not_offered, operation
@@ -51,7 +52,7 @@ class AllReduceProcessGroup(NamedGroup):
         self._comm = comm
         self._mover = Mover(comm)
         self._reducer = Reducer(topology, comm, options)
-        self._executor = Executor(topology.world, options.overlap)
+        self._executor = Executor(topology.world, options.overlap, crowded(topology))
         self._coalesced: list[Work] | None = None
 
     # Reductions

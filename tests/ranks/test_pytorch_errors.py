@@ -202,6 +202,56 @@ def test_unfrozen_later(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
         assert "0.bias was frozen when" in raised_everywhere(world, errors.OptionError, optimizer.step)
 
 
+@several
+@pytest.mark.parametrize("option", ["update", "overlap", "bucket_mb", "allreduce"])
+def test_options_differ(world: MPI.Intracomm, flat: allreduce.Topology, option: str) -> None:
+    model = model_of(3, 2)
+    value = {"update": "sharded", "overlap": True, "bucket_mb": 7, "allreduce": "ring"}[option]
+    options = {option: value} if world.rank == 1 else {}
+    make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, **options)  # noqa: E731
+    text = raised_everywhere(world, errors.DisagreementError, make)
+    assert "rank 0: MirroredOptimizer(allreduce='auto', update='replicated', overlap='auto'" in text
+    assert f"{option}={value!r}" in text.splitlines()[2]
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+
+@several
+def test_backward_raises_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """It catches that and goes on, with the first bucket reduced: the others neither hang nor use the averages."""
+    model = model_of(3, 4, 2)
+    options = {"topology": flat, "overlap": True, "first_bucket_mb": 1e-6, "bucket_mb": 1e-6}
+    optimizer = MirroredOptimizer(sgd(model), model, **options)
+    hidden = model[0](torch.ones(2, 3))
+    if world.rank == 1:
+        with pytest.raises(ZeroDivisionError):
+            model[1](Raises.apply(hidden)).sum().backward()
+        optimizer.zero_grad()
+    else:
+        with pytest.raises(GradientError, match="backward raised on another rank"):
+            model[1](hidden).sum().backward()
+
+
+def test_group_added_to_the_plain_optimizer(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Its gradients would never be averaged."""
+    model = model_of(3, 4, 2)
+    plain = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with MirroredOptimizer(plain, model, topology=flat) as optimizer:
+        plain.add_param_group({"params": model[0].parameters()})
+        backward(model)
+        assert "parameters were added after" in raised_everywhere(world, errors.OptionError, optimizer.step)
+
+
 def test_not_offered(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = model_of(3, 2)
     with MirroredOptimizer(sgd(model), model, topology=flat) as optimizer:

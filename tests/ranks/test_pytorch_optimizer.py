@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import allreduce  # noqa: E402
+import allreduce.window  # noqa: E402
 from allreduce.signature import ALLOCATED  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
 
@@ -252,6 +254,27 @@ def test_unused_parameters(world: MPI.Intracomm, flat: allreduce.Topology, overl
         assert_mirrored(world, model)
 
 
+def test_unused_parameters_sharded(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """What no rank uses in a step gets no decay, no momentum and no state; each parameter counts its own steps."""
+    model, reference = network(), network()
+    plain, given = OPTIMIZERS["adamw"](reference.parameters()), OPTIMIZERS["adamw"](model.parameters())
+    x, y = data(4)
+    with mirrored(given, model, topology=flat, update="sharded") as optimizer:
+        for number, rows in enumerate(x):
+            for net, opt, take in ((model, optimizer, mine), (reference, plain, everything)):
+                opt.zero_grad()
+                hidden = net[:2](take(rows)).detach() if number % 2 else net[:2](take(rows))
+                functional.cross_entropy(net[4](net[2:4](hidden)), take(y[number])).backward()
+                opt.step()
+            for net in (model, reference):
+                net[4].bias.requires_grad_(number > 0)  # frozen for one step
+                net[2].bias.requires_grad_(number < 2)  # and from here to the end
+        here, there = optimizer.state_dict()["state"], plain.state_dict()["state"]
+        assert {at: float(state["step"]) for at, state in here.items()} == {0: 2, 1: 2, 2: 4, 3: 3, 4: 4, 5: 3}
+        assert {at: float(state["step"]) for at, state in there.items()} == {0: 2, 1: 2, 2: 4, 3: 3, 4: 4, 5: 3}
+    assert_close(model, reference, 1e-4)
+
+
 @both_updates
 def test_rank_without_backward(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
     """A rank with no rows left calls step() all the same; its gradients are zeros."""
@@ -371,6 +394,30 @@ def test_state_dict_goes_on_elsewhere(world: MPI.Intracomm, flat: allreduce.Topo
             optimizer.load_state_dict(copy.deepcopy(saved[1]) if world.rank == 0 else None)
             train(again, optimizer, mine, steps=3)
         assert_close(again, reference, 1e-4)
+
+
+@both_updates
+def test_parameters_that_join_and_leave_the_training(
+    world: MPI.Intracomm, flat: allreduce.Topology, update: str
+) -> None:
+    """A layer that is unfrozen begins at step 1, whatever the others count; a frozen one keeps its state."""
+    model, reference = network(), network()
+    sides = [(net, OPTIMIZERS["adamw"](net.parameters())) for net in (model, reference)]
+    for net, plain in sides:
+        net[0].weight.requires_grad_(False)
+        train(net, plain, everything, steps=4)
+        net[0].weight.requires_grad_(True)
+        net[4].bias.requires_grad_(False)
+        plain.zero_grad()
+    with mirrored(sides[0][1], model, topology=flat, update=update) as optimizer:
+        train(model, optimizer, mine, steps=2)
+        train(reference, sides[1][1], everything, steps=2)
+        here, there = optimizer.state_dict()["state"], sides[1][1].state_dict()["state"]
+    assert_close(model, reference, 1e-4)
+    assert here.keys() == there.keys()
+    for at, state in there.items():
+        assert here[at]["step"] == state["step"] == (2 if at == 0 else 4 if at == 5 else 6)
+        torch.testing.assert_close(here[at]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-4)
 
 
 def test_state_before_wrapping_comes_from_rank_0(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
@@ -501,3 +548,84 @@ def test_a_model_can_be_mirrored_again(flat: allreduce.Topology) -> None:
             train(model, optimizer, mine, steps=2)
             train(reference, plain, everything, steps=2)
     assert_close(model, reference)
+
+
+@both_updates
+def test_a_model_can_be_pickled(flat: allreduce.Topology, update: str) -> None:
+    """While it is mirrored and after: what is noted about its parameters is not in them."""
+    model = network()
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        train(model, optimizer, mine, steps=1)
+        during = io.BytesIO()
+        torch.save(model, during)
+    after = io.BytesIO()
+    torch.save(model, after)
+    for file in (during, after):
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert_close(loaded, model)
+        functional.cross_entropy(loaded(data()[0][0]), data()[1][0]).backward()
+
+
+@both_updates
+@both_overlaps
+def test_close_gives_the_memory_back(
+    monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology, overlap: bool, update: str
+) -> None:
+    """Nothing of a closed optimizer, nor `.grad`, holds on to shared windows, which would stay till the end."""
+    held: list[bool] = []
+    release = allreduce.window._release
+    monkeypatch.setattr(
+        allreduce.window, "_release", lambda comm, win, in_use: (held.append(in_use), release(comm, win, in_use))
+    )
+    model = network()
+    options = {"topology": flat, "update": update, "overlap": overlap, **SMALL_BUCKETS}
+    optimizer = MirroredOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, "shared", **options)
+    train(model, optimizer, mine, steps=2)
+    optimizer.close()
+    assert held
+    assert not any(held)
+    assert optimizer.report().buckets
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+
+@both_overlaps
+@pytest.mark.parametrize("forget", [True, False], ids=["zero_grad", "model.zero_grad"])
+def test_backward_that_raises_is_tried_again(
+    world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, forget: bool
+) -> None:
+    """All ranks catch an error of backward, with some buckets on the way: the next backward averages as ever."""
+    model = network()
+    options = {"topology": flat, "overlap": overlap, "first_bucket_mb": 1e-6, "bucket_mb": 1e-6}
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, **options) as optimizer:
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                model[3:](Raises.apply(model[:3](mine(data()[0][0])))).sum().backward()
+            optimizer.zero_grad() if forget else model.zero_grad()
+            (model[4].bias.sum() * (world.rank + 1)).backward()
+            assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
+            assert model[4].weight.grad is None
+            optimizer.step()
+        assert optimizer.report().averages == 2
+        assert_mirrored(world, model)
+
+
+def test_errors_of_a_gather_are_raised(monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
+        model[4].bias.sum().backward()
+        with monkeypatch.context() as patched:
+            patched.setattr(optimizer.backend, "all_gather", lambda bucket: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.synchronize()

@@ -4,7 +4,10 @@ Values depend on rank and index; `of(rank, ...)` is what any rank would bring, s
 """
 
 import functools
+import gc
 import operator
+import time
+import weakref
 from collections.abc import Generator
 from datetime import timedelta
 
@@ -14,11 +17,15 @@ torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra
 import torch.distributed as dist  # noqa: E402
 
 import allreduce.torch_backend  # noqa: E402
+from allreduce.errors import DisagreementError, UnknownBackendError  # noqa: E402
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int32, torch.int64, torch.int8, torch.uint8, torch.int16]
 Op = dist.ReduceOp
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # old names that libraries still call
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # old names that libraries still call
+    pytest.mark.filterwarnings("ignore:ComplexHalf support"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,6 +109,13 @@ def test_complex() -> None:
     same(tensor, torch.complex(total, -total))
 
 
+def test_average_of_unsigned_integers() -> None:
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        tensor = mine().to(dtype)
+        dist.all_reduce(tensor, Op.AVG)
+        assert torch.equal(tensor.to(torch.int64), reduced(everyone(11, torch.int64), Op.AVG))
+
+
 def test_operations_without_meaning_are_refused() -> None:
     with pytest.raises(TypeError, match=r"BAND is not defined for tensors of torch\.float32"):
         dist.all_reduce(mine(), Op.BAND)
@@ -109,6 +123,36 @@ def test_operations_without_meaning_are_refused() -> None:
         dist.all_reduce(mine() > 1, Op.AVG)
     with pytest.raises(NotImplementedError, match=r"all_reduce .*sparse_coo"):
         dist.all_reduce(torch.eye(3).to_sparse())
+    for dtype in (torch.float8_e5m2, torch.complex32):
+        with pytest.raises(NotImplementedError, match=f"does not reduce {dtype}"):
+            dist.group.WORLD.allreduce([torch.zeros(3).to(dtype)]).wait()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16], ids=str)
+def test_ranks_that_disagree_all_say_so(dtype: torch.dtype) -> None:
+    if size() > 1:
+        with pytest.raises(DisagreementError, match=r"rank 1: .*5"):
+            dist.all_reduce(torch.zeros(4 + dist.get_rank(), dtype=dtype))
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    longs, floats = torch.zeros(2 * size(), dtype=torch.int64), torch.zeros(2)
+    with pytest.raises(TypeError, match=r"the input is torch\.int64 and the output torch\.float32"):
+        dist.all_gather_into_tensor(torch.zeros(4 * size()), torch.zeros(2, dtype=torch.int64))  # as many bytes
+    with pytest.raises(TypeError, match="reduce_scatter: the input is"):
+        dist.reduce_scatter_tensor(floats, longs)
+    with pytest.raises(TypeError, match="all_to_all_single: the input is"):
+        dist.group.WORLD.all_to_all_single(longs, torch.zeros(2 * size()), [], []).wait()
+    with pytest.raises(ValueError, match=r"all_gather: this rank's tensor is \(3,\) and its place in the list \(2,\)"):
+        dist.all_gather([floats] * size(), torch.zeros(3))
+    with pytest.raises(ValueError, match="reduce_scatter: the output has 3 elements and this rank's share"):
+        dist.reduce_scatter_tensor(torch.zeros(3), torch.zeros(2 * size()))
+    alone = [dist.new_group([rank]) for rank in range(size())][dist.get_rank()]
+    with pytest.raises(ValueError, match="scatter: this rank's tensor"):
+        dist.scatter(floats, [torch.zeros(3)], src=dist.get_rank(), group=alone)
+    with pytest.raises(ValueError, match="gather: this rank's tensor"):
+        dist.gather(torch.zeros(3), [floats], dst=dist.get_rank(), group=alone)
+    dist.destroy_process_group(alone)
 
 
 def test_shapes_and_strides() -> None:
@@ -188,6 +232,15 @@ def test_reduce_scatter(dtype: torch.dtype, op: Op) -> None:
         same(output, total)
 
 
+@pytest.mark.parametrize("op", [Op.SUM, Op.AVG], ids=str)
+def test_reduce_scatter_of_unequal_parts(op: Op) -> None:
+    """Zero elements for rank 0, one for rank 1, ..."""
+    parts = [[of(10 * rank + to, to) for to in range(size())] for rank in range(size())]
+    output = torch.zeros(dist.get_rank())
+    dist.reduce_scatter(output, parts[dist.get_rank()], op)
+    same(output, reduced([row[dist.get_rank()] for row in parts], op))
+
+
 @pytest.mark.parametrize("backend", ["ring", "halving_doubling", "native"])
 def test_a_backend_chosen_by_name(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALLREDUCE_BACKEND", backend)
@@ -200,6 +253,14 @@ def test_a_backend_chosen_by_name(backend: str, monkeypatch: pytest.MonkeyPatch)
         same(output, reduced(everyone(10 * size()), Op.SUM).chunk(size())[dist.get_rank()])
         assert group._reducer._backends.keys() == {backend}
         dist.destroy_process_group(group)
+
+
+def test_an_unknown_backend_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnknownBackendError, match="'rign'; the backends are: ring"):
+        allreduce.torch_backend.Options("rign")
+    monkeypatch.setenv("ALLREDUCE_BACKEND", "rign")
+    with pytest.raises(UnknownBackendError, match="ALLREDUCE_BACKEND"):
+        dist.new_group()
 
 
 def test_reduce() -> None:
@@ -251,6 +312,19 @@ def test_messages() -> None:
         assert seen == set(range(1, size()))
     else:
         dist.send(mine((2, 3)), 0)
+
+
+def test_a_message_that_nobody_keeps_arrives() -> None:
+    """MPI still reads the tensor when the program has let go of it; the memory must not be given to others."""
+    for rank in range(1, size()):
+        if dist.get_rank() == 0:
+            dist.isend(torch.full((300_000,), float(rank)), rank)
+    torch.full((300_000,), -1.0)
+    dist.barrier()
+    if dist.get_rank():
+        tensor = torch.zeros(300_000)
+        dist.recv(tensor, 0)
+        assert (tensor == dist.get_rank()).all()
 
 
 def test_a_message_of_another_length_is_an_error() -> None:
@@ -306,6 +380,18 @@ def test_coalesced() -> None:
     same(mixed, reduced(everyone(4), Op.SUM))
 
 
+def test_coalesced_messages() -> None:
+    if size() < 2:
+        return
+    right, left = (dist.get_rank() + 1) % size(), (dist.get_rank() - 1) % size()
+    tensor = torch.zeros(200_000)
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as works:
+        dist.isend(mine(200_000), right)
+        dist.irecv(tensor, left)
+    works.wait()
+    same(tensor, of(left, 200_000))
+
+
 def test_functional_collectives() -> None:
     import torch.distributed._functional_collectives as functional
 
@@ -333,6 +419,17 @@ def test_works_and_futures() -> None:
         assert work.result()[0] is tensor
     same(doubled.wait(), tensors[2] * 2)
     assert works[0].get_future().done()
+
+
+def test_a_finished_operation_keeps_no_tensor() -> None:
+    tensor = mine()
+    dist.all_reduce(tensor)
+    reference = weakref.ref(tensor)
+    del tensor
+    deadline = time.monotonic() + 10
+    while reference() is not None and time.monotonic() < deadline:  # the thread may just be leaving it
+        gc.collect()
+    assert reference() is None
 
 
 def test_collectives_inside_of_callbacks_keep_their_place() -> None:
@@ -376,6 +473,22 @@ def test_subgroups() -> None:
     same(tensor, reduced(everyone(), Op.SUM))
     dist.destroy_process_group(backwards)
     assert dist.get_backend() == "allreduce"
+
+
+def test_groups_in_flight_at_once() -> None:
+    """Waited for in another order on each rank, while a further group is made; one is destroyed unwaited."""
+    groups = [dist.new_group() for _ in range(3)]
+    tensors = [mine(100_000) + index for index in range(3)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(tensors, groups, strict=True)]
+    groups.append(dist.new_group())
+    dist.destroy_process_group(groups.pop(0))
+    assert works[0].is_completed()
+    for work in works[1:] if dist.get_rank() % 2 else works[:0:-1]:
+        work.wait()
+    for index, tensor in enumerate(tensors):
+        same(tensor, reduced(everyone(100_000), Op.SUM) + index * size())
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def test_barriers() -> None:

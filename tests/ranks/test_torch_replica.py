@@ -77,6 +77,30 @@ def test_save_and_go_on(world: MPI.Intracomm, flat: allreduce.Topology, kind: st
             trainer.load(path)
 
 
+def test_state_of_groups_and_schedules(flat: allreduce.Topology) -> None:
+    """Momentum in the second group only; a schedule has made 0.5 of lr=1, and left notes in the groups."""
+
+    def make() -> TorchReplica:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+        groups = [{"params": module[0].parameters()}, {"params": module[2].parameters(), "momentum": 0.9, "lr": 0.1}]
+        return TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.SGD(groups, lr=1))
+
+    x, y = data(24)
+    first, second = make(), make()
+    scheduler = torch.optim.lr_scheduler.StepLR(first.optimizer, 1, gamma=0.5)
+    with MirroredTrainer(first, topology=flat) as trainer:
+        trainer.fit(x, y, epochs=2, batch_size=24, progress=False, shuffle=False)
+        scheduler.step()
+        second.load_state({name: array.copy() for name, array in first.state().items()})
+        assert [group["lr"] for group in second.optimizer.param_groups] == [0.5, 0.05]
+        trainer.fit(x, y, epochs=2, batch_size=24, progress=False, shuffle=False)
+    with MirroredTrainer(second, topology=flat) as trainer:
+        trainer.fit(x, y, epochs=2, batch_size=24, progress=False, shuffle=False)
+    for here, there in zip(first.module.parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(here, there)
+
+
 def test_batch_norm_is_averaged_by_rows(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     """Every rank ends with the same running statistics: the mean of the ranks', weighted by their rows."""
     torch.manual_seed(0)

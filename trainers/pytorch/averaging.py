@@ -9,9 +9,8 @@ DistributedDataParallel, so what a loop does between backward and step (clipping
 """
 
 import math
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -21,8 +20,10 @@ from torch.nn import Parameter
 
 from allreduce.background import Pending
 from allreduce.base import AllReduce
-from allreduce.errors import AllReduceError, ClosedError
+from allreduce.errors import AllReduceError
 from trainers.pytorch.layout import Bucket, plan
+from trainers.pytorch.ownership import refuse
+from trainers.pytorch.report import Clock
 from trainers.pytorch.rollcall import RollCall
 from trainers.replicas.torch_tensors import DTYPES, TORCH, as_tensor, shaped
 
@@ -75,14 +76,15 @@ class Averager:
         arrays = {dtype: backend.allocate(length, dtype) for dtype, length in lengths.items()}
         self.flats = {dtype: as_tensor(array, TORCH[dtype]) for dtype, array in arrays.items()}
         self.buckets = [_Bucket(each, arrays[each.dtype]) for each in self.plan]
+        self.sizes = tuple(bucket.array.nbytes for bucket in self.buckets)
         self._bucket_of = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.plan.slots}
         self.views = [self.place(index, self.flats) for index in range(len(self.parameters))]
         self.state = LOCAL
         self.enabled = True  # False inside of no_sync()
         self.clock = Clock()
-        self._active = False  # a backward that will average is under way
+        self._ending: weakref.ref | None = None  # to what autograd calls when the backward under way ends
         self._next = 0  # the first bucket that was not submitted yet
-        self._pending: list[Pending] = []
+        self._pending: list[Pending] = []  # the roll call and reductions of an average that has not ended
         self.leftover: set[int] = set()  # parameters whose .grad holds the leftovers of a SCATTERED reduction
         self._versions: list[int] = []
         self._hooks = [
@@ -101,13 +103,18 @@ class Averager:
     @torch.no_grad()
     def _arrived(self, index: int, parameter: Tensor) -> None:
         """The gradient of a parameter is complete, as far as this backward goes."""
+        first = self._ending is None or self._ending() is None  # a backward that raises drops it without a call
+        if first:
+            self.abandon()
         self._adopt(index)
         if not self.enabled:
             self.state = LOCAL
             return
-        if not self._active:
+        if first:
             self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            ending = partial(self._finish)
+            self._ending = weakref.ref(ending)
+            torch.autograd.Variable._execution_engine.queue_callback(ending)
         if self._during:
             self._count(index)
 
@@ -132,7 +139,8 @@ class Averager:
             self._finish()
 
     def _begin(self) -> None:
-        self._active, self._next, self._pending, self.state = True, 0, [], LOCAL
+        self.abandon()
+        self._next, self.state = 0, LOCAL
         for bucket in self.buckets:
             bucket.missing = {slot.parameter for slot in bucket.plan.slots}
 
@@ -144,13 +152,34 @@ class Averager:
             while self._next < len(self.buckets):
                 self._launch()
         finally:
-            self._active = False
-            errors = [error for each in self._pending if (error := _outcome(each)) is not None]
-            if errors:
-                raise errors[0]
-        self.clock.add(self._pending[1:], begin)  # the first is the roll call
+            done = self._outcomes()
+        self.clock.add(done[1:], begin)  # the first is the roll call
+        if any(np.isnan(bucket.flags).any() for bucket in self.buckets):
+            raise GradientError(
+                "backward raised on another rank after a part of its gradients had been averaged, so these "
+                "averages mean nothing; the error is that rank's. Let it end the job, or use overlap=False"
+            )
         self._rollcall.averages += 1
         self._set(self._reduces_to)
+
+    def _outcomes(self) -> list[Pending]:
+        """Wait for all that is pending, raise the first error, and return what was pending."""
+        done, self._pending, self._ending = self._pending, [], None
+        errors = [error for each in done if (error := _outcome(each)) is not None]
+        if errors:
+            raise errors[0]
+        return done
+
+    def abandon(self) -> None:
+        """End an average that backward began before it raised, as the other ranks wait for it.
+
+        Collective only then. What it was to give is marked as invalid by the flags of the remaining buckets.
+        """
+        if self._pending:
+            for bucket in self.buckets[self._next :]:
+                bucket.flags[:] = math.nan
+                self._submit_reduction(bucket)
+            self._outcomes()
 
     @torch.no_grad()
     def _launch(self) -> None:
@@ -163,6 +192,9 @@ class Averager:
             self.views[bucket.plan.slots[at].parameter].zero_()
         bucket.flags[:] = 1
         bucket.flags[bucket.unused] = 0
+        self._submit_reduction(bucket)
+
+    def _submit_reduction(self, bucket: "_Bucket") -> None:
         self._pending.append(self._submit(lambda: None if self._rollcall.broken else self._reduce(bucket.array)))
 
     def _ready(self, index: int) -> Tensor | None:
@@ -202,8 +234,8 @@ class Averager:
 
     def gathered(self, gather: Callable[[np.ndarray], object]) -> None:
         """Go from SCATTERED to AVERAGED. Collective. gather: fills a bucket from what the ranks own."""
-        begin = self.clock.now()
-        self.clock.add([at_once(partial(gather, bucket.array)) for bucket in self.buckets], begin)
+        for bucket in self.buckets:
+            self.clock.communicate(partial(gather, bucket.array))
         self._set(AVERAGED)
 
     def check_unchanged(self) -> None:
@@ -217,6 +249,7 @@ class Averager:
 
     def forget(self, release: bool) -> None:
         """The gradients are used up: the next ones are new. release: .grad of every parameter becomes None."""
+        self.abandon()
         self.state = LOCAL
         if release:
             self.leftover = set()
@@ -224,27 +257,17 @@ class Averager:
                 parameter.grad = None
 
     def close(self) -> None:
-        """From now on a backward through these parameters raises ClosedError, until they are mirrored again."""
+        """Let go of the memory (`.grad` becomes None), and refuse backward from now on."""
         for hook in self._hooks:
             hook.remove()
-        for parameter in self.parameters:
-            parameter._refusal = parameter.register_post_accumulate_grad_hook(_refuse)  # type: ignore[attr-defined]
-
-
-def take_over(parameters: Sequence[Parameter], owner: object) -> None:
-    """Note who averages these parameters, and free them from the refusal that a closed owner has left."""
-    for parameter in parameters:
-        parameter._mirrored = weakref.ref(owner)  # type: ignore[attr-defined]
-        refusal = parameter.__dict__.pop("_refusal", None)
-        if refusal is not None:
-            refusal.remove()
-
-
-def _refuse(parameter: Tensor) -> None:
-    raise ClosedError(
-        "backward after close(): the MirroredOptimizer of this model is closed, so its gradients are averaged "
-        "no longer; make a new MirroredOptimizer, or train a copy.deepcopy(model)"
-    )
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = None
+        refuse(self.parameters)
+        self.views.clear()
+        self.flats.clear()
+        self.buckets.clear()
+        self._bucket_of.clear()
 
 
 def _outcome(pending: Pending) -> BaseException | None:
@@ -264,21 +287,3 @@ class _Bucket:
         self.flags = array[bucket.flags]
         self.missing: set[int] = set()  # parameters whose gradient this backward has not produced yet
         self.unused: list[int] = []  # numbers of the slots that had no gradient on this rank
-
-
-class Clock:
-    """Adds up the times of reductions, in seconds; see `report.Report`."""
-
-    def __init__(self) -> None:
-        self.communication = self.exposed = self.waiting = 0.0
-
-    @staticmethod
-    def now() -> float:
-        return time.perf_counter()
-
-    def add(self, pending: Sequence[Pending], begin: float) -> None:
-        """Count reductions that are done by now; from `begin` on this rank could do nothing but wait."""
-        self.communication += sum(each.end - each.begin for each in pending)
-        exposed = sum(max(0.0, each.end - max(each.begin, begin)) for each in pending)
-        self.exposed += exposed
-        self.waiting += max(0.0, self.now() - begin - exposed)

@@ -1,5 +1,6 @@
 """What MirroredOptimizer refuses, by name and on all ranks, before it changes anything."""
 
+import zlib
 from collections.abc import Iterator
 
 import torch
@@ -7,8 +8,9 @@ from mpi4py import MPI
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError, raise_together
+from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError, agree, raise_together
 from trainers.pytorch import sharded
+from trainers.pytorch.ownership import owner_of
 from trainers.replicas.torch_tensors import DTYPES
 
 UPDATES = ("replicated", "sharded")
@@ -18,13 +20,19 @@ def together(
     comm: MPI.Intracomm,
     optimizer: Optimizer,
     model: Module,
+    backend: str,
     update: str,
     overlap: bool | str,
     bucket_mb: tuple[float, float],
 ) -> None:
-    """Raise on all ranks when the arguments of any rank make no sense. Collective."""
+    """Raise on all ranks when the arguments of any rank make no sense, or the ranks' options differ. Collective."""
     problems = _problems(optimizer, model, update, overlap, bucket_mb)
     raise_together(comm, next(problems, None))
+    options = (
+        f"MirroredOptimizer(allreduce={backend!r}, update={update!r}, overlap={overlap!r}, "
+        f"first_bucket_mb={float(bucket_mb[0])!r}, bucket_mb={float(bucket_mb[1])!r})"
+    )
+    agree(comm, [zlib.crc32(options.encode())], options, None)
 
 
 def sort(optimizer: Optimizer, model: Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
@@ -104,6 +112,6 @@ def _bad_parameters(optimizer: Optimizer, model: Module) -> Iterator[AllReduceEr
             yield UnsupportedDtypeError(f"{name} has dtype {each.dtype}, which can't be averaged; use one of {known}")
         if each.is_sparse:
             yield OptionError(f"{name} is a sparse tensor; parameters must be dense")
-        owner = each.__dict__.get("_mirrored", lambda: None)()
+        owner = owner_of(each)
         if owner is not None and not owner.closed:
             yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it as well; close() that")

@@ -6,7 +6,7 @@ import torch
 
 import allreduce
 from allreduce import notices
-from allreduce.background import Background
+from allreduce.background import Background, crowded
 from allreduce.base import AllReduce, TwoPhase
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
@@ -52,7 +52,7 @@ def _overlap_pays(topology: Topology) -> bool:
     Across nodes most of it is waiting for the network, which costs backward nothing. Within a node it is
     memory traffic and polling, for which there should be a core that nobody computes on.
     """
-    return topology.nodes > 1 or (os.cpu_count() or 1) >= 2 * topology.node_size
+    return topology.nodes > 1 or not crowded(topology)
 
 
 def tell_threads(topology: Topology) -> None:

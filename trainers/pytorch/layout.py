@@ -68,38 +68,26 @@ def _aligned(start: int, itemsize: int) -> int:
     return -(-start // step) * step
 
 
-def pieces(buckets: Sequence[Bucket], owned: Sequence[slice], groups: Sequence[int], step: int) -> list["Piece"]:
-    """What one rank updates: its own part of each bucket, cut at group borders and into blocks.
+class Piece(NamedTuple):
+    """Elements [start, stop) of the buffer of `dtype`, all of one parameter, of whose memory `offset` is the first."""
+
+    parameter: int
+    dtype: str
+    start: int
+    stop: int
+    offset: int
+
+
+def pieces(buckets: Sequence[Bucket], owned: Sequence[slice], step: int) -> list[Piece]:
+    """What one rank updates: its own part of each bucket, cut at the parameters' borders and into blocks.
 
     owned: for each bucket the slice that this rank finishes, counted from the bucket's start.
-    groups: for each parameter the parameter group that it is in.
     step: the largest number of elements in a piece.
     """
     result = []
     for bucket, mine in zip(buckets, owned, strict=True):
-        for group, start, stop in _runs(bucket, groups):
-            begin, end = max(start, bucket.start + mine.start), min(stop, bucket.start + mine.stop)
+        for slot in bucket.slots:
+            begin, end = max(slot.start, bucket.start + mine.start), min(slot.stop, bucket.start + mine.stop)
             for at in range(begin, end, step):
-                result.append(Piece(group, bucket.dtype, at, min(at + step, end)))
+                result.append(Piece(slot.parameter, bucket.dtype, at, min(at + step, end), at - slot.start))
     return result
-
-
-class Piece(NamedTuple):
-    """Elements [start, stop) of the buffer of `dtype`, all of one parameter group."""
-
-    group: int
-    dtype: str
-    start: int
-    stop: int
-
-
-def _runs(bucket: Bucket, groups: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(group, start, stop) of neighbouring slots of one group; the gaps between them, all zeros, belong to it."""
-    runs: list[tuple[int, int, int]] = []
-    for slot in bucket.slots:
-        group = groups[slot.parameter]
-        if runs and runs[-1][0] == group:
-            runs[-1] = (group, runs[-1][1], slot.stop)
-        else:
-            runs.append((group, slot.start, slot.stop))
-    return runs

@@ -13,14 +13,17 @@ from allreduce.base import AllReduce, TwoPhase
 from allreduce.errors import ClosedError, OptionError
 from allreduce.topology import Topology
 from trainers.pytorch import checks, choices
-from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager, Submit, at_once, take_over
+from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager, Submit, at_once
 from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compare
 from trainers.pytorch.loading import load_of_root
+from trainers.pytorch.ownership import take_over
 from trainers.pytorch.report import Report
 from trainers.pytorch.rollcall import RollCall
 from trainers.pytorch.sharded import ShardedUpdate
 
 MIB = 1 << 20
+AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
+GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so their gradients have no place; {AGAIN}"
 
 
 class MirroredOptimizer(Optimizer):
@@ -77,7 +80,8 @@ class MirroredOptimizer(Optimizer):
         self._owns_topology = topology is None and not isinstance(allreduce, AllReduce)
         self.topology = allreduce.topology if isinstance(allreduce, AllReduce) else topology or Topology()
         self._comm = self.topology.private()
-        checks.together(self._comm, optimizer, model, update, overlap, (first_bucket_mb, bucket_mb))
+        name = allreduce.name if isinstance(allreduce, AllReduce) else allreduce
+        checks.together(self._comm, optimizer, model, name, update, overlap, (first_bucket_mb, bucket_mb))
         self._trained, self._frozen = checks.sort(optimizer, model)
         compare(self._comm, checks.describe(optimizer, model))
         self._broadcast()
@@ -90,7 +94,7 @@ class MirroredOptimizer(Optimizer):
         if update == "sharded":
             assert isinstance(self.backend, TwoPhase)
             self._sharded = ShardedUpdate(optimizer, self._averager, self.backend, self._comm)
-        take_over(list(self._trained.values()), self)
+        take_over(self._trained.values(), self)
         Optimizer.__setstate__(self, {})  # the hooks that every optimizer has; the rest is the wrapped one's
         choices.tell_threads(self.topology)
 
@@ -131,7 +135,7 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state by parameter; empty when sharded (`state_dict` gathers it)."""
+        """The wrapped optimizer's state by parameter; only of frozen ones when sharded (`state_dict` gathers it)."""
         return self.optimizer.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -159,10 +163,8 @@ class MirroredOptimizer(Optimizer):
                 loss = self._mean_loss(closure)
         self._averager.finish()
         self._averager.check_unchanged()
-        begin = self._averager.clock.now()
-        self._rollcall("updates parameters")
-        self._averager.clock.waiting += self._averager.clock.now() - begin
-        sharded.step()
+        self._averager.clock.wait(partial(self._rollcall, "updates parameters"))
+        sharded.step(self._rollcall.any([each.grad is not None for each in self._trained.values()]))
         return loss
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
@@ -178,12 +180,15 @@ class MirroredOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. model.zero_grad() does as well, except with update="sharded" and False."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
         self._averager.forget(release=False)
         self._averager.leftover.clear()
+        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def synchronize(self) -> None:
-        """Make `.grad` of every parameter the average over the ranks, if it is not that yet. Collective."""
+        """Make `.grad` of every parameter the average over the ranks, if it is not that yet. Collective.
+
+        Call it before clipping where a rank may have had no backward, and with update="sharded" always.
+        """
         self._check_usable()
         self._averager.finish()
         if self._averager.state == SCATTERED:
@@ -226,16 +231,12 @@ class MirroredOptimizer(Optimizer):
             self._sharded.load()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not offered: the gradients' memory is laid out once."""
-        raise OptionError(
-            "add_param_group after MirroredOptimizer was made: the gradients have their places already; "
-            "add the group to the plain optimizer, close() this one and make it again"
-        )
+        """Not offered, neither here nor at the plain optimizer: the gradients' memory is laid out once."""
+        raise OptionError(GROUP_ADDED)
 
     def report(self) -> Report:
         """What averaging has cost this rank so far. Print it."""
-        clock, averager = self._averager.clock, self._averager
-        sizes = tuple(bucket.array.nbytes for bucket in averager.buckets)
+        clock, sizes = self._averager.clock, self._averager.sizes
         return Report(
             backend=self.backend.name,
             update=self.update,
@@ -253,10 +254,12 @@ class MirroredOptimizer(Optimizer):
     def close(self) -> None:
         """Give memory and communicators back. Collective; closing twice does nothing.
 
-        The model stays as it is, on every rank; a backward through it raises ClosedError from now on.
+        The model stays as it is, on every rank, without `.grad`; a backward through it raises ClosedError from
+        now on. The state of a sharded update is dropped: take `state_dict()` before, to go on elsewhere.
         """
         if self.closed:
             return
+        self._averager.abandon()
         self._rollcall("closes the optimizer")
         self.closed = self._rollcall.closed = True
         self._averager.close()
@@ -290,5 +293,7 @@ class MirroredOptimizer(Optimizer):
             if parameter.requires_grad and parameter.grad is not None:
                 raise OptionError(
                     f"{name} was frozen when MirroredOptimizer was made, so its gradient has no place to be "
-                    "averaged in; set requires_grad before, or close() it and make it again"
+                    f"averaged in; set requires_grad before, or {AGAIN}"
                 )
+        if sum(len(group["params"]) for group in self.param_groups) != len(self._trained) + len(self._frozen):
+            raise OptionError(GROUP_ADDED)

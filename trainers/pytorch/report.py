@@ -1,6 +1,42 @@
 """What the averaging has cost."""
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from allreduce.background import Pending
+
+
+class Clock:
+    """Adds up the times that `Report` tells, in seconds."""
+
+    def __init__(self) -> None:
+        self.communication = self.exposed = self.waiting = 0.0
+
+    @staticmethod
+    def now() -> float:
+        return time.perf_counter()
+
+    def add(self, pending: Sequence[Pending], begin: float) -> None:
+        """Count reductions that are done by now; from `begin` on this rank could do nothing but wait."""
+        self.communication += sum(each.end - each.begin for each in pending)
+        exposed = sum(max(0.0, each.end - max(each.begin, begin)) for each in pending)
+        self.exposed += exposed
+        self.waiting += max(0.0, self.now() - begin - exposed)
+
+    def communicate(self, work: Callable[[], object]) -> None:
+        """Do and count communication during which this rank does nothing else."""
+        begin = self.now()
+        work()
+        took = self.now() - begin
+        self.communication += took
+        self.exposed += took
+
+    def wait(self, work: Callable[[], object]) -> None:
+        """Do and count what only waits for the other ranks."""
+        begin = self.now()
+        work()
+        self.waiting += self.now() - begin
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -42,6 +43,13 @@ class RollCall:
         except BaseException:
             self.broken = True
             raise
+
+    def any(self, values: Sequence[bool]) -> np.ndarray:
+        """For each value whether it is true on any rank. Collective."""
+        found = np.array(values, dtype=np.uint8)
+        if self._comm.size > 1:
+            self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+        return found
 
     def mean(self, value: float) -> float:
         """The mean of a number over all ranks, the same bits on each. Collective."""

@@ -21,11 +21,11 @@ from allreduce.errors import OptionError
 from allreduce.window import CommonWindow
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.layout import Piece, pieces
-from trainers.replicas.torch_tensors import DTYPES, TORCH, as_tensor
+from trainers.replicas.torch_tensors import DTYPES, TORCH, as_tensor, shaped
 
 BLOCK = 1 << 16  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
 
-SCALARS = {"step", "eta", "mu", "mu_product"}  # state that optimizers keep once for a tensor; all else is elementwise
+SCALARS = {"step", "eta", "mu", "mu_product"}  # what is no element where a parameter has no dimensions: its state
 
 ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.SGD,
@@ -60,7 +60,7 @@ def refusal(optimizer: Optimizer) -> OptionError | None:
 class ShardedUpdate:
     """Moves the parameters into flat memory, and updates this rank's pieces of them.
 
-    face: the user's optimizer: the source of the hyperparameters; its own state stays empty.
+    face: the user's optimizer: the source of the hyperparameters; it keeps the state of frozen parameters only.
     comm: a communicator of all ranks, for `state_dict`.
     """
 
@@ -72,11 +72,10 @@ class ShardedUpdate:
         self._arrays = self._allocate(owned)
         self.flats = {dtype: as_tensor(array, TORCH[dtype]) for dtype, array in self._arrays.items()}
         self._move_in()
-        self.pieces = pieces(averager.plan, owned, self._groups, BLOCK)
+        self.pieces = pieces(averager.plan, owned, BLOCK)
         self._parts = [self.flats[each.dtype][each.start : each.stop] for each in self.pieces]
+        self._grads = [averager.flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self.optimizer = self._rebuild()
-        for piece, part in zip(self.pieces, self._parts, strict=True):
-            part.grad = averager.flats[piece.dtype][piece.start : piece.stop]
         self.load()
 
     @property
@@ -116,35 +115,44 @@ class ShardedUpdate:
         known = inspect.signature(kind).parameters
         defaults = {key: value for key, value in self._face.defaults.items() if key in known}
         groups: list[dict[str, Any]] = [
-            {**_hyperparameters(group), "params": [part for _, part in self._of_group(at)]}
+            {**_hyperparameters(group), "params": self._of_group(at)}
             for at, group in enumerate(self._face.param_groups)
         ]
         return kind(groups, **defaults)
 
-    def _of_group(self, group: int) -> list[tuple[Piece, Tensor]]:
-        return [(piece, part) for piece, part in zip(self.pieces, self._parts, strict=True) if piece.group == group]
+    def _of_group(self, group: int) -> list[Tensor]:
+        own = zip(self.pieces, self._parts, strict=True)
+        return [part for piece, part in own if self._groups[piece.parameter] == group]
 
-    def step(self) -> None:
+    def step(self, used: np.ndarray) -> None:
         """Update this rank's pieces, and let all ranks see all of them. Collective.
 
+        used: for each parameter whether any rank has a gradient of it; others are left as they are.
         Before the first write all ranks must have stopped reading the parameters (a roll call sees to it).
         """
         for mine, group in zip(self.optimizer.param_groups, self._face.param_groups, strict=True):
             mine.update(_hyperparameters(group))  # schedulers change the user's groups
+        for piece, part, grad in zip(self.pieces, self._parts, self._grads, strict=True):
+            part.grad = grad if used[piece.parameter] else None
         self.optimizer.step()
         self._face._opt_called = True  # type: ignore[attr-defined]  # schedulers warn when it never was
         if self.in_common:
-            self._fence()
-            return
+            self._averager.clock.wait(self._fence)
+        else:
+            self._averager.clock.communicate(self._gather_parameters)
+
+    def _gather_parameters(self) -> None:
         for bucket in self._averager.plan:
             self._backend.all_gather(self._arrays[bucket.dtype][bucket.start : bucket.stop])
 
     def close(self) -> None:
-        """Give every rank parameters of its own again. Collective."""
+        """Give every rank parameters of its own again, and drop the state. Collective."""
         for parameter in self._averager.parameters:
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
         self.optimizer.param_groups.clear()
+        self.optimizer.state.clear()  # its keys lie in the flat memory
         self._parts.clear()
+        self._grads.clear()
         self.flats.clear()
         self._arrays.clear()
         for window in self._windows:
@@ -155,53 +163,55 @@ class ShardedUpdate:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state_dict, gathered from all ranks, on every rank. Collective."""
-        state: dict[Tensor, dict[str, Any]] = {}
-        for group in range(len(self._face.param_groups)):
-            members = [at for at, each in enumerate(self._groups) if each == group]
-            for dtype in sorted({DTYPES[self._averager.parameters[at].dtype] for at in members}):
-                here = [at for at in members if DTYPES[self._averager.parameters[at].dtype] == dtype]
-                self._gather_state(group, dtype, here, state)
+        gathered: list[dict[str, Any]] = [{} for _ in self._averager.parameters]
+        flat: set[tuple[str, str, torch.dtype]] = set()
+        found = self._found()
+        for at, state in found.items():
+            for key, value in state.items():
+                gathered[at][key] = value.clone() if isinstance(value, Tensor) else value  # keeps the order of keys
+                if isinstance(value, torch.dtype):
+                    flat.add((DTYPES[self._averager.parameters[at].dtype], key, value))
+        for dtype, key, of in sorted(flat, key=str):
+            whole = self._gather_flat(dtype, key, of)
+            for at, parameter in enumerate(self._averager.parameters):
+                if DTYPES[parameter.dtype] == dtype and gathered[at].get(key) is of:
+                    gathered[at][key] = self._averager.place(at, whole).clone(memory_format=torch.preserve_format)
+        return self._as_plain(gathered)
+
+    def _as_plain(self, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         result = self._face.state_dict()
         numbers = {
             parameter: number
             for packed, group in zip(result["param_groups"], self._face.param_groups, strict=True)
             for number, parameter in zip(packed["params"], group["params"], strict=True)
         }
-        result["state"] = dict(sorted((numbers[parameter], each) for parameter, each in state.items()))
+        held = [
+            (numbers[each], state) for each, state in zip(self._averager.parameters, gathered, strict=True) if state
+        ]
+        result["state"] = dict(sorted([*result["state"].items(), *held], key=lambda each: each[0]))
         return result
 
-    def _gather_state(self, group: int, dtype: str, members: list[int], state: dict[Tensor, dict[str, Any]]) -> None:
-        own = [(piece, part) for piece, part in self._of_group(group) if piece.dtype == dtype]
-        for key, value in self._keys(own).items():
-            if not isinstance(value, torch.dtype):
-                for at in members:
-                    copy = value.clone() if isinstance(value, Tensor) else value
-                    state.setdefault(self._averager.parameters[at], {})[key] = copy
-                continue
-            whole = self._gather_flat(own, key, dtype, value)
-            for at in members:
-                copy = self._averager.place(at, whole).clone(memory_format=torch.preserve_format)
-                state.setdefault(self._averager.parameters[at], {})[key] = copy
-
-    def _keys(self, own: list[tuple[Piece, Tensor]]) -> dict[str, Any]:
-        """What the state holds of a group, on whichever rank: for flat tensors their dtype, otherwise the value.
-
-        A rank that owns nothing of a small group has no state of it, so the ranks tell each other.
-        """
-        found: dict[str, Any] = {}
-        for _, part in own[:1]:
-            for key, value in self.optimizer.state[part].items():
-                found[key] = value.dtype if isinstance(value, Tensor) and key not in SCALARS else value
-        merged: dict[str, Any] = {}
-        for each in self._comm.allgather(found):
+    def _found(self) -> dict[int, dict[str, Any]]:
+        """The state of each parameter, on whichever rank: for elementwise tensors their dtype, otherwise the value."""
+        mine: dict[int, dict[str, Any]] = {}
+        for piece, part in zip(self.pieces, self._parts, strict=True):
+            if piece.parameter not in mine and self.optimizer.state.get(part):
+                mine[piece.parameter] = {
+                    key: value.dtype if isinstance(value, Tensor) and value.dim() else value
+                    for key, value in self.optimizer.state[part].items()
+                }
+        merged: dict[int, dict[str, Any]] = {}
+        for each in self._comm.allgather(mine):
             merged = {**each, **merged}
         return merged
 
-    def _gather_flat(self, own: list[tuple[Piece, Tensor]], key: str, dtype: str, of: torch.dtype) -> dict[str, Tensor]:
+    def _gather_flat(self, dtype: str, key: str, of: torch.dtype) -> dict[str, Tensor]:
         array = np.zeros(self.flats[dtype].numel(), _numpy(DTYPES[of]))
         flat = as_tensor(array, of)
-        for piece, part in own:
-            flat[piece.start : piece.stop] = self.optimizer.state[part][key]
+        for piece, part in zip(self.pieces, self._parts, strict=True):
+            value = self.optimizer.state.get(part, {}).get(key)
+            if piece.dtype == dtype and isinstance(value, Tensor) and value.dim() and value.dtype == of:
+                flat[piece.start : piece.stop] = value
         for bucket in self._averager.plan:
             if bucket.dtype == dtype:
                 self._backend.all_gather(array[bucket.start : bucket.stop])
@@ -209,29 +219,23 @@ class ShardedUpdate:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Take this rank's part of the state that the user's optimizer holds, and empty that."""
+        """Move this rank's part of the state that the user's optimizer holds to here, and drop the rest."""
         self.optimizer.state.clear()
-        for group in range(len(self._face.param_groups)):
-            for dtype in {piece.dtype for piece, _ in self._of_group(group)}:
-                self._load_group(group, dtype)
-        self._face.state.clear()
-
-    def _load_group(self, group: int, dtype: str) -> None:
-        members = [
-            (at, self._face.state[each])
-            for at, each in enumerate(self._averager.parameters)
-            if self._groups[at] == group and DTYPES[each.dtype] == dtype and self._face.state.get(each)
-        ]
-        for key, sample in members[0][1].items() if members else ():
-            flat: Tensor | None = None
-            if key not in SCALARS and isinstance(sample, Tensor):
-                flat = torch.zeros(self.flats[dtype].numel(), dtype=sample.dtype)
-                for at, held in members:
-                    self._averager.place(at, {dtype: flat}).copy_(held[key])
-            for piece, part in self._of_group(group):
-                if piece.dtype == dtype:
-                    value = sample if flat is None else flat[piece.start : piece.stop]
-                    self.optimizer.state[part][key] = value.clone() if isinstance(value, Tensor) else value
+        parts: dict[int, list[tuple[Piece, Tensor]]] = {}
+        for piece, part in zip(self.pieces, self._parts, strict=True):
+            parts.setdefault(piece.parameter, []).append((piece, part))
+        for at, parameter in enumerate(self._averager.parameters):
+            for key, value in self._face.state.pop(parameter, {}).items():
+                elementwise = isinstance(value, Tensor) and value.shape == parameter.shape
+                if not elementwise or (parameter.dim() == 0 and key in SCALARS):
+                    for _, part in parts.get(at, []):
+                        self.optimizer.state[part][key] = value.clone() if isinstance(value, Tensor) else value
+                    continue
+                flat = torch.empty(value.numel(), dtype=value.dtype)
+                shaped(flat, 0, parameter).copy_(value)
+                for piece, part in parts.get(at, []):
+                    stop = piece.offset + piece.stop - piece.start
+                    self.optimizer.state[part][key] = flat[piece.offset : stop].clone()
 
 
 def _groups(optimizer: Optimizer, averager: Averager) -> list[int]:

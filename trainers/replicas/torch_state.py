@@ -38,7 +38,7 @@ class TorchState:
                 ]
                 held[f"optimizer.{key}"] = _packed(filled)
             else:
-                held[f"optimizer.{key}"] = np.array([float(state[key]) if state else 0.0 for state in states])
+                held[f"optimizer.{key}"] = np.array([float(state.get(key, 0.0)) for state in states])
         return held | {f"hyperparameter.{key}": value for key, value in self._hyperparameters().items()}
 
     @torch.no_grad()
@@ -81,13 +81,13 @@ class TorchState:
             if name.startswith("hyperparameter."):
                 key = name.removeprefix("hyperparameter.")
                 for group, value in zip(self._optimizer.param_groups, state[name].tolist(), strict=True):
-                    group[key] = tuple(value) if isinstance(value, list) else type(group[key])(value)
+                    group[key] = tuple(value) if isinstance(value, list) else _number(value, group[key])
 
     def _hyperparameters(self) -> dict[str, np.ndarray]:
-        """Those that are numbers, one row a group: a schedule may have changed them."""
+        """The optimizer's own (not a schedule's notes) that are numbers, one row a group: a schedule changes them."""
         groups = self._optimizer.param_groups
         found = {}
-        for key in groups[0]:
+        for key in self._optimizer.defaults:
             values = [group.get(key) for group in groups]
             if all(_is_numeric(value) for value in values):
                 found[key] = np.array(values, np.float64)
@@ -95,34 +95,40 @@ class TorchState:
 
 
 def _state_keys(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
-    """What the optimizer keeps for a parameter, and whether it is one number for each element.
+    """What the optimizer keeps for a parameter of any group, and whether it is one number for each element.
 
     Optimizers make their state in the first step, and a saved model has to look alike before and after;
-    so one of the same kind is tried out on a parameter of its own.
+    so one of the same kind is tried out on parameters of its own, one a group.
     """
     kind = type(optimizer)
     known = inspect.signature(kind).parameters
-    hyperparameters = {
-        key: each for key, each in optimizer.param_groups[0].items() if key not in ("params", "param_names")
-    }
-    trial = nn.Parameter(torch.ones(2, 3))
-    trial.grad = torch.ones_like(trial)
+    trials = [nn.Parameter(torch.ones(2, 3)) for _ in optimizer.param_groups]
+    groups = [
+        {**{key: each for key, each in group.items() if key not in ("params", "param_names")}, "params": [trial]}
+        for group, trial in zip(optimizer.param_groups, trials, strict=True)
+    ]
+    for trial in trials:
+        trial.grad = torch.ones_like(trial)
     try:
-        tried = kind(
-            [{**hyperparameters, "params": [trial]}], **{k: v for k, v in optimizer.defaults.items() if k in known}
-        )
+        tried = kind(groups, **{k: v for k, v in optimizer.defaults.items() if k in known})
         tried.step()
-        state = {key: value for key, value in tried.state[trial].items() if value is not None}
-        strange = [key for key, value in state.items() if torch.as_tensor(value).shape not in ((), trial.shape)]
+        states = [tried.state[trial].items() for trial in trials]
+        shapes = {key: torch.as_tensor(value).shape for state in states for key, value in state if value is not None}
     except Exception as error:
         raise ArgumentError(
             f"{kind.__name__} can't be used by TorchReplica: {type(error).__name__}: {error}"
         ) from error
+    strange = [key for key, shape in shapes.items() if shape not in ((), (2, 3))]
     if strange:
         raise ArgumentError(
             f"{kind.__name__} can't be used by TorchReplica: its state {strange[0]!r} is not of the parameter's shape"
         )
-    return {key: torch.as_tensor(value).shape == trial.shape for key, value in state.items()}
+    return {key: shape == (2, 3) for key, shape in shapes.items()}
+
+
+def _number(value: float, like: Any) -> float | int:
+    """An int where there was one and it still is: a schedule turns lr=1 into 0.5."""
+    return int(value) if isinstance(like, int) and value.is_integer() else value
 
 
 def _array(tensor: Tensor) -> np.ndarray:
