@@ -24,8 +24,8 @@ SHORTEST_SLEEP, LONGEST_SLEEP = 2e-5, 5e-4  # seconds
 
 
 def crowded(topology: Topology) -> bool:
-    """True where the node has no core to spare for a second thread of each of its ranks."""
-    return (os.cpu_count() or 1) < 2 * topology.node_size
+    """True where some node has no core to spare for a second thread of each of its ranks. Collective."""
+    return bool(topology.world.allreduce((os.cpu_count() or 1) < 2 * topology.node_size, MPI.LOR))
 
 
 def meet_asleep(comm: MPI.Intracomm) -> None:

@@ -23,7 +23,9 @@ from trainers.pytorch.averaging import Averager
 from trainers.pytorch.layout import Piece, pieces
 from trainers.replicas.torch_tensors import DTYPES, TORCH, as_tensor, shaped
 
-BLOCK = 1 << 16  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
+BLOCK = 1 << 17  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
+
+FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}  # PyTorch has these as one pass over the memory
 
 SCALARS = {"step", "eta", "mu", "mu_product"}  # what is no element where a parameter has no dimensions: its state
 
@@ -120,6 +122,17 @@ class ShardedUpdate:
         ]
         return kind(groups, **defaults)
 
+    def _one_pass(self, group: dict[str, Any], parts: list[Tensor]) -> dict[str, Any]:
+        """The fused implementation, where the user has named none, it can do it, and every state has begun."""
+        free = all(group.get(key) is None for key in ("fused", "foreach"))
+        plain = not any(group.get(key) for key in ("differentiable", "capturable"))
+        numbers = not any(isinstance(value, Tensor) for key, value in group.items() if key != "params")
+        if not (type(self._face) in FUSED and free and plain and numbers):
+            return {}
+        states = [self.optimizer.state.get(part) for part in parts if part.grad is not None]
+        begun = all(state and all(value is not None for value in state.values()) for state in states)
+        return {"fused": begun or None}
+
     def _of_group(self, group: int) -> list[Tensor]:
         own = zip(self.pieces, self._parts, strict=True)
         return [part for piece, part in own if self._groups[piece.parameter] == group]
@@ -130,10 +143,11 @@ class ShardedUpdate:
         used: for each parameter whether any rank has a gradient of it; others are left as they are.
         Before the first write all ranks must have stopped reading the parameters (a roll call sees to it).
         """
-        for mine, group in zip(self.optimizer.param_groups, self._face.param_groups, strict=True):
-            mine.update(_hyperparameters(group))  # schedulers change the user's groups
         for piece, part, grad in zip(self.pieces, self._parts, self._grads, strict=True):
             part.grad = grad if used[piece.parameter] else None
+        # Schedulers change the user's groups.
+        for mine, group in zip(self.optimizer.param_groups, self._face.param_groups, strict=True):
+            mine.update(_hyperparameters(group) | self._one_pass(group, mine["params"]))
         self.optimizer.step()
         self._face._opt_called = True  # type: ignore[attr-defined]  # schedulers warn when it never was
         if self.in_common:
