@@ -116,14 +116,14 @@ class Executor:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            self._execute(*job, asleep=self._crowded)
+            self._execute(*job)
             del job  # its tensors are the caller's again
 
-    def _execute(self, work: Work, action: Callable[[], None], asleep: bool = False) -> None:
+    def _execute(self, work: Work, action: Callable[[], None]) -> None:
         outer, self._running = self._running, (work, time.monotonic() + work.limit)
         error: Exception | None = None
         try:
-            if asleep:
+            if self._crowded and self._thread is not None:
                 meet_asleep(self._comm)
             action()
         except Exception as raised:
