@@ -9,7 +9,7 @@ import argparse
 import datetime
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from allreduce.errors import AllReduceError, OptionError, raise_together
 from benchmarks import cli, machine, outputs, plot, report, sizes, table
 from benchmarks.contenders import Contender
 from benchmarks.correctness import Checker
-from benchmarks.lineup import gather
+from benchmarks.lineup import ALL, gather
 from benchmarks.measure import Cell, Plan, measure
 from benchmarks.peers import PEERS
 from benchmarks.results import Run, summarize, to_csv, to_json
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--backends",
         type=cli.names,
-        default=["all"],
+        default=[ALL],
         metavar="A,B",
         help=f"all (that work here), or some of {', '.join(allreduce.NAMES)}",
     )
@@ -94,7 +94,7 @@ def _run(comm: MPI.Intracomm, args: argparse.Namespace, argv: Sequence[str]) -> 
     _check_outputs(comm, args)
     cli.checked_op(comm, args.op, args.datatype)
     wanted = _sizes(comm, args)
-    everything = args.backends == ["all"]
+    everything = ALL in args.backends
     names = list(allreduce.NAMES) if everything else args.backends
     with Topology(comm, ranks_per_node=args.ranks_per_node) as topology:
         contenders, skipped = gather(topology, names, args.peers, args.datatype, args.op, optional=everything)
@@ -154,7 +154,7 @@ def _cells(
     """
     count = largest // dtype.itemsize
     arrays = 1 + sum(contender.allocate is not None for contender in contenders)
-    raise_together(topology.world, _lack_of_memory(topology, arrays * largest))
+    machine.check_memory(topology.world, arrays * largest)
     foreign = np.zeros(count, dtype)
     cells = []
     for contender in list(contenders):
@@ -171,16 +171,6 @@ def _cells(
             continue
         cells += mine
     return cells
-
-
-def _lack_of_memory(topology: Topology, each: int) -> OptionError | None:
-    free, wanted = machine.available_bytes(), each * topology.node_size
-    if free is None or wanted < free:
-        return None
-    return OptionError(
-        f"{topology.node_size} ranks need {sizes.show(wanted)} for their arrays and this machine has "
-        f"{sizes.show(free)} left; give a smaller -e, or fewer --backends"
-    )
 
 
 def _measure_all(comm: MPI.Intracomm, args: argparse.Namespace, run: Run, cells: list[Cell], wanted: list[int]) -> None:
@@ -207,20 +197,22 @@ def _measure_all(comm: MPI.Intracomm, args: argparse.Namespace, run: Run, cells:
 
 def _write(comm: MPI.Intracomm, args: argparse.Namespace, run: Run, said: list[str]) -> None:
     """Write the files that were asked for, on rank 0. Collective."""
-    error = None
-    try:
-        if comm.rank == 0:
-            if args.json:
-                outputs.write(args.json, to_json(run, said))
-            if args.csv:
-                outputs.write(args.csv, to_csv(run))
-            if args.plot:
-                outputs.write(args.plot, plot.draw(run, Path(args.plot).suffix.lstrip(".").lower()))
-            if args.html:
-                outputs.write(args.html, report.page(run, said))
-    except OSError as failed:
-        error = OptionError(f"{failed.filename}: {failed.strerror}; the measurement is lost but for the table above")
-    raise_together(comm, error)
+    contents: dict[str, Callable[[], str | bytes]] = {  # what can be read again comes first
+        "json": lambda: to_json(run, said),
+        "csv": lambda: to_csv(run),
+        "plot": lambda: plot.draw(run, Path(args.plot).suffix.lstrip(".").lower()),
+        "html": lambda: report.page(run, said),
+    }
+
+    failures = []
+    for option, content in contents.items() if comm.rank == 0 else ():
+        path = getattr(args, option)
+        try:
+            if path:
+                outputs.write(path, content())
+        except Exception as failed:  # whatever it is, the others are written, and the ranks don't wait for rank 0
+            failures.append(f"--{option} {path} was not written: {type(failed).__name__}: {failed}")
+    raise_together(comm, OptionError("; ".join(failures)) if failures else None)
 
 
 if __name__ == "__main__":

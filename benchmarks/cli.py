@@ -1,6 +1,7 @@
 """What the command lines share: one parser for all ranks, one report of an error that all ranks have."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from allreduce import dtypes, ops
 from allreduce.errors import AllReduceError, OptionError, raise_together
 from benchmarks import sizes
 
+INTERRUPTED = 130  # exit code, as a shell has it
 NCCL_TYPES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32"}
 NCCL_OPS = {"avg": "mean"}
 
@@ -33,7 +35,11 @@ def parse_together(parser: argparse.ArgumentParser, argv: Sequence[str] | None, 
 
 
 def run_together(program: str, comm: MPI.Intracomm, main: Callable[[], int]) -> int:
-    """The exit code of `main`; an error that all ranks raised is told in one line, by rank 0, with exit code 2."""
+    """The exit code of `main`; an error that all ranks raised is told in one line, by rank 0, with exit code 2.
+
+    Ctrl-C on one rank alone has exit code 130. With more the launcher decides: MPICH's hands the signal on, and
+    the code is 130; Open MPI's ends the ranks by itself, drops their last words, and has exit code 1.
+    """
     try:
         return main()
     except AllReduceError as error:
@@ -43,6 +49,11 @@ def run_together(program: str, comm: MPI.Intracomm, main: Callable[[], int]) -> 
             print(f"{program}: error: {error}", file=sys.stderr, flush=True)
         comm.Barrier()  # mpirun kills all ranks when one ends with a code, so rank 0 speaks first
         return 2
+    except KeyboardInterrupt:
+        if comm.size > 1:
+            raise  # the hook of Topology says so and ends the job; the others would wait for this rank
+        print(f"{program}: interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
 
 
 def size(text: str) -> int:
@@ -88,7 +99,7 @@ def at_least(least: float, kind: Callable[[str], Any] = int) -> Callable[[str], 
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not value >= least:
+        if value is None or not least <= value < math.inf:
             raise argparse.ArgumentTypeError(f"{text!r}: give a number of at least {least}")
         return value
 

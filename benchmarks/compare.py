@@ -2,13 +2,15 @@
 
     python -m benchmarks.compare before.json after.json --threshold 10%
 
-A size counts as a regression when its median and its minimum are both slower by more than the threshold (a
-busy machine spoils medians, but seldom minima), a backend when the geometric means of both over all sizes are.
+Wrong results are regressions. A size is one when its median and its minimum are both slower by more than the
+threshold (a busy machine spoils medians, but seldom minima), a backend when the geometric means of both over all
+sizes are.
 Exit code: 0 no regression, 1 regressions, 2 the files can't be compared.
 """
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
@@ -56,6 +58,15 @@ def means(found: Sequence[Ratio]) -> dict[tuple[str, str], tuple[float, float]]:
         key: (geometric_mean(each.median for each in group), geometric_mean(each.least for each in group))
         for key, group in grouped.items()
     }
+
+
+def only_in(one: Run, other: Run) -> list[str]:
+    """What `one` measured and `other` did not: backend, memory, and at how many sizes."""
+    common = {(each.backend, each.memory, each.size) for each in other.results}
+    counts = Counter((e.backend, e.memory) for e in one.results if (e.backend, e.memory, e.size) not in common)
+    return [
+        f"{backend}, {TITLES[memory]}, {count} size{'s' * (count != 1)}" for (backend, memory), count in counts.items()
+    ]
 
 
 def differences(before: Run, after: Run) -> list[str]:
@@ -109,11 +120,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{args.before} and {args.after} have no backend and size in common")
     for difference in differences(before, after):
         print(f"warning: measured under other conditions: {difference}", file=sys.stderr)
+    for path, lonely in ((args.before, only_in(before, after)), (args.after, only_in(after, before))):
+        for which in lonely:
+            print(f"warning: only in {path}: {which}", file=sys.stderr)
     lines, regressions = report(found, args.threshold)
+    regressions = [
+        *(
+            f"{e.backend}, {TITLES[e.memory]}, {show(e.size)}: {e.wrong} wrong elements"
+            for e in after.results
+            if e.wrong
+        ),
+        *regressions,
+    ]
     print("\n".join(lines))
     limit = f"{args.threshold:.0%}"
     if regressions:
-        print(f"# {len(regressions)} regressions beyond {limit}:", *(f"#   {line}" for line in regressions), sep="\n")
+        count = f"{len(regressions)} regression{'s' * (len(regressions) != 1)}"
+        print(f"# {count} beyond {limit}:", *(f"#   {line}" for line in regressions), sep="\n")
         return 1
     print(f"# no regression beyond {limit} in {len(found)} comparisons")
     return 0

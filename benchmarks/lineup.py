@@ -11,6 +11,8 @@ from allreduce.topology import Topology
 from benchmarks.contenders import Contender, of_backend
 from benchmarks.peers import PEERS
 
+ALL = "all"  # in place of the names of backends: those that work here
+
 
 def check_names(topology: Topology, option: str, asked: Sequence[str], known: Sequence[str]) -> None:
     """Refuse unknown names, with the nearest known one. Collective."""
@@ -24,12 +26,20 @@ def check_names(topology: Topology, option: str, asked: Sequence[str], known: Se
 
 
 def gather(
-    topology: Topology, names: Sequence[str], peers: Sequence[str], dtype: np.dtype, op: str, *, optional: bool
+    topology: Topology,
+    names: Sequence[str],
+    peers: Sequence[str],
+    dtype: np.dtype,
+    op: str,
+    *,
+    optional: bool,
+    dtype_asked: bool = True,
 ) -> tuple[list[Contender], dict[str, str]]:
     """The contenders, and those that can't take part with the reason. Collective.
 
     names: backends; those that don't work here, or not with this dtype, are left out when they are
         `optional`, and an error otherwise.
+    dtype_asked: False when nobody asked for this dtype: those that can't reduce it are left out too.
     """
     check_names(topology, "--backends", names, allreduce.NAMES)
     check_names(topology, "--peers", peers, list(PEERS))
@@ -47,10 +57,11 @@ def gather(
         reason = contender.refuse(dtype)
         if reason is None:
             continue
-        if not optional or contender.name in peers:
-            raise_together(topology.world, OptionError(f"-d {dtype}: {reason}"))
+        if dtype_asked and (not optional or contender.name in peers):
+            raise_together(topology.world, OptionError(f"{contender.name} can't take part: {reason}"))
         found.remove(contender)
         contender.close()
         skipped[contender.name] = reason
-    raise_together(topology.world, None if found else OptionError(f"nothing to measure: {skipped}"))
+    why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+    raise_together(topology.world, None if found else OptionError(f"nothing to measure with {dtype}: {why}"))
     return found, skipped

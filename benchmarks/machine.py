@@ -5,7 +5,11 @@ import os
 import platform
 from typing import Any
 
+from mpi4py import MPI
+
+from allreduce.errors import OptionError, raise_together
 from allreduce.machine import identify
+from benchmarks import sizes
 
 
 def describe(peers: list[str]) -> dict[str, Any]:
@@ -29,3 +33,16 @@ def available_bytes() -> int | None:
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
+
+
+def check_memory(comm: MPI.Intracomm, each: int) -> None:
+    """Raise OptionError on all ranks when some machine can't hold `each` bytes for all of its ranks. Collective."""
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED)  # not a topology's node, which may be simulated
+    ranks = local.size
+    local.Free()
+    free, wanted = available_bytes(), each * ranks
+    error = None
+    if free is not None and wanted >= free:
+        told = f"{ranks} ranks need {sizes.show(wanted)} for their arrays and their machine has {sizes.show(free)} left"
+        error = OptionError(f"{told}; measure smaller sizes, or fewer backends")
+    raise_together(comm, error)

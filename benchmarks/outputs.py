@@ -26,12 +26,18 @@ def check(comm: MPI.Intracomm, wanted: Mapping[str, str | None]) -> None:
 
 
 def write(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Replace the file at `path` as a whole: readers see the old content or the new, never a part."""
-    target = Path(path)
-    aside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    """Replace the file at `path` as a whole: readers see the old content or the new, never a part.
+
+    A link stays a link, and what is no regular file (/dev/null) is written to, not replaced.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    if _is_special(path):
+        Path(path).write_bytes(data)
+        return
+    target, aside = _places(path)
     try:
         with aside.open("xb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(data)
         aside.replace(target)
     except BaseException:
         aside.unlink(missing_ok=True)
@@ -39,15 +45,27 @@ def write(path: str | os.PathLike[str], content: bytes | str) -> None:
 
 
 def unwritable(path: str) -> str | None:
-    target = Path(path)
-    if target.is_dir():
-        return "this is a folder; give the name of a file"
-    if not target.parent.is_dir():
-        return f"the folder {target.parent} does not exist; make it first"
-    probe = target.with_name(f".{target.name}.{os.getpid()}.part")
+    """Why `write` would fail at `path`, or None."""
+    if not path or os.path.isdir(path):  # not Path.is_dir, which raises where a folder may not be looked into
+        return "this is a folder; give the name of a file" if path else "give the name of a file"
+    if _is_special(path):
+        return None if os.access(path, os.W_OK) else "it can't be written to; give the name of a file"
+    target, probe = _places(path)
+    if not os.path.isdir(target.parent):
+        return f"the folder {Path(path).parent} does not exist; make it first"
     try:
         probe.open("xb").close()
         probe.unlink()
     except OSError as error:
-        return f"files can't be made in {target.parent} ({error.strerror}); give another place"
+        return f"it can't be made in {target.parent} ({error.strerror}); give another place"
     return None
+
+
+def _is_special(path: str | os.PathLike[str]) -> bool:
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
+def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """The file itself, behind all links, and the one beside it that is written first."""
+    target = Path(os.path.realpath(path))
+    return target, target.with_name(f".{target.name}.{os.getpid()}.part")

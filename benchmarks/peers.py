@@ -41,8 +41,7 @@ def gloo(topology: Topology, op: str) -> Contender:
     """torch.distributed with gloo in the same processes, as PyTorch's DDP uses it on CPUs."""
     torch = _import_torch(topology.world)
     distributed = torch.distributed
-    store = _meet(distributed, topology)
-    distributed.init_process_group("gloo", store=store, rank=topology.rank, world_size=topology.size, timeout=TIMEOUT)
+    _join(distributed, topology)
     names = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
     torch_op = getattr(distributed.ReduceOp, names[op])
     tensors: dict[tuple[int, int, np.dtype], Any] = {}  # DDP keeps its tensors too
@@ -80,8 +79,23 @@ def _import_torch(comm: MPI.Intracomm) -> Any:
     return torch
 
 
-def _meet(distributed: Any, topology: Topology) -> Any:
-    """The TCP store of rank 0, on a port that its system chose. Collective."""
+def _join(distributed: Any, topology: Topology) -> None:
+    """Make all ranks one process group, or raise the same error on all of them. Collective."""
+    host, port, store = _meet(distributed, topology)
+    error = None
+    try:
+        store = store or distributed.TCPStore(host, port, topology.size, is_master=False, timeout=TIMEOUT)
+        distributed.init_process_group(
+            "gloo", store=store, rank=topology.rank, world_size=topology.size, timeout=TIMEOUT
+        )
+    except (OSError, RuntimeError, ValueError) as failed:
+        place = "GLOO_SOCKET_IFNAME names the network interface to use"
+        error = UnavailableError(f"--peers gloo can't connect the ranks by {host}: {failed}; {place}")
+    raise_together(topology.world, error)
+
+
+def _meet(distributed: Any, topology: Topology) -> tuple[str, int, Any]:
+    """Host and port (one that its system chose) of rank 0's TCP store, and on rank 0 the store. Collective."""
     local = len(set(topology.world.allgather(socket.gethostname()))) == 1
     if local:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names often lead nowhere in containers
@@ -96,8 +110,7 @@ def _meet(distributed: Any, topology: Topology) -> Any:
         except (OSError, RuntimeError) as failed:
             error = OptionError(f"--peers gloo: no TCP store on {host}: {failed}")
     raise_together(topology.world, error)
-    host, port = topology.world.bcast(place)
-    return store or distributed.TCPStore(host, port, topology.size, is_master=False, timeout=TIMEOUT)
+    return *topology.world.bcast(place), store
 
 
 def _tensor(torch: Any, array: np.ndarray) -> Any:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -110,10 +111,20 @@ def from_json(text: str) -> Run:
         raise FileError(f"it has version {found.get('version')} of the format, and this is version {VERSION}")
     try:
         fields = {name: found[name] for name in Run.__dataclass_fields__}
-        fields["results"] = [Result(**result) for result in found["results"]]
+        fields["results"] = [_checked(Result(**result)) for result in found["results"]]
+        if not isinstance(found["machine"], dict) or min(found["node_sizes"]) < 1:
+            raise ValueError(f"machine {found['machine']}, node_sizes {found['node_sizes']}")
         return Run(**fields)
-    except (KeyError, TypeError) as error:
-        raise FileError(f"it is incomplete ({type(error).__name__}: {error})") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileError(f"it is incomplete or damaged ({type(error).__name__}: {error})") from None
+
+
+def _checked(result: Result) -> Result:
+    """The same result, if its figures can be divided by."""
+    figures = (result.size, result.count, result.time_us, result.min_us, result.p99_us)
+    if result.memory not in MEMORIES or not all(0 < figure < math.inf for figure in figures):
+        raise ValueError(str(result))
+    return result
 
 
 def load(path: str | Path) -> Run:

@@ -2,6 +2,7 @@
 
 import re
 
+LONGEST = 20  # digits; more than any machine's bytes, and no float overflows
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
@@ -9,7 +10,7 @@ _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 def parse(text: str) -> int:
     """Bytes of "8", "64K", "64KiB", "1.5M" or "1G"; the units are powers of 1024, as in nccl-tests."""
     match = _PATTERN.fullmatch(text.strip())
-    if match is None:
+    if match is None or len(match[1]) > LONGEST:
         raise ValueError(f"{text!r} is not a size; write bytes or a number with K, M or G, such as 8, 64K or 128M")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 

@@ -33,9 +33,10 @@ from allreduce.decision_table import (
 )
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, raise_together
 from allreduce.machine import identify
-from benchmarks import cli, outputs, sizes
+from benchmarks import cli, machine, outputs, sizes
 from benchmarks.contenders import Contender
-from benchmarks.lineup import gather
+from benchmarks.correctness import Checker
+from benchmarks.lineup import ALL, gather
 from benchmarks.measure import Cell, Plan, measure
 from benchmarks.verdict import ranges
 
@@ -44,6 +45,7 @@ SIZES = [1 << power for power in range(8, 27)]  # 256 B to 64 MiB
 QUICK_SIZES = [1 << power for power in range(10, 25, 2)]  # 1 KiB to 16 MiB
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 BUDGET, QUICK_BUDGET = 90.0, 8.0
+NEVER_CHOSEN = {"auto": "is who will choose", "nccl": "is chosen for CuPy arrays, and for nothing else"}
 LEAD = 1.05  # another backend takes over only where it is faster by more than this
 
 
@@ -73,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sizes", type=_sizes, metavar="A,B", help="sizes to measure, such as 1K,64K,1M (default 256 B to 64M by 2)")
     add("--dtypes", type=_dtypes, metavar="A,B", help=f"default {','.join(DTYPES)}")
     add("-o", "--op", type=cli.op, default="sum", metavar="OP", help="default sum")
-    add("--backends", type=cli.names, default=["all"], metavar="A,B", help="those to choose from (default all)")
+    add("--backends", type=cli.names, default=[ALL], metavar="A,B", help="those to choose from (default all)")
     add("--quick", action="store_true", help="float32 only, 8 sizes up to 16M, some seconds; rough")
     cli.add_measuring_options(parser, f"{BUDGET:g}, with --quick {QUICK_BUDGET:g}")
     return parser
@@ -92,8 +94,9 @@ def _run(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         raise_together(
             comm, OptionError("one rank has nothing to reduce; start as many as your jobs have: mpirun -n 4")
         )
-    if "auto" in args.backends:
-        raise_together(comm, OptionError("--backends auto: auto is who will choose; name those to choose from"))
+    for name, why in NEVER_CHOSEN.items():
+        if name in args.backends:
+            raise_together(comm, OptionError(f"--backends {name}: it {why}; name those to choose from"))
     path = Path(args.output) if args.output else default_path()
     _prepare(comm, path, bool(args.output))
     kept = _existing(comm, path)
@@ -101,17 +104,26 @@ def _run(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     wanted = args.sizes or (QUICK_SIZES if args.quick else SIZES)
     seconds = args.budget or (QUICK_BUDGET if args.quick else BUDGET)
     plan = Plan(seconds / len(dtypes) / len(wanted), args.iters, args.warmup_iters)
+    for dtype in dtypes:
+        cli.checked_op(comm, args.op, dtype)
+        if not sizes.whole(wanted, dtype.itemsize):
+            raise_together(comm, OptionError(f"--sizes: none holds an element of {dtype} ({dtype.itemsize} bytes)"))
+    machine.check_memory(comm, 2 * wanted[-1])
     found: Entries = {}
     with Topology(comm, ranks_per_node=args.ranks_per_node) as topology:
-        for dtype in dtypes:
-            cli.checked_op(comm, args.op, dtype)
-            found.update(_entries(topology, dtype, args, sizes.whole(wanted, dtype.itemsize), plan))
+        lineups = [_lineup(topology, args, dtype) for dtype in dtypes]  # refused now, or not at all
+        for dtype, (contenders, skipped) in zip(dtypes, lineups, strict=True):
+            if comm.rank == 0:
+                print(f"# {topology}, {dtype}, {args.op}: {', '.join(each.name for each in contenders)}", flush=True)
+                print(*(f"#   without {name}: {why}\n" for name, why in skipped.items()), sep="", end="", flush=True)
+            checker = Checker(comm, dtype, args.op)
+            found.update(_entries(topology, dtype, contenders, sizes.whole(wanted, dtype.itemsize), plan, checker))
     error = None
     if comm.rank == 0:
         try:
             outputs.write(path, dumps({**kept, **found}))
         except OSError as failed:
-            error = OptionError(f"{path}: {failed.strerror}")
+            error = OptionError(f"{path} was not written: {failed.strerror or failed}")
     raise_together(comm, error)
     if comm.rank == 0:
         print(f"# wrote {path}: {len(found)} entries measured, {len(set(kept) - set(found))} kept", flush=True)
@@ -138,25 +150,35 @@ def _existing(comm: MPI.Intracomm, path: Path) -> Entries:
         try:
             entries = loads(path.read_text(encoding="utf-8"), identify())
         except (OSError, TableError, UnicodeDecodeError) as failed:
-            error = OptionError(f"--output {path} is in the way: {failed}; remove it or give another --output")
+            error = OptionError(f"{path} is in the way: {failed}; remove it or give another --output")
     raise_together(comm, error)
     return entries
 
 
-def _entries(topology: Topology, dtype: np.dtype, args: argparse.Namespace, wanted: list[int], plan: Plan) -> Entries:
-    """The measured entries for one dtype. Collective."""
-    contenders, skipped = gather(
-        topology, _choices(args.backends), [], dtype, args.op, optional=args.backends == ["all"]
-    )
+def _lineup(topology: Topology, args: argparse.Namespace, dtype: np.dtype) -> tuple[list[Contender], dict[str, str]]:
+    """Those to choose from for one dtype, and who can't take part and why. Collective."""
+    everything = ALL in args.backends
+    names = [name for name in allreduce.NAMES if name not in NEVER_CHOSEN] if everything else args.backends
+    return gather(topology, names, [], dtype, args.op, optional=everything, dtype_asked=args.dtypes is not None)
+
+
+def _entries(
+    topology: Topology,
+    dtype: np.dtype,
+    contenders: list[Contender],
+    wanted: list[int],
+    plan: Plan,
+    checker: Checker,
+) -> Entries:
+    """The measured entries for one dtype. Collective; closes the contenders."""
     cells = _cells(topology, contenders, wanted[-1] // dtype.itemsize, dtype)
     times: dict[str, dict[int, dict[str, float]]] = {}
-    if topology.rank == 0:
-        print(f"# {topology}, {dtype}, {args.op}: {', '.join(each.name for each in contenders)}", flush=True)
-        for name, reason in skipped.items():
-            print(f"#   without {name}: {reason}", flush=True)
     for size in wanted:
-        seconds, _ = measure(topology.world, cells, size // dtype.itemsize, plan, None)
-        for cell, row in zip(cells, seconds, strict=True):
+        seconds, wrong = measure(topology.world, cells, size // dtype.itemsize, plan, checker)
+        for cell, row, bad in zip(cells, seconds, wrong, strict=True):
+            if bad:
+                told = f"{cell.backend} made {bad} elements wrong ({cell.memory} {dtype}, {sizes.show(size)})"
+                raise_together(topology.world, OptionError(f"{told}; leave it out by --backends"))
             times.setdefault(cell.memory, {}).setdefault(size, {})[cell.backend] = float(np.median(row))
     for contender in contenders:
         contender.close()
@@ -167,23 +189,20 @@ def _entries(topology: Topology, dtype: np.dtype, args: argparse.Namespace, want
     return found
 
 
-def _choices(asked: list[str]) -> list[str]:
-    """The backends that auto may choose for NumPy arrays."""
-    return [name for name in allreduce.NAMES if name not in ("auto", "nccl")] if asked == ["all"] else asked
-
-
 def _cells(topology: Topology, contenders: list[Contender], count: int, dtype: np.dtype) -> list[Cell]:
     """Foreign arrays, and one array as auto's allocate() gives it, which only one backend knows. Collective."""
     foreign = np.zeros(count, dtype)
     cells = [Cell(each.name, "foreign", each.call, foreign) for each in contenders]
     known = next((each for each in contenders if each.name == auto.home(topology)), None)
+    reason = f"{auto.home(topology)} gives them, and does not take part"
     if known is not None and known.allocate is not None:
         try:
             allocated = known.allocate(count, dtype)
-            cells += [Cell(each.name, "allocated", each.call, allocated) for each in contenders]
+            return cells + [Cell(each.name, "allocated", each.call, allocated) for each in contenders]
         except UnavailableError as error:
-            if topology.rank == 0:
-                print(f"# without arrays from allocate(): {error}", file=sys.stderr)
+            reason = str(error)
+    if topology.rank == 0:
+        print(f"#   without arrays from allocate(): {reason}", flush=True)
     return cells
 
 

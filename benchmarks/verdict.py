@@ -37,10 +37,12 @@ class Crossover(NamedTuple):
 
 
 def times_of(run: Run, memory: str) -> dict[int, dict[str, float]]:
-    """Median microseconds by size and backend."""
+    """Median microseconds by size and backend, without backends that were wrong: they win nothing."""
     times: dict[int, dict[str, float]] = {}
+    wrong = _wrong_backends(run)
     for result in run.of(memory):
-        times.setdefault(result.size, {})[result.backend] = result.time_us
+        if result.backend not in wrong:
+            times.setdefault(result.size, {})[result.backend] = result.time_us
     return times
 
 
@@ -124,7 +126,21 @@ def _contest(times: Times) -> list[str]:
     names = {name for found in times.values() for name in found}
     if len(names) == 1:
         return [f"only {names.pop()} was measured, so there is nothing to compare"]
-    return [f"{span.backend} wins {_span(times, span)}, {_lead(times, span)}" for span in ranges(times)]
+    return [_outcome(times, span) for span in ranges(times)]
+
+
+def _outcome(times: Times, span: Range) -> str:
+    """Who wins a range, or that its first two are level there, which the lead within TIE allows."""
+    second = runner_up(times, span)
+    lead = speedup(times, span, second) if second else None
+    baseline = speedup(times, span, BASELINE) if BASELINE not in (span.backend, second) else None
+    gains = [f"{baseline:.2f}x as fast as {BASELINE}"] if baseline else []
+    if lead and lead < TIE:
+        text = f"{span.backend} and {second} are level {_span(times, span)} (within {TIE - 1:.0%})"
+    else:
+        text = f"{span.backend} wins {_span(times, span)}"
+        gains += [f"{lead:.2f}x as fast as the runner-up {second}"] if lead else []
+    return text + (f", {' and '.join(gains)}" if gains else "")
 
 
 def _span(times: Times, span: Range) -> str:
@@ -132,18 +148,6 @@ def _span(times: Times, span: Range) -> str:
         return f"at {show(span.first)}"
     everywhere = span.first == min(times) and span.last == max(times)
     return f"{'at all sizes ' * everywhere}from {show(span.first)} to {show(span.last)}"
-
-
-def _lead(times: Times, span: Range) -> str:
-    parts = []
-    if span.backend != BASELINE and (ratio := speedup(times, span, BASELINE)) is not None:
-        parts.append(f"{ratio:.2f}x as fast as {BASELINE}")
-    second = runner_up(times, span)
-    if second is not None and (second != BASELINE or span.backend == BASELINE):
-        parts.append(f"{speedup(times, span, second):.2f}x as fast as the runner-up {second}")
-    elif parts:
-        parts[0] += ", the runner-up"
-    return " and ".join(parts)
 
 
 def _auto(times: Times) -> list[str]:
@@ -176,7 +180,12 @@ def _overhead(run: Run) -> list[str]:
 
 def _wrong(run: Run) -> list[str]:
     bad = [result for result in run.results if result.wrong]
-    return [
+    lines = [
         f"WRONG RESULTS: {each.backend}, {TITLES[each.memory]}, {show(each.size)}: {each.wrong} elements"
         for each in bad
     ]
+    return [*lines, f"left out of what follows: {', '.join(_wrong_backends(run))}"] if bad else []
+
+
+def _wrong_backends(run: Run) -> list[str]:
+    return list(dict.fromkeys(result.backend for result in run.results if result.wrong))

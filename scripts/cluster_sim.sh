@@ -4,6 +4,7 @@ set -euo pipefail
 
 readonly SUBNET=10.0.0 # seen only inside namespaces of our own
 readonly GRACE_SECONDS=5
+readonly START_SECONDS=0.3 # Open MPI 5.0 hangs when ranks have ended before its daemons are all at work
 readonly LEAST_BURST_BYTES=131072 # two of the largest packets that TCP hands to a link
 
 usage() {
@@ -23,7 +24,7 @@ Examples:
   sudo scripts/cluster_sim.sh 2x2 1gbit -- python -m benchmarks.bandwidth --backends hierarchical_copy,ring
   sudo scripts/cluster_sim.sh 3+1 100mbit -- python -c 'import allreduce; print(allreduce.Topology())'
 
-It needs root (or CAP_SYS_ADMIN and CAP_NET_ADMIN; docker run --privileged), the tools ip and tc
+It needs root with CAP_SYS_ADMIN and CAP_NET_ADMIN (docker run --privileged), the tools ip and tc
 (iproute2), nsenter, setpriv and unshare (util-linux), and Open MPI 5: the mpirun on PATH, or else the
 one in this checkout's .venv. The exit status is that of COMMAND; 2 says that the rig could not be made.
 
@@ -101,7 +102,8 @@ outer() {
     shift 3
     check_machine
     check_mpi
-    rig=$(mktemp -d "${TMPDIR:-/tmp}/cluster_sim.XXXXXXXX")
+    inside=
+    rig=$(mktemp -d "${TMPDIR:-/tmp}/cluster_sim.XXXXXXXX") || refuse "can't make a folder in ${TMPDIR:-/tmp}"
     trap 'rm -rf "$rig"' EXIT
     trap 'stop 130' INT
     trap 'stop 143' TERM HUP
@@ -120,6 +122,7 @@ stop() {
     trap '' INT TERM HUP
     [[ ! -s $rig/pid ]] || kill -TERM "$(<"$rig/pid")" 2>/dev/null || true
     local tenth
+    [[ -n $inside ]] || exit "$1" # what had just been started ends with this shell
     for ((tenth = 0; tenth < GRACE_SECONDS * 10; tenth++)); do
         kill -0 "$inside" 2>/dev/null || break
         sleep 0.1
@@ -138,7 +141,7 @@ make_host() {
     local pid=$! link="port$index"
     until [[ $(readlink "/proc/$pid/ns/mnt") != "$(readlink /proc/self/ns/mnt)" ]]; do sleep 0.01; done
     pids+=("$pid")
-    ip link add "$link" type veth peer name eth0 netns "$pid"
+    ip link add "$link" type veth peer name eth0 netns "$pid" || refuse "can't make a link (kernel module veth)"
     ip link set "$link" master switch up
     nsenter -t "$pid" --net ip address add "$SUBNET.$((index + 1))/24" dev eth0
     nsenter -t "$pid" --net ip link set lo up
@@ -188,7 +191,7 @@ inner() {
     echo "$pid" >"$rig/pid"
     mount -t proc proc /proc
     write_names
-    ip link add switch type bridge
+    ip link add switch type bridge || refuse "can't make a network bridge (kernel module bridge)"
     ip link set switch up
     pids=()
     for index in "${!sizes[@]}"; do make_host "$index"; done
@@ -202,7 +205,7 @@ inner() {
         mpirun --prtemca plm_ssh_agent "$rig/agent" --prtemca plm_ssh_no_tree_spawn 1 \
         --prtemca prte_if_include "$SUBNET.0/24" --hostfile "$rig/hostfile" -n "$ranks" \
         --map-by slot --bind-to none --mca pml ob1 --mca btl tcp,self,sm \
-        --mca btl_tcp_if_include "$SUBNET.0/24" "$@" <&0 &
+        --mca btl_tcp_if_include "$SUBNET.0/24" sh -c "sleep $START_SECONDS; exec \"\$@\"" sh "$@" <&0 &
     local mpirun=$! status=0
     trap 'kill -TERM "$mpirun" 2>/dev/null || true' TERM
     wait "$mpirun" || status=$?

@@ -2,8 +2,11 @@
 
 import csv
 import json
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_runs import made_run
@@ -47,6 +50,16 @@ def test_other_files_are_refused_by_name(tmp_path: Path, text: str, complaint: s
         load(path)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"time_us": 0.0}, {"min_us": "fast"}, {"size": -8}, {"memory": "borrowed"}, {"p99_us": float("nan")}]
+)
+def test_figures_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
+    saved = json.loads(to_json(made_run()))
+    saved["results"][-1] |= changes
+    with pytest.raises(FileError, match="incomplete or damaged"):
+        from_json(json.dumps(saved))
+
+
 def test_compare_equal_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main([str(save(tmp_path / "a.json")), str(save(tmp_path / "b.json"))]) == 0
     assert "no regression beyond 10%" in capsys.readouterr().out
@@ -81,6 +94,19 @@ def test_compare_warns_of_other_conditions(tmp_path: Path, capsys: pytest.Captur
     assert "4 ranks on 1 node before, 2 ranks on 1 node after" in warnings
 
 
+def test_compare_tells_what_is_gone_and_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_run()
+    run.results = [each for each in run.results if each.backend != "gloo"]
+    run.results[0] = replace(run.results[0], wrong=5)
+    (tmp_path / "b.json").write_text(to_json(run))
+    before = save(tmp_path / "a.json")
+    assert compare.main([str(before), str(tmp_path / "b.json")]) == 1
+    told = capsys.readouterr()
+    assert f"warning: only in {before}: gloo, foreign arrays, 13 sizes" in told.err
+    assert told.err.count("only in") == 1
+    assert "# 1 regression beyond 10%:\n#   ring, arrays from allocate(), 8 B: 5 wrong elements" in told.out
+
+
 def test_compare_refuses_what_it_cannot_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = made_run()
     run.dtype = "float64"
@@ -101,3 +127,35 @@ def test_write_replaces_as_a_whole(tmp_path: Path) -> None:
         outputs.write(path, 7)  # type: ignore[arg-type]
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
+    """`--json /dev/null` as root must not make /dev/null a file."""
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "there" / "file")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for path in (link, pipe):
+            assert outputs.unwritable(str(path)) is None
+            outputs.write(path, "content")
+        assert os.read(reader, 99) == b"content"
+    finally:
+        os.close(reader)
+    assert link.is_symlink()
+    assert (tmp_path / "there" / "file").read_text() == "content"
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [("", "give the name of a file"), (".", "a folder"), ("none/x", "does not exist"), ("x" * 300, "name too long")],
+)
+def test_what_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert problem in str(outputs.unwritable(path))
+    assert not list(tmp_path.iterdir())

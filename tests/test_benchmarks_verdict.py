@@ -1,11 +1,13 @@
 """Sizes, winners, crossovers and sentences: no MPI, no clock."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from made_runs import made_run
 
 from benchmarks import sizes, table
-from benchmarks.results import summarize
+from benchmarks.results import Run, summarize
 from benchmarks.tune import steps
 from benchmarks.verdict import Range, competing, crossovers, ranges, runner_up, speedup, times_of, verdict
 
@@ -84,6 +86,42 @@ def test_verdict_in_words() -> None:
     assert "auto reaches" in allocated[2]
     assert "of native's" in foreign[-1]
     assert sorted(lines) == sorted(allocated + foreign)
+
+
+def run_of(times: dict[str, list[float]]) -> Run:
+    """A run of two ranks on foreign arrays: backend -> microseconds at 8, 16, 32, ... bytes."""
+    run = Run({}, [2], False, "float32", "sum", "2026", "made up")
+    for backend, each in times.items():
+        run.results += [
+            summarize(backend, "foreign", 2 << index, 4, 2, np.array([us * 1e-6]), 0) for index, us in enumerate(each)
+        ]
+    return run
+
+
+def test_verdict_names_no_winner_where_two_are_level() -> None:
+    level = run_of({"ring": [1.0, 1.02, 1.0], "native": [1.01, 1.0, 1.0], "shared": [2.0, 2.0, 2.0]})
+    assert verdict(level) == ["Foreign arrays: ring and native are level at all sizes from 8 B to 32 B (within 3%)"]
+    above = run_of({"ring": [1.0, 1.0], "native": [2.0, 2.0], "shared": [1.0, 1.0]})
+    (line,) = verdict(above)
+    assert "ring and shared are level" in line
+    assert "(within 3%), 2.00x as fast as native" in line
+
+
+def test_verdict_gives_the_lead_over_the_runner_up() -> None:
+    (line,) = verdict(run_of({"ring": [1.0], "native": [3.0], "shared": [2.0]}))
+    assert line == "Foreign arrays: ring wins at 8 B, 3.00x as fast as native and 2.00x as fast as the runner-up shared"
+    (line,) = verdict(run_of({"ring": [1.0], "native": [2.0]}))
+    assert line == "Foreign arrays: ring wins at 8 B, 2.00x as fast as the runner-up native"
+
+
+def test_who_is_wrong_wins_nothing() -> None:
+    run = run_of({"ring": [1.0, 1.0], "native": [2.0, 2.0], "shared": [3.0, 3.0]})
+    run.results[0] = replace(run.results[0], wrong=1)
+    assert verdict(run) == [
+        "WRONG RESULTS: ring, foreign arrays, 8 B: 1 elements",
+        "Left out of what follows: ring",
+        "Foreign arrays: native wins at all sizes from 8 B to 16 B, 1.50x as fast as the runner-up shared",
+    ]
 
 
 def test_verdict_judges_auto_apart_from_the_others() -> None:

@@ -18,15 +18,17 @@ ENTRIES = {PAIR: [Step(4096, "native"), Step(None, "ring")], PAIR._replace(memor
 ASK = """
 import sys, allreduce, numpy as np
 from allreduce.signature import FOREIGN
-backend = allreduce.create("auto", **({"table": sys.argv[1]} if len(sys.argv) > 1 else {}))
-for nbytes in (4096, 4100):
-    name, why = backend._decide(nbytes, np.dtype(sys.argv[2] if len(sys.argv) > 2 else "float32"), FOREIGN)
-    if backend.rank == backend.size - 1:
-        print("chose", name)
-array = np.full(4096, backend.rank + 1, "float16")
-backend(array, "sum")
-assert (array == sum(range(backend.size + 1))).all()
-backend.close()
+dtype, *paths = sys.argv[1:]
+for path in paths or [None]:
+    backend = allreduce.create("auto", table=path)
+    for nbytes in (4096, 4100):
+        name, why = backend._decide(nbytes, np.dtype(dtype), FOREIGN)
+        if backend.rank == backend.size - 1:
+            print("chose", name)
+    array = np.full(4096, backend.rank + 1, "float16")
+    backend(array, "sum")
+    assert (array == sum(range(backend.size + 1))).all()
+    backend.close()
 """
 
 
@@ -103,12 +105,14 @@ def test_where_the_table_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert tables.table_path("") is None
 
 
-def ask(mpirun: JobRunner, tmp_path: Path, *args: Any, **env: Any) -> tuple[list[str], list[str]]:
-    """What auto chose for 4096 and 4100 bytes on two ranks, and what it said."""
+def ask(
+    mpirun: JobRunner, tmp_path: Path, *tables: Path, dtype: str = "float32", **env: Any
+) -> tuple[list[str], list[str]]:
+    """What auto chose for 4096 and 4100 bytes on two ranks with each table in turn, and what it said."""
     script = tmp_path / "ask.py"
     script.write_text(ASK)
     variables = {"XDG_CACHE_HOME": str(tmp_path), **{key: str(value) for key, value in env.items()}}
-    job = mpirun(2, [script, *args], env=variables)
+    job = mpirun(2, [script, dtype, *tables], env=variables)
     assert job.returncode == 0, job.stderr
     said = [line for line in job.stderr.splitlines() if '"auto" decides' in line]
     return job.stdout.replace("chose ", "").split(), said
@@ -140,16 +144,16 @@ def test_auto_does_without_a_table_that_it_cannot_use(mpirun: JobRunner, tmp_pat
     corrupt, foreign = tmp_path / "corrupt.json", tmp_path / "foreign.json"
     corrupt.write_text(table_file.read_text()[:100])
     foreign.write_text(table_file.read_text().replace('"cores": ', '"cores": 99'))
-    for path, complaint in ((corrupt, "no JSON"), (foreign, "another machine"), (tmp_path, "Is a directory")):
-        chosen, said = ask(mpirun, tmp_path, path)
-        assert chosen == builtin
-        assert len(said) == 1
-        assert f"the table {path} is refused: " in said[0]
-        assert complaint in said[0]
+    refused = {corrupt: "no JSON", foreign: "another machine", tmp_path: "Is a directory"}
+    chosen, said = ask(mpirun, tmp_path, *refused)
+    assert chosen == builtin * len(refused)
+    for line, (path, complaint) in zip(said, refused.items(), strict=True):
+        assert f"the table {path} is refused: " in line
+        assert complaint in line
 
 
 def test_auto_never_lets_native_sum_halves(mpirun: JobRunner, tmp_path: Path, table_file: Path) -> None:
     """A table edited by hand can't make results wrong."""
     table_file.write_text(table_file.read_text().replace("float32", "float16").replace('"ring"', '"native"'))
-    chosen, _ = ask(mpirun, tmp_path, table_file, "float16")
+    chosen, _ = ask(mpirun, tmp_path, table_file, dtype="float16")
     assert "native" not in chosen
