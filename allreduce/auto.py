@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from allreduce.topology import Topology
 
 # Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; `rule` tells where they count.
 SMALL_BYTES = 64 * 1024
-SHARED_BYTES_PER_RANK = 32 * 1024
+SHARED_BYTES_PER_RANK = 32 * 1024  # and as much more where ranks share cores, which makes barriers slow
 FOREIGN_BYTES = 24 * 1024 * 1024
 LAST_RESORT = "ring"  # needs nothing but messages
 
@@ -34,8 +35,9 @@ def rule(topology: Topology, nbytes: int, dtype: np.dtype, memory: int) -> tuple
     if half:
         return "shared", "16-bit floats are summed in float32 while they are in the cache"
     if memory == ALLOCATED:
-        if nbytes < SHARED_BYTES_PER_RANK * topology.size:
-            return "native", f"below {_size(SHARED_BYTES_PER_RANK * topology.size)} the MPI library's latency wins"
+        least = SHARED_BYTES_PER_RANK * topology.size * ceil(topology.size / (os.cpu_count() or 1))
+        if nbytes < least:
+            return "native", f"below {_size(least)} the MPI library's latency wins"
         return "shared", "one node: the ranks reduce in the memory that they share"
     if nbytes < FOREIGN_BYTES:
         return (
