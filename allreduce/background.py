@@ -18,9 +18,7 @@ from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError, raise_together
 from allreduce.ops import Op
 from allreduce.topology import Topology
-
-LOOKS = 20  # how often a thread looks for the others before it sleeps
-SHORTEST_SLEEP, LONGEST_SLEEP = 2e-5, 5e-4  # seconds
+from allreduce.waiting import meet_asleep
 
 
 def crowded(topology: Topology) -> bool:
@@ -28,18 +26,11 @@ def crowded(topology: Topology) -> bool:
     return bool(topology.world.allreduce((os.cpu_count() or 1) < 2 * topology.node_size, MPI.LOR))
 
 
-def meet_asleep(comm: MPI.Intracomm) -> None:
-    """Wait for the ranks of `comm`, mostly asleep: a barrier of MPI polls, and takes the core from backward."""
-    request, looks, pause = comm.Ibarrier(), 0, SHORTEST_SLEEP
-    while not request.Test():
-        looks += 1
-        if looks > LOOKS:
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_SLEEP)
-
-
 class Pending:
-    """A call that was submitted. `begin` and `end` are its times by time.perf_counter(), in seconds."""
+    """A call that was submitted. `begin` and `end` are its times by time.perf_counter(), in seconds.
+
+    Run in the background it begins when all ranks have come to it, so the time does not hold that of others.
+    """
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -84,7 +75,6 @@ class Background(AllReduce):
         error = None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else UnavailableError(_SINGLE)
         raise_together(topology.world, error)
         super().__init__(topology, check="never")  # the inner backend checks
-        self._crowded = crowded(topology)
         self.inner = inner
         self.name = inner.name
         self._queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
@@ -103,8 +93,7 @@ class Background(AllReduce):
 
     def _work(self) -> None:
         while (pending := self._queue.get()) is not None:
-            if self._crowded:
-                meet_asleep(self._comm)
+            meet_asleep(self._comm)  # until all ranks have come so far; the call's own waiting would poll
             pending.run()
             del pending  # its buffer is the caller's again
 

@@ -15,6 +15,7 @@ from allreduce.chunks import chunk
 from allreduce.ops import Op
 from allreduce.topology import Topology
 from allreduce.transfer import AHEAD, Arrival, Transfer
+from allreduce.waiting import wait, wait_all
 
 Piece = tuple[int, np.ndarray]  # the step in which a segment of the buffer has its turn here, and the segment
 
@@ -60,13 +61,13 @@ class Ring(TwoPhase):
                     op.finish(part)
             if step < last:
                 sends.append(self._comm.Isend(dtypes.wire(part), self._right))
-        MPI.Request.Waitall(sends)
+        wait_all(sends)
 
     def _expected(self, pieces: Sequence[Piece], first: int, lap: int, sends: list[MPI.Request]) -> Iterator[Arrival]:
         """What arrives from the left, in order."""
         for index, (step, part) in enumerate(pieces):
             if step > self.size and index >= lap:
-                sends[index - lap].Wait()
+                wait(sends[index - lap])
             if step > first:
                 yield Arrival(self._left, part, in_place=step > self.size)
 

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from allreduce import chunks, dtypes
 from allreduce.ops import Op
+from allreduce.waiting import wait, wait_all
 from allreduce.workspace import Workspace
 
 SEGMENT_BYTES = 1024 * 1024
@@ -41,16 +42,16 @@ class Transfer:
 
     def send(self, view: np.ndarray, dest: int) -> None:
         """Send `view` to rank `dest`, which receives a view of the same length."""
-        MPI.Request.Waitall(self._start_send(view, dest))
+        wait_all(self._start_send(view, dest))
 
     def receive(self, view: np.ndarray, source: int) -> None:
         """Overwrite `view` with what rank `source` sends."""
-        MPI.Request.Waitall(self._start_receive(view, source))
+        wait_all(self._start_receive(view, source))
 
     def swap(self, outgoing: np.ndarray, dest: int, incoming: np.ndarray, source: int) -> None:
         """Send `outgoing` to `dest` while overwriting `incoming` with what `source` sends."""
         receives = self._start_receive(incoming, source)
-        MPI.Request.Waitall(receives + self._start_send(outgoing, dest))
+        wait_all(receives + self._start_send(outgoing, dest))
 
     def swap_combine(
         self, outgoing: np.ndarray, dest: int, kept: np.ndarray, source: int, op: Op, finish: bool
@@ -61,7 +62,7 @@ class Transfer:
         """
         sends = self._start_send(outgoing, dest)
         self.combine(kept, source, op, finish)
-        MPI.Request.Waitall(sends)
+        wait_all(sends)
 
     def combine(self, kept: np.ndarray, source: int, op: Op, finish: bool) -> None:
         """Combine `kept` in place with what `source` sends; see `swap_combine`."""
@@ -81,9 +82,9 @@ class Transfer:
         sends = []
         for index, part in enumerate(self.segments(view)):
             if receives:
-                receives[index].Wait()
+                wait(receives[index])
             sends += [self._comm.Isend(dtypes.wire(part), dest) for dest in dests]
-        MPI.Request.Waitall(sends)
+        wait_all(sends)
 
     def arrivals(self, expected: Iterable[Arrival], most_ahead: int = AHEAD) -> Iterator[np.ndarray]:
         """Receive the `expected` segments and yield each, in scratch memory or where it belongs.
@@ -111,5 +112,5 @@ class Transfer:
 
 def _landed(message: tuple[MPI.Request, np.ndarray]) -> np.ndarray:
     request, segment = message
-    request.Wait()
+    wait(request)
     return segment

@@ -36,9 +36,9 @@ def test_every_parameter_has_one_place(limits: tuple[float, float]) -> None:
     assert ends == lengths
 
 
-def test_first_bucket_is_small_and_order_is_reversed() -> None:
+def test_first_and_last_bucket_are_small_and_order_is_reversed() -> None:
     buckets, _ = plan([(1000, "float32", 4)] * 10, 4000, 12000)
-    assert [len(bucket.slots) for bucket in buckets] == [1, 3, 3, 3]
+    assert [len(bucket.slots) for bucket in buckets] == [1, 3, 3, 2, 1]
     assert [slot.parameter for bucket in buckets for slot in bucket.slots] == list(range(9, -1, -1))
 
 

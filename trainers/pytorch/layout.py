@@ -38,18 +38,24 @@ def plan(
 
     parameters: (number of elements, dtype, bytes of an element) in the order of the model. Gradients come
         roughly from the last parameter to the first, so this is the order in which they are laid out.
-    first_bytes, bucket_bytes: a bucket of a dtype is complete once it holds this much.
+    first_bytes, bucket_bytes: a bucket of a dtype is complete once it holds this much. And the last one holds
+        no more than first_bytes, where parameters allow: nothing is left to hide its reduction behind.
     """
     done: list[Bucket] = []
     opened: dict[str, list[Slot]] = {}
     lengths: dict[str, int] = {}
     limits: dict[str, float] = {}
+    left: dict[str, int] = {}  # bytes of a dtype that are not in a bucket yet
+    for size, dtype, itemsize in parameters:
+        left[dtype] = left.get(dtype, 0) + size * itemsize
     for index in reversed(range(len(parameters))):
         size, dtype, itemsize = parameters[index]
         slots = opened.setdefault(dtype, [])
         start = _aligned(slots[-1].stop if slots else lengths.get(dtype, 0), itemsize)
         slots.append(Slot(index, start, start + size))
-        if (slots[-1].stop - slots[0].start) * itemsize >= limits.get(dtype, first_bytes):
+        left[dtype] -= size * itemsize
+        full = (slots[-1].stop - slots[0].start) * itemsize >= limits.get(dtype, first_bytes)
+        if full or 0 < left[dtype] <= first_bytes < left[dtype] + size * itemsize:
             limits[dtype] = bucket_bytes
             _complete(dtype, opened.pop(dtype), lengths, done)
     for dtype, slots in opened.items():
