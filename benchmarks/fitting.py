@@ -8,11 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cost_model import FITTED, FORMULAS, Machine, Place, predict
+from benchmarks.cost_model import FORMULAS, predict
+from benchmarks.cost_parts import FITTED, Machine, Place
 from benchmarks.results import FileError, Run, load
 
 PRIOR = 0.003  # how strongly a constant stays where it began: enough for those that the data say nothing about
 ROBUST = 0.1  # errors beyond this count linearly, not squared: a busy machine has outliers
+RIG_BURST = 128 * 1024  # bytes that a link of cluster_sim.sh lets through after a pause, at 1 Gb/s
+LIMIT = 0.2  # an error above this is named, with a reason
+# More ranks on the same cores can't make these faster: they do more work, whatever the number is a power of.
+GROWING = ("ring", "reduce_to_one", "shared", "hierarchical_copy")
+DISTURBED = 0.3  # part of a place's times that more ranks beat by LIMIT; then something else was running
+STEADY = 1.2  # a median of so many times the least is usual on a machine that does nothing else
 RANGES = (("up to 4 KiB", 0, 4096), ("to 512 KiB", 4096, 512 << 10), ("above 512 KiB", 512 << 10, float("inf")))
 
 
@@ -25,6 +32,12 @@ class Point:
     nbytes: int
     allocated: bool
     seconds: float
+    spread: float = 1.0  # of the run: this time, which is the median, as a multiple of the least
+
+    @property
+    def weight(self) -> float:
+        """In a fit: the more the run's own times scatter, the less their median says."""
+        return min(1.0, log(STEADY) / log(self.spread)) if self.spread > STEADY else 1.0
 
     def predicted(self, machine: Machine) -> float:
         return predict(self.backend, machine, self.place, self.nbytes, self.allocated)
@@ -72,18 +85,18 @@ def _points(run: Run, one_machine: bool, statistic: str) -> Iterable[Point]:
     for each in run.results:
         seconds = (each.min_us if statistic == "min" else each.time_us) * 1e-6
         if each.backend in FORMULAS and run.ranks > 1 and each.size > 0 and seconds > 0:
-            yield Point(each.backend, place, each.size, each.memory == "allocated", seconds)
+            yield Point(each.backend, place, each.size, each.memory == "allocated", seconds, each.time_us / each.min_us)
 
 
-def fit(points: Sequence[Point], start: Machine, rounds: int = 60) -> Machine:
+def fit(points: Sequence[Point], start: Machine, rounds: int = 60, first: Machine | None = None) -> Machine:
     """The constants with the least error of log times: Levenberg and Marquardt's steps on their logarithms.
 
-    Constants that the points say nothing about keep their values in `start`.
+    Constants that the points say nothing about keep their values in `start`. first: where to begin to search.
     """
     if not points:
         raise ValueError("there is nothing to fit to")
     origin = np.array([log(getattr(start, name)) for name in FITTED])
-    values, damping = origin.copy(), 1e-2
+    values, damping = np.array([log(getattr(first or start, name)) for name in FITTED]), 1e-2
     residuals = _residuals(points, start, values, origin)
     for _ in range(rounds):
         weights = np.minimum(1, np.sqrt(ROBUST / np.maximum(np.abs(residuals), 1e-12)))
@@ -93,7 +106,7 @@ def fit(points: Sequence[Point], start: Machine, rounds: int = 60) -> Machine:
         step = np.clip(np.linalg.lstsq(system, wanted, rcond=None)[0], -1, 1)
         tried = _residuals(points, start, values + step, origin)
         if _cost(tried) < _cost(residuals):
-            done = _cost(residuals) - _cost(tried) < 1e-6 * _cost(residuals)
+            done = _cost(residuals) - _cost(tried) < 1e-5 * _cost(residuals)
             values, residuals, damping = values + step, tried, damping / 3
             if done:
                 break
@@ -111,7 +124,7 @@ def _machine(start: Machine, values: np.ndarray) -> Machine:
 
 def _residuals(points: Sequence[Point], start: Machine, values: np.ndarray, origin: np.ndarray) -> np.ndarray:
     machine = _machine(start, values)
-    errors = [log(point.predicted(machine) / point.seconds) for point in points]
+    errors = [point.weight * log(point.predicted(machine) / point.seconds) for point in points]
     return np.concatenate([errors, PRIOR * np.sqrt(len(points)) * (values - origin)])
 
 
@@ -142,33 +155,103 @@ def median_error(points: Sequence[Point], machine: Machine) -> float:
 
 
 def cells(points: Sequence[Point], machine: Machine) -> list[Cell]:
-    """The median error of each backend in each range of sizes, and why where it is above 20 %."""
-    found = []
+    """The median error of each backend in each range of sizes, and why where it is above LIMIT."""
+    found, busy = [], disturbed(points)
     for backend in FORMULAS:
         for name, low, high in RANGES:
             some = [point for point in points if point.backend == backend and low < point.nbytes <= high]
             if some:
                 error = median_error(some, machine)
-                found.append(Cell(backend, name, len(some), error, _reason(some, machine) if error > 0.2 else ""))
+                found.append(Cell(backend, name, len(some), error, _reason(some, machine, busy, error)))
     return found
 
 
-def _reason(points: Sequence[Point], machine: Machine) -> str:
-    """What the model leaves out that most likely explains a large error."""
-    worst = [point for point in points if abs(point.error(machine)) > 0.2]
-    first = worst[0]
+def disturbed(points: Sequence[Point]) -> dict[Place, float]:
+    """Part of each node's times that more ranks on the same cores beat by LIMIT, though they have more to do.
+
+    No formula can predict those: something else was running while they were measured. Only places where that
+    part is larger than DISTURBED are in it.
+    """
+    best: dict[tuple[str, int, bool], list[tuple[int, float]]] = {}
+    flat = [point for point in points if point.place.m == 1 and point.backend in GROWING]
+    for point in flat:
+        best.setdefault((point.backend, point.nbytes, point.allocated), []).append((point.place.n, point.seconds))
+    found = {}
+    for place in dict.fromkeys(point.place for point in flat):
+        some = [point for point in flat if point.place == place]
+        beaten = [
+            any(n > place.n and seconds * (1 + LIMIT) < point.seconds for n, seconds in best[key])
+            for point in some
+            if (key := (point.backend, point.nbytes, point.allocated))
+        ]
+        if sum(beaten) > DISTURBED * len(some):
+            found[place] = sum(beaten) / len(some)
+    return found
+
+
+def _reason(points: Sequence[Point], machine: Machine, busy: dict[Place, float], error: float) -> str:
+    """What the model leaves out that most likely explains an error above LIMIT, and where it is largest."""
+    if error <= LIMIT:
+        return ""
+    worst = [point for point in points if abs(point.error(machine)) > LIMIT]
     slow = median(point.error(machine) for point in worst) < 0
-    told = "measured slower than predicted" if slow else "measured faster than predicted"
-    crowded = sum(point.place.together > machine.cores for point in worst)
-    if crowded > len(worst) / 2:
-        return f"{told}, mostly where ranks outnumber cores: then times hang on the scheduler, which no formula knows"
-    if first.backend == "native":
-        return f"{told}: the MPI library changes algorithms with sizes and ranks, and the model has two of them"
-    if any(point.place.m > 1 and point.place.linked for point in worst):
-        return f"{told}: the model has no queues in links and no congestion control"
-    if first.nbytes > RANGES[1][2]:
-        return f"{told}: one cache size and one memory speed stand for the whole hierarchy"
-    return f"{told}: one cost a message stands for all of Python and the MPI library"
+    told = f"measured {'slower' if slow else 'faster'} than predicted, most at {_worst_places(points, machine)}: "
+    crowded = [point for point in worst if point.place.together > machine.cores]
+    linked = [point for point in worst if point.place.m > 1 and point.place.linked]
+    half = len(worst) / 2
+    if sum(point.place in busy for point in worst) > half:
+        return told + "the machine was busy then (more ranks on the same cores were faster)"
+    if sum(point.spread > 1.5 for point in worst) > half:
+        return told + f"the times themselves scatter, the median is {_spread(worst):.1f} times the least"
+    if len(crowded) > half and sum(point in linked for point in crowded) > half:
+        return told + "ranks outnumber cores, and a packet waits for a core too: a turn, or a slice of the scheduler's"
+    if len(crowded) > half:
+        return told + "ranks outnumber cores, and times hang on the scheduler, which the model knows as one constant"
+    if points[0].backend == "native":
+        return told + "the MPI library changes algorithms with sizes and ranks, and the model has two of them"
+    if len(linked) > half:
+        return told + "the model has no queues in links and no congestion control"
+    return told + "one cost a message, and one a byte, stand for Python, the MPI library and all caches"
+
+
+def _spread(points: Sequence[Point]) -> float:
+    return median(point.spread for point in points)
+
+
+def _worst_places(points: Sequence[Point], machine: Machine) -> str:
+    """The two places with the largest errors."""
+    places = dict.fromkeys(point.place for point in points)
+    errors = {place: median_error([point for point in points if point.place == place], machine) for place in places}
+    return " and ".join(place.name for place in sorted(errors, key=lambda place: -errors[place])[:2])
+
+
+@dataclass(frozen=True)
+class Located:
+    """How well the times of one place are predicted."""
+
+    place: str
+    points: int
+    error: float  # median
+    held_out: float | None  # fitted to all other places; None where there is no other
+    spread: float  # median over the points of median over least
+    note: str = ""
+
+
+def by_place(points: Sequence[Point], machine: Machine, start: Machine) -> list[Located]:
+    """Each place: the error of the fit, and that of a fit which has not seen this place."""
+    busy, found = disturbed(points), []
+    for place in dict.fromkeys(point.place for point in points):
+        some = [point for point in points if point.place == place]
+        others = [point for point in points if point.place != place]
+        unseen = median_error(some, fit(others, start, first=machine)) if others else None
+        note = f"disturbed: more ranks on the same cores beat {busy[place]:.0%} of these times" if place in busy else ""
+        found.append(Located(place.name, len(some), median_error(some, machine), unseen, _spread(some), note))
+    return found
+
+
+def is_flat(point: Point) -> bool:
+    """Measured without a network."""
+    return point.place.m == 1 or not point.place.linked
 
 
 @dataclass(frozen=True)

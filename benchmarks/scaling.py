@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks import fitting, outputs, published
-from benchmarks.cost_model import Machine
+from benchmarks import fit_report, fitting, outputs, published
+from benchmarks.cost_parts import Machine, on_link
 from benchmarks.results import FileError
 from benchmarks.training_cost import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, forecast
 
@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
     machine, points = _fit(args, record) if args.fit or args.fit_rig else (Machine(), [])
     fitted = machine
     bandwidth, latency = args.link
-    machine = replace(machine, net_beta=8 / bandwidth, net_alpha=latency, cores=args.cores or args.node_size)
+    machine = replace(on_link(machine, bandwidth / 8, latency), cores=args.cores or args.node_size)
     forecasts = [_forecast(args, name, machine) for name in args.model]
     for each in forecasts:
         print("\n".join(_table(each, args)))
@@ -104,47 +104,25 @@ def _fit(args: argparse.Namespace, record: dict[str, Any]) -> tuple[Machine, lis
         raise UsageError(
             f"the files are of machines with {' and '.join(map(str, sorted(cores)))} cores; fit one at a time"
         )
-    start = Machine(cores=cores.pop() if cores else Machine().cores)
+    start = Machine(cores=cores.pop() if cores else Machine().cores, burst=fitting.RIG_BURST if rigs else 0)
     points = points + more
     machine = fitting.fit(points, start)
     check = fitting.leave_out(points, start)
-    print("\n".join(_fit_report(points, machine, check)))
+    places = fitting.by_place(points, machine, start)
+    errors = fit_report.errors(points, machine)
+    print("\n".join(fit_report.lines(points, machine, errors, places, check)))
     record["fit"] = {
         "constants": asdict(machine),
         "points": len(points),
-        "median_error": fitting.median_error(points, machine),
+        "median_error": errors["overall"],
+        "median_error_flat": errors.get("flat"),
+        "median_error_rig": errors.get("rig"),
+        "places": [asdict(place) for place in places],
         "cells": [asdict(cell) for cell in fitting.cells(points, machine)],
         "not_fitted": fitting.untouched(points, machine),
         "held_out": asdict(check) if check else None,
     }
     return machine, points
-
-
-def _fit_report(points: list[fitting.Point], machine: Machine, check: fitting.Check | None) -> list[str]:
-    kept = fitting.untouched(points, machine)
-    lines = [f"# Fitted to {len(points)} times, median error {fitting.median_error(points, machine):.0%}. Constants:"]
-    for name, value in asdict(machine).items():
-        note = "  (not in these runs: the default)" if name in kept else "" if name in fitting.FITTED else "  (given)"
-        lines.append(f"#   {name:<12}{value:>12.4g}{note}")
-    lines += _cells(fitting.cells(points, machine))
-    if check is None:
-        return [
-            *lines,
-            "# Runs of three numbers of ranks or more would show how it predicts those it was not fitted to.",
-        ]
-    told = f"fitted to {_list(check.fitted_to)} ranks it predicts {_list(check.held_out)}"
-    return [*lines, f"# Held out: {told} ranks with a median error of {check.error:.0%}", *_cells(check.cells)]
-
-
-def _cells(cells: list[fitting.Cell]) -> list[str]:
-    lines = [f"# {'backend':<20}{'sizes':<16}{'points':>7}{'median error':>14}"]
-    for cell in cells:
-        lines.append(f"  {cell.backend:<20}{cell.range:<16}{cell.points:>7}{cell.error:>14.0%}  {cell.reason}".rstrip())
-    return lines
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 # ---- Predictions ----

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import outputs
-from benchmarks.cost_model import Machine
-from benchmarks.fitting import Point, median_error
+from benchmarks.cost_parts import Machine
+from benchmarks.fitting import Point, is_flat, median_error
 from benchmarks.style import colour, mark, width
 from benchmarks.training_cost import Forecast
 
@@ -41,23 +41,18 @@ def save(path: str, forecasts: list[Forecast], setting: str, points: list[Point]
 
 def _all_reduce(axis: Any, found: Forecast) -> None:
     rows = found.rows[1:]
-    for name in dict.fromkeys(name for row in rows for name in row.seconds):
-        line = [(row.ranks, row.seconds[name] * 1e3) for row in rows if name in row.seconds]
-        axis.plot(*zip(*line, strict=True), color=colour(name), marker=mark(name)[0], ms=4, lw=width(name), label=name)
-    axis.axhline(found.model.step_seconds * 1e3, color="#888888", ls=":", lw=1.4)
-    axis.annotate(
-        "computation of a step",
-        (1, found.model.step_seconds * 1e3),
-        xytext=(4, 4),
-        textcoords="offset points",
-        fontsize=8.5,
-        color="#555555",
-    )
     best = [row.seconds[row.winner] * 1e3 for row in rows]
     top = max(max(best) * SLOWEST, found.model.step_seconds * 2e3)
+    for name in dict.fromkeys(name for row in rows for name in row.seconds):
+        line = [(row.ranks, row.seconds[name] * 1e3) for row in rows if name in row.seconds]
+        label = name + " (in one node)" * (len(line) < len(rows)) + " (beyond the top)" * (line[-1][1] > top)
+        style = {"color": colour(name), "marker": mark(name)[0], "ms": 4, "lw": width(name)}
+        axis.plot(*zip(*line, strict=True), **style, label=label)
+    axis.axhline(found.model.step_seconds * 1e3, color="#888888", ls=":", lw=1.6, label="computation of a step")
     axis.set_ylim(min(*best, found.model.step_seconds * 1e3) / 2, top)
     _ranks(axis, found)
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.set_ylabel("all-reduce (ms)")
     axis.set_title(f"All-reduce of {found.model.title}'s gradients ({found.gradient_bytes / 1e6:.0f} MB)", fontsize=11)
     _legend(axis)
@@ -72,33 +67,43 @@ def _efficiency(axis: Any, forecasts: list[Forecast]) -> None:
         if found.saturation:
             at = next(row for row in found.rows if row.ranks == found.saturation)
             axis.plot(at.ranks, 100 * at.efficiency, "X", color=shade, ms=10)
-    axis.plot([], [], color="#555555", ls="--", label="with ideal overlap")
+    axis.plot([], [], color="#555555", ls="-", label="nothing overlaps")
+    axis.plot([], [], color="#555555", ls="--", label="hidden behind the backward pass")
     if any(found.saturation for found in forecasts):
-        axis.plot([], [], "X", color="#555555", ls="", label="saturation")
+        axis.plot([], [], "X", color="#555555", ls="", label="saturation: twice the ranks gain < 10 %")
     _ranks(axis, forecasts[0])
     axis.set_ylim(0, 104)
     axis.set_ylabel("scaling efficiency (%)")
-    axis.set_title("Speed per rank, of a rank alone (best backend)", fontsize=11)
+    axis.set_title("Speed per rank, a rank alone = 100 % (best backend)", fontsize=11)
     _legend(axis)
 
 
 def _fit(axis: Any, points: list[Point], machine: Machine) -> None:
+    """Every measured time: predicted as a multiple of measured. Filled: without a network; hollow: with one."""
     for name in dict.fromkeys(point.backend for point in points):
         some = [point for point in points if point.backend == name]
-        measured = [point.seconds * 1e3 for point in some]
-        predicted = [point.predicted(machine) * 1e3 for point in some]
-        label = f"{name} ({median_error(some, machine):.0%})"
-        axis.plot(measured, predicted, mark(name)[0], color=colour(name), ms=4, alpha=0.65, ls="", label=label)
-    low = min(point.seconds for point in points) * 1e3
-    high = max(point.seconds for point in points) * 1e3
-    axis.plot([low, high], [low, high], color="#333333", lw=1)
-    axis.fill_between([low, high], [low / 1.2, high / 1.2], [low * 1.2, high * 1.2], color="#888888", alpha=0.2, lw=0)
+        style = {"marker": mark(name)[0], "s": 16, "alpha": 0.7, "edgecolors": colour(name), "linewidths": 0.8}
+        for flat in (True, False):
+            chosen = [point for point in some if is_flat(point) == flat]
+            ratios = [1 + point.error(machine) for point in chosen]
+            label = f"{name} ({median_error(some, machine):.0%})" if chosen and chosen[0] == some[0] else None
+            face = colour(name) if flat else "none"
+            axis.scatter([point.seconds * 1e3 for point in chosen], ratios, facecolors=face, label=label, **style)
+    axis.axhline(1, color="#333333", lw=1)
+    axis.axhspan(1 / 1.2, 1.2, color="#888888", alpha=0.25, lw=0)
     axis.set_xscale("log")
     axis.set_yscale("log")
+    ratios = [1 + point.error(machine) for point in points]
+    axis.set_ylim(min(0.4, *ratios) / 1.1, max(2.5, *ratios) * 1.1)
+    ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10) if axis.get_ylim()[0] <= tick <= axis.get_ylim()[1]]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.grid(True, alpha=0.3)
-    axis.set_xlabel("measured (ms)")
-    axis.set_ylabel("fitted (ms)")
-    axis.set_title(f"The fit: median error {median_error(points, machine):.0%}, the band is 20 %", fontsize=11)
+    axis.set_xlabel("measured (ms); hollow: over a network")
+    axis.set_ylabel("predicted / measured")
+    title = f"The fit to {len(points)} times: median error {median_error(points, machine):.0%}"
+    axis.set_title(title + " (band: 20 %)", fontsize=11)
     _legend(axis)
 
 
@@ -116,3 +121,10 @@ def _ranks(axis: Any, found: Forecast) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
     axis.grid(True, which="major", alpha=0.35)
     axis.set_xlabel("ranks")
+    inside = max(row.ranks for row in found.rows if row.nodes == 1)
+    if inside < ranks[-1]:
+        axis.axvline(inside, color="#aaaaaa", ls="-.", lw=1)
+        place = (inside, 0.02)
+        axis.annotate(
+            "one node | several", place, xycoords=("data", "axes fraction"), ha="center", fontsize=8.5, color="#555555"
+        )

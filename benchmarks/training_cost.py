@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from benchmarks.cost_model import FORMULAS, Machine, Place, predict
+from benchmarks.cost_model import FORMULAS, predict
+from benchmarks.cost_parts import Machine, Place
 
 BACKWARD = 2 / 3  # of a step: the backward pass takes twice the forward pass; only it can hide communication
 GAIN = 0.10  # saturated: doubling the ranks brings less than this
@@ -24,13 +25,23 @@ class Model:
 
 
 _NVIDIA = (
-    "NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5, README: A100 80 GB, mixed precision"
+    "NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5, README: one A100 80 GB, mixed precision"
 )
-_BERT = "26.04 sequences/s at batch 14 (NVIDIA DeepLearningExamples, BERT, README of 2019-03: V100 32 GB, FP16)"
+_BERT = (
+    "26.04 sequences/s at batch 14 (NVIDIA DeepLearningExamples, BERT, README of 2019-03: V100 32 GB, FP16; from "
+    "memory, not checked)"
+)
 MODELS = {
     model.name: model
     for model in (
-        Model("resnet50", "ResNet-50", 25_557_032, 256 / 2470, 256, f"2470 images/s at batch 256 ({_NVIDIA})"),
+        Model(
+            "resnet50",
+            "ResNet-50",
+            25_557_032,
+            256 / 2470,
+            256,
+            f"2470 images/s ({_NVIDIA}); the batch of 256 is assumed",
+        ),
         Model(
             "bert-base",
             "BERT-base",
@@ -47,7 +58,7 @@ MODELS = {
             6 * 1_557_611_200 * 8 * 1024 / 137e12,
             8,
             "6 x parameters x tokens floating-point operations (Kaplan et al. 2020) for 8 sequences of 1024 at "
-            "137 Tflop/s, an A100 on a model of 1.7 G parameters (Narayanan et al. 2021, table 1)",
+            "137 Tflop/s, an A100 on a model of 1.7 G parameters (Narayanan et al. 2021, table 1); batch assumed",
         ),
     )
 }

@@ -43,7 +43,8 @@ class MirroredOptimizer(Optimizer):
     topology: the ranks; all of MPI.COMM_WORLD when none is given, the backend's when that is given.
     update: "replicated": every rank updates everything. "sharded": every rank updates its own slice, which
         divides the update's time and the optimizer's memory by the ranks; for optimizers that treat every
-        element apart from the others (trainers.pytorch.ELEMENTWISE).
+        element apart from the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then take PyTorch's
+        fused implementation, whose last bits may differ, unless they were made with fused= or foreach=.
     overlap: True: buckets of gradients are reduced in a thread while backward goes on; False: all of them
         when it ends; "auto": True on several nodes, and on one that has two cores a rank.
     bucket_mb, first_bucket_mb: the least size of a bucket, and of the first one, in MiB, with overlap.
