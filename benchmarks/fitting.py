@@ -18,6 +18,7 @@ RIG_BURST = 128 * 1024  # bytes that a link of cluster_sim.sh lets through after
 LIMIT = 0.2  # an error above this is named, with a reason
 # More ranks on the same cores can't make these faster: they do more work, whatever the number is a power of.
 GROWING = ("ring", "reduce_to_one", "shared", "hierarchical_copy")
+SCATTERED = 1.5  # a median of so many times the least was measured beside something else
 DISTURBED = 0.3  # part of a place's times that more ranks beat by LIMIT; then something else was running
 STEADY = 1.2  # a median of so many times the least is usual on a machine that does nothing else
 RANGES = (("up to 4 KiB", 0, 4096), ("to 512 KiB", 4096, 512 << 10), ("above 512 KiB", 512 << 10, float("inf")))
@@ -194,14 +195,13 @@ def _reason(points: Sequence[Point], machine: Machine, busy: dict[Place, float],
     if error <= LIMIT:
         return ""
     worst = [point for point in points if abs(point.error(machine)) > LIMIT]
-    slow = median(point.error(machine) for point in worst) < 0
-    told = f"measured {'slower' if slow else 'faster'} than predicted, most at {_worst_places(points, machine)}: "
+    told = f"measured {_worst_places(points, machine)}: "
     crowded = [point for point in worst if point.place.together > machine.cores]
     linked = [point for point in worst if point.place.m > 1 and point.place.linked]
     half = len(worst) / 2
     if sum(point.place in busy for point in worst) > half:
         return told + "the machine was busy then (more ranks on the same cores were faster)"
-    if sum(point.spread > 1.5 for point in worst) > half:
+    if sum(point.spread > SCATTERED for point in worst) > half:
         return told + f"the times themselves scatter, the median is {_spread(worst):.1f} times the least"
     if len(crowded) > half and sum(point in linked for point in crowded) > half:
         return told + "ranks outnumber cores, and a packet waits for a core too: a turn, or a slice of the scheduler's"
@@ -219,10 +219,13 @@ def _spread(points: Sequence[Point]) -> float:
 
 
 def _worst_places(points: Sequence[Point], machine: Machine) -> str:
-    """The two places with the largest errors."""
-    places = dict.fromkeys(point.place for point in points)
-    errors = {place: median_error([point for point in points if point.place == place], machine) for place in places}
-    return " and ".join(place.name for place in sorted(errors, key=lambda place: -errors[place])[:2])
+    """The two places with the largest errors: "slower than predicted at 4 ranks, faster at 2+2 ranks"."""
+    errors: dict[Place, list[float]] = {}
+    for point in points:
+        errors.setdefault(point.place, []).append(point.error(machine))
+    worst = sorted(errors, key=lambda place: -median(map(abs, errors[place])))[:2]
+    told = [f"{'slower' if median(errors[place]) < 0 else 'faster'} at {place.name}" for place in worst]
+    return ", ".join(told).replace(" at ", " than predicted at ", 1)
 
 
 @dataclass(frozen=True)
@@ -244,7 +247,10 @@ def by_place(points: Sequence[Point], machine: Machine, start: Machine) -> list[
         some = [point for point in points if point.place == place]
         others = [point for point in points if point.place != place]
         unseen = median_error(some, fit(others, start, first=machine)) if others else None
-        note = f"disturbed: more ranks on the same cores beat {busy[place]:.0%} of these times" if place in busy else ""
+        uneven = sum(point.spread > SCATTERED for point in some) / len(some)
+        note = f"unsteady: {uneven:.0%} have a median over {SCATTERED} times the least" if uneven > DISTURBED else ""
+        if place in busy:
+            note = f"disturbed: more ranks on the same cores beat {busy[place]:.0%} of these times"
         found.append(Located(place.name, len(some), median_error(some, machine), unseen, _spread(some), note))
     return found
 
