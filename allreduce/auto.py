@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from allreduce.topology import Topology
 
 # Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; `rule` tells where they count.
 SMALL_BYTES = 64 * 1024
-SHARED_BYTES_PER_RANK = 32 * 1024  # and as much more where ranks share cores, which makes barriers slow
+SHARED_BYTES_PER_RANK = 64 * 1024
 FOREIGN_BYTES = 24 * 1024 * 1024
 LAST_RESORT = "ring"  # needs nothing but messages
 
@@ -35,7 +34,7 @@ def rule(topology: Topology, nbytes: int, dtype: np.dtype, memory: int) -> tuple
     if half:
         return "shared", "16-bit floats are summed in float32 while they are in the cache"
     if memory == ALLOCATED:
-        least = SHARED_BYTES_PER_RANK * topology.size * ceil(topology.size / (os.cpu_count() or 1))
+        least = SHARED_BYTES_PER_RANK * topology.size
         if nbytes < least:
             return "native", f"below {_size(least)} the MPI library's latency wins"
         return "shared", "one node: the ranks reduce in the memory that they share"
