@@ -17,7 +17,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -29,11 +29,13 @@ try:
 except ImportError as error:
     raise SystemExit(f'benchmarks.training_step needs PyTorch ({error}): pip install "allreduce[torch]"') from error
 
+from benchmarks import cli, outputs
 from benchmarks.models import WORKLOADS
 from benchmarks.step_measures import Bench
 from benchmarks.step_memory import keep_freed_memory
 from benchmarks.step_variants import DDP_GLOO, NAMES, PLAIN
-from trainers.model_file import replacing
+
+PROGRAM = "benchmarks.training_step"
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
@@ -65,42 +67,49 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training_step",
+        prog=f"mpirun -n N python -m {PROGRAM}",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    everything = list(NAMES)
-    parser.add_argument("--models", default="mlp,transformer,conv", help=f"of {', '.join(WORKLOADS)}; default all")
-    parser.add_argument("--batch", default="16,128", help="rows per rank, default 16,128")
-    parser.add_argument("--variants", help=f"separated by ';', of: {'; '.join(everything)}. Default all")
-    parser.add_argument("--steps", type=int, default=30, help="timed steps of each variant, default 30")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before them, default 5")
-    parser.add_argument(
-        "--verify", type=int, default=50, metavar="STEPS", help="compare parameters after so many steps; 0: don't"
-    )
-    parser.add_argument("--allreduce", default="auto", help="the backend of MirroredOptimizer, default auto")
-    parser.add_argument("--no-memory", action="store_true", help="don't measure the peak of memory")
-    parser.add_argument("--malloc", choices=["keep", "default"], default="keep", help="see above; default keep")
-    parser.add_argument("--report", action="store_true", help="print each MirroredOptimizer's report")
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write the results as JSON, to stdout without FILE"
-    )
-    options = parser.parse_args(argv)
-    options.models = [each.strip() for each in options.models.split(",")]
-    options.variants = [each.strip() for each in options.variants.split(";")] if options.variants else everything
-    for given, known in ((options.models, WORKLOADS), (options.variants, everything)):
-        unknown = [each for each in given if each not in known]
-        if unknown:
-            parser.error(f"{unknown[0]!r} is unknown; choose from: {'; '.join(known)}")
-    try:
-        options.batch = [int(each) for each in options.batch.split(",")]
-    except ValueError:
-        parser.error(f"--batch {options.batch!r}: give whole numbers, separated by commas")
-    if min(options.batch) < 1 or options.steps < 1 or options.warmup < 0 or options.verify < 0:
-        parser.error("batch sizes and steps are at least 1, warm-up and verification steps at least 0")
-    return options
+    add, everything = parser.add_argument, "; ".join(NAMES)
+    add("--models", type=_some(WORKLOADS, ","), default=list(WORKLOADS), metavar="A,B", help=_of(WORKLOADS))
+    add("--batch", type=_numbers, default=[16, 128], metavar="N,N", help="rows per rank, default 16,128")
+    add("--variants", type=_some(NAMES, ";"), default=list(NAMES), metavar="A;B", help=f"all, or some of: {everything}")
+    add("--steps", type=cli.at_least(1), default=30, metavar="N", help="timed steps of each variant, default 30")
+    add("--warmup", type=cli.at_least(0), default=5, metavar="N", help="steps before them, default 5")
+    add(
+        "--verify", type=cli.at_least(0), default=50, metavar="N",
+        help="compare parameters after so many steps, default 50; 0: don't",
+    )  # fmt: skip
+    add("--allreduce", default="auto", metavar="NAME", help="the backend of MirroredOptimizer, default auto")
+    add("--no-memory", action="store_true", help="don't measure the peak of memory")
+    add("--malloc", choices=["keep", "default"], default="keep", help="see above; default keep")
+    add("--report", action="store_true", help="print each MirroredOptimizer's report")
+    add("--json", nargs="?", const="-", metavar="FILE", help="write the results as JSON, to stdout without FILE")
+    return parser
+
+
+def _of(known: Iterable[str]) -> str:
+    return f"all, or some of {', '.join(known)}"
+
+
+def _some(known: Iterable[str], separator: str) -> Callable[[str], list[str]]:
+    """Some of the known names, or all, for argparse."""
+
+    def parse(text: str) -> list[str]:
+        given = list(known) if text == "all" else [each.strip() for each in text.split(separator)]
+        for name in given:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is unknown; choose from: {'; '.join(known)}")
+        return given
+
+    return parse
+
+
+def _numbers(text: str) -> list[int]:
+    return [cli.at_least(1)(each) for each in text.split(",")]
 
 
 def run(bench: Bench, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -131,14 +140,12 @@ def run(bench: Bench, say: Callable[[str], None]) -> list[dict[str, Any]]:
     return results
 
 
-def main() -> None:
-    options = arguments()
+def _run(topology: allreduce.Topology, options: argparse.Namespace) -> int:
+    outputs.check(topology.world, {"--json": None if options.json == "-" else options.json})
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     if options.malloc == "keep":
         keep_freed_memory()
-    topology = allreduce.Topology()
-    bench = Bench(topology, options)
     first = topology.rank == 0
 
     def say(text: str) -> None:
@@ -146,6 +153,7 @@ def main() -> None:
             print(text, file=sys.stderr if options.json == "-" else sys.stdout, flush=True)
 
     say(f"{topology}, {torch.get_num_threads()} thread(s) each; PyTorch {torch.__version__}, {platform.machine()}")
+    bench = Bench(topology, options)
     results = {
         "ranks": topology.size,
         "nodes": topology.nodes,
@@ -156,15 +164,19 @@ def main() -> None:
         "results": run(bench, say),
     }
     bench.close()
-    if first and options.json:
-        text = json.dumps(results, indent=1)
-        if options.json == "-":
-            print(text)
-        else:
-            with replacing(options.json) as file:
-                file.write(text.encode())
-    topology.close()
+    if first and options.json == "-":
+        print(json.dumps(results, indent=1))
+    elif first and options.json:
+        outputs.write(options.json, json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit code. Collective."""
+    with allreduce.Topology() as topology:
+        options = cli.parse_together(_parser(), argv, topology.world)
+        return cli.run_together(PROGRAM, topology.world, lambda: _run(topology, options))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

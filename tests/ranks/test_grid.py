@@ -44,8 +44,9 @@ every_case = pytest.mark.parametrize(
 def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.Topology]) -> Generator[AllReduce]:
     variant, shape = request.param
     name, options = VARIANTS[variant]
+    check = "first" if SIZE <= 3 else "never"  # comparing what ranks bring is a third of the time of many ranks
     try:
-        made = allreduce.create(name, topology_of(SHAPES[shape]), **options)
+        made = allreduce.create(name, topology_of(SHAPES[shape]), check=check, **options)
     except UnavailableError as error:
         pytest.skip(f"{variant} on {shape}: {error}")
     yield made
