@@ -83,10 +83,10 @@ def test_training_step_benchmark(mpirun: Job, tmp_path: Path) -> None:
     assert result["times"]["replicated"]["median_ms"] > 0
     assert result["differences"]["replicated"]["bits_equal"]
     assert result["differences"]["sharded"]["largest"] <= 1e-6
-    for wrong, told in (
-        (["--models", "mlpp"], "'mlpp' is unknown; choose from: mlp; transformer; conv"),
-        (["--json", tmp_path / "no" / "out.json"], "does not exist; make it first"),
+    for ranks, wrong, told in (
+        (1, ["--models", "mlpp"], "'mlpp' is unknown; choose from: mlp; transformer; conv"),
+        (2, ["--json", tmp_path / "no" / "out.json"], "does not exist; make it first"),
     ):
-        refused = mpirun(2, ["-m", "benchmarks.training_step", *wrong])
+        refused = mpirun(ranks, ["-m", "benchmarks.training_step", *wrong])
         assert refused.returncode == 2
         assert refused.stderr.count(told) == 1

@@ -98,7 +98,8 @@ def arrays(reduce: AllReduce, dtype: str, wanted: tuple[int, ...]) -> Iterator[t
     for length in wanted:
         whole = reduce.allocate(length, dtype)
         yield "allocated", length, whole, whole
-        yield "slice of allocated", length, large[PAD : PAD + length], large[: length + 2 * PAD]
+        if reduce.size <= 3:  # a slice is found in the same way on any number of ranks, and many ranks take long
+            yield "slice of allocated", length, large[PAD : PAD + length], large[: length + 2 * PAD]
         foreign = np.empty(length, parsed)
         yield "foreign", length, foreign, foreign
         rows = next(rows for rows in (7, 5, 3, 2, 1) if length % rows == 0)

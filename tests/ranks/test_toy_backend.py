@@ -95,6 +95,8 @@ def test_a_wrong_backend_is_found(flat: Topology, world: MPI.Intracomm, monkeypa
             memory.reshape(-1).view(np.uint8)[max(before - buffer.itemsize, 0) : before] = 0
 
     wrongs = ((different_bits, "different bits"), (shifted, "wrong results"), (beside, "wrote outside of the slice"))
+    if world.size > 3:  # there the grid has no slices
+        wrongs = wrongs[:2]
     for wrong, words in wrongs:
         monkeypatch.setattr(Toy, "_reduce", wrong)
         if world.size == 1:
