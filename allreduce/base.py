@@ -7,17 +7,18 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from allreduce import chunks, dtypes, gpu, notices, ops
+from allreduce import notices
+from allreduce.arrays import chunks, dtypes, gpu, ops
+from allreduce.arrays.ops import Op
+from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, row
+from allreduce.arrays.workspace import Workspace
 from allreduce.errors import (
     AllReduceError,
     ClosedError,
     OptionError,
     agree,
 )
-from allreduce.ops import Op
-from allreduce.signature import FOREIGN, GPU, Signature, allocation_row, inspect, row
 from allreduce.topology import Topology
-from allreduce.workspace import Workspace
 
 BackendT = TypeVar("BackendT", bound="AllReduce")
 Reduction = Callable[[Any, Op], None]  # reduces a 1-D array in place

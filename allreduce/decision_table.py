@@ -15,9 +15,9 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
+from allreduce.arrays.signature import ALLOCATED, FOREIGN
 from allreduce.machine import Machine, identify
 from allreduce.registry import BACKENDS
-from allreduce.signature import ALLOCATED, FOREIGN
 from allreduce.topology import Topology
 
 ENVIRONMENT = "ALLREDUCE_TABLE"  # a path; empty: no table

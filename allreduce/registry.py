@@ -12,14 +12,14 @@ from allreduce.errors import AllReduceError, OptionError, UnavailableError, Unkn
 from allreduce.topology import Topology
 
 BACKENDS = {
-    "ring": "allreduce.ring:Ring",
-    "halving_doubling": "allreduce.halving_doubling:HalvingDoubling",
-    "reduce_to_one": "allreduce.reduce_to_one:ReduceToOne",
-    "hierarchical_copy": "allreduce.hierarchical_copy:HierarchicalCopy",
-    "shared": "allreduce.shared:Shared",
-    "native": "allreduce.native:Native",
-    "nccl": "allreduce.nccl:Nccl",
-    "auto": "allreduce.auto:Auto",
+    "ring": "allreduce.backends.ring:Ring",
+    "halving_doubling": "allreduce.backends.halving_doubling:HalvingDoubling",
+    "reduce_to_one": "allreduce.backends.reduce_to_one:ReduceToOne",
+    "hierarchical_copy": "allreduce.backends.hierarchical_copy:HierarchicalCopy",
+    "shared": "allreduce.backends.shared:Shared",
+    "native": "allreduce.backends.native:Native",
+    "nccl": "allreduce.backends.nccl:Nccl",
+    "auto": "allreduce.backends.auto:Auto",
 }
 
 

@@ -18,14 +18,16 @@ from mpi4py import MPI
 import allreduce
 from allreduce import Topology
 from allreduce.errors import AllReduceError, OptionError, raise_together
-from benchmarks import cli, machine, outputs, plot, report, sizes, table
-from benchmarks.contenders import Contender
-from benchmarks.correctness import Checker
-from benchmarks.lineup import ALL, gather
-from benchmarks.measure import Cell, Plan, measure
-from benchmarks.peers import PEERS
-from benchmarks.results import Run, summarize, to_csv, to_json
-from benchmarks.verdict import verdict
+from benchmarks import cli
+from benchmarks.measuring import machine, sizes
+from benchmarks.measuring.contenders import Contender
+from benchmarks.measuring.correctness import Checker
+from benchmarks.measuring.lineup import ALL, gather
+from benchmarks.measuring.measure import Cell, Plan, measure
+from benchmarks.measuring.peers import PEERS
+from benchmarks.showing import outputs, plot, report, table
+from benchmarks.showing.results import Run, summarize, to_csv, to_json
+from benchmarks.showing.verdict import verdict
 
 PROGRAM = "benchmarks.bandwidth"
 BUDGET = 60.0

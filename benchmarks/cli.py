@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import dtypes, ops
+from allreduce.arrays import dtypes, ops
 from allreduce.errors import AllReduceError, OptionError, raise_together
-from benchmarks import sizes
+from benchmarks.measuring import sizes
 
 INTERRUPTED = 130  # exit code, as a shell has it
 NCCL_TYPES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32"}

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks import fit_report, fitting, outputs, published
-from benchmarks.cost_parts import Machine, on_link
-from benchmarks.results import FileError
-from benchmarks.training_cost import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, forecast
+from benchmarks.predicting import fit_report, fitting, published
+from benchmarks.predicting.cost_parts import Machine, on_link
+from benchmarks.predicting.training_cost import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, forecast
+from benchmarks.showing import outputs
+from benchmarks.showing.results import FileError
 
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
@@ -70,7 +71,7 @@ def _run(args: argparse.Namespace) -> int:
         record |= {"machine": asdict(machine), "forecasts": [_plain(each) for each in forecasts]}
         outputs.write(args.json, json.dumps(record, indent=1) + "\n")
     if args.plot:
-        from benchmarks.scaling_plot import save
+        from benchmarks.predicting.scaling_plot import save
 
         save(args.plot, forecasts, _setting(args), points, fitted)
     return 0

@@ -29,11 +29,12 @@ try:
 except ImportError as error:
     raise SystemExit(f'benchmarks.training_step needs PyTorch ({error}): pip install "allreduce[torch]"') from error
 
-from benchmarks import cli, outputs
-from benchmarks.models import WORKLOADS
-from benchmarks.step_measures import Bench
-from benchmarks.step_memory import keep_freed_memory
-from benchmarks.step_variants import DDP_GLOO, NAMES, PLAIN
+from benchmarks import cli
+from benchmarks.showing import outputs
+from benchmarks.steps.measures import Bench
+from benchmarks.steps.memory import keep_freed_memory
+from benchmarks.steps.models import WORKLOADS
+from benchmarks.steps.variants import DDP_GLOO, NAMES, PLAIN
 
 PROGRAM = "benchmarks.training_step"
 

@@ -19,7 +19,8 @@ import numpy as np
 from mpi4py import MPI
 
 import allreduce
-from allreduce import Topology, auto
+from allreduce import Topology
+from allreduce.backends import auto
 from allreduce.decision_table import (
     ENVIRONMENT,
     Entries,
@@ -33,12 +34,14 @@ from allreduce.decision_table import (
 )
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, raise_together
 from allreduce.machine import identify
-from benchmarks import cli, machine, outputs, sizes
-from benchmarks.contenders import Contender
-from benchmarks.correctness import Checker
-from benchmarks.lineup import ALL, gather
-from benchmarks.measure import Cell, Plan, measure
-from benchmarks.verdict import ranges
+from benchmarks import cli
+from benchmarks.measuring import machine, sizes
+from benchmarks.measuring.contenders import Contender
+from benchmarks.measuring.correctness import Checker
+from benchmarks.measuring.lineup import ALL, gather
+from benchmarks.measuring.measure import Cell, Plan, measure
+from benchmarks.showing import outputs
+from benchmarks.showing.verdict import ranges
 
 PROGRAM = "benchmarks.tune"
 SIZES = [1 << power for power in range(8, 27)]  # 256 B to 64 MiB

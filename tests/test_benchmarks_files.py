@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from made_runs import made_run
 
-from benchmarks import compare, outputs
-from benchmarks.results import FileError, from_json, load, to_csv, to_json
+from benchmarks import compare
+from benchmarks.showing import outputs
+from benchmarks.showing.results import FileError, from_json, load, to_csv, to_json
 
 
 def save(path: Path, **options: float) -> Path:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from made_runs import CURVES, made_run
 
-from benchmarks import plot, report
-from benchmarks.style import COLOURS, colour
-from benchmarks.verdict import verdict
+from benchmarks.showing import plot, report
+from benchmarks.showing.style import COLOURS, colour
+from benchmarks.showing.verdict import verdict
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (

@@ -14,7 +14,7 @@ import launch
 import pytest
 from conftest import JobRunner, lacking
 
-from benchmarks.results import load
+from benchmarks.showing.results import load
 
 QUICK = ["-n", "3", "-w", "1"]
 MODULE = ["-m", "benchmarks.bandwidth"]
@@ -67,7 +67,7 @@ def test_peers_pictures_and_simulated_nodes(mpirun: JobRunner, tmp_path: Path, q
 def spoilt() -> str:
     """The beginning of a script: native spoils one element of its result on one rank."""
     return (
-        "import sys\nfrom allreduce.native import Native\n"
+        "import sys\nfrom allreduce.backends.native import Native\n"
         "plain = Native._reduce\n"
         "def spoil(self, buffer, op):\n"
         "    plain(self, buffer, op)\n"

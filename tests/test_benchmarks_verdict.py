@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from made_runs import made_run
 
-from benchmarks import sizes, table
-from benchmarks.results import Run, summarize
+from benchmarks.measuring import sizes
+from benchmarks.showing import table
+from benchmarks.showing.results import Run, summarize
+from benchmarks.showing.verdict import Range, competing, crossovers, ranges, runner_up, speedup, times_of, verdict
 from benchmarks.tune import steps
-from benchmarks.verdict import Range, competing, crossovers, ranges, runner_up, speedup, times_of, verdict
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,15 @@ import pytest
 from conftest import JobRunner
 
 from allreduce import decision_table as tables
+from allreduce.arrays.signature import ALLOCATED, FOREIGN, GPU
 from allreduce.decision_table import Key, Step, TableError
 from allreduce.machine import identify, mpi_library
-from allreduce.signature import ALLOCATED, FOREIGN, GPU
 
 PAIR = Key((2,), False, "float32", "foreign")
 ENTRIES = {PAIR: [Step(4096, "native"), Step(None, "ring")], PAIR._replace(memory="allocated"): [Step(None, "shared")]}
 ASK = """
 import sys, allreduce, numpy as np
-from allreduce.signature import FOREIGN
+from allreduce.arrays.signature import FOREIGN
 dtype, *paths = sys.argv[1:]
 for path in paths or [None]:
     backend = allreduce.create("auto", table=path)

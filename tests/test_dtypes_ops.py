@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from allreduce import dtypes, ops
+from allreduce.arrays import dtypes, ops
 from allreduce.errors import UnsupportedDtypeError, UnsupportedOpError
 
 NAMES = ("float32", "float64", "int32", "int64", "float16", "bfloat16")

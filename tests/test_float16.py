@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from allreduce import dtypes, float16, ops
-from allreduce.workspace import Workspace
+from allreduce.arrays import dtypes, float16, ops
+from allreduce.arrays.workspace import Workspace
 
 EVERY_FINITE = np.concatenate([np.arange(0x7C00), np.arange(0x8000, 0xFC00)]).astype(np.uint16).view(np.float16)
 OPS = ["sum", "mean", "max", "min"]

@@ -42,7 +42,7 @@ def third_party(names: Iterator[str]) -> set[str]:
 
 
 def test_there_are_files() -> None:
-    assert {"allreduce/ring.py", "allreduce/topology.py"} <= set(map(relative, FILES))
+    assert {"allreduce/backends/ring.py", "allreduce/topology.py"} <= set(map(relative, FILES))
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if relative(path).startswith("allreduce/")], ids=relative)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.model_file import replacing
-from trainers.replicas import numpy_optimizers
-from trainers.replicas.numpy_network import NumpyNetwork
+from trainers.files.model_file import replacing
+from trainers.replicas.numpy import optimizers as numpy_optimizers
+from trainers.replicas.numpy.network import NumpyNetwork
 
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(9, 4)).astype(np.float32)

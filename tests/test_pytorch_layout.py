@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from allreduce.chunks import chunk
+from allreduce.arrays.chunks import chunk
 from trainers.pytorch.layout import pieces, plan
 
 SINGLE, DOUBLE = ("float32", 4), ("float64", 8)

@@ -12,12 +12,13 @@ import launch
 import numpy as np
 import pytest
 
-from benchmarks import fitting, published, scaling
-from benchmarks.cost_model import FORMULAS, predict
-from benchmarks.cost_parts import FITTED, SEGMENT, Machine, Place, on_link
-from benchmarks.fitting import Point
-from benchmarks.results import FileError, Run, summarize, to_json
-from benchmarks.training_cost import MODELS, Prediction, _saturation, exposed, forecast, placed
+from benchmarks import scaling
+from benchmarks.predicting import fitting, published
+from benchmarks.predicting.cost_model import FORMULAS, predict
+from benchmarks.predicting.cost_parts import FITTED, SEGMENT, Machine, Place, on_link
+from benchmarks.predicting.fitting import Point
+from benchmarks.predicting.training_cost import MODELS, Prediction, _saturation, exposed, forecast, placed
+from benchmarks.showing.results import FileError, Run, summarize, to_json
 
 FREE = Machine(**dict.fromkeys(FITTED, 0.0), bus=0.0, cores=64)  # type: ignore[arg-type]
 ONE_NODE = [Place((n,)) for n in (2, 3, 4, 5, 8, 64)]

@@ -256,7 +256,7 @@ def test_bad_options(args: list[str], text: str) -> None:
 
 
 def test_results_are_numbers_that_json_knows() -> None:
-    from trainers.history import Epoch, History
+    from trainers.watching.history import Epoch, History
 
     history = History([Epoch(1, 0.5, {"accuracy": 0.75}, 2.0, 100.0, 0.25, {"loss": 0.6})])
     assert json.loads(json.dumps(history[0].as_dict())) == {

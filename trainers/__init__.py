@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainers.mirrored import MirroredTrainer
     from trainers.replica import Replica
-    from trainers.replicas.numpy_network import NumpyNetwork
+    from trainers.replicas.numpy.network import NumpyNetwork
 
 __all__ = ["MirroredTrainer", "NumpyNetwork", "Replica"]
 
 _HOMES = {
     "MirroredTrainer": "trainers.mirrored",
-    "NumpyNetwork": "trainers.replicas.numpy_network",
+    "NumpyNetwork": "trainers.replicas.numpy.network",
     "Replica": "trainers.replica",
 }
 

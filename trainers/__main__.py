@@ -8,15 +8,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from allreduce import Topology, gpu
-from allreduce.auto import Auto
+from allreduce import Topology
+from allreduce.arrays import gpu
+from allreduce.backends.auto import Auto
 from allreduce.errors import AllReduceError, together
 from trainers import datasets, options
 from trainers.errors import ArgumentError, DivergedError, TrainerError
-from trainers.history import History
+from trainers.files.model_file import is_special, replacing
 from trainers.mirrored import MirroredTrainer
-from trainers.model_file import is_special, replacing
-from trainers.replicas.numpy_network import NumpyNetwork
+from trainers.replicas.numpy.network import NumpyNetwork
+from trainers.watching.history import History
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes
 

@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.chunks import chunk, segments
+from allreduce.arrays.chunks import chunk, segments
 from allreduce.errors import ClosedError, agree, together
 from allreduce.topology import Topology
-from trainers import stopwatch
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, TrainerError
-from trainers.history import Epoch, History
-from trainers.meter import Meter
-from trainers.progress import Progress
 from trainers.replica import Replica
+from trainers.watching import stopwatch
+from trainers.watching.history import Epoch, History
+from trainers.watching.meter import Meter
+from trainers.watching.progress import Progress
 
 TrainerT = TypeVar("TrainerT", bound="Trainer")
 FORWARD_ROWS = 1024  # rows that a replica evaluates or predicts at a time

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from allreduce.chunks import chunk
+from allreduce.arrays.chunks import chunk
 
 
 def order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:

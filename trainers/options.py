@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import allreduce
 from trainers import datasets
 from trainers.errors import ArgumentError
-from trainers.replicas.numpy_layers import ACTIVATIONS
-from trainers.replicas.numpy_optimizers import OPTIMIZERS
+from trainers.replicas.numpy.layers import ACTIVATIONS
+from trainers.replicas.numpy.optimizers import OPTIMIZERS
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "digits": {"epochs": 20, "batch_size": 100, "hidden": (64, 32), "lr": 0.002},

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from trainers import model_file
 from trainers.errors import ModelFileError
+from trainers.files import model_file
 
 
 class Replica(ABC):

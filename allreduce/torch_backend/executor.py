@@ -16,8 +16,8 @@ from typing import Any
 from mpi4py import MPI
 
 from allreduce import notices
+from allreduce.messages.waiting import meet_asleep
 from allreduce.torch_backend.work import TimedOut, Work
-from allreduce.waiting import meet_asleep
 
 EXIT_SECONDS = 10.0  # how long the end of the program waits for operations that nobody has waited for
 WATCH_SECONDS = 1.0  # how often a watchdog looks; a timeout is noticed this much late at the most

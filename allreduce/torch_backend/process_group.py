@@ -14,7 +14,6 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.background import crowded
 from allreduce.topology import Topology
 from allreduce.torch_backend import gpu
 from allreduce.torch_backend.arguments import Tensors, as_list, inner, not_offered, operation
@@ -26,6 +25,7 @@ from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.reducing import Reducer
 from allreduce.torch_backend.tensors import check
 from allreduce.torch_backend.work import Work, seconds
+from allreduce.wrappers.background import crowded
 
 CLOSE_SECONDS = 10.0  # destroy_process_group waits this long for the other ranks to call it too
 

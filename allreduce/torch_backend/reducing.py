@@ -10,7 +10,9 @@ import torch
 from mpi4py import MPI
 
 import allreduce
-from allreduce import chunks, notices
+from allreduce import notices
+from allreduce.arrays import chunks
+from allreduce.arrays.workspace import Workspace
 from allreduce.base import AllReduce, TwoPhase
 from allreduce.errors import UnavailableError, agree
 from allreduce.topology import Topology
@@ -18,7 +20,6 @@ from allreduce.torch_backend import gpu
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.reduce_ops import MPI_TYPES, Reduction, resolve
 from allreduce.torch_backend.tensors import as_array, check_dtypes, readable, writable
-from allreduce.workspace import Workspace
 
 LARGEST_COUNT = 1 << 30  # elements in one call of MPI
 

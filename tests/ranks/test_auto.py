@@ -10,9 +10,10 @@ from grid import run_grid
 from mpi4py import MPI
 
 import allreduce
-from allreduce import auto, notices
+from allreduce import notices
+from allreduce.arrays.signature import ALLOCATED, FOREIGN, GPU
+from allreduce.backends import auto
 from allreduce.errors import UnavailableError
-from allreduce.signature import ALLOCATED, FOREIGN, GPU
 
 SIZE = MPI.COMM_WORLD.size
 FLOAT32, FLOAT16 = np.dtype("float32"), np.dtype("float16")

@@ -8,8 +8,8 @@ from grid import numpy_dtype
 from mpi4py import MPI
 
 import allreduce
-from benchmarks.correctness import PERIOD, Checker
-from benchmarks.measure import Cell, Plan, measure
+from benchmarks.measuring.correctness import PERIOD, Checker
+from benchmarks.measuring.measure import Cell, Plan, measure
 
 DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16")
 CASES = [

@@ -11,10 +11,10 @@ from grid import expected, numpy_dtype, shapes, values
 from mpi4py import MPI
 
 import allreduce
+from allreduce.arrays.signature import ALLOCATED
+from allreduce.backends.shared import Shared
 from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
-from allreduce.shared import Shared
-from allreduce.signature import ALLOCATED
 
 SIZE = MPI.COMM_WORLD.size
 LENGTH = 400_000

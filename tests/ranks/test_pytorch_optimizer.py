@@ -15,8 +15,8 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import allreduce  # noqa: E402
-import allreduce.window  # noqa: E402
-from allreduce.signature import ALLOCATED  # noqa: E402
+import allreduce.messages.window  # noqa: E402
+from allreduce.arrays.signature import ALLOCATED  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
 
 SIZE = MPI.COMM_WORLD.size
@@ -582,9 +582,11 @@ def test_close_gives_the_memory_back(
 ) -> None:
     """Nothing of a closed optimizer, nor `.grad`, holds on to shared windows, which would stay till the end."""
     held: list[bool] = []
-    release = allreduce.window._release
+    release = allreduce.messages.window._release
     monkeypatch.setattr(
-        allreduce.window, "_release", lambda comm, win, in_use: (held.append(in_use), release(comm, win, in_use))
+        allreduce.messages.window,
+        "_release",
+        lambda comm, win, in_use: (held.append(in_use), release(comm, win, in_use)),
     )
     model = network()
     options = {"topology": flat, "update": update, "overlap": overlap, **SMALL_BUCKETS}

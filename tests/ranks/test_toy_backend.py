@@ -9,10 +9,11 @@ from grid import DTYPES, run_grid, shapes
 from mpi4py import MPI
 
 import allreduce
-from allreduce import dtypes, registry
+from allreduce import registry
+from allreduce.arrays import dtypes
+from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce
 from allreduce.errors import OptionError
-from allreduce.ops import Op
 from allreduce.topology import Topology
 
 

@@ -2,9 +2,9 @@
 
 import io
 
-from trainers import npz
 from trainers.datasets import dataset, files
 from trainers.errors import DataError
+from trainers.files import npz
 
 SPLIT = ("x_train", "y_train", "x_test", "y_test")
 WHOLE = ("x", "y")

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from allreduce.background import Pending
 from allreduce.base import AllReduce
 from allreduce.errors import AllReduceError
+from allreduce.wrappers.background import Pending
 from trainers.pytorch.layout import Bucket, plan
 from trainers.pytorch.ownership import refuse
 from trainers.pytorch.report import Clock
 from trainers.pytorch.rollcall import RollCall
-from trainers.replicas.torch_tensors import DTYPES, TORCH, as_tensor, shaped
+from trainers.replicas.pytorch.tensors import DTYPES, TORCH, as_tensor, shaped
 
 LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # what the buffers hold; see Averager.state
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from allreduce.chunks import segments
+from allreduce.arrays.chunks import segments
 from allreduce.errors import DisagreementError, raise_together
-from trainers.replicas.torch_tensors import as_bytes
+from trainers.replicas.pytorch.tensors import as_bytes
 
 LARGEST_MESSAGE = 1 << 30  # bytes; an MPI count is a C int
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError, agree, raise_together
 from trainers.pytorch import sharded
 from trainers.pytorch.ownership import owner_of
-from trainers.replicas.torch_tensors import DTYPES
+from trainers.replicas.pytorch.tensors import DTYPES
 
 UPDATES = ("replicated", "sharded")
 

@@ -6,10 +6,10 @@ import torch
 
 import allreduce
 from allreduce import notices
-from allreduce.background import Background, crowded
 from allreduce.base import AllReduce, TwoPhase
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
+from allreduce.wrappers.background import Background, crowded
 
 
 def backend_for(given: str | AllReduce, topology: Topology, update: str) -> AllReduce:

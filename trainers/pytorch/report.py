@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from allreduce.background import Pending
+from allreduce.wrappers.background import Pending
 
 
 class Clock:

@@ -15,13 +15,13 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.optim import Optimizer
 
-from allreduce import dtypes
+from allreduce.arrays import dtypes
 from allreduce.base import TwoPhase
 from allreduce.errors import OptionError
-from allreduce.window import CommonWindow
+from allreduce.messages.window import CommonWindow
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.layout import Piece, pieces
-from trainers.replicas.torch_tensors import DTYPES, TORCH, as_tensor, shaped
+from trainers.replicas.pytorch.tensors import DTYPES, TORCH, as_tensor, shaped
 
 BLOCK = 1 << 17  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
 

@@ -1,0 +1,71 @@
+"""CuPy arrays on the way through CPU backends: recognised without importing CuPy, staged in pinned memory."""
+
+import ctypes
+import functools
+import os
+from typing import Any
+
+import numpy as np
+
+from allreduce.arrays.workspace import Workspace
+from allreduce.errors import UnavailableError
+
+EXTRA = 'install one of the extras "cuda12" or "cuda13" (pip install "allreduce[cuda12]")'
+
+
+def is_gpu_array(array: object) -> bool:
+    """True for a CuPy array; CuPy is not imported to find out."""
+    return type(array).__module__.partition(".")[0] == "cupy"
+
+
+def cupy() -> Any:
+    """The module CuPy, or an error that says what to install."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise UnavailableError(f"CuPy can't be imported ({error}); {EXTRA}") from error
+    return cupy
+
+
+@functools.cache
+def choose_device(node_rank: int) -> None:
+    """Once in a process: let the ranks of a node take its GPUs in turn.
+
+    A program that has made another device than 0 the current one has chosen by itself.
+    """
+    runtime = cupy().cuda.runtime
+    try:
+        if runtime.getDevice() == 0:
+            cupy().cuda.Device(node_rank % runtime.getDeviceCount()).use()
+    except Exception as error:  # CuPy without a driver or a GPU raises errors of its own kinds
+        raise UnavailableError(f"an NVIDIA GPU is needed, and CuPy finds none ({error})") from error
+
+
+def synchronize() -> None:
+    """Wait for the current CUDA stream: MPI does not know about streams."""
+    cupy().cuda.get_current_stream().synchronize()
+
+
+def pinned_workspace() -> Workspace:
+    """Scratch memory on the host that the GPU copies to and from at full speed."""
+
+    def make(nbytes: int) -> np.ndarray:
+        return np.frombuffer(cupy().cuda.alloc_pinned_memory(nbytes), dtype=np.uint8, count=nbytes)
+
+    return Workspace(make)
+
+
+@functools.cache
+def mpi_is_cuda_aware() -> bool:
+    """True when this MPI is known to take device pointers; others crash on them.
+
+    ALLREDUCE_CUDA_AWARE=1 or 0 decides; without it the MPI library is asked (MPIX_Query_cuda_support,
+    which Open MPI and MPICH's derivatives offer). MPI libraries that can't be asked count as not aware.
+    """
+    told = os.environ.get("ALLREDUCE_CUDA_AWARE")
+    if told is not None:
+        return told == "1"
+    try:
+        return bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
+    except (AttributeError, OSError):
+        return False

@@ -1,0 +1,158 @@
+"""Auto: picks a backend for each call, by a measured table where this machine has one, else by one rule."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from allreduce import notices
+from allreduce.arrays import dtypes
+from allreduce.arrays.ops import Op
+from allreduce.arrays.signature import ALLOCATED, GPU, Signature
+from allreduce.base import AllReduce, Reduction
+from allreduce.decision_table import Rule, rule_for
+from allreduce.errors import UnavailableError
+from allreduce.topology import Topology
+
+# Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; `rule` tells where they count.
+SMALL_BYTES = 64 * 1024
+SHARED_BYTES_PER_RANK = 64 * 1024
+FOREIGN_BYTES = 24 * 1024 * 1024
+LAST_RESORT = "ring"  # needs nothing but messages
+
+
+def rule(topology: Topology, nbytes: int, dtype: np.dtype, memory: int) -> tuple[str, str]:
+    """The backend for one call, and why. All ranks pass the same, so all choose the same."""
+    if memory == GPU:
+        return "nccl", "CuPy arrays"
+    half = dtypes.is_half(dtype)
+    if topology.nodes > 1:
+        if nbytes < SMALL_BYTES and not half:
+            return "native", f"below {_size(SMALL_BYTES)} the MPI library's latency wins"
+        return "hierarchical_copy", f"{topology.nodes} nodes"
+    if half:
+        return "shared", "16-bit floats are summed in float32 while they are in the cache"
+    if memory == ALLOCATED:
+        least = SHARED_BYTES_PER_RANK * topology.size
+        if nbytes < least:
+            return "native", f"below {_size(least)} the MPI library's latency wins"
+        return "shared", "one node: the ranks reduce in the memory that they share"
+    if nbytes < FOREIGN_BYTES:
+        return (
+            "native",
+            f"arrays not from allocate(), below {_size(FOREIGN_BYTES)}: a copy would cost more than it wins",
+        )
+    return "ring", "large arrays not from allocate(): no staging, each byte is copied once"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+def home(topology: Topology) -> str:
+    """The backend whose memory `allocate` gives."""
+    return "hierarchical_copy" if topology.nodes > 1 else "shared"
+
+
+class Auto(AllReduce):
+    """Creates the backends that its rule names when they are first needed, and passes calls on to them.
+
+    A backend that turns out not to work here is replaced, which is said once: on the GPU by staging
+    through the host, elsewhere by LAST_RESORT.
+
+    make: creates a backend from its name and a topology (given by `create`).
+    table: the path of a decision table from `python -m benchmarks.tune`; by default the one in
+        $ALLREDUCE_TABLE, else this machine's in the user's cache folder. "" for none.
+    choose: a rule to use instead of any table.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        make: Callable[[str, Topology], AllReduce],
+        table: str | os.PathLike[str] | None = None,
+        choose: Rule | None = None,
+        check: str = "first",
+    ) -> None:
+        super().__init__(topology, check=check)
+        self._make = make
+        self._choose = choose or rule_for(self._comm, topology, table, rule)
+        self._parts: dict[str, AllReduce] = {}
+        self._lacking: dict[str, str] = {}
+
+    def choice(self, length: int, dtype: DTypeLike = "float32", device: str = "cpu") -> tuple[str, str]:
+        """The name of the backend for an array from `allocate`, and why. Collective at its first use."""
+        parsed = dtypes.parse(dtype)
+        return self._decide(length * parsed.itemsize, parsed, GPU if device == "cuda" else ALLOCATED)
+
+    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
+        if device == "cuda":
+            return super()._allocate(length, dtype, device)
+        name = home(self.topology)
+        part = self._part(name)
+        if part is not None:
+            try:
+                array = part._allocate(length, dtype, device)
+                self._memory = part._memory  # type: ignore[method-assign]  # the part knows its arrays
+                return array
+            except UnavailableError as error:
+                notices.once(self.rank, f'"auto" allocates ordinary memory, so "{name}" will copy: {error}')
+        return super()._allocate(length, dtype, device)
+
+    def _route(self, signature: Signature) -> Reduction:
+        if signature.length == 0 or self.size == 1:
+            return super()._route(signature)
+        length, dtype, _, memory, *_ = signature
+        name, _ = self._decide(length * dtype.itemsize, dtype, memory)
+        if memory == GPU and name == LAST_RESORT:
+            return super()._reduce_gpu  # by way of the host, where _reduce decides again
+        part = self._parts[name]
+        return self._guarded(part, part._route(signature), signature)
+
+    def _guarded(self, part: AllReduce, reduce: Reduction, signature: Signature) -> Reduction:
+        """`reduce`, and another choice should its first call tell that `part` can't work here after all."""
+
+        def guarded(buffer: Any, op: Op) -> None:
+            try:
+                reduce(buffer, op)
+                if signature[:4] in self._known:
+                    self._known[signature[:4]] = reduce, op
+            except UnavailableError as error:  # raised on all ranks, before anything was changed
+                self._lack(part.name, error)
+                self._known.clear()
+                self._route(signature)(buffer, op)
+
+        return guarded
+
+    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+        self._route(Signature(buffer.size, buffer.dtype, op.name, self._memory(buffer)))(buffer, op)
+
+    def _decide(self, nbytes: int, dtype: np.dtype, memory: int) -> tuple[str, str]:
+        name, why = self._choose(self.topology, nbytes, dtype, memory)
+        part = self._part(name)
+        if part is not None and dtypes.is_half(dtype) and not part.sums_half:
+            name, why = rule(self.topology, nbytes, dtype, memory)  # a table that was edited by hand
+        if self._part(name) is None:
+            name, why = LAST_RESORT, f'"{name}" can\'t be used here: {self._lacking[name]}'
+            self._part(name)
+        return name, why
+
+    def _part(self, name: str) -> AllReduce | None:
+        """The backend called `name`, made at its first use; None when it can't work here. Collective then."""
+        if name not in self._parts and name not in self._lacking:
+            try:
+                self._parts[name] = self._make(name, self.topology)
+            except UnavailableError as error:
+                self._lack(name, error)
+        return None if name in self._lacking else self._parts[name]
+
+    def _lack(self, name: str, error: UnavailableError) -> None:
+        self._lacking[name] = str(error)
+        notices.once(self.rank, f'"auto" does without "{name}": {error}')
+
+    def _close(self) -> None:
+        for part in self._parts.values():
+            part.close()

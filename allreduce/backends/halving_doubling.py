@@ -1,0 +1,69 @@
+"""Recursive halving and doubling: few steps, for any number of ranks.
+
+R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH, 2005.
+With p the largest power of two up to n. Steps: 2 log2 p, and 2 more when n > p. Bytes sent per rank:
+2 S (p - 1) / p; each of the n - p extra ranks hands its buffer to a partner and gets the result back,
+2 S more for such a pair.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from allreduce.arrays import chunks
+from allreduce.arrays.ops import Op
+from allreduce.base import TwoPhase
+from allreduce.messages.transfer import Transfer
+from allreduce.topology import Topology
+
+
+class HalvingDoubling(TwoPhase):
+    """Each step halves the part that a rank reduces, with a partner half as far away."""
+
+    def __init__(self, topology: Topology, *, check: str = "first") -> None:
+        super().__init__(topology, check=check)
+        self._transfer = Transfer(self._comm, self.workspace)
+        self._power = 1 << (self.size.bit_length() - 1)
+        self._extras = self.size - self._power
+
+    def owned(self, length: int, rank: int | None = None) -> slice:
+        """A chunk of `length` / p elements for each of the first p ranks, nothing for the extra ones."""
+        rank = self.rank if rank is None else rank
+        if rank >= self._power:
+            return slice(length, length)
+        return chunks.chunk(length, self._power, rank)
+
+    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
+        if self.rank >= self._power:
+            self._transfer.send(buffer, self.rank - self._power)
+            return
+        if self.rank < self._extras:
+            self._transfer.combine(buffer, self.rank + self._power, op, finish=False)
+        for partner, kept, given in self._steps(buffer):
+            last = abs(partner - self.rank) == 1
+            self._transfer.swap_combine(given, partner, kept, partner, op, finish=last)
+
+    def _all_gather(self, buffer: np.ndarray) -> None:
+        if self.rank >= self._power:
+            self._transfer.receive(buffer, self.rank - self._power)
+            return
+        for partner, kept, given in reversed(list(self._steps(buffer))):
+            self._transfer.swap(kept, partner, given, partner)
+        if self.rank < self._extras:
+            self._transfer.send(buffer, self.rank + self._power)
+
+    def _steps(self, buffer: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Partner, the half that this rank keeps, the half that it gives; from the farthest partner."""
+        low, high = 0, self._power  # the ranks among which the current part is divided, one chunk each
+        while high - low > 1:
+            middle = (low + high) // 2
+            lower, upper = (self._chunks(buffer, low, middle), self._chunks(buffer, middle, high))
+            if self.rank < middle:
+                yield self.rank + middle - low, lower, upper
+                high = middle
+            else:
+                yield self.rank - (middle - low), upper, lower
+                low = middle
+
+    def _chunks(self, buffer: np.ndarray, first: int, stop: int) -> np.ndarray:
+        return buffer[chunks.chunks(buffer.size, self._power, first, stop)]

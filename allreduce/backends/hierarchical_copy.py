@@ -1,0 +1,109 @@
+"""Hierarchical copy: reduce inside each node, all-reduce across the nodes, copy inside each node.
+
+After TensorFlow's HierarchicalCopyAllReduce and ChainerMN's two_dimensional (equal nodes: every local
+rank carries its own slice across) and hierarchical (uneven nodes: the leaders carry everything).
+Steps: those of the parts. Bytes across m equal nodes: 2 S (m - 1) / m a node, shared by its ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from allreduce.arrays.ops import Op
+from allreduce.base import AllReduce, TwoPhase
+from allreduce.errors import AllReduceError, OptionError, together
+from allreduce.messages.transfer import Transfer
+from allreduce.topology import Topology
+
+
+class HierarchicalCopy(TwoPhase):
+    """Composed of two backends.
+
+    node: the backend inside a node, one with the two phases reduce_scatter and all_gather.
+    cross: the backend across nodes.
+    make: creates a backend from its name and a topology (given by `create`).
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        make: Callable[[str, Topology], AllReduce],
+        node: str = "shared",
+        cross: str = "ring",
+        check: str = "first",
+    ) -> None:
+        super().__init__(topology, check=check)
+        inside, across = topology.inside(), topology.across()
+        self._made: list[Topology | AllReduce] = [inside, across] if across else [inside]
+        try:
+            self._node = together(self._comm, lambda: _two_phase(node, self._keep(make(node, inside))))
+            self._cross = together(self._comm, lambda: self._keep(make(cross, across)) if across else None)
+        except AllReduceError:  # on all ranks, so they can close together
+            self.close()
+            raise
+        self.copies_foreign = self._node.copies_foreign
+        self._leaders_only = topology.leaders_only
+        self._transfer = Transfer(self._node._comm, self.workspace)
+
+    def _keep(self, part: AllReduce) -> AllReduce:
+        self._made.append(part)
+        return part
+
+    def owned(self, length: int, rank: int | None = None) -> slice:
+        """This rank's share of the buffer among the ranks of its node; nodes hold the same. rank: a node rank."""
+        return self._node.owned(length, rank)
+
+    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
+        return together(self._comm, lambda: self._node._allocate(length, dtype, device))
+
+    def _memory(self, buffer: np.ndarray) -> int:
+        return self._node._memory(buffer)
+
+    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
+        if self._node.size > 1:
+            self._node._reduce_scatter(buffer, op.unscaled())
+        if self._leaders_only:
+            self._through_leader(buffer, op)
+        else:
+            self._across(buffer[self.owned(buffer.size)], op)
+
+    def _all_gather(self, buffer: np.ndarray) -> None:
+        if self._node.size > 1:
+            self._node._all_gather(buffer)
+
+    def _across(self, part: np.ndarray, op: Op) -> None:
+        """All-reduce across nodes, and finish."""
+        if self._cross is not None and self._cross.size > 1 and part.size:
+            self._cross._reduce(part, op)
+        else:
+            op.finish(part)
+
+    def _through_leader(self, buffer: np.ndarray, op: Op) -> None:
+        """Uneven nodes: the leader collects the slices of its node, carries them across, and hands them back."""
+        mine = buffer[self.owned(buffer.size)]
+        if self._node.rank:
+            self._transfer.send(mine, 0)
+            self._transfer.receive(mine, 0)
+            return
+        slices = [buffer[span] for span in self._slices(buffer.size)]
+        for rank, part in enumerate(slices[1:], start=1):
+            self._transfer.receive(part, rank)
+        self._across(buffer, op)
+        for rank, part in enumerate(slices[1:], start=1):
+            self._transfer.send(part, rank)
+
+    def _slices(self, length: int) -> list[slice]:
+        """What each rank of the node owns."""
+        return [self._node.owned(length, rank) for rank in range(self._node.size)]
+
+    def _close(self) -> None:
+        for part in reversed(self._made):
+            part.close()
+
+
+def _two_phase(name: str, backend: AllReduce) -> TwoPhase:
+    if not isinstance(backend, TwoPhase):
+        raise OptionError(f"node={name!r} can't be used inside nodes: it has no reduce_scatter and all_gather")
+    return backend

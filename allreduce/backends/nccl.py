@@ -1,0 +1,136 @@
+"""NCCL: NVIDIA's collectives on CuPy arrays, through CuPy's binding. Steps and bytes are NCCL's own."""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from allreduce.arrays import dtypes, gpu
+from allreduce.arrays.ops import Op
+from allreduce.base import AllReduce
+from allreduce.errors import AllReduceError, OptionError, UnavailableError, raise_together, together
+from allreduce.topology import Topology
+
+AVERAGE = 4  # ncclAvg in nccl.h, since NCCL 2.10
+AVERAGE_VERSION = 21000
+SHARED_GPU_VERSION = 23000  # since 2.30, NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU
+
+
+class Nccl(AllReduce):
+    """One GPU a rank (see gpu.choose_device), and arrays on that GPU; others are copied there and back.
+
+    The NCCL communicator is made at the first use, because it binds the device that is current then.
+    """
+
+    def __init__(self, topology: Topology, *, check: str = "first") -> None:
+        raise_together(topology.world, _missing())
+        super().__init__(topology, check=check)
+        self._cupy = gpu.cupy()
+        self._nccl = self._cupy.cuda.nccl
+        self._device = -1
+        self._communicator: Any = None
+        self._stream: Any = None
+        self._ready: Any = None
+        self._wide: Any = None  # the float32 sums of 16-bit arrays; grows, as a Workspace does
+
+    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
+        return super()._allocate(length, dtype, device or "cuda")
+
+    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+        gpu.choose_device(self.topology.node_rank)
+        accumulator = dtypes.TYPES[buffer.dtype].accumulator
+        staged = self._cupy.asarray(buffer.astype(accumulator, copy=False))
+        self._reduce_gpu(staged, op)
+        np.copyto(buffer, staged.get(), casting="unsafe")
+
+    def _reduce_gpu(self, buffer: Any, op: Op) -> None:
+        if self._communicator is None:
+            self._connect()
+        if buffer.device.id != self._device:
+            raise OptionError(
+                f'"nccl" is connected on GPU {self._device} and the array is on GPU {buffer.device.id}; '
+                "make the GPU of your arrays current before the first call"
+            )
+        accumulator = dtypes.TYPES[buffer.dtype].accumulator
+        if buffer.dtype == accumulator:
+            self._reduce_in_place(buffer, op)
+            return
+        if self._wide is None or self._wide.size < buffer.size:
+            self._wide = self._cupy.empty(buffer.size, accumulator)
+        wide = self._wide[: buffer.size]
+        wide[...] = buffer
+        self._reduce_in_place(wide, op)
+        buffer[...] = wide.astype(buffer.dtype)  # rounds 16-bit floats, once
+
+    def _reduce_in_place(self, buffer: Any, op: Op) -> None:
+        """NCCL on its own stream, after what the caller's stream holds already and before what it gets next."""
+        caller = self._cupy.cuda.get_current_stream()
+        average = op.scale == 1 / self.size and self._nccl.get_version() >= AVERAGE_VERSION
+        self._ready.record(caller)
+        self._stream.wait_event(self._ready)
+        self._communicator.allReduce(
+            buffer.data.ptr,
+            buffer.data.ptr,
+            buffer.size,
+            dtypes.TYPES[buffer.dtype].nccl,
+            AVERAGE if average else op.nccl,
+            self._stream.ptr,
+        )
+        self._ready.record(self._stream)
+        caller.wait_event(self._ready)
+        if op.scale is not None and not average:
+            self._cupy.multiply(buffer, op.scale, out=buffer)
+
+    def _connect(self) -> None:
+        """Make the NCCL communicator on the current device. Collective."""
+        cuda = self._cupy.cuda
+        self._device = cuda.runtime.getDevice()
+        uuid = together(self._comm, lambda: bytes(cuda.runtime.getDeviceProperties(self._device)["uuid"]))
+        raise_together(self._comm, self._shared_gpu(self._comm.allgather(uuid)))
+        unique = together(self._comm, lambda: self._nccl.get_unique_id() if self.rank == 0 else None)
+        unique = self._comm.bcast(unique)
+        error: AllReduceError | None = None
+        try:
+            self._communicator = self._nccl.NcclCommunicator(self.size, unique, self.rank)
+            self._stream = cuda.Stream(non_blocking=True)
+            self._ready = cuda.Event(disable_timing=True)
+        except Exception as refused:  # NcclError, and what CuPy raises for codes of NCCL that it does not know
+            error = UnavailableError(f"NCCL could not connect {self.size} ranks: {refused}; NCCL_DEBUG=INFO says more")
+        raise_together(self._comm, error)
+
+    def _shared_gpu(self, holders: list[bytes]) -> UnavailableError | None:
+        """An error when this rank shares its GPU and this NCCL would not allow it. holders: the ranks' GPUs."""
+        sharing = [rank for rank, uuid in enumerate(holders) if uuid == holders[self.rank]]
+        version = self._nccl.get_version()
+        allowed = version >= SHARED_GPU_VERSION and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if len(sharing) == 1 or allowed:
+            return None
+        return UnavailableError(
+            f"ranks {sharing} hold the same GPU and NCCL {version // 10000}.{version // 100 % 100} does not allow it; "
+            "start one rank per GPU, set NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30 or later, or use another backend"
+        )
+
+    def _close(self) -> None:
+        if self._communicator is not None:
+            self._stream.synchronize()
+            self._communicator.destroy()
+        self._communicator = self._stream = self._ready = self._wide = None
+
+
+def _missing() -> UnavailableError | None:
+    """What this backend lacks here: CuPy, NCCL or a GPU."""
+    try:
+        cupy = gpu.cupy()
+        if cupy.cuda.runtime.getDeviceCount() == 0:
+            return UnavailableError('"nccl" needs an NVIDIA GPU and there is none here; use another backend')
+    except UnavailableError as error:
+        return UnavailableError(f'"nccl" needs CuPy: {error}')
+    except Exception as error:  # CuPy without a driver raises errors of its own kinds
+        return UnavailableError(f'"nccl" needs an NVIDIA GPU, and CuPy finds none ({error}); use another backend')
+    try:
+        from cupy.cuda import nccl
+
+        nccl.get_version()
+    except Exception as error:  # an import error, or CuPy's own when the library can't be loaded
+        return UnavailableError(f'"nccl" needs NCCL, which CuPy can\'t load ({error}); {gpu.EXTRA}')
+    return None

@@ -1,0 +1,66 @@
+"""Reduce to one: one rank adds everything up and hands the result out, as TensorFlow's ReductionToOneDevice.
+
+The only algorithm here that adds in rank order whatever the root, so its sums do not depend on who adds.
+Steps: 1 + log2 n. Bytes: each rank sends S, the root receives (n - 1) S.
+"""
+
+import numpy as np
+
+from allreduce.arrays import dtypes
+from allreduce.arrays.ops import Op
+from allreduce.base import AllReduce
+from allreduce.errors import OptionError
+from allreduce.messages.transfer import Arrival, Transfer
+from allreduce.topology import Topology
+
+
+class ReduceToOne(AllReduce):
+    """Sum at one rank in rank order, then copy back along a binomial tree.
+
+    root: the rank that adds.
+    """
+
+    def __init__(self, topology: Topology, *, root: int = 0, check: str = "first") -> None:
+        if not (isinstance(root, int) and 0 <= root < topology.size):
+            raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {topology.size - 1}")
+        super().__init__(topology, check=check)
+        self.root = root
+        self._transfer = Transfer(self._comm, self.workspace)
+
+    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+        if self.rank == self.root:
+            self._collect(buffer, op)
+        else:
+            self._transfer.send(buffer, self.root)
+        self._copy_back(buffer)
+
+    def _collect(self, buffer: np.ndarray, op: Op) -> None:
+        """The root: for each segment, add the ranks' contributions in rank order."""
+        parts = self._transfer.segments(buffer)
+        others = [rank for rank in range(self.size) if rank != self.root]
+        arriving = self._transfer.arrivals(Arrival(rank, part) for part in parts for rank in others)
+        accumulator = dtypes.TYPES[buffer.dtype].accumulator
+        for part in parts:
+            total = self.workspace.array("total", part.size, accumulator)
+            for rank in range(self.size):
+                summand = part if rank == self.root else next(arriving)
+                if rank == 0:
+                    np.copyto(total, summand)
+                else:
+                    op.combine(total, summand, out=total)
+            op.finish(total)
+            np.copyto(part, total, casting="unsafe")  # rounds 16-bit floats, once
+
+    def _copy_back(self, buffer: np.ndarray) -> None:
+        """Binomial tree, segment by segment: a segment is passed on while the next one arrives."""
+        parent, children = self._tree()
+        self._transfer.relay(buffer, parent, children)
+
+    def _tree(self) -> tuple[int | None, list[int]]:
+        """The rank that this one gets the result from, and those that it hands it to, farthest first."""
+        place = (self.rank - self.root) % self.size  # the root is at place 0
+        lowest = place & -place if place else self.size
+        reach = [1 << k for k in reversed(range(self.size.bit_length())) if 1 << k < lowest]
+        children = [(place + step + self.root) % self.size for step in reach if place + step < self.size]
+        parent = (place - lowest + self.root) % self.size if place else None
+        return parent, children

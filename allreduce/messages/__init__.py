@@ -1,0 +1,1 @@
+"""All that communicates below a backend."""

@@ -1,0 +1,1 @@
+"""Backends around a backend."""

@@ -1,0 +1,1 @@
+"""What is measured, of whom, and whether it is right."""

@@ -1,0 +1,48 @@
+"""The machine and the versions that a run was measured with."""
+
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+from mpi4py import MPI
+
+from allreduce.errors import OptionError, raise_together
+from allreduce.machine import identify
+from benchmarks.measuring import sizes
+
+
+def describe(peers: list[str]) -> dict[str, Any]:
+    """What a reader needs to judge the figures: machine, MPI library, versions, load."""
+    libraries = ["numpy", "mpi4py", "ml_dtypes", *(["torch"] if "gloo" in peers else [])]
+    return {
+        **identify(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in libraries},
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def available_bytes() -> int | None:
+    """Memory that this machine can still give without swapping; None where Linux does not tell."""
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":") for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def check_memory(comm: MPI.Intracomm, each: int) -> None:
+    """Raise OptionError on all ranks when some machine can't hold `each` bytes for all of its ranks. Collective."""
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED)  # not a topology's node, which may be simulated
+    ranks = local.size
+    local.Free()
+    free, wanted = available_bytes(), each * ranks
+    error = None
+    if free is not None and wanted >= free:
+        told = f"{ranks} ranks need {sizes.show(wanted)} for their arrays and their machine has {sizes.show(free)} left"
+        error = OptionError(f"{told}; measure smaller sizes, or fewer backends")
+    raise_together(comm, error)

@@ -1,0 +1,120 @@
+"""What backends are compared with besides each other: other software that reduces the same arrays.
+
+A peer is a function from (topology, op) to a Contender; a new one is one function and one line in PEERS.
+"""
+
+import datetime
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.arrays import dtypes, ops
+from allreduce.errors import AllReduceError, OptionError, UnavailableError, raise_together
+from allreduce.topology import Topology
+from benchmarks.measuring.contenders import Contender
+
+TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def mpi4py(topology: Topology, op: str) -> Contender:
+    """The bare call of mpi4py, comm.Allreduce(IN_PLACE, array): what Python and MPI cost without this library."""
+    comm = topology.private()
+    plain = ops.OPS["sum" if op == "mean" else op].mpi
+    scale = 1 / comm.size if op == "mean" else None
+
+    def call(array: np.ndarray) -> None:
+        comm.Allreduce(MPI.IN_PLACE, array, plain)
+        if scale is not None:
+            np.multiply(array, scale, out=array)
+
+    def refuse(dtype: np.dtype) -> str | None:
+        return f"MPI has no {dtype}" if dtypes.is_half(dtype) else None
+
+    return Contender("mpi4py", call, refuse=refuse, close=lambda: topology.release(comm))
+
+
+def gloo(topology: Topology, op: str) -> Contender:
+    """torch.distributed with gloo in the same processes, as PyTorch's DDP uses it on CPUs."""
+    torch = _import_torch(topology.world)
+    distributed = torch.distributed
+    _join(distributed, topology)
+    names = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
+    torch_op = getattr(distributed.ReduceOp, names[op])
+    tensors: dict[tuple[int, int, np.dtype], Any] = {}  # DDP keeps its tensors too
+
+    def call(array: np.ndarray) -> None:
+        key = (array.ctypes.data, array.size, array.dtype)
+        tensor = tensors.get(key)
+        if tensor is None:
+            tensor = tensors[key] = _tensor(torch, array)
+        distributed.all_reduce(tensor, op=torch_op)
+        if op == "mean":
+            tensor.div_(topology.size)
+
+    return Contender("gloo", call, close=distributed.destroy_process_group)
+
+
+PEERS: dict[str, Callable[[Topology, str], Contender]] = {"gloo": gloo, "mpi4py": mpi4py}
+
+
+def _import_torch(comm: MPI.Intracomm) -> Any:
+    """The module torch, or the same error on all ranks. Collective."""
+    error: AllReduceError | None = None
+    torch: Any = None
+    try:
+        import torch
+        import torch.distributed
+
+        if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+            error = UnavailableError("--peers gloo: this PyTorch was built without gloo; install another build")
+    except ImportError as missing:
+        error = UnavailableError(
+            f'--peers gloo needs PyTorch, which can\'t be imported ({missing}); pip install "allreduce[torch]"'
+        )
+    raise_together(comm, error)
+    return torch
+
+
+def _join(distributed: Any, topology: Topology) -> None:
+    """Make all ranks one process group, or raise the same error on all of them. Collective."""
+    host, port, store = _meet(distributed, topology)
+    error = None
+    try:
+        store = store or distributed.TCPStore(host, port, topology.size, is_master=False, timeout=TIMEOUT)
+        distributed.init_process_group(
+            "gloo", store=store, rank=topology.rank, world_size=topology.size, timeout=TIMEOUT
+        )
+    except (OSError, RuntimeError, ValueError) as failed:
+        place = "GLOO_SOCKET_IFNAME names the network interface to use"
+        error = UnavailableError(f"--peers gloo can't connect the ranks by {host}: {failed}; {place}")
+    raise_together(topology.world, error)
+
+
+def _meet(distributed: Any, topology: Topology) -> tuple[str, int, Any]:
+    """Host and port (one that its system chose) of rank 0's TCP store, and on rank 0 the store. Collective."""
+    local = len(set(topology.world.allgather(socket.gethostname()))) == 1
+    if local:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names often lead nowhere in containers
+    store, place, error = None, None, None
+    if topology.rank == 0:
+        host = "127.0.0.1" if local else socket.getfqdn()
+        try:
+            store = distributed.TCPStore(
+                host, 0, topology.size, is_master=True, wait_for_workers=False, timeout=TIMEOUT
+            )
+            place = (host, store.port)
+        except (OSError, RuntimeError) as failed:
+            error = OptionError(f"--peers gloo: no TCP store on {host}: {failed}")
+    raise_together(topology.world, error)
+    return *topology.world.bcast(place), store
+
+
+def _tensor(torch: Any, array: np.ndarray) -> Any:
+    """A tensor on the memory of an array."""
+    if array.dtype == dtypes.BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -1,0 +1,1 @@
+"""The cost model: what a measured machine says of larger ones."""

@@ -1,0 +1,1 @@
+"""Models as files: no pickle, written aside and renamed."""

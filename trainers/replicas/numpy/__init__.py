@@ -1,0 +1,1 @@
+"""The built-in network, on NumPy or CuPy arrays."""

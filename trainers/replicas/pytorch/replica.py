@@ -1,0 +1,214 @@
+"""Any PyTorch module as a replica, so that trainers can train it. No MPI here."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from trainers.errors import ArgumentError
+from trainers.replica import Replica
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError(
+        f'TorchReplica needs PyTorch, which can\'t be imported ({error}): pip install "allreduce[torch]"'
+    ) from error
+
+from torch import Tensor, nn
+
+from trainers.replicas.pytorch.state import TorchState
+from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, shaped
+
+Metric = Callable[[Tensor, Tensor], Tensor]
+
+
+class TorchReplica(Replica):
+    """A module, its loss and its optimizer.
+
+    module: a torch.nn.Module on the CPU whose trained parameters have one dtype.
+    loss: loss(module(x), y), the MEAN over the rows.
+    optimizer: a torch.optim.Optimizer on the module's parameters, whose state has the shapes of the
+        parameters (SGD, Adam, AdamW, ...; not LBFGS, not Adafactor).
+    metrics: by name, metric(module(x), y), means over the rows, shown beside the loss. With
+        nn.CrossEntropyLoss there is an "accuracy" without asking.
+
+    x arrives in the dtype of the parameters (integers too, unless the module has an nn.Embedding: int64
+    then); y as int64 when it holds integers, in the dtype of the parameters otherwise.
+
+    The running means and variances of batch norm are averaged over the ranks, by rows, with the gradients;
+    other buffers are each rank's own in training, and rank 0's when the trainer mirrors or saves.
+    Parameters that a batch does not use have a gradient of zeros, not None. Raises ArgumentError.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        optimizer: torch.optim.Optimizer,
+        metrics: Mapping[str, Metric] | None = None,
+    ) -> None:
+        self.module, self.loss, self.optimizer = module, loss, optimizer
+        self._trained = _trained(module, optimizer)
+        if getattr(loss, "reduction", "mean") != "mean":
+            raise ArgumentError(f'the loss has reduction={loss.reduction!r}; rows are weighted here, so use "mean"')  # type: ignore[attr-defined]
+        self._metrics = {"accuracy": accuracy} if isinstance(loss, nn.CrossEntropyLoss) else {}
+        self._metrics |= dict(metrics or {})
+        self.metrics = ("loss", *self._metrics)
+        self._dtype = self._trained[0].dtype
+        self.gradient_dtype = DTYPES[self._dtype]
+        self._statistics = _statistics(module, self._dtype)
+        self._embeds = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in module.modules())
+        self._state = TorchState(module, optimizer, self._trained)
+        self._length = sum(each.numel() for each in self._trained)
+        self.gradient_length = self._length + sum(each.numel() for each in self._statistics)
+        self.bind(np.zeros(self.gradient_length, _numpy(self._dtype)))
+
+    # What a trainer calls
+
+    def bind(self, buffer: Any) -> None:
+        if buffer.shape != (self.gradient_length,) or str(buffer.dtype) != self.gradient_dtype:
+            raise ArgumentError(
+                f"the gradient buffer must be 1-D, {self.gradient_dtype}, of {self.gradient_length} elements, not "
+                f"{buffer.dtype} of shape {buffer.shape}"
+            )
+        self._buffer = as_tensor(buffer, self._dtype)
+        self._views = _views(self._buffer, [*self._trained, *self._statistics])
+
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> list[float]:
+        if len(x) == 0:
+            self._buffer.zero_()
+            self._attach()
+            return [0.0] * len(self.metrics)
+        for parameter in self._trained:
+            parameter.grad = None  # so that autograd hands its gradient over, instead of adding to old ones
+        self.module.train()
+        output, target = self.module(self._input(x)), self._target(y)
+        loss = self.loss(output, target)
+        (loss * share).backward()
+        with torch.no_grad():
+            for parameter, view in zip(self._trained, self._views, strict=False):
+                view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+            for statistic, view in zip(self._statistics, self._views[len(self._trained) :], strict=True):
+                torch.mul(statistic, share, out=view)
+            self._attach()
+            return self._values(loss, output, target)
+
+    def _attach(self) -> None:
+        for parameter, view in zip(self._trained, self._views, strict=False):
+            parameter.grad = view
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for statistic, view in zip(self._statistics, self._views[len(self._trained) :], strict=True):
+            statistic.copy_(view)
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def evaluate(self, x: np.ndarray, y: np.ndarray) -> list[float]:
+        self.module.eval()
+        output, target = self.module(self._input(x)), self._target(y)
+        return [len(x) * mean for mean in self._values(self.loss(output, target), output, target)]
+
+    @torch.no_grad()
+    def predict(self, x: np.ndarray) -> np.ndarray:
+        """The module's output, in evaluation mode; bfloat16 as float32."""
+        self.module.eval()
+        output = self.module(self._input(x))
+        return (output.float() if output.dtype == torch.bfloat16 else output).numpy()
+
+    def state(self) -> dict[str, np.ndarray]:
+        return self._state.pack()
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        self._state.load(state)
+
+    def config(self) -> dict[str, Any]:
+        return {"module": type(self.module).__name__, "optimizer": type(self.optimizer).__name__}
+
+    def check(self, x: np.ndarray, y: np.ndarray | None) -> None:
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                output = self.module(self._input(x[:1]))
+                if y is not None:
+                    self._values(self.loss(output, self._target(y[:1])), output, self._target(y[:1]))
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            given = f"x {x.dtype} of shape {x.shape}" + ("" if y is None else f", y {y.dtype} of shape {y.shape}")
+            raise ArgumentError(f"{type(self.module).__name__} can't be fed with {given}: {error}") from error
+        finally:
+            self.module.train(training)
+
+    # Inside
+
+    def _values(self, loss: Tensor, output: Tensor, target: Tensor) -> list[float]:
+        return [float(loss), *(float(metric(output, target)) for metric in self._metrics.values())]
+
+    def _input(self, x: np.ndarray) -> Tensor:
+        tensor = _tensor(x)
+        return tensor.long() if self._embeds and not tensor.is_floating_point() else tensor.to(self._dtype)
+
+    def _target(self, y: np.ndarray) -> Tensor:
+        tensor = _tensor(y)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor.long()
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """The share of rows whose largest output is at the target; targets are class numbers, or one-hot."""
+    wanted = target if target.dim() < output.dim() else target.argmax(1)
+    return (output.argmax(1) == wanted).float().mean()
+
+
+def _trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The trained parameters in the order of the module, or the reason why they can't be replicated."""
+    chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    inside = {id(each) for each in module.parameters()}
+    if not chosen <= inside:
+        raise ArgumentError(
+            f"the optimizer is of another model: {len(chosen - inside)} of its {len(chosen)} parameters are not in "
+            f"this {type(module).__name__}; make it from module.parameters()"
+        )
+    trained = [each for each in module.parameters() if id(each) in chosen and each.requires_grad]
+    kinds = {(each.dtype, each.device.type) for each in trained}
+    if len(kinds) != 1 or (kind := next(iter(kinds)))[1] != "cpu" or kind[0] not in DTYPES:
+        found = ", ".join(f"{dtype} on {device}" for dtype, device in sorted((str(a), b) for a, b in kinds))
+        raise ArgumentError(
+            f"the trained parameters must have one dtype of {', '.join(DTYPES.values())} on the CPU, and are "
+            f"{found or 'none'}; MirroredOptimizer of trainers.pytorch takes mixed dtypes"
+        )
+    return trained
+
+
+def _statistics(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+    """The running statistics of batch norm, which every rank forms from its own rows."""
+    kinds = nn.modules.batchnorm._BatchNorm
+    found = [
+        each for part in module.modules() if isinstance(part, kinds) for each in (part.running_mean, part.running_var)
+    ]
+    return [each for each in found if each is not None and each.dtype == dtype]
+
+
+def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Consecutive views of `flat`, one like each tensor."""
+    views, start = [], 0
+    for each in like:
+        views.append(shaped(flat, start, each))
+        start += each.numel()
+    return views
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(
+        array if array.flags.writeable and array.dtype.kind != "u" else array.astype(_signed(array.dtype))
+    )
+
+
+def _signed(dtype: np.dtype) -> np.dtype:
+    return np.dtype(np.int64) if dtype.kind == "u" else dtype
+
+
+def _numpy(dtype: torch.dtype) -> np.dtype:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16 if dtype == torch.bfloat16 else DTYPES[dtype])

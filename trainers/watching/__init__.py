@@ -1,0 +1,1 @@
+"""What watches a training and tells people about it."""

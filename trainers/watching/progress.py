@@ -1,0 +1,66 @@
+"""What a user sees of the training: on a terminal a bar that moves, and one line per epoch; on rank 0 only."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainers.watching.history import Epoch
+
+LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "hydra_", "srun", "orterun")
+BAR_DELAY = 0.5  # seconds; shorter epochs get their line and no bar
+
+
+class Progress:
+    """shown: false on all ranks but one, and where a user wants no output."""
+
+    def __init__(self, shown: bool, steps: int, epochs: int) -> None:
+        self._shown = shown
+        self._bars = shown and on_terminal()
+        self._steps, self._epochs = steps, epochs
+        self._bar: Any = None
+
+    def begin(self, epoch: int) -> None:
+        """An epoch (1, 2, ...) begins."""
+        if self._bars:
+            from tqdm import tqdm
+
+            label = f"epoch {epoch}/{self._epochs}"
+            self._bar = tqdm(
+                total=self._steps, desc=label, unit="step", leave=False, delay=BAR_DELAY, ncols=80, file=sys.stderr
+            )
+
+    def advance(self) -> None:
+        """A step is done."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def end(self, epoch: Epoch) -> None:
+        """An epoch is over: its line."""
+        self.close()
+        if self._shown:
+            print(epoch, flush=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def on_terminal() -> bool:
+    """True when stderr ends in a terminal, be it by way of the pipe to the mpirun that started this process."""
+    if sys.stderr.isatty():
+        return True
+    pid = os.getppid()
+    for _ in range(3):  # MPICH has a proxy between mpiexec and the rank
+        try:
+            process = Path("/proc", str(pid))
+            if not (process / "comm").read_text().startswith(LAUNCHERS):
+                return False
+            if os.readlink(process / "fd" / "2").startswith(("/dev/pts/", "/dev/tty")):
+                return True
+            pid = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):  # not Linux, or another user's process
+            return False
+    return False

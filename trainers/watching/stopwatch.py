@@ -1,0 +1,62 @@
+"""The time spent in communication, on the host's clock or, for arrays on a GPU, on its stream."""
+
+import time
+from typing import Any, Protocol
+
+from allreduce.arrays import gpu
+
+
+class Stopwatch(Protocol):
+    """Adds up the time between `start` and `stop`; `read` returns the seconds and begins anew."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def read(self) -> float: ...
+
+
+class HostStopwatch:
+    def __init__(self) -> None:
+        self._total = self._began = 0.0
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        self._total += time.perf_counter() - self._began
+
+    def read(self) -> float:
+        total, self._total = self._total, 0.0
+        return total
+
+
+class StreamStopwatch:
+    """By events on the current CUDA stream, so that nothing waits until `read`."""
+
+    def __init__(self) -> None:
+        self._cuda = gpu.cupy().cuda
+        self._laps: list[tuple[Any, Any]] = []  # pairs of events, used again after `read`
+        self._used = 0
+
+    def start(self) -> None:
+        if self._used == len(self._laps):
+            self._laps.append((self._cuda.Event(), self._cuda.Event()))
+        self._laps[self._used][0].record()
+
+    def stop(self) -> None:
+        self._laps[self._used][1].record()
+        self._used += 1
+
+    def read(self) -> float:
+        total = 0.0
+        for begin, end in self._laps[: self._used]:
+            end.synchronize()
+            total += self._cuda.get_elapsed_time(begin, end) / 1000
+        self._used = 0
+        return total
+
+
+def make(device: str) -> Stopwatch:
+    """The stopwatch for arrays on `device`, "cpu" or "cuda"."""
+    return StreamStopwatch() if device == "cuda" else HostStopwatch()
