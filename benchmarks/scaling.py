@@ -186,7 +186,7 @@ def _check(args: argparse.Namespace) -> None:
         try:
             import matplotlib  # noqa: F401
         except ImportError:
-            raise UsageError('--plot needs matplotlib; pip install "allreduce[bench]"') from None
+            raise UsageError('--plot needs matplotlib; pip install ".[bench]" in the checkout') from None
 
 
 def _link(text: str) -> tuple[float, float]:

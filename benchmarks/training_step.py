@@ -27,7 +27,9 @@ import allreduce
 try:
     import torch
 except ImportError as error:
-    raise SystemExit(f'benchmarks.training_step needs PyTorch ({error}): pip install "allreduce[torch]"') from error
+    raise SystemExit(
+        f'benchmarks.training_step needs PyTorch ({error}): pip install ".[torch]" in the checkout'
+    ) from error
 
 from benchmarks import cli
 from benchmarks.showing import outputs

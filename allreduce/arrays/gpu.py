@@ -10,7 +10,7 @@ import numpy as np
 from allreduce.arrays.workspace import Workspace
 from allreduce.errors import UnavailableError
 
-EXTRA = 'install one of the extras "cuda12" or "cuda13" (pip install "allreduce[cuda12]")'
+EXTRA = 'install one of the extras "cuda12" or "cuda13" (pip install ".[cuda12]" in the checkout)'
 
 
 def is_gpu_array(array: object) -> bool:

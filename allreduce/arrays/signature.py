@@ -28,8 +28,7 @@ def inspect(buffer: Any, op: str, memory: int, call: str) -> Signature:
     """The signature of a call, or the error that says why the array can't be reduced in place."""
     if memory != GPU and (not isinstance(buffer, np.ndarray) or isinstance(buffer, np.ma.MaskedArray)):
         kind = f"{type(buffer).__module__}.{type(buffer).__qualname__}"
-        hint = "; for a CPU tensor pass tensor.detach().numpy()" if hasattr(buffer, "numpy") else ""
-        raise NotAnArrayError(f"a NumPy or CuPy array is needed, not {kind}{hint}")
+        raise NotAnArrayError(f"a NumPy or CuPy array is needed, not {kind}{_hint(buffer)}")
     flags = buffer.flags
     if not (flags.c_contiguous or flags.f_contiguous):
         raise NotContiguousError(
@@ -41,6 +40,15 @@ def inspect(buffer: Any, op: str, memory: int, call: str) -> Signature:
     if call != "all_reduce" and (memory == GPU or buffer.ndim != 1):
         raise NotAnArrayError(f"{call} takes a 1-D NumPy array, not one of shape {buffer.shape} in {_MEMORY[memory]}")
     return Signature(buffer.size, buffer.dtype, op, memory, "C" if flags.c_contiguous else "F", call)
+
+
+def _hint(buffer: Any) -> str:
+    """What to pass in place of another library's array."""
+    if hasattr(buffer, "detach"):
+        return "; for a CPU tensor pass tensor.detach().numpy()"
+    if hasattr(buffer, "__array__") and not isinstance(buffer, np.ndarray):  # JAX: its arrays never change
+        return "; it is reduced in place, so pass numpy.array(it), a copy, and take the result from there"
+    return ""
 
 
 def row(signature: Signature | None, op: Op | None) -> tuple[list[int], str]:

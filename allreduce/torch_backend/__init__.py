@@ -10,7 +10,7 @@ try:
     import torch.distributed as _dist
 except ImportError as error:
     raise ImportError(
-        f'allreduce.torch_backend needs PyTorch ({error}); install it with pip install "allreduce[torch]"'
+        f'allreduce.torch_backend needs PyTorch ({error}); install it with pip install ".[torch]" in the checkout'
     ) from error
 
 if not _dist.is_available():

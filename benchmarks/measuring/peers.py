@@ -73,7 +73,7 @@ def _import_torch(comm: MPI.Intracomm) -> Any:
             error = UnavailableError("--peers gloo: this PyTorch was built without gloo; install another build")
     except ImportError as missing:
         error = UnavailableError(
-            f'--peers gloo needs PyTorch, which can\'t be imported ({missing}); pip install "allreduce[torch]"'
+            f'--peers gloo needs PyTorch, which can\'t be imported ({missing}); pip install ".[torch]" in the checkout'
         )
     raise_together(comm, error)
     return torch

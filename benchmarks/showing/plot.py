@@ -17,7 +17,7 @@ def missing(path: str) -> str | None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
-        return f'--plot needs matplotlib, which can\'t be imported ({error}); pip install "allreduce[bench]"'
+        return f'--plot needs matplotlib, which can\'t be imported ({error}); pip install ".[bench]" in the checkout'
     known = FigureCanvasAgg.get_supported_filetypes()
     kind = Path(path).suffix.lstrip(".").lower()
     return None if kind in known else f"--plot {path}: a name that ends in .png, .svg or .pdf is needed"

@@ -32,7 +32,7 @@ def missing() -> str | None:
     try:
         import plotly.offline  # noqa: F401
     except ImportError as error:
-        return f'--html needs plotly, which can\'t be imported ({error}); pip install "allreduce[bench]"'
+        return f'--html needs plotly, which can\'t be imported ({error}); pip install ".[bench]" in the checkout'
     return None
 
 

@@ -127,6 +127,13 @@ def _tensor() -> object:
     return pytest.importorskip("torch").zeros(3)
 
 
+class JaxLike:
+    """All that tells an array of JAX: NumPy can copy it, and nothing can write to it."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.zeros(3, dtype)
+
+
 def _read_only() -> np.ndarray:
     array = np.zeros(3)
     array.flags.writeable = False
@@ -137,6 +144,7 @@ BAD_ARRAYS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "list": (lambda: [1.0, 2.0], errors.NotAnArrayError, "not builtins.list"),
     "float": (lambda: 1.5, errors.NotAnArrayError, "not builtins.float"),
     "tensor": (_tensor, errors.NotAnArrayError, r"tensor.detach().numpy()"),
+    "JAX array": (JaxLike, errors.NotAnArrayError, "JaxLike; it is reduced in place, so pass numpy.array(it)"),
     "read-only": (_read_only, errors.NotAnArrayError, "read-only"),
     "gaps": (lambda: np.zeros((4, 4))[:, :2], errors.NotContiguousError, "ascontiguousarray"),
     "reversed": (lambda: np.zeros(4)[::-1], errors.NotContiguousError, "not contiguous"),

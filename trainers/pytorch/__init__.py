@@ -10,7 +10,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"trainers.pytorch needs PyTorch, which can't be imported ({error}); install it with "
-        'pip install "allreduce[torch]" (from a checkout: pip install ".[torch]")'
+        'pip install ".[torch]" in the checkout'
     ) from error
 
 from trainers.pytorch.optimizer import MirroredOptimizer

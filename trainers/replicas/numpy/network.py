@@ -278,6 +278,6 @@ def _array_module(device: str) -> Any:
         import cupy
     except ImportError as error:
         raise ArgumentError(
-            f'device="cuda" needs CuPy ({error}); install an extra: pip install "allreduce[cuda12]" or "[cuda13]"'
+            f'device="cuda" needs CuPy ({error}); pip install ".[cuda12]" or ".[cuda13]" in the checkout'
         ) from error
     return cupy

@@ -12,7 +12,7 @@ try:
     import torch
 except ImportError as error:
     raise ImportError(
-        f'TorchReplica needs PyTorch, which can\'t be imported ({error}): pip install "allreduce[torch]"'
+        f'TorchReplica needs PyTorch, which can\'t be imported ({error}): pip install ".[torch]" in the checkout'
     ) from error
 
 from torch import Tensor, nn
