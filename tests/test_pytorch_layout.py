@@ -67,3 +67,24 @@ def test_pieces_cover_each_element_once(ranks: int) -> None:
                 assert owners.pop((bucket.dtype, at)) == slot.parameter
                 assert offsets[bucket.dtype, at] == at - slot.start
     assert not owners, "gaps and flags belong to nobody"
+
+
+@pytest.mark.parametrize("nodes", [(2, 1), (1, 3), (2, 5)], ids=str)
+def test_nodes_of_different_size_cut_in_the_same_places(nodes: tuple[int, int]) -> None:
+    buckets, _ = plan(SIZES, 64, 4096)
+    owned = {
+        (size, rank): [chunk(bucket.stop - bucket.start, size, rank) for bucket in buckets]
+        for size in nodes
+        for rank in range(size)
+    }
+    cuts = [[owned[each][at].start for each in owned] for at in range(len(buckets))]
+    of_nodes = [
+        {
+            piece
+            for (nodes_size, _), mine in owned.items()
+            if nodes_size == size
+            for piece in pieces(buckets, mine, 64, cuts)
+        }
+        for size in nodes
+    ]
+    assert of_nodes[0] == of_nodes[1]

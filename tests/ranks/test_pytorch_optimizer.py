@@ -639,3 +639,17 @@ def test_errors_of_a_gather_are_raised(monkeypatch: pytest.MonkeyPatch, flat: al
             patched.setattr(optimizer.backend, "all_gather", lambda bucket: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 optimizer.synchronize()
+
+
+@pytest.mark.skipif(SIZE != 3, reason="needs three ranks")
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+def test_nodes_of_different_size_hold_the_same_bits(
+    world: MPI.Intracomm, topology_of: Callable[..., allreduce.Topology], shape: tuple[int, ...], kind: str
+) -> None:
+    """PyTorch's fused kernels give other bits at the end of a tensor, so all nodes must cut in the same places."""
+    model = network()
+    with mirrored(OPTIMIZERS[kind](model.parameters()), model, topology=topology_of(shape), update="sharded") as opt:
+        for _ in range(20):
+            train(model, opt, mine)
+        assert_mirrored(world, model)

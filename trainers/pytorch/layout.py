@@ -1,6 +1,7 @@
 """Pure arithmetic: where each parameter's gradient lies in the flat buffers, and how buffers fall into buckets."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 ALIGN_BYTES = 64  # every gradient begins at a cache line
@@ -84,16 +85,24 @@ class Piece(NamedTuple):
     offset: int
 
 
-def pieces(buckets: Sequence[Bucket], owned: Sequence[slice], step: int) -> list[Piece]:
+def pieces(
+    buckets: Sequence[Bucket], owned: Sequence[slice], step: int, cuts: Sequence[Sequence[int]] | None = None
+) -> list[Piece]:
     """What one rank updates: its own part of each bucket, cut at the parameters' borders and into blocks.
 
     owned: for each bucket the slice that this rank finishes, counted from the bucket's start.
     step: the largest number of elements in a piece.
+    cuts: for each bucket further places to cut at, counted from its start: where any rank's own part begins.
+        Nodes of different size own different parts of the same bucket; a kernel that treats the last elements
+        of a piece in another way than the others gives all of them the same bits only if all pieces are alike.
     """
     result = []
-    for bucket, mine in zip(buckets, owned, strict=True):
+    for bucket, mine, inside in zip(buckets, owned, cuts or [()] * len(buckets), strict=True):
+        begin, end = bucket.start + mine.start, bucket.start + mine.stop
+        borders = sorted({begin, end, *(bucket.start + at for at in inside if mine.start < at < mine.stop)})
         for slot in bucket.slots:
-            begin, end = max(slot.start, bucket.start + mine.start), min(slot.stop, bucket.start + mine.stop)
-            for at in range(begin, end, step):
-                result.append(Piece(slot.parameter, bucket.dtype, at, min(at + step, end), at - slot.start))
+            for low, high in pairwise(borders):
+                low, high = max(low, slot.start), min(high, slot.stop)
+                for at in range(low, high, step):
+                    result.append(Piece(slot.parameter, bucket.dtype, at, min(at + step, high), at - slot.start))
     return result

@@ -74,9 +74,10 @@ class ShardedUpdate:
         self._arrays = self._allocate(owned)
         self.flats = {dtype: as_tensor(array, TORCH[dtype]) for dtype, array in self._arrays.items()}
         self._move_in()
-        self.pieces = pieces(averager.plan, owned, BLOCK)
+        self.pieces = pieces(averager.plan, owned, BLOCK, self._cuts(owned))
         self._parts = [self.flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self._grads = [averager.flats[each.dtype][each.start : each.stop] for each in self.pieces]
+        self._begun: set[int] = set()  # parameters that have been updated before, by any rank
         self.optimizer = self._rebuild()
         self.load()
 
@@ -95,6 +96,11 @@ class ShardedUpdate:
             self._windows = list(made.values())
             return {dtype: window.array for dtype, window in made.items()}
         return {dtype: self._backend.allocate(length, dtype) for dtype, length in lengths.items()}
+
+    def _cuts(self, owned: list[slice]) -> list[list[int]]:
+        """For each bucket where the parts of all ranks begin, so that all nodes cut in the same places."""
+        starts = self._comm.allgather([mine.start for mine in owned])
+        return [sorted(set(of_bucket)) for of_bucket in zip(*starts, strict=True)]
 
     @torch.no_grad()
     def _move_in(self) -> None:
@@ -122,15 +128,18 @@ class ShardedUpdate:
         ]
         return kind(groups, **defaults)
 
-    def _one_pass(self, group: dict[str, Any], parts: list[Tensor]) -> dict[str, Any]:
-        """The fused implementation, where the user has named none, it can do it, and every state has begun."""
+    def _one_pass(self, group: dict[str, Any], parts: list[Tensor], begun: bool) -> dict[str, Any]:
+        """The fused implementation, where the user has named none, it can do it, and every state has begun.
+
+        begun: whether that is so on all ranks, which must choose alike: their bits differ from the others'.
+        """
         free = all(group.get(key) is None for key in ("fused", "foreach"))
         plain = not any(group.get(key) for key in ("differentiable", "capturable"))
         numbers = not any(isinstance(value, Tensor) for key, value in group.items() if key != "params")
         if not (type(self._face) in FUSED and free and plain and numbers):
             return {}
         states = [self.optimizer.state.get(part) for part in parts if part.grad is not None]
-        begun = all(state and all(value is not None for value in state.values()) for state in states)
+        begun &= all(state and all(value is not None for value in state.values()) for state in states)
         return {"fused": begun or None}
 
     def _of_group(self, group: int) -> list[Tensor]:
@@ -145,10 +154,13 @@ class ShardedUpdate:
         """
         for piece, part, grad in zip(self.pieces, self._parts, self._grads, strict=True):
             part.grad = grad if used[piece.parameter] else None
+        now = {int(index) for index in np.flatnonzero(used)}
+        new = {self._groups[index] for index in now - self._begun}
         # Schedulers change the user's groups.
-        for mine, group in zip(self.optimizer.param_groups, self._face.param_groups, strict=True):
-            mine.update(_hyperparameters(group) | self._one_pass(group, mine["params"]))
+        for at, (mine, group) in enumerate(zip(self.optimizer.param_groups, self._face.param_groups, strict=True)):
+            mine.update(_hyperparameters(group) | self._one_pass(group, mine["params"], begun=at not in new))
         self.optimizer.step()
+        self._begun |= now
         self._face._opt_called = True  # type: ignore[attr-defined]  # schedulers warn when it never was
         if self.in_common:
             self._averager.clock.wait(self._fence)
@@ -235,6 +247,7 @@ class ShardedUpdate:
     def load(self) -> None:
         """Move this rank's part of the state that the user's optimizer holds to here, and drop the rest."""
         self.optimizer.state.clear()
+        self._begun = {at for at, each in enumerate(self._averager.parameters) if self._face.state.get(each)}
         parts: dict[int, list[tuple[Piece, Tensor]]] = {}
         for piece, part in zip(self.pieces, self._parts, strict=True):
             parts.setdefault(piece.parameter, []).append((piece, part))
