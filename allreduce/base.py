@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from allreduce import notices
+from allreduce import children, notices
 from allreduce.arrays import chunks, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, row
@@ -222,6 +222,9 @@ def _nothing_to_do(buffer: Any, op: Op) -> None:
     """No element, or no other rank."""
 
 
+children.guard(AllReduce, "__call__", "allocate", "close")
+
+
 class TwoPhase(AllReduce):
     """Algorithms that are a reduce_scatter followed by an all_gather. Both can be called on their own.
 
@@ -272,3 +275,6 @@ class TwoPhase(AllReduce):
         self._reduce_scatter(wide, op)
         mine = self.owned(buffer.size)
         np.copyto(buffer[mine], wide[mine], casting="unsafe")
+
+
+children.guard(TwoPhase, "reduce_scatter", "all_gather")

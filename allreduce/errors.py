@@ -72,6 +72,10 @@ class OptionError(AllReduceError, ValueError):
     """An option of a backend or a topology has a value that makes no sense."""
 
 
+class ChildError(AllReduceError, RuntimeError):
+    """A child process, which is no rank, called what needs MPI."""
+
+
 def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
     """Raise on every rank when at least one rank brings an error. Collective.
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from mpi4py import MPI
 
-from allreduce import notices
+from allreduce import children, notices
 from allreduce.errors import ClosedError, OptionError, abort_on_uncaught, agree
 
 TAGS = 1 << 15  # every MPI has at least this many
@@ -37,6 +37,7 @@ class Topology:
     """
 
     def __init__(self, comm: MPI.Intracomm | None = None, ranks_per_node: int | Sequence[int] | None = None) -> None:
+        children.check()
         comm = MPI.COMM_WORLD if comm is None else comm
         if comm.size > 1:
             abort_on_uncaught(MPI.COMM_WORLD)
@@ -58,6 +59,7 @@ class Topology:
 
         name: tells this call from others that go on at the same time; the same on all of them.
         """
+        children.check()
         everyone = MPI.COMM_WORLD.Get_group()
         if not ranks or not all(0 <= rank < everyone.size for rank in ranks):
             raise OptionError(f"ranks {list(ranks)}: MPI has the ranks 0 to {everyone.size - 1}")
@@ -185,6 +187,9 @@ class Topology:
         if ranks > cores:
             text = f"{ranks} ranks share the {cores} cores of this node: expect no speed-up from more ranks"
             notices.once(self.rank, text)
+
+
+children.guard(Topology, "__init__", "inside", "across", "private", "release", "close", "check_open")
 
 
 def _simulated_node(rank: int, ranks_per_node: int | Sequence[int]) -> int:

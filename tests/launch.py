@@ -53,12 +53,14 @@ def mpirun(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python *args` on `ranks` ranks and return its end: returncode, stdout, stderr (text).
 
+    ranks: 0 runs it without a launcher.
     The checkout's packages are importable whatever `cwd` is. env: additions to this process's
     environment. Raises JobTimeoutError after `timeout` seconds, when every process of the job is killed.
     """
     bin_folder = environment(mpi) / "bin"
     launcher, *options = LAUNCHERS[mpi]
-    command = [str(bin_folder / launcher), *options, "-n", str(ranks), str(bin_folder / "python"), *map(str, args)]
+    started_by = [str(bin_folder / launcher), *options, "-n", str(ranks)] if ranks else []
+    command = [*started_by, str(bin_folder / "python"), *map(str, args)]
     mark = uuid.uuid4().hex
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(

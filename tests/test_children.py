@@ -1,0 +1,106 @@
+"""Child processes of multiprocessing, which are no ranks: they work beside the ranks, and may not communicate."""
+
+from pathlib import Path
+
+import launch
+import pytest
+from conftest import JobRunner
+
+METHODS = ("fork", "spawn", "forkserver")
+
+# `communicate` runs in a child, on what the child has: a copy of the parent's backend, or a fresh import.
+POOL = """
+import multiprocessing, os, sys
+import numpy as np
+import allreduce
+
+reduce = None
+
+def square(number):
+    return number * number
+
+def communicate(_):
+    words = []
+    for call in (lambda: allreduce.Topology(), lambda: allreduce.create("ring"), lambda: reduce(np.ones(3), "sum"),
+                 lambda: reduce.allocate(5), lambda: reduce.close()):
+        try:
+            call()
+            words.append("done")
+        except Exception as error:
+            words.append(type(error).__name__)
+    return words
+
+if __name__ == "__main__":
+    reduce = allreduce.create("ring")
+    reduce(np.ones(3), "sum")
+    context = multiprocessing.get_context(sys.argv[1])
+    for epoch in range(3):
+        with context.Pool(2) as pool:
+            part = np.array(pool.map(square, range(4)), float)
+            words = pool.map(communicate, range(2))
+        reduce(part, "sum")
+        assert part.tolist() == [reduce.size * number for number in (0, 1, 4, 9)], part
+        refused = 5 if sys.argv[1] == "fork" else 2  # a fresh import has no backend to call
+        assert [each[:refused] for each in words] == [["ChildError"] * refused] * 2, words
+    reduce.close()
+    print("finished")
+"""
+
+LOADER = """
+import sys
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+import allreduce
+import trainers.pytorch
+
+class Rows(Dataset):
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        return torch.full((3,), float(index))
+
+class Communicating(Rows):
+    def __getitem__(self, index):
+        allreduce.create("ring")
+
+def main():
+    reduce = allreduce.create("auto")
+    for epoch in range(3):
+        for batch in DataLoader(Rows(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1]):
+            mean = batch.mean(0).numpy()
+            reduce(mean, "sum")
+    assert mean.tolist() == [9.5 * reduce.size] * 3, mean
+    try:
+        next(iter(DataLoader(Communicating(), num_workers=1, multiprocessing_context="fork")))
+    except Exception as error:
+        assert "ChildError: process" in str(error), error
+    else:
+        raise AssertionError("a child has communicated")
+    reduce.close()
+    print("finished")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def run(mpirun: JobRunner, folder: Path, program: str, ranks: int, method: str, mpi: str) -> None:
+    script = folder / "program.py"
+    script.write_text(program)
+    job = mpirun(ranks, [script, method], mpi=mpi, timeout=100)  # ranks 0: without mpirun
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("finished") == max(ranks, 1)
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 2])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_a_pool(mpirun: JobRunner, tmp_path: Path, mpi: str, method: str, ranks: int) -> None:
+    run(mpirun, tmp_path, POOL, ranks, method, mpi)
+
+
+# Each child imports PyTorch, which takes seconds: not every method on every number of ranks.
+@pytest.mark.parametrize(("method", "ranks"), [("fork", 2), ("spawn", 0), ("spawn", 1), ("forkserver", 2)])
+def test_a_data_loader(mpirun: JobRunner, tmp_path: Path, method: str, ranks: int) -> None:
+    run(mpirun, tmp_path, LOADER, ranks, method, "openmpi")
