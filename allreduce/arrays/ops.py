@@ -25,6 +25,10 @@ class Op:
         if self.scale is not None:
             np.multiply(piece, self.scale, out=piece)
 
+    def keeps_nan(self, dtype: np.dtype) -> bool:
+        """True for the maximum and minimum of floats: a NaN of any rank is the result, where others drop it."""
+        return self.combine in (np.maximum, np.minimum) and dtype.kind not in "iu"
+
     def unscaled(self) -> "Op":
         """The same operation for a part of the way: whoever does the last part scales."""
         return replace(self, scale=None)

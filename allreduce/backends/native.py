@@ -1,5 +1,6 @@
 """Native: the MPI library's own MPI_Allreduce, the yardstick for the others."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -26,19 +27,36 @@ class Native(AllReduce):
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         step = largest_piece(buffer.itemsize, op)
+        operation = _operation(op, buffer.dtype)
         if buffer.size <= step:
-            self._reduce_piece(buffer, op)
+            self._reduce_piece(buffer, op, operation)
         else:
             for piece in chunks.segments(slice(0, buffer.size), step):
-                self._reduce_piece(buffer[piece], op)
+                self._reduce_piece(buffer[piece], op, operation)
 
-    def _reduce_piece(self, piece: np.ndarray, op: Op) -> None:
-        self._comm.Allreduce(MPI.IN_PLACE, piece, op.mpi)
+    def _reduce_piece(self, piece: np.ndarray, op: Op, operation: MPI.Op) -> None:
+        self._comm.Allreduce(MPI.IN_PLACE, piece, operation)
         op.finish(piece)
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
-        if not gpu.mpi_is_cuda_aware():
+        # What keeps NaNs is a function of the host.
+        if not gpu.mpi_is_cuda_aware() or _operation(op, buffer.dtype) is not op.mpi:
             super()._reduce_gpu(buffer, op)
             return
         gpu.synchronize()
         self._reduce(buffer, op)
+
+
+def _operation(op: Op, dtype: np.dtype) -> MPI.Op:
+    """MPI's operation; for the maximum and minimum of floats NumPy's, because MPI's lose a NaN or not by its rank."""
+    return _numpy_operation(op.combine, dtype) if op.keeps_nan(dtype) else op.mpi
+
+
+@functools.cache
+def _numpy_operation(combine: np.ufunc, dtype: np.dtype) -> MPI.Op:
+    def call(before: Any, after: Any, _: MPI.Datatype) -> None:
+        result = np.frombuffer(after, dtype)
+        combine(np.frombuffer(before, dtype), result, out=result)
+
+    # In the order of the ranks, so that of two NaNs, or of two zeros, all ranks take the same.
+    return MPI.Op.Create(call, commute=False)

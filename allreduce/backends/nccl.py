@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.arrays import dtypes, gpu
+from allreduce.arrays import dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, raise_together, together
@@ -63,6 +63,14 @@ class Nccl(AllReduce):
         buffer[...] = wide.astype(buffer.dtype)  # rounds 16-bit floats, once
 
     def _reduce_in_place(self, buffer: Any, op: Op) -> None:
+        """All-reduce in NCCL, and let no NaN be lost, as its maximum and minimum do."""
+        lost = self._cupy.where(self._cupy.isnan(buffer), buffer, 0) if op.keeps_nan(buffer.dtype) else None
+        self._call(buffer, op)
+        if lost is not None:
+            self._call(lost, ops.OPS["sum"])  # NaN where any rank has one, else 0
+            self._cupy.add(buffer, lost, out=buffer)
+
+    def _call(self, buffer: Any, op: Op) -> None:
         """NCCL on its own stream, after what the caller's stream holds already and before what it gets next."""
         caller = self._cupy.cuda.get_current_stream()
         average = op.scale == 1 / self.size and self._nccl.get_version() >= AVERAGE_VERSION

@@ -85,6 +85,28 @@ def test_phases(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
     assert not failures, "\n".join(failures[:5])
 
 
+@every_case
+def test_max_and_min_keep_nan(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
+    """A NaN of any rank, whichever it is, comes through to all, as in NumPy; MPI_MAX loses it or not by its place."""
+    parsed = numpy_dtype(dtype)
+    if parsed.kind == "i" or (not reduce.sums_half and dtype.endswith("float16")):
+        pytest.skip(f"{reduce.name} with {dtype}")
+    wrong = []
+    for length in (SIZE, 1001, 100003):
+        for array in (reduce.allocate(length, dtype), np.empty(length, parsed)):
+            for op in ("max", "min"):
+                array[:] = world.rank
+                array[world.rank :: 2 * SIZE] = np.nan  # one rank's
+                array[SIZE :: 2 * SIZE] = np.nan  # of all ranks
+                wanted = np.full(length, SIZE - 1 if op == "max" else 0, np.float32)
+                for rank in range(SIZE + 1):
+                    wanted[rank :: 2 * SIZE] = np.nan
+                reduce(array, op)
+                if not np.array_equal(array.astype(np.float32), wanted, equal_nan=True):
+                    wrong.append((length, op))
+    assert not wrong
+
+
 @every_place
 def test_owned_slices_cover_a_node_exactly(reduce: AllReduce, world: MPI.Intracomm) -> None:
     if not isinstance(reduce, TwoPhase):
