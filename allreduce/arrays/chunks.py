@@ -20,3 +20,9 @@ def segments(span: slice, step: int) -> Iterator[slice]:
     """Cut `span` into consecutive slices of `step` elements; the last may be shorter."""
     for start in range(span.start, span.stop, step):
         yield slice(start, min(start + step, span.stop))
+
+
+def segment(span: slice, step: int, index: int) -> slice:
+    """The `index`-th of the slices that `segments` gives; an empty one past the last."""
+    start = min(span.start + index * step, span.stop)
+    return slice(start, min(start + step, span.stop))

@@ -1,58 +1,70 @@
-"""Memory that the ranks of a node share: an MPI-3 window, its lifetime and its fence."""
+"""Memory that the ranks of a node share: one file in memory, which all of them map; its lifetime and its fence.
 
+The file has a name only until all ranks have opened it, so nothing is left of it however a process ends. Its
+pages are claimed before they are touched: too small a /dev/shm is an error, and never a bus error.
+
+A mapping lives as long as the last array in it, and the memory as long as the last mapping, so giving it back
+needs no other rank. (A window of MPI can only be freed by all ranks together, so an array that outlived its
+backend kept it for ever.)
+"""
+
+import errno
+import mmap
 import os
+import secrets
+import sys
+import tempfile
 import weakref
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk
-from allreduce.errors import UnavailableError, raise_together
+from allreduce.errors import UnavailableError, together
 
-SHARED_MEMORY = "/dev/shm"  # where MPI libraries on Linux keep shared windows
-PAGE_BYTES = 4096
-SPARE_BYTES = 1 << 20  # left free for the MPI library itself
+SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+PAGE_BYTES = mmap.PAGESIZE
+SPARE_BYTES = 512 * 1024  # for each rank, left free for the MPI library: some claim nothing before they write
+UNTRACKED = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # before, a mapping holds a file descriptor
 
 
 class Window:
-    """`nbytes` zeroed bytes on each rank of a communicator whose ranks share a node. Collective."""
+    """`nbytes` zeroed bytes for each rank of a communicator whose ranks share a node. Collective.
+
+    nbytes: the same on all ranks.
+
+    Raises UnavailableError on all ranks of `comm` where the memory can't be had.
+    """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
-        raise_together(comm, _lack_of_space(comm, nbytes))
         self._comm = comm
-        whole_pages = -(-max(nbytes, 1) // PAGE_BYTES) * PAGE_BYTES  # so that every rank's part begins with a page
-        self._win = MPI.Win.Allocate_shared(whole_pages, 1, comm=comm)
-        self._win.Lock_all(MPI.MODE_NOCHECK)  # Win.Sync is defined inside an epoch only
-        memory: list[Any] = [self._win.Shared_query(rank)[0] for rank in range(comm.size)]
-        self._memory = memory[comm.rank]
-        self.ranks = [np.frombuffer(each, dtype=np.uint8, count=nbytes) for each in memory]
-        mine = self.ranks[comm.rank]
-        mine[:] = 0  # the first touch also places the pages near the rank that owns them
-        self.address = MPI.Get_address(mine)  # of this rank's part, which ends before `end`
+        self._nbytes = nbytes
+        self._part = _whole_pages(nbytes)  # so that what is near one rank ends where the next one's begins
+        self._memory: np.ndarray | None = _map(comm, self._part * comm.size)
+        self._alive = weakref.ref(self._memory)
+        self.address = MPI.Get_address(self._memory) + comm.rank * self._part  # of this rank's bytes
         self.end = self.address + nbytes
-        self._given: weakref.ref[np.ndarray] | None = None
-        self.fence()
+
+    @property
+    def ranks(self) -> np.ndarray | None:
+        """All ranks' bytes as an array of shape (ranks, nbytes), dtype uint8; None once they are gone."""
+        memory = self._alive()
+        return None if memory is None else memory.reshape(self._comm.size, self._part)[:, : self._nbytes]
 
     def give(self) -> np.ndarray:
-        """This rank's part, as bytes, for use outside: the window knows as long as a view of it lives."""
-        given = np.frombuffer(self._memory, dtype=np.uint8, count=self.end - self.address)
-        self._given = weakref.ref(given)
+        """This rank's bytes, for use outside. From now on the window lives on this rank as long as a view of them."""
+        assert self._memory is not None
+        given = self._memory.reshape(self._comm.size, self._part)[self._comm.rank, : self._nbytes]
+        self._memory = None
         return given
 
-    def in_use(self) -> bool:
-        """True while this rank has an array in its part that `give` gave."""
-        return self._given is not None and self._given() is not None
+    def alive(self) -> bool:
+        """True until the last view of what `give` gave is gone."""
+        return self._alive() is not None
 
     def fence(self) -> None:
         """Everything written to the window before, by any rank, is seen by all ranks afterwards. Collective."""
-        _fence(self._comm, self._win)
-
-    def free(self) -> None:
-        """Give the memory back, unless an array of some rank still lies in it. Collective."""
-        self.ranks = []
-        _release(self._comm, self._win, self.in_use())
+        _fence(self._comm)
 
 
 class CommonWindow:
@@ -60,66 +72,93 @@ class CommonWindow:
 
     The ranks of `comm` must share a node. A `Window` gives every rank memory of its own that others can
     reach; here there is one memory, and what any rank writes is what all of them read after a `fence`.
+
+    Raises UnavailableError on all ranks of `comm` where the memory can't be had.
     """
 
     def __init__(self, comm: MPI.Intracomm, length: int, dtype: np.dtype) -> None:
-        nbytes = length * dtype.itemsize
-        raise_together(comm, _lack_of_space(comm, nbytes if comm.rank == 0 else 0))
         self._comm = comm
-        self._win = MPI.Win.Allocate_shared(max(nbytes, 1) if comm.rank == 0 else 0, 1, comm=comm)
-        self._win.Lock_all(MPI.MODE_NOCHECK)
-        memory: Any = self._win.Shared_query(0)[0]
-        owner = np.frombuffer(memory, dtype=np.uint8, count=nbytes)
-        self.array = owner.view(dtype)
-        self.array[chunk(length, comm.size, comm.rank)] = 0  # places the pages near the rank that touches them
-        self._in_use = weakref.ref(owner)  # every view of the array keeps this one alive
-        self.fence()
+        nbytes = length * dtype.itemsize
+        self.array = _map(comm, _whole_pages(nbytes))[:nbytes].view(dtype)
 
     def fence(self) -> None:
         """Everything written to the array before, by any rank, is seen by all ranks afterwards. Collective."""
-        _fence(self._comm, self._win)
+        _fence(self._comm)
 
     def free(self) -> None:
-        """Give the memory back, unless an array of some rank still lies in it. Collective."""
+        """Let go of the memory, which lives as long as the last array in it, of any rank. Local."""
         del self.array
-        _release(self._comm, self._win, self._in_use() is not None)
 
 
-def still_in_use(comm: MPI.Intracomm, windows: Sequence[Window]) -> list[bool]:
-    """For each window, whether an array of any rank lies in it. Collective."""
-    flags = np.array([window.in_use() for window in windows], dtype=np.int64)
-    comm.Allreduce(MPI.IN_PLACE, flags, MPI.MAX)
-    return [bool(flag) for flag in flags]
-
-
-def _fence(comm: MPI.Intracomm, win: MPI.Win) -> None:
-    """What the MPI standard asks for between a write and another rank's read."""
-    win.Sync()
+def _fence(comm: MPI.Intracomm) -> None:
+    # Of a barrier between processes of one machine no rank comes out before it has seen what the others wrote on
+    # their way in: through atomics in shared memory, or the system's calls. Either orders the writes before them,
+    # on any processor.
     comm.Barrier()
-    win.Sync()
 
 
-def _release(comm: MPI.Intracomm, win: MPI.Win, in_use: bool) -> None:
-    """Free a window, unless some rank still uses its memory; then it stays until the process ends. Collective."""
-    held = np.array([in_use], dtype=np.int64)
-    comm.Allreduce(MPI.IN_PLACE, held, MPI.MAX)
-    win.Unlock_all()
-    if not held[0]:
-        win.Free()
+def _whole_pages(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // PAGE_BYTES) * PAGE_BYTES
 
 
-def _lack_of_space(comm: MPI.Intracomm, nbytes: int) -> UnavailableError | None:
-    """Writing to a window beyond the space in /dev/shm kills the process, so look first. Collective."""
-    wanted = comm.allreduce(nbytes + PAGE_BYTES) + SPARE_BYTES
+def _map(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
+    """`nbytes` zeroed bytes that all ranks map: whole pages. Every view of the array keeps it alive. Collective."""
+    path = comm.bcast(together(comm, lambda: _create(nbytes, comm.size) if comm.rank == 0 else None))
+    mine = chunk(nbytes // PAGE_BYTES, comm.size, comm.rank)  # pages, which are taken near the rank that claims them
     try:
-        space = os.statvfs(SHARED_MEMORY)
-    except OSError:
-        return None  # this MPI library keeps its windows somewhere else
-    free = space.f_bavail * space.f_frsize
-    if free >= wanted:
-        return None
+        memory = together(comm, lambda: _claim(path, nbytes, mine, comm.size))
+    finally:
+        if comm.rank == 0:
+            os.unlink(path)
+    memory[::PAGE_BYTES].any()  # maps the others' pages, many at a time; writes in the first call would one by one
+    return memory
+
+
+def _create(nbytes: int, ranks: int) -> str:
+    """The path of an empty file that only this user's processes can open."""
+    path = os.path.join(SHARED_MEMORY, f"allreduce-{secrets.token_hex(16)}")
+    try:
+        _see_space(nbytes, ranks)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError as error:
+        raise _unavailable(error, nbytes, ranks) from error
+    return path
+
+
+def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
+    """Map the whole file, and take its `pages`."""
+    begin, end = pages.start * PAGE_BYTES, pages.stop * PAGE_BYTES
+    try:
+        file = os.open(path, os.O_RDWR)
+        try:
+            os.ftruncate(file, nbytes)  # whoever comes first gives it its size
+            if end > begin and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file, begin, end - begin)
+            _see_space(0, ranks)
+            mapping = mmap.mmap(file, nbytes, **UNTRACKED)
+        finally:
+            os.close(file)
+    except (OSError, OverflowError) as error:
+        raise _unavailable(error, nbytes, ranks) from error
+    memory = np.frombuffer(mapping, np.uint8)
+    memory[begin:end:PAGE_BYTES] = 0
+    return memory
+
+
+def _see_space(nbytes: int, ranks: int) -> None:
+    """Raise OSError unless `nbytes` are free, and what MPI needs besides; without it, MPI dies of bus errors."""
+    space = os.statvfs(SHARED_MEMORY)
+    if space.f_bavail * space.f_frsize < nbytes + ranks * SPARE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _unavailable(error: Exception, nbytes: int, ranks: int) -> UnavailableError:
+    if not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
+        return UnavailableError(f"the ranks can't share memory in {SHARED_MEMORY} ({error}); use another, ring say")
+    space = os.statvfs(SHARED_MEMORY)
+    wanted, free = nbytes + ranks * SPARE_BYTES, space.f_bavail * space.f_frsize
     return UnavailableError(
-        f"shared memory is too small: {wanted / 2**20:.1f} MiB are needed for {comm.size} ranks and "
+        f"shared memory is too small: {wanted / 2**20:.1f} MiB are needed for {ranks} ranks and "
         f"{SHARED_MEMORY} has {free / 2**20:.1f} MiB free; enlarge it (docker run --shm-size=8g, or "
         f"mount -o remount,size=8g {SHARED_MEMORY}) or use another backend, ring say"
     )

@@ -1,9 +1,12 @@
 """Memory: nothing allocated in a second call, slices count as allocated, arrays outlive their backend."""
 
+import errno
 import gc
 import os
+import secrets
 import tracemalloc
 from collections.abc import Callable, Generator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from allreduce.arrays.signature import ALLOCATED
 from allreduce.backends.shared import Shared
 from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
+from allreduce.messages.window import CommonWindow
 
 SIZE = MPI.COMM_WORLD.size
 LENGTH = 400_000
@@ -64,6 +68,40 @@ def test_arrays_outlive_their_backend(reduce: AllReduce) -> None:
     assert np.array_equal(part, np.arange(11, 21))
 
 
+def _shared_mappings() -> int:
+    return sum(" rw-s " in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("name", ["shared", "auto", "hierarchical_copy"])
+def test_arrays_give_their_memory_back(name: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """Also those that are alive when the backend is closed, and with no other rank's help."""
+    mappings, kept = [], []
+    for _ in range(6):
+        with allreduce.create(name, flat) as reduce:
+            array = reduce.allocate(LENGTH)
+            kept.append(array if world.rank == 0 else None)  # one rank holds all of them
+        del array
+        mappings.append(_shared_mappings())
+    grown = mappings[-1] - mappings[0]
+    assert grown == (5 if world.rank == 0 else 0)
+    kept.clear()
+    assert _shared_mappings() == mappings[-1] - (6 if world.rank == 0 else 0)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has no other")
+def test_memory_lives_as_long_as_the_last_array_of_any_rank(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    window = CommonWindow(flat.node, 1000, np.dtype("float64"))
+    array = window.array
+    array[world.rank] = world.rank
+    window.fence()
+    window.free()
+    if world.rank:
+        del array, window
+    world.Barrier()
+    if world.rank == 0:
+        assert np.array_equal(array[:SIZE], np.arange(SIZE))
+
+
 def test_allocated_is_zeroed(reduce: AllReduce) -> None:
     for dtype in ("float32", "int64"):
         assert not reduce.allocate(5000, dtype).any()
@@ -87,7 +125,7 @@ def test_slices_are_reduced_without_staging(
             assert reduce._memory(part) == ALLOCATED
         reduce(part, "sum")
         assert expected(part.dtype, part.size, "sum", SIZE, 0).hold(part)
-    assert not shared._stage.ranks[shared.rank][8:].any()  # behind the control word, nothing was ever staged
+    assert not shared._stage.table.any()  # nothing was ever staged
     reduce.close()
 
 
@@ -112,6 +150,27 @@ def test_too_small_shared_memory_is_refused(
         allreduce.create("shared", flat)
     monkeypatch.undo()
     assert reduce.allocate(10, "float32").size == 10
+    reduce.close()
+
+
+def test_memory_that_one_rank_can_not_have_is_refused_on_all(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job took it a moment ago: an error, and no bus error at the first write."""
+    reduce = allreduce.create("shared", flat)
+    name = world.bcast(f"refused-{os.getpid()}")
+    monkeypatch.setattr(secrets, "token_hex", lambda _: name)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if world.rank == SIZE - 1:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UnavailableError, match="shared memory is too small"):
+        reduce.allocate(1_000_000, "float32")
+    monkeypatch.undo()
+    world.Barrier()
+    assert not os.path.exists(f"/dev/shm/allreduce-{name}")
     reduce.close()
 
 

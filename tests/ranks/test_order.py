@@ -60,7 +60,7 @@ def test_topology_closed_before_its_backends(name: str, world: MPI.Intracomm) ->
     array += 1  # its memory is still there
 
 
-def test_arrays_that_no_rank_holds_are_given_back(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+def test_arrays_that_this_rank_does_not_hold_are_given_back(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     reduce = allreduce.create("shared", flat)
     kept = reduce.allocate(1000)
     held = []
@@ -75,7 +75,7 @@ def test_arrays_that_no_rank_holds_are_given_back(flat: allreduce.Topology, worl
     kept[:] = world.rank
     reduce(kept, "sum")
     assert (kept == sum(range(SIZE))).all()
-    assert arrays == 1 + 3 + 1  # rank 0 holds four of them, and the last was given back by nobody yet
+    assert arrays == 1 + len(held) + 1  # the last one was not yet looked for
     assert len(held) == (3 if world.rank == 0 else 0)
     reduce.close()
 
