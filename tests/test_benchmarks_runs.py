@@ -16,6 +16,7 @@ from conftest import JobRunner, lacking
 
 from benchmarks.showing.results import load
 
+pytestmark = pytest.mark.jobs
 QUICK = ["-n", "3", "-w", "1"]
 MODULE = ["-m", "benchmarks.bandwidth"]
 

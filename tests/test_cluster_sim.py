@@ -20,6 +20,7 @@ from conftest import lacking
 
 import allreduce
 
+pytestmark = pytest.mark.jobs
 SCRIPT = launch.ROOT / "scripts" / "cluster_sim.sh"
 Rig = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -6,20 +6,27 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import launch
 import pytest
 from conftest import lacking
 
-RANKS = (1, 2, 3, 4, 5)
+QUICK = bool(os.environ.get("ALLREDUCE_TEST_QUICK"))  # set by `scripts/test.sh --quick`
+RANKS = (1, 2, 3) if QUICK else (1, 2, 3, 4, 5)
+MPIS = ("openmpi",) if QUICK else launch.MPIS
+HEART = ("test_grid.py", "test_errors.py", "test_trainers.py")  # what a quick run takes
 LIMIT_SECONDS = 400.0
 
 
 @pytest.mark.parametrize("ranks", [f"{ranks}ranks" for ranks in RANKS])
-@pytest.mark.parametrize("mpi", launch.MPIS)
+@pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.rank_driver
-def test_ranks(mpi: str, ranks: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_ranks(
+    mpi: str, ranks: str, tmp_path: Path, request: pytest.FixtureRequest, record_property: Callable[[str, Any], None]
+) -> None:
     count = int(ranks.removesuffix("ranks"))
     environment = {
         "ALLREDUCE_TEST_REPORTS": str(tmp_path),
@@ -31,6 +38,7 @@ def test_ranks(mpi: str, ranks: str, tmp_path: Path, request: pytest.FixtureRequ
         lacking(error)
         return
     reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
+    record_property("seconds", reports[0]["seconds"] if reports else {})
     shown = f"\n{job.stdout}\n{job.stderr}"
     if job.returncode:
         pytest.fail(f"{count} ranks under {mpi} ended with code {job.returncode}:{shown}", pytrace=False)
@@ -49,8 +57,9 @@ def _pytest(config: pytest.Config) -> list[str]:
     options = ["-k", config.option.keyword] * bool(config.option.keyword)
     options += ["-m", config.option.markexpr] * bool(config.option.markexpr)
     options += [f"--maxfail={config.option.maxfail}"] * bool(config.option.maxfail)
-    folder = str(launch.ROOT / "tests" / "ranks")
-    return ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", "--color=no", "--durations=8", *options, folder]
+    folder = launch.ROOT / "tests" / "ranks"
+    tests = [str(folder / name) for name in HEART] if QUICK else [str(folder)]
+    return ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", "--color=no", "--durations=8", *options, *tests]
 
 
 def _limit() -> float:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class Ranks:
         self.comm = MPI.COMM_WORLD.Dup()
         self.stderr = os.dup(2)  # outside of a test pytest does not capture it
         self.collected = self.ran = 0
+        self.seconds: Counter[str] = Counter()  # by test file
         self.failure = ""  # this rank's, until the others have heard of it
 
     def agree_on(self, report: pytest.TestReport) -> None:
@@ -113,6 +115,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     ranks = item.config.stash[RANKS]
     ranks.agree_on(report)
     ranks.ran += report.when == "call" and not report.skipped
+    ranks.seconds[item.path.name] += report.duration
     return report
 
 
@@ -122,7 +125,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.OK  # the driver calls it skipped
     folder = os.environ.get("ALLREDUCE_TEST_REPORTS")
     if folder:
-        counts = {"rank": ranks.comm.rank, "collected": ranks.collected, "ran": ranks.ran}
+        counts = {"rank": ranks.comm.rank, "collected": ranks.collected, "ran": ranks.ran, "seconds": ranks.seconds}
         Path(folder, f"rank{ranks.comm.rank}.json").write_text(json.dumps(counts))
 
 

@@ -5,6 +5,7 @@ float32 that are rounded once, to one unit in the last place. All ranks must hol
 """
 
 import functools
+import os
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from allreduce.base import AllReduce
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 OPS = ("sum", "mean", "max", "min", "prod")
+QUICK = bool(os.environ.get("ALLREDUCE_TEST_QUICK"))  # set by `scripts/test.sh --quick`
 PAD = 3  # elements before a slice of an allocated buffer, and behind it
 SENTINEL = 5
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grid import DTYPES, compare, expected, lengths, numpy_dtype, run_grid, shapes, values
+from grid import DTYPES, QUICK, compare, expected, lengths, numpy_dtype, run_grid, shapes, values
 from mpi4py import MPI
 
 import allreduce
@@ -29,8 +29,8 @@ PLACES = [(variant, shape) for variant in VARIANTS for shape in SHAPES]
 
 
 def dtypes_at(variant: str) -> tuple[str, ...]:
-    """All dtypes; for a backend made in another way, one of each kind of sum."""
-    return ("bfloat16", "float32", "int64") if "+" in variant else DTYPES
+    """All dtypes; for a backend made in another way and in a quick run, one of each kind of sum."""
+    return ("bfloat16", "float32", "int64") if "+" in variant or QUICK else DTYPES
 
 
 CASES = [(place, dtype) for place in PLACES for dtype in dtypes_at(place[0])]
