@@ -6,6 +6,7 @@ dtype and kind of memory that was measured: sizes up to so many bytes -> backend
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from allreduce.registry import BACKENDS
 from allreduce.topology import Topology
 
 ENVIRONMENT = "ALLREDUCE_TABLE"  # a path; empty: no table
+MOST_BYTES = 1 << 24  # a table of a hundred thousand entries
 FORMAT, VERSION = "allreduce decision table", 1
 MEMORY = {FOREIGN: "foreign", ALLOCATED: "allocated"}
 
@@ -83,7 +85,7 @@ def loads(text: str, machine: Machine) -> Entries:
     """The entries of a table's text; TableError says what is wrong with it."""
     try:
         table = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TableError(f"it is no JSON ({error})") from None
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise TableError("it is no decision table")
@@ -130,7 +132,7 @@ def _read(topology: Topology, given: str | os.PathLike[str] | None) -> tuple[dic
         path = table_path(given)
         if path is None:
             return {}, rule
-        entries = loads(path.read_text(encoding="utf-8"), identify())
+        entries = loads(read_text(path), identify())
     except FileNotFoundError:
         return (
             {},
@@ -142,6 +144,20 @@ def _read(topology: Topology, given: str | os.PathLike[str] | None) -> tuple[dic
     if not mine:
         return {}, f"{rule}: the table {path} has no entry for {topology} (python -m benchmarks.tune measures it)"
     return mine, f'"auto" decides by the measured table {path}'
+
+
+def read_text(path: Path) -> str:
+    """What a table's file holds. Raises OSError, ValueError: only regular files of a sensible size are read.
+
+    A pipe could make us wait for ever, and a device never ends.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise TableError("it is no regular file")
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise TableError(f"it has more than {MOST_BYTES} bytes")
+    return content.decode("utf-8")
 
 
 def topology_key(topology: Topology) -> tuple[tuple[int, ...], bool]:

@@ -30,6 +30,7 @@ from allreduce.decision_table import (
     default_path,
     dumps,
     loads,
+    read_text,
     topology_key,
 )
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, raise_together
@@ -151,7 +152,7 @@ def _existing(comm: MPI.Intracomm, path: Path) -> Entries:
     error: AllReduceError | None = None
     if comm.rank == 0 and path.exists():
         try:
-            entries = loads(path.read_text(encoding="utf-8"), identify())
+            entries = loads(read_text(path), identify())
         except (OSError, TableError, UnicodeDecodeError) as failed:
             error = OptionError(f"{path} is in the way: {failed}; remove it or give another --output")
     raise_together(comm, error)

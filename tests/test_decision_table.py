@@ -1,6 +1,7 @@
 """The measured table of "auto": written, read back, refused by name, and used."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,9 @@ def test_auto_does_without_a_table_that_it_cannot_use(mpirun: JobRunner, tmp_pat
     corrupt, foreign = tmp_path / "corrupt.json", tmp_path / "foreign.json"
     corrupt.write_text(table_file.read_text()[:100])
     foreign.write_text(table_file.read_text().replace('"cores": ', '"cores": 99'))
+    os.mkfifo(tmp_path / "pipe")
     refused = {corrupt: "no JSON", foreign: "another machine", tmp_path: "Is a directory"}
+    refused |= {tmp_path / "pipe": "no regular file", Path("/dev/zero"): "no regular file"}
     chosen, said = ask(mpirun, tmp_path, *refused)
     assert chosen == builtin * len(refused)
     for line, (path, complaint) in zip(said, refused.items(), strict=True):

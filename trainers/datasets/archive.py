@@ -16,10 +16,11 @@ def load(path: str) -> dataset.Dataset:
     def refusal(error: Exception) -> DataError:
         return DataError(f"{path} is no .npz archive of numbers, or it is damaged: {error}")
 
-    with npz.opened(io.BytesIO(files.read(path)), refusal) as archive:
-        names = next((names for names in (SPLIT, WHOLE) if set(names) <= set(archive.files)), None)
+    content = files.read(path)
+    with npz.opened(io.BytesIO(content), len(content), refusal) as archive:
+        names = next((names for names in (SPLIT, WHOLE) if set(names) <= set(archive.names)), None)
         if names is None:
-            held = ", ".join(archive.files) or "nothing"
+            held = ", ".join(archive.names) or "nothing"
             raise DataError(f"{path} holds {held}; expected {', '.join(SPLIT)}, or {' and '.join(WHOLE)}")
         arrays = [archive[name] for name in names]
     return dataset.make(path, (arrays[0], arrays[1]), (arrays[2], arrays[3]) if len(arrays) == 4 else None)

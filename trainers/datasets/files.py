@@ -2,23 +2,50 @@
 
 import gzip
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
 
 from trainers.errors import DataError
+from trainers.files import regular
 
 GZIP = b"\x1f\x8b"
 
 
-def read(path: str) -> bytes:
-    """The content of a file, unpacked when it is gzipped (whatever its name). Raises DataError."""
+@contextmanager
+def opened(path: str) -> Iterator[tuple[IO[bytes], int]]:
+    """A file to read from, unpacked when it is gzipped (whatever its name), and the most bytes that it may hold.
+
+    Raises DataError, also for what is found wrong in the block.
+    """
     try:
-        with open(path, "rb") as file:
-            content = file.read()
-        if content.startswith(GZIP):
-            content = gzip.decompress(content)
+        with regular.open_regular(path) as file:
+            size, packed = regular.size(file), file.read(len(GZIP)) == GZIP
+            file.seek(0)
+            if not packed:
+                yield file, size
+                return
+            with gzip.GzipFile(fileobj=file) as unpacked:
+                yield unpacked, regular.most_unpacked(size)  # type: ignore[misc]  # a GzipFile reads as a file does
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is truncated or damaged: {error}; fetch it again") from error
+    except MemoryError as error:
+        raise DataError(f"{path} is too large for the memory of this machine") from error
     except OSError as error:
         raise DataError(f"{path} can't be read: {error.strerror or error}") from error
+
+
+def read(path: str) -> bytearray:
+    """The whole content of a file, unpacked when it is gzipped. Raises DataError."""
+    with opened(path) as (file, most):
+        content = regular.take(file, most + 1)
+        if len(content) > most:
+            raise bomb(path, most)
     if not content:
         raise DataError(f"{path} is empty")
     return content
+
+
+def bomb(path: str, most: int) -> DataError:
+    """The error about a compressed file that holds more than `most` bytes."""
+    return DataError(f"{path} unpacks to more than {most} bytes, which is hardly data; unpack it yourself to use it")

@@ -3,13 +3,16 @@
 import math
 import os
 import struct
+from typing import IO
 
 import numpy as np
 
 from trainers.datasets import dataset, files
 from trainers.errors import DataError
+from trainers.files import regular
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+MOST_DIMENSIONS = 32  # of a NumPy array
 NAMES = ("{part}-images-idx3-ubyte", "{part}-labels-idx1-ubyte")
 
 
@@ -27,23 +30,36 @@ def load(folder: str) -> dataset.Dataset:
 
 def read(path: str, dimensions: str) -> np.ndarray:
     """The array in an IDX file. dimensions: "labels" (1-D) or "images" (2-D or more). Raises DataError."""
-    content = files.read(path)
-    if len(content) < 4:
-        raise DataError(f"{path} is truncated: {len(content)} bytes, less than the 4 of an IDX magic number")
-    magic, kind, ndim = struct.unpack(">HBB", content[:4])
-    expected = "0x00000801" if dimensions == "labels" else "0x00000803"
-    if magic or kind not in TYPES or ndim == 0 or (ndim == 1) != (dimensions == "labels"):
-        raise DataError(f"{path} has magic number 0x{content[:4].hex()}; {dimensions} in IDX format have {expected}")
-    begin = 4 + 4 * ndim
-    if len(content) < begin:
-        raise DataError(f"{path} is truncated: {len(content)} bytes, and its header alone takes {begin}")
-    shape = struct.unpack(f">{ndim}I", content[4:begin])
-    dtype = np.dtype(TYPES[kind])
-    wanted = begin + math.prod(shape) * dtype.itemsize
+    with files.opened(path) as (file, most):
+        dtype, shape = _header(path, file, dimensions)
+        wanted = math.prod(shape) * dtype.itemsize
+        content = regular.take(file, min(wanted, most) + 1)  # no more than that, whatever the file unpacks to
+        if most < len(content) <= wanted:
+            raise files.bomb(path, most)
     if len(content) != wanted:
-        state = "truncated" if len(content) < wanted else "too long"
-        raise DataError(f"{path} is {state}: its header says {wanted} bytes (shape {shape}), it has {len(content)}")
-    return np.frombuffer(content, dtype, offset=begin).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+        header = 4 + 4 * len(shape)
+        state, found = ("truncated", header + len(content)) if len(content) < wanted else ("too long", "more")
+        raise DataError(f"{path} is {state}: its header says {header + wanted} bytes (shape {shape}), it has {found}")
+    if wanted == 0:
+        raise DataError(f"{path} is empty: its header says shape {shape}")
+    return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+
+
+def _header(path: str, file: IO[bytes], dimensions: str) -> tuple[np.dtype, tuple[int, ...]]:
+    """The dtype and the shape at the begin of an IDX file."""
+    magic = regular.take(file, 4)
+    if not magic:
+        raise DataError(f"{path} is empty")
+    if len(magic) < 4:
+        raise DataError(f"{path} is truncated: {len(magic)} bytes, less than the 4 of an IDX magic number")
+    zero, kind, ndim = struct.unpack(">HBB", magic)
+    expected = "0x00000801" if dimensions == "labels" else "0x00000803"
+    if zero or kind not in TYPES or ndim == 0 or (ndim == 1) != (dimensions == "labels") or ndim > MOST_DIMENSIONS:
+        raise DataError(f"{path} has magic number 0x{magic.hex()}; {dimensions} in IDX format have {expected}")
+    sizes = regular.take(file, 4 * ndim)
+    if len(sizes) < 4 * ndim:
+        raise DataError(f"{path} is truncated: {4 + len(sizes)} bytes, and its header alone takes {4 + 4 * ndim}")
+    return np.dtype(TYPES[kind]), struct.unpack(f">{ndim}I", sizes)
 
 
 def _part(folder: str, part: str) -> tuple[np.ndarray, np.ndarray] | None:

@@ -10,7 +10,7 @@ from typing import IO, Any
 import numpy as np
 
 from trainers.errors import ModelFileError
-from trainers.files import npz
+from trainers.files import npz, regular
 
 HEADER = "model"  # the array that holds the JSON text {"format", "kind", "config"}
 FORMAT = 1
@@ -33,11 +33,11 @@ def read(path: str, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         return ModelFileError(f"{path} is no model file, or it is damaged ({error}); save() writes one")
 
     try:
-        file = open(path, "rb")  # noqa: SIM115, closed below
+        file = regular.open_regular(path)
     except OSError as error:
         raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
-    with file, npz.opened(file, refusal) as archive:
-        arrays = {name: archive[name] for name in archive.files}
+    with file, npz.opened(file, regular.size(file), refusal) as archive:
+        arrays = {name: archive[name] for name in archive.names}
         header = json.loads(str(arrays.pop(HEADER)))
     if not isinstance(header, dict):
         raise refusal(f"its header is {header!r}")
@@ -46,7 +46,18 @@ def read(path: str, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         raise ModelFileError(f"{path} holds a model of another kind ({found}); expected {kind}, format {FORMAT}")
     if not isinstance(header.get("config"), dict):
         raise refusal("its header has no config")
+    for name, array in arrays.items():
+        _check_numbers(path, name, array)
     return header["config"], arrays
+
+
+def _check_numbers(path: str, name: str, array: np.ndarray) -> None:
+    """Refuse text, and numbers that training can't go on from; a module's own buffers may hold infinities."""
+    if array.dtype.kind not in "iufcb":
+        raise ModelFileError(f"{path} is damaged: {name} is {array.dtype}, no numbers")
+    trained = name == "parameters" or name.startswith(("optimizer.", "input."))
+    if trained and not np.isfinite(array).all():
+        raise ModelFileError(f"{path} holds a model that has diverged: {name} has elements that are not finite")
 
 
 @contextmanager

@@ -1,37 +1,58 @@
-"""Opening .npz archives that may be damaged, or no archives at all. No pickle."""
+"""Reading .npz archives that may be damaged, hostile, or no archives at all. No pickle."""
 
+import math
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
 from trainers.errors import TrainerError
+from trainers.files import regular
 
-# What zipfile, zlib and NumPy raise for bytes that are not what they should be; OSError is for bzip2.
-DAMAGES = (
-    ValueError,
-    KeyError,
-    AttributeError,
-    EOFError,
-    OSError,
-    NotImplementedError,
-    RuntimeError,
-    zlib.error,
-    zipfile.BadZipFile,
-)
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what NumPy writes; the others can hide any size in any file
+HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+class Archive:
+    """The arrays of an .npz archive by name, each read when it is asked for. Raises all kinds of errors."""
+
+    def __init__(self, archive: zipfile.ZipFile, packed: int) -> None:
+        self._archive = archive
+        self._members = {each.filename[:-4]: each for each in archive.infolist() if each.filename.endswith(".npy")}
+        held = sum(each.file_size for each in self._members.values())
+        if held > regular.most_unpacked(packed):
+            raise ValueError(f"it claims to hold {held} bytes in a file of {packed}; store large data uncompressed")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._members)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        member = self._members[name]
+        if member.compress_type not in METHODS:
+            raise ValueError(f"{name} is compressed in a way that NumPy does not write")
+        with self._archive.open(member) as file:
+            self._check_header(name, file, member.file_size)
+        with self._archive.open(member) as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+
+    def _check_header(self, name: str, file: IO[bytes], size: int) -> None:
+        """Hold what an array's header claims against the bytes that there are, before memory is taken for it."""
+        shape, _, dtype = HEADERS[np.lib.format.read_magic(file)](file)
+        wanted = file.tell() + math.prod(shape) * dtype.itemsize
+        if wanted != size and not dtype.hasobject:  # of objects read_array says what is wrong with them
+            raise ValueError(f"{name} has {size} bytes; its header says {wanted} (shape {shape}, {dtype})")
 
 
 @contextmanager
-def opened(file: IO[bytes], refusal: Callable[[Exception], TrainerError]) -> Iterator[Any]:
-    """The archive in a file, as numpy.load gives it; damage found in the block raises refusal(what it was)."""
+def opened(file: IO[bytes], packed: int, refusal: Callable[[Exception], TrainerError]) -> Iterator[Archive]:
+    """The archive in a file of `packed` bytes; whatever is found wrong in the block raises refusal(what it was)."""
     try:
-        with zipfile.ZipFile(file):  # np.load takes what is no archive for a pickle
-            file.seek(0)
-            yield np.load(file, allow_pickle=False)
+        with zipfile.ZipFile(file) as archive:
+            yield Archive(archive, packed)
     except TrainerError:
         raise
-    except DAMAGES as error:
+    except Exception as error:  # zipfile, zlib, tokenize and NumPy raise a dozen types for bytes that are wrong
         raise refusal(error) from error

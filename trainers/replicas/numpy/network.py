@@ -59,7 +59,7 @@ class NumpyNetwork(Replica):
         self._loss = _choose("loss", loss, LOSSES)(self._xp)
         self.metrics = self._loss.metrics
         self.optimizer = _make_optimizer(optimizer, lr)
-        self.gradient_length = sum((i + 1) * o for i, o in itertools.pairwise(self.sizes))
+        self.gradient_length = _length(self.sizes)
         self.parameters = self._xp.asarray(self._initial(init or self._activation.init, seed))
         self._layers = self._views(self.parameters)
         self._values = self._xp.zeros(len(self.metrics))
@@ -76,9 +76,12 @@ class NumpyNetwork(Replica):
         """
         config, state = model_file.read(path, cls.__name__)
         try:
+            sizes, names = _checked_sizes(config.pop("sizes")), {name: config.pop(name) for name in cls.essentials}
             optimizer = OPTIMIZERS[config.pop("optimizer")](**config.pop("optimizer_options"))
-            network = cls(**config, optimizer=optimizer, device=device)
-        except (TypeError, KeyError, ArgumentError) as error:
+            if config or state["parameters"].size != _length(sizes):  # before memory is taken for such sizes
+                raise ArgumentError(f"{state['parameters'].size} parameters, sizes {sizes}, {config or 'nothing else'}")
+            network = cls(sizes, **names, optimizer=optimizer, device=device)
+        except (TypeError, KeyError, OverflowError, ArgumentError) as error:
             raise ModelFileError(f"{path} describes no network that this version knows: {error!r}") from error
         network.load_state(state)
         return network
@@ -144,14 +147,18 @@ class NumpyNetwork(Replica):
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         try:
             parameters, steps = state["parameters"], int(state["optimizer.steps"])
-            shift, scale, sizes = state["input.shift"], state["input.scale"], state["sizes"].tolist()
-        except (KeyError, TypeError, ValueError) as error:
+            shift, scale, sizes = state["input.shift"], state["input.scale"], state["sizes"].reshape(-1).tolist()
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ModelFileError(f"this is no state of a NumpyNetwork: {error!r}") from error
         if sizes != self.sizes or parameters.shape != self.parameters.shape:
             given, here = ("-".join(map(str, each)) for each in (sizes, self.sizes))
             raise ModelFileError(f"the saved model is a network of sizes {given}, and this one has {here}")
         slots = {name[10:]: array for name, array in state.items() if name.startswith("optimizer.")}
         del slots["steps"]
+        numeric = all(array.dtype.kind in "fi" for array in (parameters, shift, scale, *slots.values()))
+        if steps < 0 or not numeric or {shift.shape, scale.shape} != {(self.sizes[0],)}:
+            found = f"{steps} steps, shift {shift.dtype}{shift.shape}, scale {scale.dtype}{scale.shape}"
+            raise ModelFileError(f"this is no state of a NumpyNetwork: parameters {parameters.dtype}, {found}")
         self.optimizer.load(steps, slots)
         self.parameters[:] = self._xp.asarray(parameters)
         self.scale_input(shift, scale)
@@ -236,6 +243,8 @@ class NumpyNetwork(Replica):
 
     def _initial(self, init: str, seed: int) -> np.ndarray:
         draw = _choose("init", init, INITIALISATIONS)
+        if not isinstance(seed, int | np.integer) or seed < 0:
+            raise ArgumentError(f"seed={seed!r} makes no sense: give an integer of at least 0")
         random = np.random.default_rng(seed)
         parameters = np.zeros(self.gradient_length, FLOAT)
         for weights, _ in self._views(parameters):
@@ -247,10 +256,15 @@ class NumpyNetwork(Replica):
 
 
 def _checked_sizes(sizes: Sequence[int]) -> list[int]:
-    checked = [int(size) for size in sizes]
-    if len(checked) < 2 or min(checked) < 1:
-        raise ArgumentError(f"sizes={list(sizes)} describes no network: give features, hidden layers and outputs, >= 1")
-    return checked
+    checked = list(sizes) if isinstance(sizes, Sequence | np.ndarray) else []
+    if len(checked) < 2 or not all(isinstance(size, int | np.integer) and size >= 1 for size in checked):
+        raise ArgumentError(f"sizes={sizes!r} describes no network: give features, hidden layers and outputs, >= 1")
+    return [int(size) for size in checked]
+
+
+def _length(sizes: Sequence[int]) -> int:
+    """The number of parameters: weights and biases of each layer."""
+    return sum((inputs + 1) * outputs for inputs, outputs in itertools.pairwise(sizes))
 
 
 def _choose(what: str, name: str, table: dict[str, Any]) -> Any:

@@ -63,11 +63,11 @@ class Optimizer(ABC):
 
     def load(self, steps: int, state: dict[str, np.ndarray]) -> None:
         """Take on the number of steps and the slots of another optimizer of this kind. ModelFileError otherwise."""
-        lengths = {name: len(array) for name, array in state.items()}
-        expected = {name: len(array) for name, array in self.state.items()}
-        if lengths != expected:
+        shapes = {name: array.shape for name, array in state.items()}
+        expected = {name: array.shape for name, array in self.state.items()}
+        if shapes != expected:
             kind = type(self).__name__
-            raise ModelFileError(f"the optimizer state {lengths} does not fit {kind}, which needs {expected}")
+            raise ModelFileError(f"the optimizer state {shapes} does not fit {kind}, which needs {expected}")
         self.steps = steps
         for name, array in state.items():
             self.state[name][:] = self._xp.asarray(array)
