@@ -18,7 +18,12 @@ from allreduce.topology import Topology
 
 
 class HalvingDoubling(TwoPhase):
-    """Each step halves the part that a rank reduces, with a partner half as far away."""
+    """Each step halves the part that a rank reduces, with a partner twice as far away as in the step before: the
+    largest halves go to the nearest rank, which is on the same node.
+
+    Of five ranks, rank 4 hands its buffer to rank 0. Then ranks 0 and 1, 2 and 3 exchange halves, ranks 0 and 2, 1
+    and 3 quarters; and rank 0 finishes quarter 0, rank 2 quarter 1, rank 1 quarter 2, rank 3 quarter 3.
+    """
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
         super().__init__(topology, check=check)
@@ -31,7 +36,8 @@ class HalvingDoubling(TwoPhase):
         rank = self.rank if rank is None else rank
         if rank >= self._power:
             return slice(length, length)
-        return chunks.chunk(length, self._power, rank)
+        index = sum(self._power // (2 * distance) for distance in self._distances() if rank & distance)
+        return chunks.chunk(length, self._power, index)
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         if self.rank >= self._power:
@@ -40,7 +46,7 @@ class HalvingDoubling(TwoPhase):
         if self.rank < self._extras:
             self._transfer.combine(buffer, self.rank + self._power, op, finish=False)
         for partner, kept, given in self._steps(buffer):
-            last = abs(partner - self.rank) == 1
+            last = 2 * abs(partner - self.rank) == self._power
             self._transfer.swap_combine(given, partner, kept, partner, op, finish=last)
 
     def _all_gather(self, buffer: np.ndarray) -> None:
@@ -53,17 +59,21 @@ class HalvingDoubling(TwoPhase):
             self._transfer.send(buffer, self.rank + self._power)
 
     def _steps(self, buffer: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Partner, the half that this rank keeps, the half that it gives; from the farthest partner."""
-        low, high = 0, self._power  # the ranks among which the current part is divided, one chunk each
-        while high - low > 1:
+        """Partner, the half that this rank keeps, the half that it gives; from the nearest partner."""
+        low, high = 0, self._power  # the chunks that the current part consists of
+        for distance in self._distances():
             middle = (low + high) // 2
-            lower, upper = (self._chunks(buffer, low, middle), self._chunks(buffer, middle, high))
-            if self.rank < middle:
-                yield self.rank + middle - low, lower, upper
-                high = middle
-            else:
-                yield self.rank - (middle - low), upper, lower
+            lower, upper = self._chunks(buffer, low, middle), self._chunks(buffer, middle, high)
+            if self.rank & distance:
+                yield self.rank - distance, upper, lower
                 low = middle
+            else:
+                yield self.rank + distance, lower, upper
+                high = middle
+
+    def _distances(self) -> list[int]:
+        """How far away the partners of the steps are: 1, 2, 4 up to p / 2."""
+        return [1 << bit for bit in range(self._power.bit_length() - 1)]
 
     def _chunks(self, buffer: np.ndarray, first: int, stop: int) -> np.ndarray:
         return buffer[chunks.chunks(buffer.size, self._power, first, stop)]

@@ -2,7 +2,8 @@
 
 After TensorFlow's HierarchicalCopyAllReduce and ChainerMN's two_dimensional (equal nodes: every local
 rank carries its own slice across) and hierarchical (uneven nodes: the leaders carry everything).
-Steps: those of the parts. Bytes across m equal nodes: 2 S (m - 1) / m a node, shared by its ranks.
+Steps: those of the parts. Bytes across m equal nodes: 2 S (m - 1) / m a node, shared by its ranks; of 16-bit floats
+too where nodes have one rank each, otherwise node sums go across as float32 and results come back as they are.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce, TwoPhase
 from allreduce.errors import AllReduceError, OptionError, together
@@ -62,37 +64,62 @@ class HierarchicalCopy(TwoPhase):
         return self._node._memory(buffer)
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        if self._node.size > 1:
-            self._node._reduce_scatter(buffer, op.unscaled())
-        if self._leaders_only:
-            self._through_leader(buffer, op)
-        else:
-            self._across(buffer[self.owned(buffer.size)], op)
+        self._reduce_into(buffer, buffer, op)
+
+    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
+        """16-bit floats cross the network as such, but for the sums of several ranks of a node."""
+        sums = buffer
+        if dtypes.is_half(buffer.dtype) and not self._originals_cross():
+            sums = self.workspace.array("wide", buffer.size, dtypes.TYPES[buffer.dtype].accumulator)
+            np.copyto(sums, buffer)
+        self._reduce_into(sums, buffer, op)
 
     def _all_gather(self, buffer: np.ndarray) -> None:
         if self._node.size > 1:
             self._node._all_gather(buffer)
 
-    def _across(self, part: np.ndarray, op: Op) -> None:
-        """All-reduce across nodes, and finish."""
-        if self._cross is not None and self._cross.size > 1 and part.size:
-            self._cross._reduce(part, op)
-        else:
-            op.finish(part)
+    def _originals_cross(self) -> bool:
+        """True where what goes across are no sums, but what the ranks brought, and the other side can sum that."""
+        return self._node.size == 1 and not self._leaders_only and self._cross is not None and self._cross.sums_half
 
-    def _through_leader(self, buffer: np.ndarray, op: Op) -> None:
-        """Uneven nodes: the leader collects the slices of its node, carries them across, and hands them back."""
-        mine = buffer[self.owned(buffer.size)]
-        if self._node.rank:
-            self._transfer.send(mine, 0)
-            self._transfer.receive(mine, 0)
+    def _reduce_into(self, sums: np.ndarray, buffer: np.ndarray, op: Op) -> None:
+        """Reduce `sums`, and leave what this rank owns of it, finished and rounded, in `buffer`; it may be the same."""
+        if self._node.size > 1:
+            self._node._reduce_scatter(sums, op.unscaled())
+        if self._leaders_only:
+            self._through_leader(sums, buffer, op)
+        else:
+            mine = self.owned(buffer.size)
+            self._across(sums[mine], buffer[mine], op)
+
+    def _across(self, sums: np.ndarray, part: np.ndarray, op: Op) -> None:
+        """All-reduce `sums` across nodes, and finish and round them in `part`, which may be the same."""
+        cross = self._cross
+        if cross is None or cross.size == 1 or not part.size:
+            op.finish(sums)
+        elif sums.dtype == part.dtype or not isinstance(cross, TwoPhase):
+            cross._reduce(sums, op)
+        else:
+            cross._reduce_scatter(sums, op)
+            mine = cross.owned(part.size)
+            np.copyto(part[mine], sums[mine], casting="unsafe")
+            cross._all_gather(part)
             return
-        slices = [buffer[span] for span in self._slices(buffer.size)]
+        if sums.dtype != part.dtype:
+            np.copyto(part, sums, casting="unsafe")
+
+    def _through_leader(self, sums: np.ndarray, buffer: np.ndarray, op: Op) -> None:
+        """Uneven nodes: the leader collects the slices of its node, carries them across, and hands them back."""
+        slices = self._slices(buffer.size)
+        if self._node.rank:
+            self._transfer.send(sums[slices[self._node.rank]], 0)
+            self._transfer.receive(buffer[slices[self._node.rank]], 0)
+            return
         for rank, part in enumerate(slices[1:], start=1):
-            self._transfer.receive(part, rank)
-        self._across(buffer, op)
+            self._transfer.receive(sums[part], rank)
+        self._across(sums, buffer, op)
         for rank, part in enumerate(slices[1:], start=1):
-            self._transfer.send(part, rank)
+            self._transfer.send(buffer[part], rank)
 
     def _slices(self, length: int) -> list[slice]:
         """What each rank of the node owns."""

@@ -6,11 +6,10 @@ Steps: 1 + log2 n. Bytes: each rank sends S, the root receives (n - 1) S.
 
 import numpy as np
 
-from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce
 from allreduce.errors import OptionError
-from allreduce.messages.transfer import Arrival, Transfer
+from allreduce.messages.transfer import Transfer
 from allreduce.topology import Topology
 
 
@@ -29,27 +28,10 @@ class ReduceToOne(AllReduce):
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         if self.rank == self.root:
-            self._collect(buffer, op)
+            self._transfer.collect(buffer, op)
         else:
             self._transfer.send(buffer, self.root)
         self._copy_back(buffer)
-
-    def _collect(self, buffer: np.ndarray, op: Op) -> None:
-        """The root: for each segment, add the ranks' contributions in rank order."""
-        parts = self._transfer.segments(buffer)
-        others = [rank for rank in range(self.size) if rank != self.root]
-        arriving = self._transfer.arrivals(Arrival(rank, part) for part in parts for rank in others)
-        accumulator = dtypes.TYPES[buffer.dtype].accumulator
-        for part in parts:
-            total = self.workspace.array("total", part.size, accumulator)
-            for rank in range(self.size):
-                summand = part if rank == self.root else next(arriving)
-                if rank == 0:
-                    np.copyto(total, summand)
-                else:
-                    op.combine(total, summand, out=total)
-            op.finish(total)
-            np.copyto(part, total, casting="unsafe")  # rounds 16-bit floats, once
 
     def _copy_back(self, buffer: np.ndarray) -> None:
         """Binomial tree, segment by segment: a segment is passed on while the next one arrives."""

@@ -1,10 +1,11 @@
 """Ring: bandwidth-optimal, the classic of deep learning.
 
 P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
-Steps: 2 (n - 1). Bytes sent per rank: 2 S (n - 1) / n.
+Steps: 2 (n - 1). Bytes sent per rank: 2 S (n - 1) / n, of 16-bit floats too.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -17,59 +18,97 @@ from allreduce.messages.transfer import AHEAD, Arrival, Transfer
 from allreduce.messages.waiting import wait, wait_all
 from allreduce.topology import Topology
 
-Piece = tuple[int, np.ndarray]  # the step in which a segment of the buffer has its turn here, and the segment
+
+class Step(NamedTuple):
+    """What a rank does with one chunk when its turn has come, in this order."""
+
+    chunk: int
+    receives: bool  # from the left
+    combines: bool  # what arrives is added to the chunk; otherwise it takes its place
+    finishes: bool  # the sum is complete
+    sends: bool  # to the right
+
+
+def plan(rank: int, ranks: int, first: int, last: int) -> list[Step]:
+    """Steps `first` to `last` of a rank, of 1 to 2 * ranks - 1: those up to `ranks` are the reduce-scatter, those
+    from there on the all-gather.
+
+    Partial sums walk round the ring once, finished chunks walk round it once more. All steps of rank 0 of 3:
+
+        chunk 2: send; chunk 1: receive, combine, send; chunk 0: receive, combine, finish, send;
+        chunk 2: receive, send; chunk 1: receive
+    """
+    return [
+        Step(
+            chunk=(rank - number) % ranks,
+            receives=number > first,
+            combines=first < number <= ranks,
+            finishes=first < number == ranks,
+            sends=number < last,
+        )
+        for number in range(first, last + 1)
+    ]
 
 
 class Ring(TwoPhase):
-    """Partial sums walk round the ring once, finished chunks walk round it once more.
+    """Each segment of a chunk goes on to the right at once, so no link is idle between two steps.
 
-    In step s, from 1 to 2n - 1, rank r has chunk r - s: in step 1 it sends what it has; up to step n, where
-    its own chunk is, it adds to what arrives from the left; after that, what arrives is the result. Each
-    segment goes on to the right at once, so no link is idle between two steps.
+    16-bit floats are summed by their owner, who gets all ranks' originals straight from them: their partial sums
+    would have to travel as float32.
     """
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
         super().__init__(topology, check=check)
         self._transfer = Transfer(self._comm, self.workspace)
         self._left, self._right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        self._plan = plan(self.rank, self.size, 1, 2 * self.size - 1)
+        self._scatter_plan = plan(self.rank, self.size, 1, self.size)
+        self._gather_plan = plan(self.rank, self.size, self.size, 2 * self.size - 1)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        if dtypes.is_half(buffer.dtype):  # sums travel as float32, results as they are
+        if dtypes.is_half(buffer.dtype):
             super()._reduce(buffer, op)
         else:
-            self._walk(buffer, 1, 2 * self.size - 1, op)
+            self._walk(buffer, self._plan, op)
+
+    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
+        if dtypes.is_half(buffer.dtype):
+            self._transfer.exchange(buffer, [self.owned(buffer.size, rank) for rank in range(self.size)], op)
+        else:
+            self._reduce_scatter(buffer, op)
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        self._walk(buffer, 1, self.size, op)
+        self._walk(buffer, self._scatter_plan, op)
 
     def _all_gather(self, buffer: np.ndarray) -> None:
-        self._walk(buffer, self.size, 2 * self.size - 1, None)
+        self._walk(buffer, self._gather_plan, None)
 
-    def _walk(self, buffer: np.ndarray, first: int, last: int, op: Op | None) -> None:
-        """Steps `first` to `last`. op: for the sums up to step n."""
-        pieces = [(step, part) for step in range(first, last + 1) for part in self._segments(buffer, step)]
-        lap = sum(step < first + self.size for step, _ in pieces)
+    def _walk(self, buffer: np.ndarray, steps: Sequence[Step], op: Op | None) -> None:
+        """Do `steps`, segment by segment. op: for those that combine or finish."""
+        pieces = [(step, part) for step in steps for part in self._segments(buffer, step)]
+        lap = sum(len(self._segments(buffer, step)) for step in steps[: self.size])
         sends: list[MPI.Request] = []
         # An arrival takes the place of what was sent from there a lap ago, so it can't be that far ahead.
-        arrivals = self._transfer.arrivals(self._expected(pieces, first, lap, sends), min(AHEAD, lap - 1))
+        arrivals = self._transfer.arrivals(self._expected(pieces, lap, sends), min(AHEAD, lap - 1))
         for step, part in pieces:
-            if step > first:
-                arrived = next(arrivals)
-                if op is not None and step <= self.size:
-                    op.combine(part, arrived, out=part)
-                if op is not None and step == self.size:
-                    op.finish(part)
-            if step < last:
-                sends.append(self._comm.Isend(dtypes.wire(part), self._right))
+            arrived = next(arrivals) if step.receives else part
+            if step.combines and op is not None:
+                op.combine(part, arrived, out=part)
+            if step.finishes and op is not None:
+                op.finish(part)
+            if step.sends:
+                sends.append(self._transfer.start(part, self._right))
         wait_all(sends)
 
-    def _expected(self, pieces: Sequence[Piece], first: int, lap: int, sends: list[MPI.Request]) -> Iterator[Arrival]:
+    def _expected(
+        self, pieces: Sequence[tuple[Step, np.ndarray]], lap: int, sends: list[MPI.Request]
+    ) -> Iterator[Arrival]:
         """What arrives from the left, in order."""
         for index, (step, part) in enumerate(pieces):
-            if step > self.size and index >= lap:
-                wait(sends[index - lap])
-            if step > first:
-                yield Arrival(self._left, part, in_place=step > self.size)
+            if step.receives:
+                if not step.combines and index >= lap:
+                    wait(sends[index - lap])
+                yield Arrival(self._left, part, in_place=not step.combines)
 
-    def _segments(self, buffer: np.ndarray, step: int) -> list[np.ndarray]:
-        return self._transfer.segments(buffer[chunk(buffer.size, self.size, (self.rank - step) % self.size)])
+    def _segments(self, buffer: np.ndarray, step: Step) -> list[np.ndarray]:
+        return self._transfer.segments(buffer[chunk(buffer.size, self.size, step.chunk)])

@@ -40,7 +40,7 @@ class Shared(TwoPhase):
         super().__init__(topology, check=check)
         self._arrays: dict[int, Window] = {}  # what `allocate` gave, by number; numbers are not used again
         self._numbers = itertools.count()
-        self._calls = 0
+        self._meetings = 0
         try:
             self._stage = Stage(self._comm)
         except UnavailableError:  # on all ranks
@@ -148,8 +148,8 @@ class Shared(TwoPhase):
         """
         code = dtypes.TYPES[buffer.dtype].code
         word = zlib.crc32(f"{place} {buffer.size} {code} {call}".encode())
-        self._calls += 1
-        words = self._stage.words[self._calls % 2]  # a rank that is ahead is in the next call at the most
+        self._meetings += 1
+        words = self._stage.words[self._meetings % 2]  # a rank that is ahead is in the next call at the most
         words[self.rank] = word
         self._stage.fence()
         if words.tolist().count(word) < self.size:

@@ -5,7 +5,7 @@ segments of scratch memory, they stay in its cache, and no message count ever re
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +72,35 @@ class Transfer:
             if finish:
                 op.finish(part)
 
+    def collect(self, view: np.ndarray, op: Op) -> None:
+        """Combine `view` in place with what all other ranks `send`, in rank order, and finish it.
+
+        16-bit floats are combined in float32 and rounded once.
+        """
+        parts = self.segments(view)
+        ranks = range(self._comm.size)
+        others = [rank for rank in ranks if rank != self._comm.rank]
+        arriving = self.arrivals(Arrival(rank, part) for part in parts for rank in others)
+        accumulator = dtypes.TYPES[view.dtype].accumulator
+        for part in parts:
+            total = self._workspace.array("total", part.size, accumulator)
+            for rank in ranks:
+                summand = part if rank == self._comm.rank else next(arriving)
+                if rank == 0:
+                    np.copyto(total, summand)
+                else:
+                    op.combine(total, summand, out=total)
+            op.finish(total)
+            np.copyto(part, total, casting="unsafe")
+
+    def exchange(self, view: np.ndarray, owned: Sequence[slice], op: Op) -> None:
+        """Send every other rank what it owns of `view`, and `collect` what this one owns."""
+        rank, size = self._comm.rank, self._comm.size
+        owners = [(rank + distance) % size for distance in range(1, size)]  # not all ranks to the same one first
+        sends = [send for owner in owners for send in self._start_send(view[owned[owner]], owner)]
+        self.collect(view[owned[rank]], op)
+        wait_all(sends)
+
     def relay(self, view: np.ndarray, source: int | None, dests: Iterable[int]) -> None:
         """Overwrite `view` with what `source` sends, passing each segment on to `dests` as it arrives.
 
@@ -83,7 +112,7 @@ class Transfer:
         for index, part in enumerate(self.segments(view)):
             if receives:
                 wait(receives[index])
-            sends += [self._comm.Isend(dtypes.wire(part), dest) for dest in dests]
+            sends += [self.start(part, dest) for dest in dests]
         wait_all(sends)
 
     def arrivals(self, expected: Iterable[Arrival], most_ahead: int = AHEAD) -> Iterator[np.ndarray]:
@@ -103,11 +132,15 @@ class Transfer:
         while travelling:
             yield _landed(travelling.popleft())
 
+    def start(self, segment: np.ndarray, dest: int) -> MPI.Request:
+        """Begin to send one segment."""
+        return self._comm.Isend(dtypes.wire(segment), dest)
+
     def _start_receive(self, view: np.ndarray, source: int) -> list[MPI.Request]:
         return [self._comm.Irecv(dtypes.wire(part), source) for part in self.segments(view)]
 
     def _start_send(self, view: np.ndarray, dest: int) -> list[MPI.Request]:
-        return [self._comm.Isend(dtypes.wire(part), dest) for part in self.segments(view)]
+        return [self.start(part, dest) for part in self.segments(view)]
 
 
 def _landed(message: tuple[MPI.Request, np.ndarray]) -> np.ndarray:
