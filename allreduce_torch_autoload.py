@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 NAME = "allreduce"
@@ -24,11 +25,18 @@ def register() -> None:
 
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=device_names())
     handlers = importlib.import_module(
         "torch.distributed.rendezvous"
     )._rendezvous_handlers  # by name: a function hides it
     handlers["env"] = _filling_in(handlers["env"])
+
+
+def device_names() -> list[str]:
+    """The devices whose tensors the backend takes here. Asking for CUDA's this way starts nothing, so forks go on."""
+    import torch
+
+    return ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
 
 
 def _create(request: Any, options: Any) -> Any:
@@ -38,14 +46,22 @@ def _create(request: Any, options: Any) -> Any:
 
 
 def _filling_in(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """The handler of env://, which asks MPI for what the environment does not say."""
+    """The handler of env://, which asks MPI for what the environment does not say; not for other people's groups."""
 
     def handler(url: str, timeout: timedelta = timedelta(minutes=30), **rest: Any) -> Iterator[Any]:
         told = all(name in os.environ for name in _VARIABLES)
-        if told or not ("allreduce" in sys.modules or any(name in os.environ for name in _LAUNCHED)):
+        launched = any(name in os.environ for name in _LAUNCHED)
+        if told or not ("allreduce" in sys.modules or (launched and _ours(sys._getframe()))):
             return original(url, timeout=timeout, **rest)
         from allreduce.torch_backend.rendezvous import rendezvous
 
         return rendezvous(url, timeout, original)
 
     return handler
+
+
+def _ours(frame: FrameType | None) -> bool:
+    """True when init_process_group, which called up to `frame`, was asked for our backend: PyTorch tells no handler."""
+    while frame is not None and frame.f_code.co_name != "init_process_group":
+        frame = frame.f_back
+    return frame is not None and NAME in str(frame.f_locals.get("backend"))

@@ -64,6 +64,54 @@ def test_autoloading_initialises_mpi_only_when_the_backend_is_used(mpirun: Job) 
 
 
 @needs_torch
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl", None])
+def test_other_peoples_groups_start_no_mpi(mpirun: Job, backend: str | None) -> None:
+    """Merely installed, we leave them PyTorch's own answer to missing variables, and their group to them."""
+    job = mpirun(
+        2,
+        code(f"""
+            import os
+            import allreduce_torch_autoload
+            allreduce_torch_autoload.register()
+            try:
+                dist.init_process_group({backend!r})
+            except ValueError as error:
+                print(error)
+            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+            dist.init_process_group("gloo")
+            dist.all_reduce(torch.ones(3))
+            dist.destroy_process_group()
+            print(sorted({{"allreduce", "mpi4py"}} & set(sys.modules)))
+        """),
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("environment variable RANK expected, but not set\n") == 2, job.stdout
+    assert job.stdout.splitlines().count("[]") == 2
+
+
+@needs_torch
+def test_importing_the_backend_communicates_nothing(mpirun: Job) -> None:
+    """Rank 1 imports it when rank 0 says that it has."""
+    job = mpirun(
+        2,
+        code("""
+            from mpi4py import MPI
+            world = MPI.COMM_WORLD
+            if world.rank == 1:
+                world.recv(source=0)
+            import allreduce.torch_backend
+            if world.rank == 0:
+                world.send("imported", dest=1)
+            import os
+            print([os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")])
+        """),
+        timeout=30,
+    )
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == ["['0', '2', '0', '2']", "['1', '2', '1', '2']"]
+
+
+@needs_torch
 def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(mpirun: Job) -> None:
     job = mpirun(
         2,

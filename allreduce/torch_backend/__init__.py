@@ -17,13 +17,13 @@ if not _dist.is_available():
     raise ImportError("allreduce.torch_backend needs a PyTorch with torch.distributed, which this build lacks")
 
 import allreduce_torch_autoload
-from allreduce.topology import Topology
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.process_group import AllReduceProcessGroup
-from allreduce.torch_backend.rendezvous import set_environment
+from allreduce.torch_backend.rendezvous import set_environment_from_launcher
+from allreduce.torch_backend.work import keep_what_the_reducer_holds
 
 allreduce_torch_autoload.register()
-with Topology() as _topology:
-    set_environment(_topology)
+keep_what_the_reducer_holds()
+set_environment_from_launcher()
 
 __all__ = ["AllReduceProcessGroup", "Options"]

@@ -1,4 +1,4 @@
-"""The several forms in which PyTorch's layers pass the same arguments to a process group."""
+"""The several forms in which users and PyTorch's layers pass the same arguments to a process group."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,20 +10,34 @@ NAME = "allreduce"
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
-def as_list(tensors: Tensors) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+def only(name: str, tensors: Tensors) -> torch.Tensor:
+    """The tensor of a call, given as it is or as a list of one (PyTorch's lists were one for each GPU of a process)."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f'{name} of backend "{NAME}" takes one tensor of each rank, not {len(tensors)}')
+    return tensors[0]
 
 
-def inner(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """The one list in a list of lists (one for each GPU of a process, once); none on ranks that bring nothing."""
-    if tensors and isinstance(tensors[0], torch.Tensor):
+def only_list(name: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """The list of tensors of a call, as it is or as a list of one list; empty on ranks that bring nothing."""
+    if not tensors or isinstance(tensors[0], torch.Tensor):
         return list(tensors)
-    return list(tensors[0]) if tensors else []
+    if len(tensors) != 1:
+        raise ValueError(f'{name} of backend "{NAME}" takes one list of tensors of each rank, not {len(tensors)}')
+    return list(tensors[0])
 
 
-def operation(opts: Any) -> Any:
-    """The ReduceOp in what a caller gave: options, an operation, or nothing for a sum."""
-    return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+def operation(opts: Any, op: Any = None) -> Any:
+    """The ReduceOp in what a caller gave: by name, in options, as it is, or nothing for a sum."""
+    given = opts if op is None else op
+    return dist.ReduceOp.SUM if given is None else getattr(given, "reduceOp", given)
+
+
+def root_of(opts: Any, root: int | None = None) -> int:
+    """The root in what a caller gave: by name, in options, as a number, or nothing for rank 0."""
+    given = opts if root is None else root
+    return 0 if given is None else getattr(given, "rootRank", given)
 
 
 def not_offered(what: str, instead: str) -> NotImplementedError:

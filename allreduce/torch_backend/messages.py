@@ -10,6 +10,7 @@ from mpi4py import MPI
 from allreduce import notices
 from allreduce.torch_backend.spans import whole
 from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
+from allreduce.torch_backend.untraced import untraced
 from allreduce.torch_backend.work import TimedOut, Work, seconds
 
 EAGER_SECONDS = 0.002  # for so long a waiting rank keeps looking; then it sleeps between looks
@@ -17,11 +18,16 @@ LONGEST_SLEEP = 0.001
 EXIT_SECONDS = 10.0  # how long the end of the program waits for sends that nobody has waited for
 
 
+@untraced
 class Message(Work):
-    """A message on its way. Any thread may ask for it; MPI is asked by one at a time."""
+    """A message on its way. Any thread may ask for it; MPI is asked by one at a time.
 
-    def __init__(self, name: str, tensor: torch.Tensor, limit: float) -> None:
-        super().__init__(name, [tensor], limit)
+    kind: "send" or "recv", the name of its event in a profile. name: what it is, for errors.
+    """
+
+    def __init__(self, kind: str, name: str, tensor: torch.Tensor, limit: float) -> None:
+        super().__init__(kind, [tensor], limit)
+        self.name = name
         self._tensor = tensor
         self._request: MPI.Request | None = None
         self._status = MPI.Status()
@@ -39,9 +45,12 @@ class Message(Work):
         self._receives = True
         return self._started(comm.Irecv(whole(as_bytes(self._place)), source, tag))
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until the message has arrived, or until a sent tensor may be changed again."""
-        limit = seconds(timeout, self.limit)
+        return self.wait_for(seconds(timeout, self.limit))
+
+    def wait_for(self, limit: float) -> bool:
+        """Wait as `wait` does, for `limit` seconds; zero looks once."""
         begin = time.monotonic()
         pause = 0.0
         while not self.is_completed():
@@ -51,7 +60,7 @@ class Message(Work):
             if waited > EAGER_SECONDS:
                 pause = min(pause + 2e-5, LONGEST_SLEEP)
             time.sleep(pause)
-        return super().wait(timeout)
+        return super().wait()
 
     def is_completed(self) -> bool:
         with self._lock:
@@ -132,24 +141,24 @@ def monitored_barrier(comm: MPI.Intracomm, limit: float) -> None:
     """Let every rank report to rank 0 and wait for its answer; after `limit` seconds say on rank 0 who did not."""
     tag = barrier_tag(comm)
     token = torch.zeros(1, dtype=torch.uint8)
-    within = timedelta(seconds=limit)
     if comm.rank:
-        Message("monitored_barrier (telling rank 0)", token, limit).send(comm, 0, tag).wait(within)
-        Message("monitored_barrier (waiting for rank 0)", token.clone(), limit).receive(comm, 0, tag).wait(within)
+        _step("telling rank 0", token, limit).send(comm, 0, tag).wait_for(limit)
+        _step("waiting for rank 0", token.clone(), limit).receive(comm, 0, tag).wait_for(limit)
         return
-    reports = [
-        Message(f"monitored_barrier (rank {rank})", token.clone(), limit).receive(comm, rank, tag)
-        for rank in range(1, comm.size)
-    ]
+    reports = [_step(f"rank {rank}", token.clone(), limit).receive(comm, rank, tag) for rank in range(1, comm.size)]
     deadline = time.monotonic() + limit
     missing = []
     for rank, report in enumerate(reports, start=1):
         try:
-            report.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+            report.wait_for(max(deadline - time.monotonic(), 0))
         except TimedOut:
             report.cancel()
             missing.append(rank)
     if missing:
         raise TimedOut(f"monitored_barrier: ranks {missing} of the group did not come within {limit:g} s")
     for rank in range(1, comm.size):
-        Message("monitored_barrier (answering)", token, limit).send(comm, rank, tag).wait(within)
+        _step("answering", token, limit).send(comm, rank, tag).wait_for(limit)
+
+
+def _step(what: str, token: torch.Tensor, limit: float) -> Message:
+    return Message("monitored_barrier", f"monitored_barrier ({what})", token, limit)

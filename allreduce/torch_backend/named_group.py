@@ -1,4 +1,4 @@
-"""The names of a process group, which PyTorch keeps in a C++ backend that a group written in Python has not."""
+"""What PyTorch keeps in a C++ backend, which a group written in Python has not: its names, what it can do."""
 
 # PyTorch's stubs know them as plain attributes.
 # mypy: disable-error-code="override, assignment"
@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from allreduce.torch_backend.arguments import NAME
+from allreduce_torch_autoload import device_names
 
 
 class NamedGroup(dist.ProcessGroup):
@@ -31,7 +32,8 @@ class NamedGroup(dist.ProcessGroup):
 
     setGroupName = _set_group_name  # noqa: N815
     setGroupDesc = _set_group_desc  # noqa: N815
-    _device_types = property(lambda _: [torch.device("cpu"), torch.device("cuda")])
+    _device_types = property(lambda _: [torch.device(name) for name in device_names()])
+    supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def _get_backend(self, device: torch.device) -> "NamedGroup":
         return self

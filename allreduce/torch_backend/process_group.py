@@ -6,7 +6,6 @@
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,28 +14,27 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.topology import Topology
-from allreduce.torch_backend import gpu
-from allreduce.torch_backend.arguments import Tensors, as_list, inner, not_offered, operation
+from allreduce.torch_backend import checks, gpu
+from allreduce.torch_backend.arguments import Tensors, not_offered, only
+from allreduce.torch_backend.collectives import Collectives
 from allreduce.torch_backend.executor import Executor
 from allreduce.torch_backend.messages import Message, barrier_tag, monitored_barrier
 from allreduce.torch_backend.moving import Mover
-from allreduce.torch_backend.named_group import NamedGroup
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.reducing import Reducer
-from allreduce.torch_backend.tensors import check
-from allreduce.torch_backend.work import Work, seconds
+from allreduce.torch_backend.untraced import untraced
+from allreduce.torch_backend.work import Work, exact_seconds, seconds
 from allreduce.wrappers.background import crowded
 
 CLOSE_SECONDS = 10.0  # destroy_process_group waits this long for the other ranks to call it too
 
 
-class AllReduceProcessGroup(NamedGroup):
+@untraced
+class AllReduceProcessGroup(Collectives):
     """A process group over our backends and MPI.
 
     topology: of the group's ranks, which `shutdown` closes. timeout: seconds for an operation.
 
-    Methods have the names and arguments by which torch.distributed, DDP's reducer (in C++) and the
-    functional collectives call them; older names of the same call are kept for older versions of PyTorch.
     All but messages are executed in the order of submission.
     """
 
@@ -55,154 +53,46 @@ class AllReduceProcessGroup(NamedGroup):
         self._executor = Executor(topology.world, options.overlap, crowded(topology))
         self._coalesced: list[Work] | None = None
 
-    # Reductions
-
-    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> Work:
-        (tensor,) = as_list(tensors)
-        return self._submit(
-            "all_reduce", [tensor], opts, partial(self._reducer.all_reduce, tensor, operation(opts)), timeout
-        )
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        tensors = as_list(tensors)
-        return self._submit(
-            "all_reduce_coalesced", tensors, opts, partial(self._reducer.all_reduce_many, tensors, operation(opts))
-        )
-
-    def reduce(self, tensors: Tensors, opts: Any) -> Work:
-        (tensor,) = as_list(tensors)
-        return self._submit(
-            "reduce", [tensor], opts, partial(self._reducer.reduce, tensor, opts.rootRank, operation(opts))
-        )
-
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Any], opts: Any = None, timeout: Any = None) -> Work:
-        (output,) = as_list(outputs)
-        sources = inner(inputs)
-        action = partial(self._reducer.reduce_scatter, output, sources, operation(opts))
-        return self._submit("reduce_scatter", [output], opts, action, timeout, sources)
-
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
-        action = partial(self._reducer.reduce_scatter, output, [source], operation(opts))
-        return self._submit("reduce_scatter_tensor", [output], opts, action, None, [source])
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
-    ) -> Work:
-        def action() -> None:
-            for output, source in zip(outputs, sources, strict=True):
-                self._reducer.reduce_scatter(output, [source], operation(opts))
-
-        return self._submit("reduce_scatter_tensor_coalesced", outputs, opts, action, None, sources)
-
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    # Movements
-
-    def broadcast(self, tensors: Tensors, opts: Any = 0, timeout: Any = None) -> Work:
-        (tensor,) = as_list(tensors)
-        root = opts if isinstance(opts, int) else opts.rootRank
-        return self._submit("broadcast", [tensor], opts, partial(self._mover.broadcast, tensor, root), timeout)
-
-    def allgather(self, outputs: Sequence[Any], inputs: Tensors, opts: Any = None, timeout: Any = None) -> Work:
-        (source,) = as_list(inputs)
-        places = inner(outputs)
-        action = partial(self._mover.all_gather, places, source)
-        return self._submit("all_gather", places, opts, action, timeout, [source])
-
-    def allgather_coalesced(
-        self, outputs: list[list[torch.Tensor]], sources: list[torch.Tensor], opts: Any = None
-    ) -> Work:
-        def action() -> None:
-            for index, source in enumerate(sources):
-                self._mover.all_gather([places[index] for places in outputs], source)
-
-        flat = [place for places in outputs for place in places]
-        return self._submit("all_gather_coalesced", flat, opts, action, None, sources)
-
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
-        action = partial(self._mover.all_gather_single, output, source)
-        return self._submit("all_gather_into_tensor", [output], opts, action, None, [source])
-
-    def all_gather_single_coalesced(
-        self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
-    ) -> Work:
-        def action() -> None:
-            for output, source in zip(outputs, sources, strict=True):
-                self._mover.all_gather_single(output, source)
-
-        return self._submit("all_gather_into_tensor_coalesced", outputs, opts, action, None, sources)
-
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def gather(self, outputs: Sequence[Any], inputs: Tensors, opts: Any) -> Work:
-        (source,) = as_list(inputs)
-        places = inner(outputs)
-        action = partial(self._mover.gather, places, source, opts.rootRank)
-        return self._submit("gather", places, opts, action, None, [source])
-
-    def scatter(self, outputs: Tensors, inputs: Sequence[Any], opts: Any) -> Work:
-        (output,) = as_list(outputs)
-        sources = inner(inputs)
-        action = partial(self._mover.scatter, output, sources, opts.rootRank)
-        return self._submit("scatter", [output], opts, action, None, sources)
-
-    def alltoall(self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None) -> Work:
-        action = partial(self._mover.all_to_all, outputs, sources)
-        return self._submit("all_to_all", outputs, opts, action, None, sources)
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        output_splits: Sequence[int],
-        source_splits: Sequence[int],
-        opts: Any = None,
-    ) -> Work:
-        action = partial(self._mover.all_to_all_single, output, source, list(output_splits), list(source_splits))
-        return self._submit("all_to_all_single", [output], opts, action, None, [source])
-
-    alltoall_base = all_to_all_single
-
     # Messages
 
     def send(self, tensors: Tensors, dest: int, tag: int) -> Work:
-        (tensor,) = as_list(tensors)
-        return self._bracketed(self._message(f"send to rank {dest}", tensor, tag).send(self._messages, dest, tag))
+        message = self._message("send", f"send to rank {dest}", tensors, tag, dest)
+        return self._bracketed(message.send(self._messages, dest, tag))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
-        (tensor,) = as_list(tensors)
-        message = self._message(f"recv from rank {source}", tensor, tag)
+        message = self._message("recv", f"recv from rank {source}", tensors, tag, source)
         return self._bracketed(message.receive(self._messages, source, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
-        (tensor,) = as_list(tensors)
-        message = self._message("recv from any rank", tensor, tag)
+        message = self._message("recv", "recv from any rank", tensors, tag)
         return self._bracketed(message.receive(self._messages, MPI.ANY_SOURCE, tag))
 
-    def _message(self, name: str, tensor: torch.Tensor, tag: int) -> Message:
-        check(name, [tensor])
+    def _message(self, kind: str, name: str, tensors: Tensors, tag: int, rank: int = 0) -> Message:
+        tensor = only(kind, tensors)
+        checks.member(kind, rank, self.size())
+        checks.devices(name, [tensor])
         if self._executor.broken is not None:
             raise self._executor.broken
         largest = barrier_tag(self._messages) - 1
         if not 0 <= tag <= largest:
             raise ValueError(f"{name}: tag {tag} is not between 0 and {largest}, the largest of this MPI")
         gpu.Streams([tensor]).before()
-        return Message(name, tensor, self._timeout)
+        return Message(kind, name, tensor, self._timeout)
 
     # Barriers
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         return self._submit("barrier", [], opts, self._comm.Barrier, timeout)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks which did not come in time, on rank 0.
 
+        timeout: a timedelta or seconds; zero waits for nobody. By default, and where it is negative, the group's.
         torch.distributed.monitored_barrier takes no backend but gloo; call this method of the group. All
         that are missing are named, whatever `wait_all_ranks` says.
         """
-        monitored_barrier(self._messages, seconds(timeout, self._timeout))
+        limit = self._timeout if timeout is None else exact_seconds(timeout)
+        monitored_barrier(self._messages, limit if limit >= 0 else self._timeout)
 
     # Coalescing, of the kind that brackets calls of any sort (batch_isend_irecv, DTensor)
 
@@ -249,8 +139,8 @@ class AllReduceProcessGroup(NamedGroup):
         """Give the group up: what runs and waits fails, nothing is freed."""
         self._executor.fail(RuntimeError("this process group has been aborted"))
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout.total_seconds()
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        self._timeout = exact_seconds(timeout)
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to agree on: MPI keeps the order."""
@@ -273,10 +163,10 @@ class AllReduceProcessGroup(NamedGroup):
         written: Sequence[torch.Tensor],
         opts: Any,
         action: Callable[[], None],
-        timeout: timedelta | None = None,
+        timeout: Any = None,
         read: Sequence[torch.Tensor] = (),
     ) -> Work:
-        check(name, [*written, *read])
+        checks.devices(name, [*written, *read])
         streams = gpu.Streams([*written, *read])
 
         def run() -> None:

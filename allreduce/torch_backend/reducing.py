@@ -18,14 +18,17 @@ from allreduce.errors import UnavailableError, agree
 from allreduce.topology import Topology
 from allreduce.torch_backend import gpu
 from allreduce.torch_backend.options import Options
-from allreduce.torch_backend.reduce_ops import MPI_TYPES, Reduction, resolve
-from allreduce.torch_backend.tensors import as_array, check_dtypes, readable, writable
+from allreduce.torch_backend.reduce_ops import MPI_TYPES, Reduction
+from allreduce.torch_backend.tensors import as_array, readable, writable
 
 LARGEST_COUNT = 1 << 30  # elements in one call of MPI
 
 
 class Reducer:
-    """The reductions of one group. Backends are created at their first use; all methods are collective."""
+    """The reductions of one group. Backends are created at their first use; all methods are collective.
+
+    What is called makes sense: module `checks` has seen to it.
+    """
 
     def __init__(self, topology: Topology, comm: MPI.Intracomm, options: Options) -> None:
         self._topology = topology
@@ -35,9 +38,8 @@ class Reducer:
         self._workspace = Workspace()
         self._agreed: set[str] = set()
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce `tensor` in place: afterwards all ranks hold the same bits."""
-        reduction = resolve(op, tensor.dtype)
         if reduction.name is not None and reduction.factor is None and gpu.takes(tensor):
             gpu.reduce(self._backend(), tensor, self._known(reduction))
             self._divide(tensor, reduction)
@@ -45,34 +47,25 @@ class Reducer:
         with writable(tensor, filled=True) as place:
             self._reduce(place, reduction)
 
-    def all_reduce_many(self, tensors: Sequence[torch.Tensor], op: Any) -> None:
-        """Reduce tensors in place, those of a dtype in one call."""
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([readable(tensor).reshape(-1) for tensor in alike])
-            self.all_reduce(flat, op)
-            parts = flat.split([tensor.numel() for tensor in alike])
-            for tensor, part in zip(alike, parts, strict=True):
-                tensor.detach().copy_(part.view(tensor.shape))
+    def all_reduce_many(self, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
+        """Reduce tensors of one dtype in place, in one call."""
+        flat = torch.cat([readable(tensor).reshape(-1) for tensor in tensors])
+        self.all_reduce(flat, reduction)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: Any) -> None:
+    def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
         """Reduce into `tensor` of rank `root`; those of the others keep their content."""
         if self._comm.rank == root:
-            self.all_reduce(tensor, op)
+            self.all_reduce(tensor, reduction)
         else:
-            self._reduce(readable(tensor).clone(), resolve(op, tensor.dtype))
+            self._reduce(readable(tensor).clone(), reduction)
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any) -> None:
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> None:
         """Reduce the r-th of `inputs` into `output` of rank r. A single input stands for equal slices of it."""
-        check_dtypes("reduce_scatter", output, inputs)
-        reduction = resolve(op, output.dtype)
         slices = self._slices(inputs)
         mine = slices[self._comm.rank]
-        if mine.stop - mine.start != output.numel():
-            raise ValueError(
-                f"reduce_scatter: the output has {output.numel()} elements and this rank's share of the input "
-                f"{mine.stop - mine.start}"
-            )
         flat = self._gathered(inputs, output.dtype)
         with writable(output) as place:
             equal = len({each.stop - each.start for each in slices}) == 1
@@ -135,14 +128,9 @@ class Reducer:
 
     def _slices(self, inputs: Sequence[torch.Tensor]) -> list[slice]:
         """Where the ranks' shares are in the inputs, one after another."""
-        ranks = self._comm.size
         lengths = [tensor.numel() for tensor in inputs]
         if len(inputs) == 1:
-            if lengths[0] % ranks:
-                raise ValueError(f"reduce_scatter: {lengths[0]} elements can't be split evenly among {ranks} ranks")
-            lengths = [lengths[0] // ranks] * ranks
-        if len(lengths) != ranks:
-            raise ValueError(f"reduce_scatter: {len(lengths)} tensors were given for {ranks} ranks; give one for each")
+            lengths = [lengths[0] // self._comm.size] * self._comm.size
         return [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
     def _gathered(self, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

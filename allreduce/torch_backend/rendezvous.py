@@ -21,8 +21,28 @@ Found = tuple[dist.Store, int, int]
 Handler = Callable[..., Iterator[Found]]
 
 
-def set_environment(topology: Topology) -> None:
-    """Tell scripts what torchrun would tell them, where nothing else has: RANK, WORLD_SIZE, LOCAL_RANK, ..."""
+# What torchrun tells scripts, and where Open MPI's, MPICH's and Intel's launchers say it of a process.
+_LAUNCHERS = {
+    "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+}
+
+
+def set_environment_from_launcher() -> None:
+    """Tell scripts what torchrun would tell them, where nothing else has: RANK, WORLD_SIZE, LOCAL_RANK, ...
+
+    Communicates nothing: what a launcher does not say comes with `rendezvous`.
+    """
+    for name, variables in _LAUNCHERS.items():
+        for variable in variables:
+            if variable in os.environ:
+                os.environ.setdefault(name, os.environ[variable])
+
+
+def _set_environment(topology: Topology) -> None:
+    """The same, from MPI itself."""
     os.environ.setdefault("RANK", str(topology.rank))
     os.environ.setdefault("WORLD_SIZE", str(topology.size))
     os.environ.setdefault("LOCAL_RANK", str(topology.node_rank))
@@ -36,7 +56,7 @@ def rendezvous(url: str, timeout: timedelta, original: Handler) -> Iterator[Foun
     original: PyTorch's own handler of env://, for programs that are told where rank 0 is.
     """
     with Topology() as topology:
-        set_environment(topology)
+        _set_environment(topology)
         told = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
         store = None if told else _meet(topology, timeout)
         rank, size = topology.rank, topology.size

@@ -1,6 +1,6 @@
 """Tensors as what MPI and NumPy take: contiguous CPU memory, without a copy wherever it is that already."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,24 +26,6 @@ _DTYPES = {
     torch.int32: np.dtype(np.int32),
     torch.int64: np.dtype(np.int64),
 }
-
-
-def check(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse by name what no operation here takes."""
-    for tensor in tensors:
-        if tensor.layout != torch.strided:
-            raise NotImplementedError(
-                f'{name} of backend "allreduce" does not take {tensor.layout} tensors; convert with to_dense()'
-            )
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise NotImplementedError(f'{name} of backend "allreduce" takes CPU and CUDA tensors, not {tensor.device}')
-
-
-def check_dtypes(name: str, output: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-    """Refuse to move the bits of one dtype into another."""
-    for source in sources:
-        if source.dtype != output.dtype:
-            raise TypeError(f"{name}: the input is {source.dtype} and the output {output.dtype}; convert one of them")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ hooks and `dist.batch_isend_irecv` take these for any backend's.
 """
 
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,16 +13,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allreduce.torch_backend import events
+from allreduce.torch_backend.untraced import untraced
+
 # Raised by work.wait() when an operation took too long; a RuntimeError, like all errors of torch.distributed.
 TimedOut = dist.DistBackendError
 
 
-def seconds(timeout: timedelta | None, default: float) -> float:
+def seconds(timeout: timedelta | float | None, default: float) -> float:
     """A timeout of PyTorch's in seconds; none, zero and the negative "unset" of its options mean `default`."""
-    given = 0.0 if timeout is None else timeout.total_seconds()
+    given = 0.0 if timeout is None else exact_seconds(timeout)
     return given if given > 0 else default
 
 
+def exact_seconds(timeout: timedelta | float) -> float:
+    """A timeout of PyTorch's in seconds, zero too."""
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+
+
+@untraced
 class Work(dist.Work):
     """One operation of a group, from its submission to its end.
 
@@ -36,11 +46,12 @@ class Work(dist.Work):
         self._ended = threading.Event()
         self._error: Exception | None = None
         self._future: torch.futures.Future | None = None
+        self._event = events.begin(name)
         self._lock = threading.Lock()
 
     # What PyTorch calls
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait for the end of the operation, and raise the error that it ended with.
 
         Raises DistBackendError after `timeout`, while the operation goes on. Without one it is the
@@ -87,6 +98,8 @@ class Work(dist.Work):
             if self._ended.is_set():
                 return
             self._error = error
+            if self._event is not None:
+                self._event.set_result(None)  # before anybody who waits can end the profile
             self._ended.set()
             future = self._future
         if future is not None:
@@ -97,6 +110,28 @@ class Work(dist.Work):
             future.set_result(self._result)
         else:
             future.set_exception(self._error)
+
+
+def keep_what_the_reducer_holds() -> None:
+    """Keep the Work that DDP's `join` hands to its reducer in C++, for as long as the reducer may ask it.
+
+    A class of PyTorch's that Python has subclassed loses the methods that Python gave it when Python lets go of
+    it, though C++ still holds it. PyTorch sees to this where C++ gets a Work from a group, but not there.
+    """
+    reducers: Any = dist.Reducer
+    original = reducers._set_forward_pass_work_handle
+    if getattr(original, "keeps", False):
+        return
+
+    def keeping(reducer: Any, work: Any, use_static_world_size: bool) -> None:
+        _held[reducer] = work  # one at a time
+        original(reducer, work, use_static_world_size)
+
+    keeping.keeps = True  # type: ignore[attr-defined]
+    reducers._set_forward_pass_work_handle = keeping
+
+
+_held: Any = weakref.WeakKeyDictionary()
 
 
 def _gpus(tensors: Sequence[torch.Tensor]) -> list[Any]:

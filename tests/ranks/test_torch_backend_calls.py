@@ -1,0 +1,348 @@
+"""How a group may be called: PyTorch's several forms of each call, compiled and profiled; and what it refuses."""
+
+import re
+from collections.abc import Callable, Generator
+from datetime import timedelta
+
+import pytest
+
+torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra "torch")')
+import torch.distributed as dist  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+import allreduce.torch_backend  # noqa: E402, F401
+
+Op = dist.ReduceOp
+Tensor = torch.Tensor
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # Dynamo's, and of old names
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Generator[None]:
+    dist.init_process_group("allreduce", timeout=timedelta(seconds=60))
+    yield
+    dist.destroy_process_group()
+
+
+def size() -> int:
+    return dist.get_world_size()
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def mine() -> Tensor:
+    """This rank's number plus one, twice."""
+    return torch.full((2,), rank() + 1.0)
+
+
+def zeros() -> list[Tensor]:
+    return [torch.zeros(2) for _ in range(size())]
+
+
+def numbers(tensors: list[Tensor]) -> list[float]:
+    return [tensor[0].item() for tensor in tensors]
+
+
+# The forms of a call
+
+
+def test_one_tensor_instead_of_a_list_and_operations_by_name() -> None:
+    group = dist.group.WORLD
+    tensor = mine()
+    group.allreduce(tensor, op=Op.MAX).wait()
+    assert tensor.tolist() == [size()] * 2
+    tensor = mine()
+    group.allreduce([tensor], op=Op.MAX, timeout=timedelta(seconds=30)).wait()
+    assert tensor.tolist() == [size()] * 2
+    tensor = mine()
+    group.allreduce(tensor, Op.MIN, 30.0).wait()  # a time-out in seconds, as PyTorch's own groups take it
+    assert tensor.tolist() == [1] * 2
+    output = torch.zeros(2)
+    group.reduce_scatter(output, [mine()] * size(), op=Op.MAX).wait()
+    assert output.tolist() == [size()] * 2
+    group.barrier(timeout=timedelta(seconds=30)).wait()
+    group.barrier(timedelta(seconds=30)).wait()
+
+
+def test_roots_by_name_and_by_place() -> None:
+    group, last = dist.group.WORLD, size() - 1
+    for broadcast in (lambda it: group.broadcast(it, root=last), lambda it: group.broadcast(it, last)):
+        tensor = mine()
+        broadcast(tensor).wait()
+        assert tensor.tolist() == [size()] * 2
+    for reduce in (lambda it: group.reduce(it, 0), lambda it: group.reduce(it, root=0, op=Op.SUM)):
+        tensor = mine()
+        reduce(tensor).wait()
+        assert tensor.tolist() == ([sum(range(1, size() + 1))] * 2 if rank() == 0 else mine().tolist())
+    tensor = mine()
+    group.reduce(tensor, 0, Op.MAX).wait()
+    assert tensor.tolist() == ([size()] * 2 if rank() == 0 else mine().tolist())
+
+
+def test_lists_of_tensors_instead_of_lists_of_lists() -> None:
+    group, everyone = dist.group.WORLD, [float(each + 1) for each in range(size())]
+    places = zeros() if rank() == 0 else []
+    group.gather(places, mine(), root=0).wait()
+    assert numbers(places) == (everyone if rank() == 0 else [])
+    output = torch.zeros(2)
+    group.scatter(output, [torch.full((2,), each) for each in everyone] if rank() == 0 else [], root=0).wait()
+    assert output.tolist() == mine().tolist()
+    places = zeros()
+    group.allgather(places, mine(), timeout=timedelta(seconds=30)).wait()
+    assert numbers(places) == everyone
+    places = zeros()
+    group.alltoall(places, [mine()] * size(), timeout=timedelta(seconds=30)).wait()
+    assert numbers(places) == everyone
+    output = torch.zeros(size())
+    group.alltoall_base(output, mine()[:1].repeat(size()), [], [], timeout=timedelta(seconds=30)).wait()
+    assert output.tolist() == everyone
+
+
+def test_what_pytorch_asks_a_backend_about() -> None:
+    group = dist.group.WORLD
+    assert group.supports_splitting is False
+    assert [device.type for device in group._device_types] == ["cpu"] + ["cuda"] * torch.cuda.is_available()
+    assert ("cuda" in dist.Backend.backend_capability["allreduce"]) == torch.cuda.is_available()
+
+
+def test_all_to_all_single_counts_elements_where_nothing_is_split() -> None:
+    """As gloo: one row, which can't be split, of as many elements as there are ranks."""
+    output = torch.zeros(size(), 1)
+    dist.all_to_all_single(output, torch.full((1, size()), float(rank())))
+    assert output.flatten().tolist() == list(range(size()))
+
+
+# What is refused, at the call and by name
+
+
+Call = Callable[[], object]
+
+
+def refused() -> dict[str, tuple[Call, str]]:
+    """Calls that make no sense, each with what is said about it; none of them may reach another rank."""
+    group, ranks, two = dist.group.WORLD, size(), [torch.zeros(2), torch.zeros(2)]
+    double = torch.zeros(2, dtype=torch.float64)
+    some = torch.zeros(2)
+    other = (rank() + 1) % ranks
+    elsewhere = dist.GatherOptions()
+    elsewhere.rootRank = other
+    source_elsewhere = dist.ScatterOptions()
+    source_elsewhere.rootRank = other
+    calls: dict[str, tuple[Call, str]] = {
+        "reduce": (lambda: dist.reduce(some, dst=ranks), f"reduce: root {ranks} is not a rank of the group"),
+        "reduce below": (lambda: dist.reduce(some, dst=-1), "reduce: root -1 is not a rank"),
+        "broadcast": (lambda: dist.broadcast(some, src=ranks), f"broadcast: root {ranks} is not a rank"),
+        "gather": (lambda: dist.gather(some, None, dst=ranks), f"gather: root {ranks} is not a rank"),
+        "scatter": (lambda: dist.scatter(some, None, src=ranks), f"scatter: root {ranks} is not a rank"),
+        "send": (lambda: dist.send(some, ranks), f"send: rank {ranks} is not a rank of the group"),
+        "recv": (lambda: group.recv([some], ranks, 0), f"recv: rank {ranks} is not a rank of the group"),
+        "several": (lambda: group.allreduce(two), "all_reduce .*one tensor of each rank, not 2"),
+        "several roots": (lambda: group.broadcast(two, 0), "broadcast .*one tensor of each rank, not 2"),
+        "several lists": (lambda: group.allgather([zeros(), zeros()], [some]), "all_gather .*one list .*not 2"),
+        "none": (lambda: group.allreduce([]), "all_reduce .*one tensor of each rank, not 0"),
+        "several sent": (lambda: group.send(two, 0, 0), "send .*one tensor of each rank, not 2"),
+        "coalesced none": (lambda: group.allreduce_coalesced([]), "all_reduce_coalesced: no tensor"),
+        "coalesced mixed": (
+            lambda: group.allreduce_coalesced([some, double]),
+            r"all_reduce_coalesced: .*torch\.float32.*torch\.float64",
+        ),
+        "gathered none": (lambda: group.allgather_coalesced([[]] * ranks, []), "all_gather_coalesced: no tensor"),
+        "gathered lists": (
+            lambda: group.allgather_coalesced([[some]] * (ranks + 1), [some]),
+            f"all_gather_coalesced: {ranks + 1} .*for {ranks} ranks",
+        ),
+        "gathered places": (
+            lambda: group.allgather_coalesced([[]] * ranks, [some]),
+            "all_gather_coalesced: 0 outputs and 1 input",
+        ),
+        "pairs": (
+            lambda: group.reduce_scatter_tensor_coalesced([some, some], [torch.zeros(2 * ranks)]),
+            "reduce_scatter_tensor_coalesced: 2 outputs and 1 input",
+        ),
+        "list": (lambda: group.allgather([[some] * (ranks + 1)], [some]), f"all_gather: {ranks + 1} tensors"),
+        "mixed": (lambda: group.allgather([[some] * ranks], [double]), r"all_gather: .*torch\.float64"),
+        "all to all": (lambda: group.alltoall([some] * ranks, [some] * (ranks + 1)), f"all_to_all: {ranks + 1} ten"),
+        "splits": (
+            lambda: dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [4] * ranks, [4] * ranks),
+            "all_to_all_single: the output has 4 rows, and the split sizes .*",
+        ),
+        "negative splits": (
+            lambda: dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [5, -1], [5, -1]),
+            "all_to_all_single: .* split sizes",
+        ),
+        "meaning": (lambda: group.allreduce([some], Op.BXOR), r"BXOR is not defined for tensors of torch\.float32"),
+    }
+    if ranks > 1:
+        calls["list elsewhere"] = (
+            lambda: group.gather([zeros()], [some], elsewhere),
+            f"gather: a list is given by the root alone, rank {other}",
+        )
+        calls["source elsewhere"] = (
+            lambda: group.scatter([some], [zeros()], source_elsewhere),
+            f"scatter: a list is given by the root alone, rank {other}",
+        )
+        calls["elements"] = (
+            lambda: dist.all_to_all_single(torch.zeros(ranks + 1), torch.zeros(ranks + 1)),
+            f"all_to_all_single: the output has {ranks + 1} elements",
+        )
+        calls["lengths"] = (
+            lambda: dist.all_to_all_single(torch.zeros(ranks), torch.zeros(2 * ranks)),
+            f"all_to_all_single: the input has {2 * ranks} elements and the output {ranks}",
+        )
+    else:
+        del calls["negative splits"], calls["splits"]
+    return calls
+
+
+def answer(call: Call) -> str:
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "accepted"
+
+
+def test_bad_roots_and_lists_are_refused_at_the_call() -> None:
+    """Nothing is submitted, so nothing is left to be waited for, on any rank."""
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    answers = {name: (answer(call), words) for name, (call, words) in refused().items()}
+    assert {name: pair for name, pair in answers.items() if not re.search(pair[1], pair[0])} == {}
+    assert dist.group.WORLD._get_sequence_number_for_group() == before
+    dist.barrier()
+
+
+# torch.compile
+
+
+def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    torch._dynamo.reset()
+    return torch.compile(function, backend="eager")  # Dynamo alone: no compiler is needed
+
+
+def test_compiled_collectives() -> None:
+    def step(x: Tensor) -> Tensor:
+        doubled = x * 2
+        dist.all_reduce(doubled)
+        work = dist.broadcast(doubled, 0, async_op=True)
+        work.wait()
+        return doubled + 1
+
+    run = compiled(step)
+    for _ in range(2):
+        assert run(torch.ones(3)).tolist() == [2 * size() + 1] * 3
+
+
+def test_compiled_messages() -> None:
+    def step(x: Tensor) -> Tensor:
+        doubled = x * 2
+        if rank() == 0:
+            dist.send(doubled, 1)
+        else:
+            dist.recv(doubled, 0)
+        return doubled + 1
+
+    if size() > 1 and rank() < 2:
+        run = compiled(step)
+        for _ in range(2):
+            assert run(torch.full((3,), rank() + 1.0)).tolist() == [3] * 3
+
+
+def test_compiled_ddp() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    torch._dynamo.reset()
+    model = DistributedDataParallel(plain)
+    run = torch.compile(model, backend="eager")
+    for step in range(3):
+        x = torch.full((2, 4), rank() + step + 1.0)
+        model.zero_grad()
+        run(x).square().sum().backward()
+        got = [parameter.grad.clone() for parameter in plain.parameters()]
+        model.zero_grad()
+        model(x).square().sum().backward()
+        for one, parameter in zip(got, plain.parameters(), strict=True):
+            torch.testing.assert_close(one, parameter.grad)
+
+
+# DDP with fewer batches on some ranks
+
+
+@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
+def test_join_counts_the_ranks_that_are_left(divide_by_initial_world_size: bool) -> None:
+    """The loss is the sum of the weights, so each rank's gradient is 1; rank r has r + 1 batches."""
+    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    seen = []
+    with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+        for _ in range(rank() + 1):
+            model.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            seen.append(model.module.weight.grad[0, 0].item())
+    left = [size() - step for step in range(rank() + 1)]
+    expected = [count / size() for count in left] if divide_by_initial_world_size else [1] * len(left)
+    assert seen == pytest.approx(expected)
+
+
+# torch.profiler
+
+
+def everything() -> dict[str, Call]:
+    """A call of each collective, by the name of its event."""
+    group, ranks, root = dist.group.WORLD, size(), rank() == 0
+    return {
+        "all_reduce": lambda: dist.all_reduce(mine()),
+        "broadcast": lambda: dist.broadcast(mine(), 0),
+        "reduce": lambda: dist.reduce(mine(), 0),
+        "all_gather": lambda: dist.all_gather(zeros(), mine()),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.zeros(2 * ranks), mine()),
+        "gather": lambda: dist.gather(mine(), zeros() if root else None),
+        "scatter": lambda: dist.scatter(mine(), zeros() if root else None),
+        "reduce_scatter": lambda: dist.reduce_scatter(mine(), zeros()),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(mine(), torch.zeros(2 * ranks)),
+        "all_to_all": lambda: dist.all_to_all(zeros(), zeros()),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.zeros(ranks), torch.zeros(ranks)),
+        "barrier": dist.barrier,
+        "all_reduce_coalesced": lambda: group.allreduce_coalesced([mine(), mine()]).wait(),
+        "all_gather_coalesced": lambda: group.allgather_coalesced([[torch.zeros(2)]] * ranks, [mine()]).wait(),
+        "send": lambda: dist.isend(mine(), (rank() + 1) % ranks).wait(),
+        "recv": lambda: dist.recv(mine(), (rank() - 1) % ranks),
+    }
+
+
+def events(profile: torch.profiler.profile) -> list[str]:
+    return sorted(event.name for event in profile.events() if event.name.startswith("allreduce:"))
+
+
+def test_the_profiler_shows_every_collective() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for call in everything().values():
+            call()
+    assert events(profile) == sorted(f"allreduce:{name}" for name in everything())
+
+
+def test_the_profiler_shows_what_ddp_reduces() -> None:
+    model = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(9, 9) for _ in range(3)]), bucket_cap_mb=1e-4)
+    for _ in range(2):  # after the first, DDP lays out its buckets anew
+        model(torch.ones(2, 9)).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(torch.ones(2, 9)).sum().backward()
+    assert events(profile).count("allreduce:all_reduce") > 1
+
+
+# Barriers and times
+
+
+def test_a_monitored_barrier_that_nobody_may_wait_for() -> None:
+    """A time-out of zero is none to wait, not the group's; every rank has a group of its own to be alone in it."""
+    alone = [dist.new_group([each]) for each in range(size())][rank()]
+    alone.monitored_barrier(timedelta(0))
+    alone.monitored_barrier(0.0)
+    dist.destroy_process_group(alone)
+
+
+def test_times_in_seconds() -> None:
+    work = dist.all_reduce(mine(), async_op=True)
+    assert work.wait(30.0)
+    dist.group.WORLD.monitored_barrier(30.0)
+    dist.group.WORLD.set_timeout(60.0)
