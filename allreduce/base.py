@@ -1,28 +1,27 @@
 """Seam 1: what a backend is. Everything that backends share is written once, here."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from allreduce import children, notices
+from allreduce import children, ending, notices
 from allreduce.arrays import chunks, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
-from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, row
+from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, numbers
 from allreduce.arrays.workspace import Workspace
+from allreduce.calls import Call, Calls, Reduction
 from allreduce.errors import (
     AllReduceError,
     ClosedError,
     OptionError,
-    agree,
 )
 from allreduce.topology import Topology
 
 BackendT = TypeVar("BackendT", bound="AllReduce")
-Reduction = Callable[[Any, Op], None]  # reduces a 1-D array in place
 CHECKS = ("first", "always", "never")
+LARGEST = 2**40 - 1  # elements; no machine has the memory
 
 
 class AllReduce(ABC):
@@ -50,9 +49,10 @@ class AllReduce(ABC):
         self.workspace = Workspace()
         self._pinned: Workspace | None = None
         self.owns_topology = False  # set by create() when it made the topology
-        self._comm = topology.private(self)
+        self._calls = Calls(topology, self, shown=check != "never")
+        self._comm = topology.private(self, self._calls.wait)  # data
         self._agreed: set[Signature] = set()
-        self._known: dict[tuple, tuple[Reduction, Op]] = {}  # what __call__ looks up: plain arrays in C order
+        self._known: dict[tuple, Call] = {}  # what __call__ looks up: plain arrays in C order
 
     # What users call
 
@@ -85,8 +85,7 @@ class AllReduce(ABC):
         if call is None:
             call = self._admit(buffer, op)
             buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
-        reduce, resolved = call
-        reduce(buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"), resolved)
+        self._calls.run(call, buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
 
     def close(self) -> None:
         """Free communicators, windows and scratch memory. Collective; closing twice does nothing.
@@ -95,15 +94,28 @@ class AllReduce(ABC):
         """
         if self.closed:
             return
+        if self._calls.broken is not None:  # the other ranks may be anywhere
+            self.abandon()
+            return
+        self._calls.agree([], f"close() of {self.name}")
         self.closed = True
-        self._agreed.clear()
-        self._known.clear()
         self._close()
-        self.workspace.clear()
-        self._pinned = None
+        self._forget()
         self.topology.release(self._comm, self)
+        self._calls.close()
         if self.owns_topology:
             self.topology.close()
+
+    def abandon(self) -> None:
+        """Let go of everything without the other ranks, who may be lost. Local; what they share stays to the end."""
+        self.closed = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self._agreed.clear()
+        self._known.clear()
+        self.workspace.clear()
+        self._pinned = None
 
     def __enter__(self: BackendT) -> BackendT:
         return self
@@ -154,13 +166,14 @@ class AllReduce(ABC):
 
     # Checks
 
-    def _admit(self, buffer: Any, op: str, call: str = "all_reduce") -> tuple[Reduction, Op]:
+    def _admit(self, buffer: Any, op: str, call: str = "all_reduce") -> Call:
         """Check this rank's arguments, and agree about them with the other ranks where that is due.
 
         Whether an agreement is due depends on nothing but the signatures seen so far, which are the same
         on all ranks as long as they have agreed; so all ranks come to it, or none.
         """
         self._check_open()
+        ending.communicates()
         error: AllReduceError | None = None
         signature, resolved = None, None
         try:
@@ -170,13 +183,15 @@ class AllReduce(ABC):
         except AllReduceError as refused:
             error = refused
         if self.check == "always" or (self.check == "first" and (error or signature not in self._agreed)):
-            agree(self._comm, *row(signature, resolved), error)
+            text = f"refused, {type(error).__name__}: {error}" if error else str(signature)
+            self._calls.agree(numbers(signature, resolved), text, error)
         if error is not None:
             raise error
         assert signature is not None
         assert resolved is not None
         self._agreed.add(signature)
-        admitted = self._route(signature), resolved
+        reduce = self._route(signature)
+        admitted = Call(signature, reduce, resolved, shown=reduce is not _nothing_to_do)
         if self.check != "always" and signature[4:] == ("C", "all_reduce"):
             self._known[signature[:4]] = admitted
         return admitted
@@ -188,6 +203,8 @@ class AllReduce(ABC):
         return self._memory(buffer) if contiguous else FOREIGN
 
     def _check_open(self) -> None:
+        if self._calls.broken is not None:
+            self._calls.refuse()
         if self.closed:
             raise ClosedError(f"{self.name} is closed; create it again to go on")
 
@@ -207,15 +224,15 @@ class AllReduce(ABC):
         try:
             code = dtypes.TYPES[dtypes.parse(dtype)].code
             self._check_dtype(dtypes.parse(dtype))
-            if not isinstance(length, int | np.integer) or length < 0:
-                raise OptionError(f"length={length!r} is not a number of elements; give an integer of at least 0")
+            if not isinstance(length, int | np.integer) or not 0 <= length <= LARGEST:
+                raise OptionError(f"length={length!r} is not a number of elements; give an integer from 0 to {LARGEST}")
             if device not in (None, "cpu", "cuda"):
                 raise OptionError(f'device={device!r} is unknown; use "cpu", "cuda" or None')
         except AllReduceError as refused:
             error = refused
         size = int(length) if error is None else 0
         asked = f"allocate({length!r}, {dtype!r}, device={device!r})"
-        agree(self._comm, allocation_row(size, code, device == "cuda"), asked, error)
+        self._calls.agree(allocation_row(size, code, device == "cuda"), asked, error)
 
 
 def _nothing_to_do(buffer: Any, op: Op) -> None:
@@ -237,16 +254,17 @@ class TwoPhase(AllReduce):
         buffer: a contiguous 1-D array, as for a call; what is outside of the returned view is undefined
         afterwards. 16-bit floats are summed in float32 and rounded once.
         """
-        _, resolved = self._admit(buffer, op, "reduce_scatter")
-        if buffer.size and self.size > 1:
-            self._scatter_rounded(buffer, resolved)
+        self._phase(self._admit(buffer, op, "reduce_scatter"), self._scatter_rounded, buffer)
         return buffer[self.owned(buffer.size)]
 
     def all_gather(self, buffer: np.ndarray) -> None:
         """Fill `buffer` on every rank from the slices that the ranks own, in place. Collective."""
-        self._admit(buffer, "sum", "all_gather")
-        if buffer.size and self.size > 1:
-            self._all_gather(buffer)
+        self._phase(self._admit(buffer, "sum", "all_gather"), lambda flat, _: self._all_gather(flat), buffer)
+
+    def _phase(self, call: Call, reduction: Reduction, buffer: np.ndarray) -> None:
+        if not buffer.size or self.size == 1:
+            return
+        self._calls.run_unseen(call, reduction, buffer)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """The slice of a buffer of `length` elements that `rank` finishes, this rank when none is given."""

@@ -21,6 +21,14 @@ def identify() -> Machine:
     return {"cpu": _cpu_model(), "cores": os.cpu_count() or 1, "mpi": mpi_library()}
 
 
+def cores() -> list[int]:
+    """The logical cores that this process may run on: by its affinity and its cpuset."""
+    try:
+        return sorted(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        return list(range(os.cpu_count() or 1))
+
+
 def mpi_library() -> str:
     """Name and version of the MPI library, "Open MPI v5.0.11" or "MPICH Version: 5.0.2" say."""
     first = MPI.Get_library_version().strip("\0").strip().splitlines()[0]

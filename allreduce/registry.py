@@ -8,7 +8,7 @@ import zlib
 from typing import Any
 
 from allreduce.base import AllReduce
-from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError, agree
+from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
 from allreduce.topology import Topology
 
 BACKENDS = {
@@ -38,6 +38,11 @@ def create(name: str, topology: Topology | None = None, *, check: str = "first",
     owned = topology is None
     if topology is None:
         topology = Topology()
+    if not isinstance(topology, Topology):
+        raise OptionError(
+            f"create({name!r}, topology) takes an allreduce.Topology, not {type(topology).__qualname__}: make one with "
+            "allreduce.Topology(comm)"
+        )
     topology.check_open()
     error: AllReduceError | None = None
     try:
@@ -45,10 +50,11 @@ def create(name: str, topology: Topology | None = None, *, check: str = "first",
         arguments = _arguments(name, backend_class, check, options)
     except AllReduceError as refused:
         error = refused
-    row = f"create({name!r}, check={check!r}{''.join(f', {key}={_shown(options[key])}' for key in options)})"
-    agree(topology.world, [zlib.crc32(row.encode())], row, error)
+    row = f"create({name!r}, check={check!r}{''.join(f', {key}={_shown(options[key])}' for key in sorted(options))})"
     try:
-        backend = backend_class(topology, **arguments)
+        topology.agree([zlib.crc32(row.encode())], row, error)
+        with topology.trial():
+            backend = backend_class(topology, **arguments)
     except AllReduceError:  # raised on all ranks, so they can close together
         if owned:
             topology.close()

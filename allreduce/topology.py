@@ -1,14 +1,20 @@
 """Who is where: the world, the node and the cross communicators, their owner, and simulated nodes."""
 
-import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from mpi4py import MPI
 
-from allreduce import children, notices
-from allreduce.errors import ClosedError, OptionError, abort_on_uncaught, agree
+from allreduce import children, ending, machine, notices
+from allreduce.errors import ClosedError, OptionError
+from allreduce.messages.agreement import agree, place_of, watched
+from allreduce.messages.board import Board
+from allreduce.messages.notes import Wait
+from allreduce.messages.watch import TIMEOUT, Watch, seconds
+from allreduce.messages.worker import Worker
+from allreduce.nodes import bad_ranks_per_node, bad_timeout, checked, number_nodes, simulated_node
 
 TAGS = 1 << 15  # every MPI has at least this many
 
@@ -26,6 +32,8 @@ class Topology:
     ranks_per_node: simulates nodes: consecutive ranks form a node, an int for nodes of one size (the
         last may be smaller) or a sequence of sizes that add up to the number of ranks. Ranks that do not
         really share memory are never put on one simulated node.
+    timeout: seconds that a rank waits for others before it gives up with a CollectiveTimeoutError; by default
+        ALLREDUCE_TIMEOUT_SECONDS, else 1800. After ALLREDUCE_STALL_SECONDS, else 30, a wait is first told.
 
     Communicators (all owned here and freed by `close`):
         world   all ranks
@@ -36,21 +44,38 @@ class Topology:
     node rank 0 of each node should speak for it.
     """
 
-    def __init__(self, comm: MPI.Intracomm | None = None, ranks_per_node: int | Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        ranks_per_node: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> None:
         children.check()
-        comm = MPI.COMM_WORLD if comm is None else comm
+        comm = checked(comm, MPI.COMM_WORLD)
         if comm.size > 1:
-            abort_on_uncaught(MPI.COMM_WORLD)
-        asked = f"Topology(ranks_per_node={ranks_per_node!r})"
-        agree(comm, [zlib.crc32(asked.encode())], asked, _bad_ranks_per_node(ranks_per_node, comm.size))
+            ending.install()
+        asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
+        error = bad_ranks_per_node(ranks_per_node, comm.size) or bad_timeout(timeout)
+        agree(comm, [zlib.crc32(asked.encode())], asked, error)
         self._owned: list[MPI.Intracomm] = []
         self._users: list[Closeable] = []
         self._children: list[Topology] = []
+        self._worker: Worker | None = None
+        self._origin: Topology | None = None  # what this is a duplicate of
+        self._numbers = 0
         self.closed = False
         self.simulated = ranks_per_node is not None
+        self.timeout = seconds(TIMEOUT, 1800.0) if timeout is None else float(timeout)
+        self.watch = Watch(self._own(comm.Dup()), self.timeout)
         self.world: MPI.Intracomm = self._own(comm.Dup())
-        self.node: MPI.Intracomm = self._own(self._split_nodes(ranks_per_node))
-        self.node_sizes, self.node_index = self._number_nodes()
+        self._control = self.private()
+        real = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        assert isinstance(real, MPI.Intracomm)
+        self.board = Board(real, self.rank)
+        self.cores = len(set().union(*real.allgather(machine.cores())))
+        self._tell_oversubscription(real.size)
+        self.node: MPI.Intracomm = self._own(self._divide(real, ranks_per_node))
+        self.node_sizes, self.node_index = number_nodes(self.world, self.node)
         self.cross: MPI.Intracomm = self._own(self.world.Split(self.node.rank, self.node_index))
 
     @classmethod
@@ -61,8 +86,10 @@ class Topology:
         """
         children.check()
         everyone = MPI.COMM_WORLD.Get_group()
-        if not ranks or not all(0 <= rank < everyone.size for rank in ranks):
-            raise OptionError(f"ranks {list(ranks)}: MPI has the ranks 0 to {everyone.size - 1}")
+        if not ranks or not all(0 <= rank < everyone.size for rank in ranks) or len(set(ranks)) < len(ranks):
+            raise OptionError(
+                f"ranks {list(ranks)}: give some ranks of MPI, each of them once; there are 0 to {everyone.size - 1}"
+            )
         group = everyone.Incl(list(ranks))
         comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(name.encode()) % TAGS)
         try:
@@ -105,9 +132,18 @@ class Topology:
             f"{ranks} on {nodes} ({'+'.join(map(str, self.node_sizes))})" if self.nodes > 1 else f"{ranks} on {nodes}"
         )
 
+    @property
+    def worker(self) -> Worker:
+        """What runs calls of several users in one order that all ranks follow. Collective at its first use."""
+        if self._worker is None:
+            self.check_open()
+            number = self._number()
+            self._worker = Worker(self._own(self.world.Dup()), self.private(), self.watch, number)
+        return self._worker
+
     def inside(self) -> "Topology":
         """The topology of this node alone: its ranks, one node. Collective over the node."""
-        return self._child(Topology(self.node))
+        return self._child(Topology(self.node, timeout=self.timeout))
 
     def across(self) -> "Topology | None":
         """The topology of one rank per node, each on a node of its own. Collective over the world.
@@ -116,34 +152,108 @@ class Topology:
         """
         if self.leaders_only and self.node_rank:
             return None
-        return self._child(Topology(self.cross, ranks_per_node=1))
+        return self._child(Topology(self.cross, ranks_per_node=1, timeout=self.timeout))
 
-    def private(self, user: Closeable | None = None) -> MPI.Intracomm:
+    def agree(self, values: Sequence[int], text: str, error: Exception | None = None) -> None:
+        """Return when all ranks bring equal `values` and no error; raise on all of them otherwise. Collective.
+
+        text: this rank's side in words. At most 8 values.
+        """
+        self.check_open()
+        agree(self._control, values, text, error)
+
+    def split(self, colour: int, ranks_per_node: int | Sequence[int] | None = None) -> "Topology":
+        """The topology of the ranks that bring the same `colour`, in the order of their ranks here. Collective.
+
+        It belongs to its user, who closes it before this one (or leaves that to this one's `close`). Its waits,
+        agreements and errors are its own: an error that all its ranks raise, and catch, is no other part's concern;
+        one that nobody catches ends the job.
+        """
+        self.check_open()
+        bad = isinstance(colour, bool) or not isinstance(colour, int) or not 0 <= colour < 2**31
+        error = OptionError(f"colour={colour!r}: give an integer of at least 0, the same on the ranks of a part")
+        agree(self._control, [], "Topology.split", error if bad else None)
+        part = self.world.Split(colour, self.rank)
+        assert isinstance(part, MPI.Intracomm)
+        try:
+            return self._child(Topology(part, ranks_per_node, self.timeout))
+        finally:
+            part.Free()
+
+    def duplicate(self) -> "Topology":
+        """The same ranks and nodes on communicators of its own. Collective.
+
+        For users that make things in the middle of their calls, in whichever thread those run.
+        """
+        self.check_open()
+        copy = object.__new__(Topology)
+        copy.__dict__.update(self.__dict__)
+        copy._owned, copy._users, copy._children, copy._worker, copy._origin = [], [], [], None, self
+        copy._numbers = self._number() << 16
+        copy.world, copy.node, copy.cross = (copy._own(comm.Dup()) for comm in (self.world, self.node, self.cross))
+        copy._control = copy.private()
+        copy.board = Board(MPI.COMM_SELF.Dup(), self.rank)  # for nobody: those made here are parts of a user
+        return self._child(copy)
+
+    def private(self, user: Closeable | None = None, wait: Wait | None = None) -> MPI.Intracomm:
         """A duplicate of `world` on which its user's messages are its own. Collective; owned here.
 
         user: closed before the communicator when the topology is closed.
+        wait: where agreements on it wait; a place of its own when none is given.
         """
         self.check_open()
-        if user is not None:
+        if user is not None and user not in self._users:
             self._users.append(user)
-        return self._own(self.world.Dup())
+        comm = self._own(self.world.Dup())
+        watched(comm, self.watch, wait or self.watch.place(self._number(), raises=True))
+        return comm
+
+    def place(self) -> Wait:
+        """A place in which a user's calls wait for other ranks. All ranks ask for theirs in the same order."""
+        return self.watch.place(self._number())
 
     def release(self, comm: MPI.Intracomm, user: Closeable | None = None) -> None:
         """Free a communicator that `private` gave to `user`. Collective."""
-        if user is not None:
+        if user is not None and user in self._users:
             self._users.remove(user)
         self._owned.remove(comm)
+        self.watch.forget(place_of(comm))
         comm.Free()
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """What is taken from here inside is given back when it ends in an error. Collective then.
+
+        For constructors that may refuse, on all ranks.
+        """
+        owned, users, children, slots = list(self._owned), list(self._users), list(self._children), self.board.free
+        try:
+            yield
+        except Exception as error:
+            if getattr(error, "ranks", None) is not None:
+                for child in [each for each in self._children if each not in children]:
+                    child.close()
+                self._users, self.board.free = users, slots
+                for comm in [each for each in reversed(self._owned) if each not in owned]:
+                    self.release(comm)
+            raise
 
     def close(self) -> None:
         """Close what still uses this topology, then free every communicator. Collective."""
         if self.closed:
             return
-        self.closed = True
+        agree(self._control, [], f"close {self}", None)
         for user in [*reversed(self._users), *reversed(self._children)]:
             user.close()
+        self.closed = True
+        if self._worker is not None:
+            self._worker.close()
+        self.board.close()
+        if self._origin is None:
+            self.watch.close()
         for comm in reversed(self._owned):
             comm.Free()
+        self._owned.clear()
 
     def check_open(self) -> None:
         """Raise ClosedError after `close()`."""
@@ -166,50 +276,22 @@ class Topology:
         self._children = [each for each in self._children if not each.closed] + [child]
         return child
 
-    def _split_nodes(self, ranks_per_node: int | Sequence[int] | None) -> MPI.Comm:
-        real = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-        self._tell_oversubscription(real.size)
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _divide(self, real: MPI.Intracomm, ranks_per_node: int | Sequence[int] | None) -> MPI.Intracomm:
+        """The node that this rank is on, or is said to be on. real: the ranks that share memory with it."""
         if ranks_per_node is None:
-            return real
-        node = real.Split(_simulated_node(self.rank, ranks_per_node), key=self.rank)
-        real.Free()
+            return real.Dup()
+        node = real.Split(simulated_node(self.rank, ranks_per_node), key=self.rank)
+        assert isinstance(node, MPI.Intracomm)
         return node
 
-    def _number_nodes(self) -> tuple[tuple[int, ...], int]:
-        """Nodes are numbered by their lowest world rank, the leader."""
-        leader = self.node.bcast(self.rank)
-        sizes = {place[0]: place[1] for place in self.world.allgather((leader, self.node.size))}
-        leaders = sorted(sizes)
-        return tuple(sizes[each] for each in leaders), leaders.index(leader)
-
     def _tell_oversubscription(self, ranks: int) -> None:
-        cores = os.cpu_count() or 1
-        if ranks > cores:
-            text = f"{ranks} ranks share the {cores} cores of this node: expect no speed-up from more ranks"
+        if ranks > self.cores:
+            text = f"{ranks} ranks share the {self.cores} cores of this node: expect no speed-up from more ranks"
             notices.once(self.rank, text)
 
 
 children.guard(Topology, "__init__", "inside", "across", "private", "release", "close", "check_open")
-
-
-def _simulated_node(rank: int, ranks_per_node: int | Sequence[int]) -> int:
-    if isinstance(ranks_per_node, int):
-        return rank // ranks_per_node
-    end = 0
-    for index, size in enumerate(ranks_per_node):
-        end += size
-        if rank < end:
-            return index
-    raise AssertionError("sizes were checked to cover all ranks")
-
-
-def _bad_ranks_per_node(given: int | Sequence[int] | None, ranks: int) -> OptionError | None:
-    if given is None or (isinstance(given, int) and given > 0):
-        return None
-    sizes = list(given) if isinstance(given, Sequence) else []
-    if all(isinstance(size, int) and size > 0 for size in sizes) and sum(sizes) == ranks:
-        return None
-    return OptionError(
-        f"ranks_per_node={given!r} can't describe {ranks} ranks: give a positive number of ranks, "
-        f"or a sequence of positive node sizes that add up to {ranks}"
-    )

@@ -17,7 +17,8 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import Topology
-from allreduce.errors import AllReduceError, OptionError, raise_together
+from allreduce.errors import AllReduceError, OptionError
+from allreduce.messages.agreement import raise_together
 from benchmarks import cli
 from benchmarks.measuring import machine, sizes
 from benchmarks.measuring.contenders import Contender

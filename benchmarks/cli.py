@@ -10,7 +10,8 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
-from allreduce.errors import AllReduceError, OptionError, raise_together
+from allreduce.errors import AllReduceError, OptionError
+from allreduce.messages.agreement import raise_together
 from benchmarks.measuring import sizes
 
 INTERRUPTED = 130  # exit code, as a shell has it

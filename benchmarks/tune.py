@@ -33,8 +33,9 @@ from allreduce.decision_table import (
     read_text,
     topology_key,
 )
-from allreduce.errors import AllReduceError, OptionError, UnavailableError, raise_together
+from allreduce.errors import AllReduceError, OptionError, UnavailableError
 from allreduce.machine import identify
+from allreduce.messages.agreement import raise_together
 from benchmarks import cli
 from benchmarks.measuring import machine, sizes
 from benchmarks.measuring.contenders import Contender

@@ -11,7 +11,8 @@ from typing import Any
 from allreduce import Topology
 from allreduce.arrays import gpu
 from allreduce.backends.auto import Auto
-from allreduce.errors import AllReduceError, together
+from allreduce.errors import AllReduceError
+from allreduce.messages.agreement import together
 from trainers import datasets, options
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.files.model_file import is_special, replacing

@@ -12,7 +12,8 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk, segments
-from allreduce.errors import ClosedError, agree, together
+from allreduce.errors import ClosedError
+from allreduce.messages.agreement import agree, together
 from allreduce.topology import Topology
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, TrainerError

@@ -5,12 +5,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from allreduce.arrays import dtypes
-from allreduce.arrays.ops import Op
+from allreduce.arrays.ops import OPS, Op
 from allreduce.errors import NotAnArrayError, NotContiguousError
 
 FOREIGN, ALLOCATED, GPU = 0, 1, 2  # where an array's memory is; ranks must agree about it
 _MEMORY = {FOREIGN: "ordinary memory", ALLOCATED: "memory from allocate()", GPU: "GPU memory"}
-_CALLS = ("all_reduce", "reduce_scatter", "all_gather", "allocate")
+_CALLS = ("all_reduce", "reduce_scatter", "all_gather", "allocate", "broadcast")
+_BITS = (40, 5, 3, 2, 1, 4)  # of length, dtype, op, memory, layout and call in a word
+NUMBER_BITS = 8
+NUMBER = (1 << NUMBER_BITS) - 1
 
 
 class Signature(NamedTuple):
@@ -22,6 +25,11 @@ class Signature(NamedTuple):
     memory: int  # FOREIGN, ALLOCATED or GPU
     layout: str = "C"  # or "F": ranks that mix them would add wrong elements
     call: str = "all_reduce"  # or a phase of it: reduce_scatter, all_gather
+
+    def __str__(self) -> str:
+        order = "" if self.layout == "C" else ", Fortran order"
+        memory = _MEMORY[self.memory]
+        return f'{self.call}: length {self.length}, dtype {self.dtype}, op "{self.op}", {memory}{order}'
 
 
 def inspect(buffer: Any, op: str, memory: int, call: str) -> Signature:
@@ -51,14 +59,35 @@ def _hint(buffer: Any) -> str:
     return ""
 
 
-def row(signature: Signature | None, op: Op | None) -> tuple[list[int], str]:
-    """A signature as the numbers that ranks compare, and as a line for people."""
+def numbers(signature: Signature | None, op: Op | None) -> list[int]:
+    """A signature as the numbers that ranks compare."""
     if signature is None or op is None:
-        return [0] * len(Signature._fields), "an array or an operation that can't be reduced"
-    length, dtype, name, memory, layout, call = signature
-    order = "" if layout == "C" else ", Fortran order"
-    text = f'{call}: length {length}, dtype {dtype}, op "{name}", {_MEMORY[memory]}{order}'
-    return [length, dtypes.TYPES[dtype].code, op.code, memory, layout == "F", _CALLS.index(call)], text
+        return [0] * len(Signature._fields)
+    length, dtype, _, memory, layout, call = signature
+    return [length, dtypes.TYPES[dtype].code, op.code, memory, layout == "F", _CALLS.index(call)]
+
+
+def word(signature: Signature, op: Op) -> int:
+    """All of a signature in 63 bits, of which the lowest (NUMBER) are left for the number of the call."""
+    packed = 0
+    for value, bits in zip(numbers(signature, op), _BITS, strict=True):
+        packed = packed << bits | value
+    return packed << NUMBER_BITS
+
+
+def unpacked(packed: int) -> str:
+    """A word in plain words; 0 is that of a rank that has not come to any call."""
+    if packed >> NUMBER_BITS == 0:
+        return "no call"
+    packed >>= NUMBER_BITS
+    values = []
+    for bits in reversed(_BITS):
+        values.append(packed & ((1 << bits) - 1))
+        packed >>= bits
+    call, fortran, memory, op, code, length = values
+    dtype = next(dtype for dtype, kind in dtypes.TYPES.items() if kind.code == code)
+    name = next(name for name, each in OPS.items() if each.code == op)
+    return str(Signature(length, dtype, name, memory, "F" if fortran else "C", _CALLS[call]))
 
 
 def allocation_row(length: int, code: int, on_gpu: bool) -> list[int]:

@@ -79,6 +79,7 @@ class Auto(AllReduce):
     ) -> None:
         super().__init__(topology, check=check)
         self._make = make
+        self._ground = topology.duplicate()  # parts are made in the middle of calls, in whichever thread those run
         self._choose = choose or rule_for(self._comm, topology, table, rule)
         self._parts: dict[str, AllReduce] = {}
         self._lacking: dict[str, str] = {}
@@ -118,8 +119,8 @@ class Auto(AllReduce):
         def guarded(buffer: Any, op: Op) -> None:
             try:
                 reduce(buffer, op)
-                if signature[:4] in self._known:
-                    self._known[signature[:4]] = reduce, op
+                if (call := self._known.get(signature[:4])) is not None:
+                    call.reduce = reduce
             except UnavailableError as error:  # raised on all ranks, before anything was changed
                 self._lack(part.name, error)
                 self._known.clear()
@@ -144,7 +145,7 @@ class Auto(AllReduce):
         """The backend called `name`, made at its first use; None when it can't work here. Collective then."""
         if name not in self._parts and name not in self._lacking:
             try:
-                self._parts[name] = self._make(name, self.topology)
+                self._parts[name] = self._make(name, self._ground)
             except UnavailableError as error:
                 self._lack(name, error)
         return None if name in self._lacking else self._parts[name]
@@ -156,3 +157,4 @@ class Auto(AllReduce):
     def _close(self) -> None:
         for part in self._parts.values():
             part.close()
+        self._ground.close()

@@ -14,7 +14,8 @@ import numpy as np
 from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce, TwoPhase
-from allreduce.errors import AllReduceError, OptionError, together
+from allreduce.errors import AllReduceError, OptionError
+from allreduce.messages.agreement import together
 from allreduce.messages.transfer import Transfer
 from allreduce.topology import Topology
 

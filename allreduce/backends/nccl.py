@@ -8,7 +8,8 @@ import numpy as np
 from allreduce.arrays import dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce
-from allreduce.errors import AllReduceError, OptionError, UnavailableError, raise_together, together
+from allreduce.errors import AllReduceError, OptionError, UnavailableError
+from allreduce.messages.agreement import raise_together, together
 from allreduce.topology import Topology
 
 AVERAGE = 4  # ncclAvg in nccl.h, since NCCL 2.10

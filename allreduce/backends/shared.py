@@ -18,7 +18,8 @@ from allreduce.arrays.chunks import segments
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import ALLOCATED, FOREIGN
 from allreduce.base import TwoPhase
-from allreduce.errors import UnavailableError, agree
+from allreduce.errors import UnavailableError
+from allreduce.messages.agreement import agree
 from allreduce.messages.stage import Stage, Staged
 from allreduce.messages.window import Window
 from allreduce.topology import Topology
@@ -153,7 +154,7 @@ class Shared(TwoPhase):
         words[self.rank] = word
         self._stage.fence()
         if words.tolist().count(word) < self.size:
-            self._tell_disagreement(buffer, call, place)
+            self._tell_difference(buffer, call, place)
         if place is None:
             return []
         index, offset = place
@@ -161,7 +162,7 @@ class Shared(TwoPhase):
         assert memory is not None  # this rank's array lies in it
         return list(memory[:, offset : offset + buffer.nbytes].view(buffer.dtype))
 
-    def _tell_disagreement(self, buffer: np.ndarray, call: str, place: tuple[int, int] | None) -> None:
+    def _tell_difference(self, buffer: np.ndarray, call: str, place: tuple[int, int] | None) -> None:
         where = f"array {place[0]} from allocate() at byte {place[1]}" if place else "ordinary memory"
         row = f"{call}: length {buffer.size}, dtype {buffer.dtype}, {where}"
         agree(self._comm, [zlib.crc32(row.encode())], row, None)

@@ -20,7 +20,8 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk
-from allreduce.errors import UnavailableError, together
+from allreduce.errors import UnavailableError
+from allreduce.messages.agreement import together
 
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 PAGE_BYTES = mmap.PAGESIZE

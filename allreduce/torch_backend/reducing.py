@@ -14,7 +14,8 @@ from allreduce import notices
 from allreduce.arrays import chunks
 from allreduce.arrays.workspace import Workspace
 from allreduce.base import AllReduce, TwoPhase
-from allreduce.errors import UnavailableError, agree
+from allreduce.errors import UnavailableError
+from allreduce.messages.agreement import agree
 from allreduce.topology import Topology
 from allreduce.torch_backend import gpu
 from allreduce.torch_backend.options import Options

@@ -11,7 +11,8 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
-from allreduce.errors import UnavailableError, raise_together
+from allreduce.errors import UnavailableError
+from allreduce.messages.agreement import raise_together
 from allreduce.topology import Topology
 
 CONNECT_SECONDS = 3.0

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 import allreduce
-from allreduce.errors import OptionError, UnavailableError, raise_together
+from allreduce.errors import OptionError, UnavailableError
+from allreduce.messages.agreement import raise_together
 from allreduce.topology import Topology
 from benchmarks.measuring.contenders import Contender, of_backend
 from benchmarks.measuring.peers import PEERS

@@ -7,8 +7,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from allreduce.errors import OptionError, raise_together
+from allreduce.errors import OptionError
 from allreduce.machine import identify
+from allreduce.messages.agreement import raise_together
 from benchmarks.measuring import sizes
 
 

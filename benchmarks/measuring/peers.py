@@ -13,7 +13,8 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
-from allreduce.errors import AllReduceError, OptionError, UnavailableError, raise_together
+from allreduce.errors import AllReduceError, OptionError, UnavailableError
+from allreduce.messages.agreement import raise_together
 from allreduce.topology import Topology
 from benchmarks.measuring.contenders import Contender
 

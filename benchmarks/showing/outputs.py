@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from allreduce.errors import AllReduceError, OptionError, raise_together
+from allreduce.errors import AllReduceError, OptionError
+from allreduce.messages.agreement import raise_together
 
 
 def check(comm: MPI.Intracomm, wanted: Mapping[str, str | None]) -> None:

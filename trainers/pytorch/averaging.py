@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from allreduce.base import AllReduce
 from allreduce.errors import AllReduceError
-from allreduce.wrappers.background import Pending
+from allreduce.messages.worker import Pending
 from trainers.pytorch.layout import Bucket, plan
 from trainers.pytorch.ownership import refuse
 from trainers.pytorch.report import Clock

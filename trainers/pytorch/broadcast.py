@@ -8,7 +8,8 @@ import torch
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import segments
-from allreduce.errors import DisagreementError, raise_together
+from allreduce.errors import DisagreementError
+from allreduce.messages.agreement import raise_together
 from trainers.replicas.pytorch.tensors import as_bytes
 
 LARGEST_MESSAGE = 1 << 30  # bytes; an MPI count is a C int

@@ -8,7 +8,8 @@ from mpi4py import MPI
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError, agree, raise_together
+from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
+from allreduce.messages.agreement import agree, raise_together
 from trainers.pytorch import sharded
 from trainers.pytorch.ownership import owner_of
 from trainers.replicas.pytorch.tensors import DTYPES

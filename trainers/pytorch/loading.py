@@ -5,7 +5,8 @@ from typing import Any
 from mpi4py import MPI
 from torch.optim import Optimizer
 
-from allreduce.errors import OptionError, raise_together
+from allreduce.errors import OptionError
+from allreduce.messages.agreement import raise_together
 from trainers.pytorch.broadcast import broadcast_state
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from allreduce.wrappers.background import Pending
+from allreduce.messages.worker import Pending
 
 
 class Clock:

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.errors import AllReduceError, agree
+from allreduce.errors import AllReduceError
+from allreduce.messages.agreement import agree
 
 
 class RollCall:

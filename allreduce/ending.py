@@ -1,0 +1,108 @@
+"""What ends the whole job. An error that one rank has alone would leave all others waiting for it for ever."""
+
+import atexit
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+from mpi4py import MPI
+
+TOLD_SECONDS = 2.0  # how long a rank leaves an error that many have to the lowest of them
+
+_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # those that have called a collective
+_leaving: list[Callable[[str], object]] = []
+_installed: list[bool] = []
+
+
+def world_ranks(comm: MPI.Comm) -> tuple[int, ...]:
+    """The ranks of MPI.COMM_WORLD that are in `comm`. Local."""
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = tuple(MPI.Group.Translate_ranks(group, range(group.size), world))
+    group.Free()
+    world.Free()
+    return ranks
+
+
+def install() -> None:
+    """From now on an uncaught exception prints its traceback, with the rank, and ends the whole job. Local.
+
+    A hook that the program has set prints in its own way before; one that it sets later is noticed when the
+    program ends. Exceptions in threads end the job when the thread has called a collective. A rank that ends
+    without an exception tells the others (`on_leaving`). Interactive sessions are left alone.
+    """
+    if _installed or hasattr(sys, "ps1"):
+        return
+    _installed.append(True)
+    previous, previous_thread = sys.excepthook, threading.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if MPI.Is_finalized():
+            previous(kind, error, trace)
+            return
+        leave_to_lowest(error)
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        text = "interrupted\n" if interrupted else "".join(traceback.format_exception(kind, error, trace))
+        if previous is not sys.__excepthook__ and not interrupted:
+            previous(kind, error, trace)
+            text = f"{kind.__name__}\n"
+        end_job(text, 130 if interrupted else 1)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        previous_thread(args)
+        if args.thread in _threads and not MPI.Is_finalized() and args.exc_type is not SystemExit:
+            name = args.thread.name if args.thread else "?"
+            end_job(f"{args.exc_type.__name__} in thread {name!r}, which other ranks may wait for\n", 1)
+
+    sys.excepthook, threading.excepthook = hook, thread_hook
+    atexit.register(_at_exit, hook)
+
+
+def communicates() -> None:
+    """Note that the current thread calls collectives, so that other ranks may wait for it."""
+    _threads.add(threading.current_thread())
+
+
+def on_leaving(tell: Callable[[str], object]) -> None:
+    """Have `tell` called with the reason when this rank's program ends, before MPI does."""
+    _leaving.append(tell)
+
+
+def leave_to_lowest(error: BaseException) -> None:
+    """Return at once on the rank that tells an error; others that have it too wait for the job to end."""
+    ranks = getattr(error, "ranks", None)
+    rank = MPI.COMM_WORLD.rank
+    if isinstance(error, KeyboardInterrupt):
+        ranks = range(MPI.COMM_WORLD.size)
+    if ranks and rank != min(ranks):
+        time.sleep(TOLD_SECONDS)
+
+
+def end_job(text: str, code: int) -> NoReturn:
+    """Say why, with the rank, and end all ranks. From any thread."""
+    world = MPI.COMM_WORLD
+    sys.stdout.flush()
+    # Not sys.stderr: torch.distributed wraps the hook and prints what it wrote there afterwards, too late.
+    stderr = sys.__stderr__ or sys.stderr
+    stderr.write(f"rank {world.rank} of {world.size}: {text}")
+    stderr.flush()
+    time.sleep(0.5)  # MPICH's launcher drops what it has not passed on when it hears of the end
+    world.Abort(code)
+    os._exit(code)
+
+
+def _at_exit(hook: object) -> None:
+    """The program ends on this rank: by an exception that our hook did not see, or so that others must know."""
+    if MPI.Is_finalized():
+        return
+    died = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if died is not None and sys.excepthook is not hook and MPI.COMM_WORLD.size > 1:
+        leave_to_lowest(died)
+        end_job(f"{type(died).__name__}: {died}\n", 1)
+    for tell in _leaving:
+        tell("it has ended its program")

@@ -1,0 +1,171 @@
+"""Agreement: what raises an error on every rank, or on none.
+
+Control messages have communicators of their own, on which no data travels. Every wait here looks at the
+topology's watch (`watched` ties a communicator to it), so it ends in a result or in a named error.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce import ending
+from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError
+from allreduce.messages.notes import Call, Said, Wait
+from allreduce.messages.watch import LOOK_SECONDS, STALL, TIMEOUT, Watch, seconds
+from allreduce.notices import log
+
+ResultT = TypeVar("ResultT")
+ErrorT = TypeVar("ErrorT", bound=Exception)
+
+AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to different ones get a table too
+EAGER_SECONDS = 0.001  # so long a wait does nothing but look
+LONGEST_SLEEP = 0.01
+
+_watched = MPI.Comm.Create_keyval()
+
+
+def watched(comm: MPI.Comm, watch: Watch, wait: Wait) -> None:
+    """From now on agreements on `comm` are waits of `watch`, in this place."""
+    comm.Set_attr(_watched, (watch, wait))
+
+
+def place_of(comm: MPI.Comm) -> Wait:
+    """Where agreements on a watched communicator wait."""
+    pair: Any = comm.Get_attr(_watched)
+    return pair[1]
+
+
+def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
+    """Raise on every rank when at least one rank brings an error. Collective.
+
+    Every rank raises the error of the lowest rank that has one, with that rank named in its text;
+    without any error the cost is one small all-reduce.
+    """
+    found = np.array([error is not None], dtype=np.int64)
+    wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, found, MPI.SUM), "hear whether all ranks are well")
+    if found[0]:
+        raise _first_error(comm, _exchange(comm, _portable(error))) from error
+
+
+def together(comm: MPI.Comm, step: Callable[[], ResultT]) -> ResultT:
+    """What `step` returns on each rank; an error that it meets on some ranks is raised on all. Collective."""
+    result, error = None, None
+    try:
+        result = step()
+    except Exception as met:  # whatever it is, the other ranks must not wait for this one
+        error = met
+    raise_together(comm, error)
+    return cast(ResultT, result)
+
+
+def agree(comm: MPI.Comm, values: Sequence[int], row: str, error: Exception | None) -> None:
+    """Return when all ranks bring equal `values` and no error; otherwise raise on all of them. Collective.
+
+    values: at most AGREED_VALUES. row: this rank's side in words, its line in the table of a
+    DisagreementError. An agreement costs one small all-reduce; only a failed one exchanges text.
+    """
+    mine = np.zeros(AGREED_VALUES + 1, dtype=np.int64)
+    mine[: len(values) + 1] = [error is not None, *values]
+    low = np.concatenate([mine, -mine])  # the minimum of -x is minus the maximum: one message gives both
+    try:
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), row, seconds(STALL, 30.0) if error else math.inf)
+    except AllReduceError as ended:
+        raise (error or ended) from ended  # an error of this rank alone, for which the others do not come
+    if np.array_equal(low[: mine.size], -low[mine.size :]) and low[0] == 0:
+        return
+    sides = _exchange(comm, (row, _portable(error)))
+    if any(side_error is not None for _, side_error in sides):
+        raise _first_error(comm, [side_error for _, side_error in sides]) from error
+    raise disagreement(comm, [side_row for side_row, _ in sides])
+
+
+def disagreement(comm: MPI.Comm, sides: Sequence[str]) -> DisagreementError:
+    """The error of ranks that brought these sides of a call; all ranks of `comm` raise it."""
+    table = "\n".join(f"  rank {rank}: {side}" for rank, side in enumerate(sides))
+    error = DisagreementError(f"the ranks disagree about this call; it must be the same on all of them:\n{table}")
+    return known(error, comm)
+
+
+def known(error: ErrorT, comm: MPI.Comm) -> ErrorT:
+    """`error`, marked as one that all ranks of `comm` raise. Errors of other packages are agreed on as well."""
+    error.ranks = ending.world_ranks(comm)  # type: ignore[attr-defined]
+    return error
+
+
+def wait_for(comm: MPI.Comm, request: MPI.Request, row: str, limit: float = math.inf) -> None:
+    """Wait for a control message, and say so when it takes long.
+
+    limit: seconds after which it is given up; never longer than the topology's timeout.
+    Raises CollectiveTimeoutError, RankLeftError or DisagreementError on this rank when the others don't come.
+    """
+    if request.Test():
+        return
+    pair: Any = comm.Get_attr(_watched)
+    watch, wait = pair or (None, Wait(0))
+    call: Call | None = wait.call  # of a backend that agrees before it reduces
+    if call is None:
+        wait.begin(Said(row))
+    inside, wait.raises = wait.raises, True
+    try:
+        _look_until(request, watch, wait, row, limit)
+    finally:
+        wait.raises = inside
+        if call is None:
+            wait.end()
+
+
+def _look_until(request: MPI.Request, watch: Watch | None, wait: Wait, row: str, limit: float) -> None:
+    begin = looked = time.monotonic()
+    pause = 0.0
+    while not request.Test():
+        now = time.monotonic()
+        if now - begin > EAGER_SECONDS:
+            pause = min(pause + 1e-5, LONGEST_SLEEP)
+            time.sleep(pause)
+        if now - looked > LOOK_SECONDS:
+            if watch is not None:
+                watch.look(wait)
+            else:
+                _alone(row, looked - begin, now - begin)
+            looked = now
+        if now - begin > limit:
+            raise CollectiveTimeoutError(f"waited {now - begin:.0f} s for other ranks in: {row}")
+
+
+def _alone(row: str, before: float, waited: float) -> None:
+    """A wait of ranks that have no watch yet."""
+    if waited > (limit := seconds(TIMEOUT, 1800.0)):
+        raise CollectiveTimeoutError(f"waited {waited:.0f} s for other ranks in: {row} ({TIMEOUT}={limit:g})")
+    if before <= seconds(STALL, 30.0) < waited:
+        log.warning("a rank has waited %.0f s for the other ranks in: %s", waited, row)
+
+
+def _exchange(comm: MPI.Comm, side: ResultT) -> list[ResultT]:
+    """Every rank's side of something that went wrong."""
+    return comm.allgather(side)
+
+
+def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
+    """An exception as something that any rank can build again: its type and its text."""
+    if error is None:
+        return None
+    kind = type(error)
+    try:
+        importable = getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+        if importable and isinstance(kind(str(error)), kind):
+            return kind, str(error)
+    except Exception:  # UnicodeDecodeError and the like want more arguments than a text
+        log.debug("%s can't be made from a text", kind)
+    return AllReduceError, f"{kind.__name__}: {error}"
+
+
+def _first_error(comm: MPI.Comm, errors: Sequence[tuple[type[Exception], str] | None]) -> Exception:
+    rank, first = next((rank, error) for rank, error in enumerate(errors) if error is not None)
+    kind, text = first
+    error = kind(text if all(error == first for error in errors) else f"rank {rank}: {text}")
+    return known(error, comm)

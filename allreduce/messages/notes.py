@@ -1,0 +1,142 @@
+"""Notes: what the ranks of a topology tell each other of themselves when a wait is long.
+
+A rank that has waited for a second sends every other rank a note that says where it is; who has sent none is not
+waiting. So every rank that waits knows where all of them are, without any of them having to answer.
+"""
+
+import time
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.errors import AllReduceError
+
+TEXT_BYTES = 512
+WAITING, WENT_ON, LEFT = range(3)
+
+
+class Call(Protocol):
+    """What a rank has called: its text for people, and a word that is alike on ranks that called the same."""
+
+    @property
+    def word(self) -> int: ...
+
+    def __str__(self) -> str: ...
+
+
+class Said(NamedTuple):
+    """A call that is known by its text."""
+
+    text: str
+    word: int = 0
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Wait:
+    """A place where a thread of this rank waits for others: the calls of a backend, a lane, a communicator.
+
+    number: alike on all ranks. call: under way now, None when there is none; count: of calls so far. Setting these
+    two is all that a call costs. error: what the watch has found, to be raised by who waits.
+    raises: whoever waits here looks at `error`; otherwise it is inside of MPI.
+    """
+
+    def __init__(self, number: int, raises: bool = False) -> None:
+        self.number, self.raises = number, raises
+        self.count = 0
+        self.call: Call | None = None
+        self.error: AllReduceError | None = None
+        self._seen: tuple[int, Call | None] = (0, None)
+        self.since = 0.0
+        self.noted = self.warned = False
+
+    def begin(self, call: Call) -> None:
+        """This rank comes to `call`."""
+        self.count += 1
+        self.error = None
+        self.call = call
+
+    def end(self) -> None:
+        """It is done, or given up."""
+        self.call = None
+
+    def new(self, now: float) -> bool:
+        """True when this is another call than at the last look."""
+        if self._seen == (self.count, self.call) and self.call is not None:
+            return False
+        self._seen = (self.count, self.call)
+        self.since, self.warned = now, False
+        return True
+
+
+class Note(NamedTuple):
+    """What a rank has told of itself, and when this one heard of it."""
+
+    kind: int
+    number: int
+    turn: int
+    word: int
+    text: str
+    heard: float
+
+
+class Notes:
+    """The notes of one topology's ranks.
+
+    comm: a communicator of their own.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.heard: dict[int, Note] = {}  # the last of each rank
+        self._sent: list[tuple[MPI.Request, bytearray]] = []
+
+    def tell(self, kind: int, wait: Wait, text: str) -> None:
+        """Send a note to all other ranks."""
+        head = np.array([kind, wait.number, wait.count, 0 if wait.call is None else wait.call.word], np.int64)
+        message = bytearray(head.tobytes() + text.encode()[:TEXT_BYTES])
+        self._sent = [pair for pair in self._sent if not pair[0].Test()]
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._sent.append((self._comm.Isend([message, MPI.BYTE], rank), message))
+
+    def listen(self) -> None:
+        """Take the notes that have arrived."""
+        status = MPI.Status()
+        while (message := self._comm.Improbe(status=status)) is not None:
+            buffer = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv([buffer, MPI.BYTE])
+            kind, number, turn, word = np.frombuffer(buffer[:32], np.int64).tolist()
+            last = self.heard.get(status.source)
+            if kind == WENT_ON and last is not None and (last.kind == LEFT or last.number != number):
+                continue  # it waits in more than one place
+            text = buffer[32:].decode(errors="replace")
+            self.heard[status.source] = Note(kind, number, turn, word, text, time.monotonic())
+
+    def drain(self) -> None:
+        """Take all notes, so that the communicator can be freed. Collective."""
+        request = self._comm.Ibarrier()  # all have been sent when it is done
+        while not request.Test():
+            self.listen()
+            time.sleep(1e-5)
+        self.listen()
+        for sent, _ in self._sent:
+            sent.Wait()
+
+    def table(self, call: Call) -> str:
+        """Where all ranks are, as far as this one knows, which is in `call`."""
+        lines = []
+        for rank in range(self.size):
+            note = self.heard.get(rank)
+            if rank == self.rank:
+                where = f"waits in {call}"
+            elif note is None or note.kind == WENT_ON:
+                where = "has not come: it computes, is stopped, or waits for something else"
+            elif note.kind == LEFT:
+                where = f"has left: {note.text}"
+            else:
+                where = f"waits in {note.text}"
+            lines.append(f"  rank {rank}: {where}")
+        return "\n".join(lines)

@@ -1,0 +1,195 @@
+"""Watches the waits of a rank: says who waits where and who has not come, and ends what would wait for ever.
+
+A rank that has waited for a second tells all others where it is, by a note; who has sent no note is not waiting.
+So every rank that waits knows where all of them are, without any of them having to answer. A note costs nothing
+while all is well, because nobody waits for a second.
+
+Waits in loops of ours (agreements, lanes of the worker) end in an error that is raised there. A wait inside of
+MPI can't be left: its error is printed, and the job ends.
+"""
+
+import os
+import threading
+import time
+import weakref
+
+from mpi4py import MPI
+
+from allreduce import ending
+from allreduce.errors import (
+    AllReduceError,
+    CollectiveTimeoutError,
+    DisagreementError,
+    OptionError,
+    RankLeftError,
+)
+from allreduce.messages.notes import LEFT, WAITING, WENT_ON, Call, Notes, Wait
+from allreduce.notices import log
+
+STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
+NOTE_SECONDS = 1.0  # a wait as long as this is told to the other ranks
+LOOK_SECONDS = 0.25  # how often the waits are looked at
+LEFT_SECONDS = 3.0  # the last messages of a rank that has left may still be on their way
+
+
+def seconds(variable: str, default: float) -> float:
+    """A number of seconds from the environment; 0 or less means no limit. OptionError when it is no number."""
+    given = os.environ.get(variable)
+    try:
+        value = float(given) if given else default
+    except ValueError:
+        value = float("nan")
+    if value != value:
+        raise OptionError(f"{variable}={given!r} is no number of seconds; give one such as {default:g}, or 0 for never")
+    return value if value > 0 else float("inf")
+
+
+class Watch:
+    """The waits of one topology's ranks. Creating it and `close` are collective.
+
+    comm: a communicator of its own. timeout: seconds after which a wait ends in a CollectiveTimeoutError.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, timeout: float) -> None:
+        self.timeout, self.stall = timeout, seconds(STALL, 30.0)
+        self.notes = Notes(comm)
+        self._waits: list[Wait] = []
+        self._lock = threading.Lock()
+        self._from_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.closed = False
+        _watchdog.add(self)
+
+    def place(self, number: int, raises: bool = False) -> Wait:
+        """A new Wait, looked at from now on."""
+        wait = Wait(number, raises)
+        self._waits.append(wait)
+        return wait
+
+    def forget(self, wait: Wait) -> None:
+        """Look at it no more."""
+        if wait in self._waits:
+            self._waits.remove(wait)
+
+    def close(self) -> None:
+        """Stop watching, and take what others have sent, so that the communicator can be freed. Collective."""
+        with self._lock:
+            self.closed = True
+            self._waits.clear()
+        self.notes.drain()
+
+    def abandon(self) -> None:
+        """Stop watching. Local."""
+        with self._lock:
+            self.closed = True
+            self._waits.clear()
+
+    def look(self, wait: Wait | None = None) -> None:
+        """Look at all waits, tell and hear, and judge them. Raises the error of `wait`. From any thread."""
+        if not self.closed and self.notes.size > 1 and self._lock.acquire(blocking=False):
+            try:
+                if not self.closed:
+                    self._look(time.monotonic(), wait is not None or self._from_threads)
+            finally:
+                self._lock.release()
+        if wait is not None and wait.error is not None:
+            raise wait.error
+
+    def leave(self, why: str) -> None:
+        """Tell the others that this rank's program ends."""
+        if self.closed or self.notes.size == 1 or not self._from_threads:
+            return
+        with self._lock:
+            self.notes.tell(LEFT, Wait(0), why)
+
+    def _look(self, now: float, may_communicate: bool) -> None:
+        for wait in list(self._waits):
+            call = wait.call
+            if wait.new(now) and wait.noted:
+                wait.noted = False
+                if may_communicate:
+                    self.notes.tell(WENT_ON, wait, "")
+            if call is None or now - wait.since < NOTE_SECONDS:
+                continue
+            if may_communicate:
+                if not wait.noted:
+                    wait.noted = True
+                    self.notes.tell(WAITING, wait, str(call))
+                self.notes.listen()
+            self._judge(wait, call, now)
+
+    # Judgement
+
+    def _judge(self, wait: Wait, call: Call, now: float) -> None:
+        waited = now - wait.since
+        error: AllReduceError | None = None
+        heard = self.notes.heard.items()
+        left = [rank for rank, note in heard if note.kind == LEFT and now - note.heard > LEFT_SECONDS]
+        here = wait.number, wait.count
+        other = [
+            rank
+            for rank, note in heard
+            if note.kind == WAITING and (note.number, note.turn) == here and note.word != call.word
+        ]
+        if other:
+            error = DisagreementError(
+                f"the ranks disagree about this call; it must be the same on all of them:\n{self.notes.table(call)}"
+            )
+        elif left:
+            error = RankLeftError(
+                f"rank {left[0]} has left: {self.notes.heard[left[0]].text}, while this rank waits for it in {call}"
+            )
+        elif waited > self.timeout:
+            error = CollectiveTimeoutError(
+                f"waited {waited:.0f} s for other ranks in: {call}\n{self.notes.table(call)}\n"
+                f"  ({TIMEOUT} or Topology(timeout=seconds) sets how long a rank waits)"
+            )
+        elif waited > self.stall and not wait.warned:
+            wait.warned = True
+            log.warning(
+                "rank %d has waited %.0f s for other ranks in: %s\n%s",
+                self.notes.rank,
+                waited,
+                call,
+                self.notes.table(call),
+            )
+        if error is None or wait.call is not call:
+            return
+        if wait.raises:
+            wait.error = error
+        else:
+            ending.end_job(f"{type(error).__name__}: {error}\n", 1)
+
+
+class _Watchdog:
+    """The thread that looks after what waits inside of MPI. One a process; it starts with the first watch."""
+
+    def __init__(self) -> None:
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def add(self, watch: Watch) -> None:
+        self._watches.add(watch)
+        if self._thread is None and watch.notes.size > 1:
+            self._thread = threading.Thread(target=self._run, name="allreduce watchdog", daemon=True)
+            self._thread.start()
+            ending.on_leaving(self._end)
+
+    def _run(self) -> None:
+        while not self._stop.wait(LOOK_SECONDS):
+            for watch in list(self._watches):
+                try:
+                    watch.look()
+                except Exception:  # a watchdog that dies would leave hangs without a word
+                    log.exception("the watchdog met an error, and goes on")
+
+    def _end(self, why: str) -> None:
+        """MPI ends after this."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+        for watch in list(self._watches):
+            watch.leave(why)
+
+
+_watchdog = _Watchdog()

@@ -1,0 +1,268 @@
+"""One worker for each topology: it runs the calls of several users in one order that all ranks follow.
+
+Collectives match by their order. Two optimizers whose buckets are ready in another order on another rank, or two
+threads, would reduce one's gradients into the other's. So every rank announces its calls to rank 0, and when all
+ranks have announced a call, rank 0 says that it is next. An announcement also carries what the call is, so that
+ranks which disagree hear of it before they do anything. (The idea is Horovod's: A. Sergeev, M. Del Balso, 2018.)
+
+While no user asks for a thread, whoever waits for a call does this work meanwhile.
+"""
+
+import atexit
+import queue
+import threading
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce import ending
+from allreduce.errors import AllReduceError, BrokenError, ClosedError, UnavailableError
+from allreduce.messages.agreement import agree, disagreement, raise_together
+from allreduce.messages.lanes import Lane, Pending
+from allreduce.messages.notes import Said
+from allreduce.messages.watch import LOOK_SECONDS, Watch
+
+ANNOUNCE, DECIDE = 1, 2  # tags
+RUN, REFUSE = 1, 2
+LOOKS = 20  # how often to look before sleeping
+SHORTEST_SLEEP, LONGEST_SLEEP = 2e-5, 2e-4  # seconds; TCP's buffers keep a link busy for as long
+EXIT_SECONDS = 10.0  # the end of a program waits so long for calls that are under way
+
+
+class Worker:
+    """The lanes of one topology's ranks. Creating it, `lane` and `close` are collective.
+
+    comm: for announcements, used by nothing else. control: for agreements. Both are the topology's.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, control: MPI.Intracomm, watch: Watch, number: int) -> None:
+        self._comm, self._control, self.watch, self.number = comm, control, watch, number
+        self._lanes: dict[int, Lane] = {}
+        self._next_lane = 0
+        self._announced: dict[tuple[int, int], dict[int, int]] = {}  # rank 0: call -> rank -> digest
+        self._ready: deque[tuple[int, Lane, Pending]] = deque()  # decided: run, or refuse
+        self._open = 0  # calls that have not ended
+        self._changed = threading.Lock()  # held for moments
+        self._turning = threading.Lock()  # held by who does the worker's work
+        self._thread: threading.Thread | None = None
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._running: Pending | None = None
+        _workers.add(self)
+
+    @property
+    def size(self) -> int:
+        return self._comm.size
+
+    def lane(self, name: str, threaded: bool = False, alone: bool = False) -> Lane:
+        """A lane for a new user. Collective.
+
+        threaded: a thread runs the calls of all lanes from now on. UnavailableError on all ranks when MPI was not
+        started with MPI_THREAD_MULTIPLE on all of them.
+        """
+        agree(
+            self._control, [zlib.crc32(name.encode()), threaded, alone], f"lane({name!r}, {threaded=}, {alone=})", None
+        )
+        if threaded and self._thread is None:
+            raise_together(self._control, None if _multiple() else UnavailableError(_SINGLE))
+            self._thread = threading.Thread(target=self._work, name="allreduce worker", daemon=True)
+            self._thread.start()
+        self._next_lane += 1
+        lane = self._lanes[self._next_lane] = Lane(self, self._next_lane, name, alone)
+        return lane
+
+    def submit(self, lane: Lane, pending: Pending) -> Pending:
+        """Take a call on; see Lane.submit."""
+        with self._changed:
+            if lane.broken is not None:
+                raise BrokenError(
+                    f"{lane.name} can't go on: an earlier call has failed ({type(lane.broken).__name__}: {lane.broken})"
+                ) from lane.broken
+            lane.submitted += 1
+            self._open += 1
+            if lane.alone or self.size == 1:
+                self._ready.append((RUN, lane, pending))
+            else:
+                if not lane.pending:
+                    lane.wait.begin(Said(pending.what))
+                lane.pending.append(pending)
+                if self._comm.rank == 0:
+                    self._note(0, lane.number, lane.submitted, pending.digest)
+                else:
+                    message = np.array([lane.number, lane.submitted, pending.digest], np.int64)
+                    self._comm.Send(message, 0, ANNOUNCE)
+        if self._thread is not None:
+            self._wake.put(True)
+        return pending
+
+    def wait_for(self, done: threading.Event, timeout: float | None) -> None:
+        """Return when `done` is set; do the worker's work meanwhile where there is no thread for it."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            if not done.wait(timeout):
+                raise TimeoutError(f"not done within {timeout:g} s")
+            return
+        self._work_until(done.is_set, deadline)
+
+    def drop(self, lane: Lane) -> None:
+        """Forget a lane. Local."""
+        with self._changed:
+            lane.broken = lane.broken or ClosedError(f"{lane.name} is closed")
+            self._fail(lane, lane.broken)
+        self._lanes.pop(lane.number, None)
+        self.watch.forget(lane.wait)
+
+    def close(self) -> None:
+        """End the thread. Collective in so far as all ranks' calls must have ended."""
+        for lane in list(self._lanes.values()):
+            lane.abandon()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._wake.put(False)
+            thread.join()
+        _workers.discard(self)
+
+    # The work: in the thread, or in whoever waits
+
+    def _work(self) -> None:
+        try:
+            while self._wake.get():
+                self._work_until(lambda: self._open == 0, None)
+        except BaseException as error:  # nothing may end this thread in silence: others wait for its calls
+            with self._changed:
+                for lane in list(self._lanes.values()):
+                    self._fail(lane, error)
+
+    def _work_until(self, done: Callable[[], bool], deadline: float | None) -> None:
+        looks, pause, looked = 0, SHORTEST_SLEEP, time.monotonic()
+        while not done():
+            if self._turning.acquire(blocking=False):
+                try:
+                    busy = self._turn()
+                finally:
+                    self._turning.release()
+            else:  # another thread does it
+                busy = False
+            if busy:
+                looks, pause = 0, SHORTEST_SLEEP
+                continue
+            looks += 1
+            if looks > LOOKS:
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_SLEEP)
+            now = time.monotonic()
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                self._look()
+            if deadline is not None and now > deadline:
+                raise TimeoutError("not done in time")
+
+    def _turn(self) -> bool:
+        """Hear what the ranks have announced or rank 0 has decided, and run one call. True when there was one."""
+        if self.size > 1 and not self._ready:
+            self._listen()
+        if not self._ready:
+            return False
+        verb, lane, pending = self._ready.popleft()
+        self._running = pending
+        try:
+            if verb == RUN:
+                pending.run()
+            else:
+                self._refuse(lane, pending)
+        finally:
+            self._running = None
+            with self._changed:
+                self._open -= 1
+        return True
+
+    def _listen(self) -> None:
+        message = np.empty(3, np.int64)
+        tag = ANNOUNCE if self._comm.rank == 0 else DECIDE
+        status = MPI.Status()
+        while self._comm.Iprobe(tag=tag, status=status):
+            self._comm.Recv(message, status.source, tag)
+            with self._changed:
+                first, second, third = message.tolist()
+                if tag == ANNOUNCE:
+                    self._note(status.source, first, second, third)
+                else:
+                    self._decided(first, second)
+
+    def _note(self, rank: int, number: int, count: int, digest: int) -> None:
+        """Rank 0: `rank` has come to a call; when all have, it is next."""
+        sides = self._announced.setdefault((number, count), {})
+        sides[rank] = digest
+        if len(sides) < self.size:
+            return
+        del self._announced[number, count]
+        verb = RUN if len(set(sides.values())) == 1 else REFUSE
+        for other in range(1, self.size):
+            self._comm.Send(np.array([verb, number, 0], np.int64), other, DECIDE)
+        self._decided(verb, number)
+
+    def _decided(self, verb: int, number: int) -> None:
+        lane = self._lanes.get(number)
+        if lane is None or not lane.pending:
+            return  # this rank has given up meanwhile
+        self._ready.append((verb, lane, lane.pending.popleft()))
+        lane.wait.end()
+        if lane.pending:
+            lane.wait.begin(Said(lane.pending[0].what))
+
+    def _refuse(self, lane: Lane, pending: Pending) -> None:
+        """All ranks came, with different calls."""
+        error = disagreement(self._control, self._control.allgather(pending.what))
+        with self._changed:
+            self._fail(lane, error)
+        pending.finish(error)
+
+    def _look(self) -> None:
+        """See whether what is waited for can still come."""
+        for lane in list(self._lanes.values()):
+            try:
+                self.watch.look(lane.wait)
+            except AllReduceError as error:
+                with self._changed:
+                    self._fail(lane, error)
+
+    def _fail(self, lane: Lane, error: BaseException) -> None:
+        """Give a lane's calls up."""
+        lane.broken = lane.broken or error
+        lane.wait.end()
+        while lane.pending:
+            lane.pending.popleft().finish(error)
+            self._open -= 1
+
+    def idle(self, limit: float) -> bool:
+        """Whether no call runs any more, after `limit` seconds at the latest."""
+        deadline = time.monotonic() + limit
+        while self._running is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._running is None
+
+
+def _multiple() -> bool:
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
+_SINGLE = (
+    "a thread that communicates needs an MPI that was started with MPI_THREAD_MULTIPLE; mpi4py asks for it by itself "
+    "unless mpi4py.rc.threads or mpi4py.rc.thread_level were changed, so this MPI library does not offer it"
+)
+
+_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end() -> None:
+    """MPI can't be finalised while a thread is inside of it: wait a little, then end the job."""
+    for worker in list(_workers):
+        if worker._thread is not None and not MPI.Is_finalized():
+            if not worker.idle(EXIT_SECONDS):
+                ending.end_job("a collective still hangs at the end of the program; MPI_Abort ends the job\n", 1)
+            worker.close()

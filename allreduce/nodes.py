@@ -1,0 +1,62 @@
+"""What a topology is asked for: ranks, nodes to simulate, time to wait; or why that can't be."""
+
+from collections.abc import Sequence
+
+from mpi4py import MPI
+
+from allreduce.errors import OptionError
+from allreduce.messages.watch import STALL, TIMEOUT, seconds
+
+
+def simulated_node(rank: int, ranks_per_node: int | Sequence[int]) -> int:
+    if isinstance(ranks_per_node, int):
+        return rank // ranks_per_node
+    end = 0
+    for index, size in enumerate(ranks_per_node):
+        end += size
+        if rank < end:
+            return index
+    raise AssertionError("sizes were checked to cover all ranks")
+
+
+def number_nodes(world: MPI.Intracomm, node: MPI.Intracomm) -> tuple[tuple[int, ...], int]:
+    """The sizes of all nodes, and which one is this rank's. Nodes are in the order of their leaders. Collective."""
+    leader = node.bcast(world.rank)
+    sizes = dict(world.allgather((leader, node.size)))
+    leaders = sorted(sizes)
+    return tuple(sizes[each] for each in leaders), leaders.index(leader)
+
+
+def bad_ranks_per_node(given: int | Sequence[int] | None, ranks: int) -> OptionError | None:
+    if given is None or (isinstance(given, int) and given > 0):
+        return None
+    sizes = list(given) if isinstance(given, Sequence) else []
+    if all(isinstance(size, int) and size > 0 for size in sizes) and sum(sizes) == ranks:
+        return None
+    return OptionError(
+        f"ranks_per_node={given!r} can't describe {ranks} ranks: give a positive number of ranks, "
+        f"or a sequence of positive node sizes that add up to {ranks}"
+    )
+
+
+def bad_timeout(timeout: float | None) -> OptionError | None:
+    try:
+        seconds(TIMEOUT, 1800.0)
+        seconds(STALL, 30.0)
+    except OptionError as error:
+        return error
+    if timeout is None or (isinstance(timeout, int | float) and timeout > 0):
+        return None
+    return OptionError(f"timeout={timeout!r} is no time to wait: give seconds, more than 0")
+
+
+def checked(comm: MPI.Intracomm | None, default: MPI.Intracomm) -> MPI.Intracomm:
+    """The communicator that was given, or the default; OptionError when nothing can be done on it."""
+    if comm is None:
+        return default
+    if not isinstance(comm, MPI.Intracomm):
+        kind = "an intercommunicator" if isinstance(comm, MPI.Intercomm) else type(comm).__qualname__
+        raise OptionError(f"Topology takes an intracommunicator of mpi4py (MPI.COMM_WORLD, say), not {kind}")
+    if comm == MPI.COMM_NULL:
+        raise OptionError("Topology was given MPI.COMM_NULL: a communicator that was freed, or that excludes this rank")
+    return comm
