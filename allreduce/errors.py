@@ -14,11 +14,6 @@ class AllReduceError(Exception):
 
     ranks: tuple[int, ...] | None = None
 
-    @property
-    def everywhere(self) -> bool:
-        """True when other ranks know of this error, because they raised it too."""
-        return self.ranks is not None
-
 
 class DisagreementError(AllReduceError):
     """The ranks called the same collective with different lengths, dtypes, operations or memory."""

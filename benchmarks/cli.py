@@ -44,7 +44,7 @@ def run_together(program: str, comm: MPI.Intracomm, main: Callable[[], int]) -> 
     try:
         return main()
     except AllReduceError as error:
-        if not error.everywhere and comm.size > 1:
+        if error.ranks is None and comm.size > 1:
             raise
         if comm.rank == 0:
             print(f"{program}: error: {error}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from allreduce import Topology
 from allreduce.arrays import gpu
 from allreduce.backends.auto import Auto
 from allreduce.errors import AllReduceError
-from allreduce.messages.agreement import together
+from allreduce.messages.agreement import known, together
 from trainers import datasets, options
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.files.model_file import is_special, replacing
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = together(world.world, lambda: options.parse(arguments, shown=world.rank == 0))
         _run(chosen, world)
     except (AllReduceError, TrainerError) as error:
-        if world.size > 1 and not error.everywhere:
+        if world.size > 1 and error.ranks is None:
             raise  # the other ranks don't know: the hook of Topology shows the traceback and ends the job
         _say(world, f"error: {error}", sys.stderr)
         code = FAILED if isinstance(error, DivergedError) else BAD_ARGUMENTS
@@ -58,7 +58,7 @@ def _run(chosen: argparse.Namespace, world: Topology) -> None:
         _say(world, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}")
         history = trainer.fit(data.x_train, data.y_train, chosen.epochs, chosen.batch_size, seed=chosen.seed)
         scores = trainer.evaluate(data.x_test, data.y_test)
-        _check_loss(scores["loss"])
+        _check_loss(scores["loss"], world)
         if chosen.save:
             trainer.save(chosen.save)
             _say(world, f"saved: {chosen.save}")
@@ -140,12 +140,11 @@ def _check_targets(chosen: argparse.Namespace) -> None:
             raise ArgumentError(f"--{option} {path}: this can't be written; give a file in a folder that exists")
 
 
-def _check_loss(loss: float) -> None:
+def _check_loss(loss: float, world: Topology) -> None:
     """The last step's update may be the one that ruins the model, which no later step measures."""
     if not math.isfinite(loss):
         error = DivergedError(f"the loss of the test data is {loss}: lower the learning rate, or scale the features")
-        error.everywhere = True  # the ranks have measured it together
-        raise error
+        raise known(error, world.world)  # the ranks have measured it together
 
 
 def _write_json(path: str, result: dict[str, Any], rank: int) -> None:

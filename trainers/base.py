@@ -13,10 +13,10 @@ from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk, segments
 from allreduce.errors import ClosedError
-from allreduce.messages.agreement import agree, together
+from allreduce.messages.agreement import agree, known, together
 from allreduce.topology import Topology
 from trainers.data import Batch, Batches
-from trainers.errors import ArgumentError, TrainerError
+from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.replica import Replica
 from trainers.watching import stopwatch
 from trainers.watching.history import Epoch, History
@@ -168,7 +168,10 @@ class Trainer(ABC):
         self._communication.read()  # the rest of an epoch that an error has ended
         begin = time.perf_counter()
         for step, batch in enumerate(batches.epoch(number)):
-            meter.note(step, self._step(batch), number + 1)
+            try:
+                meter.note(step, self._step(batch), number + 1)
+            except DivergedError as error:  # by the loss of the global batch, so every rank finds it in the same step
+                raise known(error, self._comm) from None
             shown.advance()
         spent = np.array([time.perf_counter() - begin, self._communication.read()])
         self._comm.Allreduce(MPI.IN_PLACE, spent)

@@ -1,17 +1,18 @@
 """Named errors of trainers, data sets and model files.
 
 They do not derive from allreduce.errors.AllReduceError, because data sets and saved models are used
-without MPI as well; `everywhere` means the same here as there.
+without MPI as well; `ranks` means the same here as there.
 """
 
 
 class TrainerError(Exception):
     """Base of the errors of this package.
 
-    `everywhere` is true when every rank raised this same error, so that one report of it is enough.
+    ranks: the ranks of MPI.COMM_WORLD that all raised this same error, so that one report of it is enough;
+        None when it is this rank's alone.
     """
 
-    everywhere = False
+    ranks: tuple[int, ...] | None = None
 
 
 class ArgumentError(TrainerError, ValueError):

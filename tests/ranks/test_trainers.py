@@ -177,7 +177,7 @@ def test_load_errors_are_equal_on_all_ranks(flat: allreduce.Topology, world: MPI
             trainer.load(path)
         with pytest.raises(ModelFileError, match="can't be written"):
             trainer.save("/no/such/folder/model.npz")
-    assert missing.value.everywhere
+    assert missing.value.ranks
 
 
 BAD_FITS: dict[str, tuple[dict[str, Any], str]] = {
@@ -204,7 +204,7 @@ def test_bad_arguments_raise_everywhere(bad: str, culprit: str, flat: allreduce.
         pytest.raises(ArgumentError, match=text) as caught,
     ):
         trainer.fit(**({**good, **changes} if guilty else good))
-    assert caught.value.everywhere
+    assert caught.value.ranks
 
 
 def test_ranks_with_different_data_are_told(flat: allreduce.Topology) -> None:
@@ -295,7 +295,7 @@ def test_divergence_is_told_once_by_all(digits: datasets.Dataset, flat: allreduc
         pytest.raises(DivergedError, match=rf"nan in epoch 1, step {step}:") as caught,
     ):
         trainer.fit(x, digits.y_train, progress=False)
-    assert caught.value.everywhere
+    assert caught.value.ranks
 
 
 def test_names_instances_and_closing(

@@ -49,9 +49,7 @@ class Meter:
 
 
 def _diverged(loss: float, epoch: int, step: int) -> DivergedError:
-    error = DivergedError(
+    return DivergedError(
         f"the loss became {loss} in epoch {epoch}, step {step}: lower the learning rate, scale the features, "
         "or look for NaN and very large values in the data"
     )
-    error.everywhere = True  # the loss is that of the global batch, so every rank finds it in the same step
-    return error
