@@ -102,12 +102,13 @@ def loads(text: str, machine: Machine) -> Entries:
 def rule_for(comm: MPI.Intracomm, topology: Topology, given: str | os.PathLike[str] | None, builtin: Rule) -> Rule:
     """The rule of this machine's table for `topology`, or `builtin` when there is none. Collective.
 
-    Rank 0 reads and says once which it is; a table that can't be used is refused in one line. Calls that the
+    Rank 0 reads and says once which table it is, or why one can't be used; that there is none is no news (a line at
+    debug level). Calls that the
     table has no entry for (other dtypes, GPU arrays) are left to `builtin`.
     """
     read = _read(topology, given) if comm.rank == 0 else None
     entries, said = comm.bcast(read)
-    if comm.size > 1:
+    if comm.size > 1 and said:
         notices.once(comm.rank, said)
     return _as_rule(entries, builtin) if entries else builtin
 
@@ -117,11 +118,18 @@ def _as_rule(entries: dict[tuple[str, str], list[Step]], builtin: Rule) -> Rule:
         steps = entries.get((str(dtype), MEMORY.get(memory, "")))
         if steps is None:
             return builtin(topology, nbytes, dtype, memory)
-        step = next(step for step in steps if step.up_to is None or nbytes <= step.up_to)
-        bound = "the largest sizes" if step.up_to is None else f"sizes up to {step.up_to} bytes"
-        return step.backend, f"measured fastest for {bound} of {dtype} in {MEMORY[memory]} memory"
+        index = next(index for index, step in enumerate(steps) if step.up_to is None or nbytes <= step.up_to)
+        return steps[index].backend, f"measured fastest {_bounds(steps, index)} of {dtype} in {MEMORY[memory]} memory"
 
     return choose
+
+
+def _bounds(steps: list[Step], index: int) -> str:
+    """The sizes that a range covers, in words."""
+    end = steps[index].up_to
+    if end is not None:
+        return f"for sizes up to {end} bytes"
+    return f"for sizes above {steps[index - 1].up_to} bytes" if index else "for all sizes"
 
 
 def _read(topology: Topology, given: str | os.PathLike[str] | None) -> tuple[dict[tuple[str, str], list[Step]], str]:
@@ -134,10 +142,9 @@ def _read(topology: Topology, given: str | os.PathLike[str] | None) -> tuple[dic
             return {}, rule
         entries = loads(read_text(path), identify())
     except FileNotFoundError:
-        return (
-            {},
-            f"{rule}: there is no table {path} (mpirun -n {topology.size} python -m benchmarks.tune measures one)",
-        )
+        tune = f"mpirun -n {topology.size} python -m benchmarks.tune measures one"
+        notices.log.debug("allreduce: %s: there is no table %s (%s)", rule, path, tune)
+        return {}, ""
     except Exception as error:  # whatever it is, the other ranks wait for this one
         return {}, f"{rule}: the table {path or 'in the cache folder'} is refused: {error}"
     mine = {(key.dtype, key.memory): steps for key, steps in entries.items() if key[:2] == topology_key(topology)}

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         before, after = load(args.before), load(args.after)
-    except (FileError, OSError) as error:
+    except FileError as error:
         return _fail(str(error))
     if (before.dtype, before.op) != (after.dtype, after.op):
         return _fail(f"{before.dtype} {before.op} can't be compared with {after.dtype} {after.op}")

@@ -6,6 +6,9 @@ Every backend is measured with the code of benchmarks.bandwidth, on foreign arra
 allocate(); the fastest of each range of sizes goes into a JSON file in the user's cache folder, where
 allreduce.create("auto") finds it. A table has an entry for each topology, dtype and kind of memory; those for
 other topologies are kept. It counts on machines of the same CPU model, cores and MPI library only.
+
+The table is written after each dtype, so a run that is stopped loses one dtype at most; the same command with
+--resume goes on.
 """
 
 import argparse
@@ -43,6 +46,7 @@ from benchmarks.measuring.correctness import Checker
 from benchmarks.measuring.lineup import ALL, gather
 from benchmarks.measuring.measure import Cell, Plan, measure
 from benchmarks.showing import outputs
+from benchmarks.showing.progress import Progress
 from benchmarks.showing.verdict import ranges
 
 PROGRAM = "benchmarks.tune"
@@ -81,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtypes", type=_dtypes, metavar="A,B", help=f"default {','.join(DTYPES)}")
     add("-o", "--op", type=cli.op, default="sum", metavar="OP", help="default sum")
     add("--backends", type=cli.names, default=[ALL], metavar="A,B", help="those to choose from (default all)")
+    add("--resume", action="store_true", help="leave out dtypes that the table has already for this topology")
     add("--quick", action="store_true", help="float32 only, 8 sizes up to 16M, some seconds; rough")
     cli.add_measuring_options(parser, f"{BUDGET:g}, with --quick {QUICK_BUDGET:g}")
     return parser
@@ -116,23 +121,43 @@ def _run(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     machine.check_memory(comm, 2 * wanted[-1])
     found: Entries = {}
     with Topology(comm, ranks_per_node=args.ranks_per_node) as topology:
+        if args.resume:
+            dtypes = _left_out(topology, dtypes, kept)
         lineups = [_lineup(topology, args, dtype) for dtype in dtypes]  # refused now, or not at all
+        progress = Progress(comm.rank == 0, [len(sizes.whole(wanted, dtype.itemsize)) for dtype in dtypes], plan)
         for dtype, (contenders, skipped) in zip(dtypes, lineups, strict=True):
-            if comm.rank == 0:
-                print(f"# {topology}, {dtype}, {args.op}: {', '.join(each.name for each in contenders)}", flush=True)
-                print(*(f"#   without {name}: {why}\n" for name, why in skipped.items()), sep="", end="", flush=True)
+            progress.say(f"# {topology}, {dtype}, {args.op}: {', '.join(each.name for each in contenders)}")
+            for name, why in skipped.items():
+                progress.say(f"#   without {name}: {why}")
             checker = Checker(comm, dtype, args.op)
-            found.update(_entries(topology, dtype, contenders, sizes.whole(wanted, dtype.itemsize), plan, checker))
-    error = None
-    if comm.rank == 0:
-        try:
-            outputs.write(path, dumps({**kept, **found}))
-        except OSError as failed:
-            error = OptionError(f"{path} was not written: {failed.strerror or failed}")
-    raise_together(comm, error)
+            spans = sizes.whole(wanted, dtype.itemsize)
+            found.update(_entries(topology, dtype, contenders, spans, plan, checker, progress))
+            _write(comm, path, {**kept, **found})
+        progress.close()
     if comm.rank == 0:
         print(f"# wrote {path}: {len(found)} entries measured, {len(set(kept) - set(found))} kept", flush=True)
     return 0
+
+
+def _left_out(topology: Topology, dtypes: list[np.dtype], kept: Entries) -> list[np.dtype]:
+    """The dtypes that the table does not have for this topology. Collective."""
+    known = {key.dtype for key in kept if key[:2] == topology_key(topology)}
+    left = [dtype for dtype in dtypes if str(dtype) not in topology.world.bcast(known)]
+    if topology.rank == 0:
+        measured = ", ".join(str(dtype) for dtype in dtypes if dtype not in left) or "none"
+        print(f"# measured already for {topology}: {measured}", flush=True)
+    return left
+
+
+def _write(comm: MPI.Intracomm, path: Path, entries: Entries) -> None:
+    """Replace the table by rank 0. Collective."""
+    error = None
+    if comm.rank == 0:
+        try:
+            outputs.write(path, dumps(entries))
+        except OSError as failed:
+            error = OptionError(f"{path} was not written: {failed.strerror or failed}")
+    raise_together(comm, error)
 
 
 def _prepare(comm: MPI.Intracomm, path: Path, given: bool) -> None:
@@ -174,9 +199,12 @@ def _entries(
     wanted: list[int],
     plan: Plan,
     checker: Checker,
+    progress: Progress,
 ) -> Entries:
     """The measured entries for one dtype. Collective; closes the contenders."""
-    cells = _cells(topology, contenders, wanted[-1] // dtype.itemsize, dtype)
+    cells, lacking = _cells(topology, contenders, wanted[-1] // dtype.itemsize, dtype)
+    if lacking:
+        progress.say(f"#   without arrays from allocate(): {lacking}")
     times: dict[str, dict[int, dict[str, float]]] = {}
     for size in wanted:
         seconds, wrong = measure(topology.world, cells, size // dtype.itemsize, plan, checker)
@@ -185,17 +213,22 @@ def _entries(
                 told = f"{cell.backend} made {bad} elements wrong ({cell.memory} {dtype}, {sizes.show(size)})"
                 raise_together(topology.world, OptionError(f"{told}; leave it out by --backends"))
             times.setdefault(cell.memory, {}).setdefault(size, {})[cell.backend] = float(np.median(row))
+        progress.advance(f"{dtype}, {sizes.show(size)}")
     for contender in contenders:
         contender.close()
     found = {Key(*topology_key(topology), str(dtype), memory): steps(each) for memory, each in times.items()}
-    if topology.rank == 0:
-        for key, chosen in found.items():
-            print(f"#   {key.memory}: {_words(chosen)}", flush=True)
+    for key, chosen in found.items():
+        progress.say(f"#   {key.memory}: {_words(chosen)}")
     return found
 
 
-def _cells(topology: Topology, contenders: list[Contender], count: int, dtype: np.dtype) -> list[Cell]:
-    """Foreign arrays, and one array as auto's allocate() gives it, which only one backend knows. Collective."""
+def _cells(
+    topology: Topology, contenders: list[Contender], count: int, dtype: np.dtype
+) -> tuple[list[Cell], str | None]:
+    """Foreign arrays, and one array as auto's allocate() gives it, which only one backend knows. Collective.
+
+    The second value says why there is no array from allocate().
+    """
     foreign = np.zeros(count, dtype)
     cells = [Cell(each.name, "foreign", each.call, foreign) for each in contenders]
     known = next((each for each in contenders if each.name == auto.home(topology)), None)
@@ -203,12 +236,10 @@ def _cells(topology: Topology, contenders: list[Contender], count: int, dtype: n
     if known is not None and known.allocate is not None:
         try:
             allocated = known.allocate(count, dtype)
-            return cells + [Cell(each.name, "allocated", each.call, allocated) for each in contenders]
+            return cells + [Cell(each.name, "allocated", each.call, allocated) for each in contenders], None
         except UnavailableError as error:
             reason = str(error)
-    if topology.rank == 0:
-        print(f"#   without arrays from allocate(): {reason}", flush=True)
-    return cells
+    return cells, reason
 
 
 def _words(chosen: list[Step]) -> str:

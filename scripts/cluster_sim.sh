@@ -197,7 +197,7 @@ inner() {
     for index in "${!sizes[@]}"; do make_host "$index"; done
     write_agent
     for size in "${sizes[@]}"; do ranks=$((ranks + size)); done
-    if ((ranks > $(nproc))); then # the ranks of all hosts share the same cores: let those that wait make room
+    if ((ranks > $(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc))); then # the ranks of all hosts share the same cores: let those that wait make room
         export OMPI_MCA_mpi_yield_when_idle=1
     fi
     export TMPDIR=$rig OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

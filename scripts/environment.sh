@@ -79,9 +79,10 @@ ensure_venv() { # ensure_venv FOLDER NAME PIP-ARGUMENTS...: an environment with 
 }
 
 cores() { # the cores that MPI would count: no hyper-threads, and no more than this process may use
-    local physical
+    local physical usable
     physical=$(lscpu -p=CORE,SOCKET 2>/dev/null | grep -v '^#' | sort -u | wc -l)
-    [ "$physical" -gt 0 ] && [ "$physical" -lt "$(nproc)" ] && echo "$physical" || nproc
+    usable=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # it would answer with the threads of one rank
+    [ "$physical" -gt 0 ] && [ "$physical" -lt "$usable" ] && echo "$physical" || echo "$usable"
 }
 
 prepare_openmpi() { # prepare_openmpi FOLDER RANKS: put its mpirun first on PATH; sets the array $mpirun

@@ -113,8 +113,19 @@ def test_compare_refuses_what_it_cannot_compare(tmp_path: Path, capsys: pytest.C
     run.dtype = "float64"
     (tmp_path / "b.json").write_text(to_json(run))
     assert compare.main([str(save(tmp_path / "a.json")), str(tmp_path / "b.json")]) == 2
-    assert compare.main([str(tmp_path / "a.json"), str(tmp_path / "none.json")]) == 2
-    assert "none.json" in capsys.readouterr().err
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / "text.txt").write_text("words")
+    for name, reason in {
+        "none.json": " can't be read (No such file or directory)",
+        "": " can't be read (Is a directory)",
+        "picture.png": ": it is no text",
+        "text.txt": ": it is no JSON (Expecting value: line 1 column 1 (char 0))",
+    }.items():
+        capsys.readouterr()
+        assert compare.main([str(tmp_path / "a.json"), str(tmp_path / name)]) == 2
+        told = capsys.readouterr().err
+        wanted = "give a file that python -m benchmarks.bandwidth --json FILE wrote"
+        assert told == f"benchmarks.compare: error: {tmp_path / name}{reason}; {wanted}\n"
     with pytest.raises(SystemExit, match="2"):
         compare.main(["a", "b", "--threshold", "much"])
 

@@ -305,5 +305,39 @@ def test_tune_writes_nothing_when_a_backend_is_wrong(
     assert list(tmp_path.iterdir()) == [script]
 
 
+def test_tune_keeps_what_it_measured_and_goes_on(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]) -> None:
+    """Stopped in its second dtype; the same command with --resume measures that one alone."""
+    script = tmp_path / "stopped.py"
+    script.write_text("""
+import sys
+from benchmarks import tune
+
+measure = tune.measure
+
+def stopped(comm, cells, *rest):
+    if str(cells[0].array.dtype) == "float64":
+        raise SystemExit(3)
+    return measure(comm, cells, *rest)
+
+tune.measure = stopped
+try:
+    tune.main()
+except SystemExit as stop:
+    assert stop.code == 3
+tune.measure = measure
+sys.exit(tune.main([*sys.argv[1:], "--resume"]))
+""")
+    options = ["--sizes", "1K", "--dtypes", "float,double", "--backends", "shared,ring", "--output", "t.json", *QUICK]
+    job = mpirun(2, [script, *options], env=quiet, cwd=tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("# 2 measurements; what is measured is kept after each dtype") == 1
+    assert "# measured already for 2 ranks on 1 node: float32\n# 1 measurements" in job.stdout
+    assert "2 entries measured, 2 kept" in job.stdout
+    entries = json.loads((tmp_path / "t.json").read_text())["entries"]
+    assert sorted((entry["dtype"], entry["memory"]) for entry in entries) == [
+        (dtype, memory) for dtype in ("float32", "float64") for memory in ("allocated", "foreign")
+    ]
+
+
 def test_tune_on_one_rank_is_refused(outcomes: Outcomes, quiet: dict[str, str]) -> None:
     refused(*outcomes.of(1, ONE_RANK[1], ONE_RANK, env=quiet), "one rank has nothing to reduce")

@@ -10,8 +10,8 @@ import launch
 import pytest
 
 BASH = shutil.which("bash") or "/bin/bash"
-TOOLS = ("basename", "cat", "cksum", "cp", "dirname", "find", "grep", "id", "ls", "lscpu", "mkdir", "nproc", "rm")
-TOOLS += ("sort", "touch", "tr", "wc")
+TOOLS = ("basename", "cat", "cksum", "cp", "dirname", "env", "find", "grep", "id", "ls", "lscpu", "mkdir", "nproc")
+TOOLS += ("rm", "sort", "touch", "tr", "wc")
 
 # $LACKS names what this Python is without, $BREAKS the step that fails; installations are written to $CALLS.
 PYTHON = f"""#!{BASH}
@@ -210,3 +210,17 @@ def test_more_ranks_than_cores(checkout: Checkout) -> None:
     many = str(2 * (os.cpu_count() or 1))
     assert "--oversubscribe" in checkout.train(RANKS=many).stdout.splitlines()
     assert "--oversubscribe" not in checkout.train(RANKS="1").stdout.splitlines()
+
+
+def test_threads_of_a_rank_are_no_cores(checkout: Checkout) -> None:
+    """nproc answers with OMP_NUM_THREADS where that is set, and the script sets it to 1 for the ranks."""
+    for name, text in (
+        ("nproc", "echo ${OMP_NUM_THREADS:-${OMP_THREAD_LIMIT:-4}}"),
+        ("lscpu", "printf '# CORE,SOCKET\\n0,0\\n1,0\\n2,0\\n3,0\\n'"),
+    ):
+        (checkout.bin / name).unlink(missing_ok=True)
+        (checkout.bin / name).write_text(f"#!{BASH}\n{text}\n")
+        (checkout.bin / name).chmod(0o755)
+    for threads in ({}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "8"}, {"OMP_THREAD_LIMIT": "1"}):
+        assert "--oversubscribe" not in checkout.train(RANKS="4", **threads).stdout.splitlines()
+        assert "--oversubscribe" in checkout.train(RANKS="5", **threads).stdout.splitlines()

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 FORMAT, VERSION = "allreduce bandwidth", 1
+WANTED = "give a file that python -m benchmarks.bandwidth --json FILE wrote"
+WANTED = "give a file that python -m benchmarks.bandwidth --json FILE wrote"
 MEMORIES = ("allocated", "foreign")
 TITLES = {"allocated": "arrays from allocate()", "foreign": "foreign arrays"}
 
@@ -128,11 +130,15 @@ def _checked(result: Result) -> Result:
 
 
 def load(path: str | Path) -> Run:
-    """The run saved in a file; FileError or OSError."""
+    """The run saved in a file; FileError says what is wrong with it and what to give instead."""
     try:
         return from_json(Path(path).read_text(encoding="utf-8"))
-    except (FileError, UnicodeDecodeError) as error:
-        raise FileError(f"{path}: {error}") from None
+    except OSError as error:
+        raise FileError(f"{path} can't be read ({error.strerror or error}); {WANTED}") from None
+    except UnicodeDecodeError:
+        raise FileError(f"{path}: it is no text; {WANTED}") from None
+    except FileError as error:
+        raise FileError(f"{path}: {error}; {WANTED}") from None
 
 
 def to_csv(run: Run) -> str:
