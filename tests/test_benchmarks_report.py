@@ -99,3 +99,37 @@ def test_chart_data_is_the_run(page: Path) -> None:
     found = re.findall(r'"x":\s*(\[[\d,.\s]+\]),\s*"y"', page.read_text())
     assert found
     assert json.loads(found[0]) == [result.size for result in plot.points(made_run(), "allocated", "ring")]
+
+
+def test_labels_of_close_lines_stand_side_by_side() -> None:
+    run = made_run(sizes=[1, 1 << 20])  # a hundredth of the axis is a factor of 2 ** 0.2
+    width = 0.05
+    assert plot.apart([], width, run) == []
+    assert plot.apart([8, 64, 512], width, run) == [8, 64, 512]  # each label left of its own line
+    ends = plot.apart([8, 1000, 1010, 1020, 2**18], width, run)
+    assert ends[0] == 8
+    assert ends[3:] == [1000, 2**18]  # the crowd's last label stands left of its first line
+    assert np.allclose(np.diff(np.log2(ends[1:4])), 20 * width)
+
+
+SENDER = """<script>
+addEventListener("load", () => setTimeout(() => {
+    const page = document.documentElement;
+    parent.postMessage("width " + page.clientWidth + " scrolls " + (page.scrollWidth - page.clientWidth), "*");
+}, 2000));
+</script></body>"""
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_page_does_not_scroll_sideways(page: Path, width: int) -> None:
+    """In a frame, because a browser's own window is never as narrow as a telephone."""
+    narrow, frame = page.with_name(f"narrow{width}.html"), page.with_name(f"frame{width}.html")
+    narrow.write_text(page.read_text().replace("</body>", SENDER))
+    frame.write_text(
+        f"<iframe src={narrow.name} width={width} height=900></iframe><p>"
+        "<script>onmessage = event => document.querySelector('p').textContent = event.data</script>"
+    )
+    said = re.search(r"<p>width (\d+) scrolls (-?\d+)", browse(frame, "--dump-dom").stdout)
+    assert said, "the page never came"
+    assert width - 20 <= int(said[1]) <= width
+    assert int(said[2]) == 0

@@ -1,6 +1,8 @@
 """The picture of a run: busbw and time over size, for allocated and foreign arrays. Needs matplotlib."""
 
 import io
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from benchmarks.showing.results import MEMORIES, TITLES, Result, Run
 from benchmarks.showing.style import colour, mark, width
 from benchmarks.showing.verdict import competing, crossovers, times_of
 
+LABEL_WIDTH = 0.024  # of a panel's width
 ROWS = (("busbw", "bus bandwidth (GB/s)"), ("time_us", "time (us)"))
 
 
@@ -63,6 +66,24 @@ def points(run: Run, memory: str, backend: str) -> list[Result]:
     return sorted((each for each in run.of(memory) if each.backend == backend), key=lambda each: each.size)
 
 
+def apart(places: Sequence[float], width: float, run: Run) -> list[float]:
+    """Where the upright labels of lines at these sizes end on the right, on an axis of the logarithm of the size.
+
+    A label stands left of its line. Where lines are closer than the labels, those stand side by side, left of them all.
+    places: rising. width: of a label, as a share of the axis.
+    """
+    sizes = [result.size for result in run.results]
+    factor = (max(sizes) / min(sizes)) ** width
+    ends: list[float] = []
+    crowd: list[float] = []
+    for place, after in zip(places, [*places[1:], math.inf], strict=True):
+        crowd.append(place)
+        if after > place * factor**2:
+            ends += [crowd[0] / factor**waiting for waiting in reversed(range(len(crowd)))]
+            crowd = []
+    return ends
+
+
 def _panel(axis: Any, run: Run, memory: str, quantity: str) -> None:
     for backend in run.backends():
         curve = points(run, memory, backend)
@@ -79,11 +100,12 @@ def _panel(axis: Any, run: Run, memory: str, quantity: str) -> None:
     axis.grid(True, which="minor", axis="y", alpha=0.12)
     axis.yaxis.set_major_formatter("{x:g}")
     rising = quantity == "time_us"  # the names go to the end of the panel that the curves leave free
-    for crossing in crossovers(competing(times_of(run, memory))):
+    found = crossovers(competing(times_of(run, memory)))
+    for crossing, place in zip(found, apart([each.nbytes for each in found], LABEL_WIDTH, run), strict=True):
         axis.axvline(crossing.nbytes, color="#888888", linestyle=":", linewidth=1.2)
         axis.annotate(
-            f"{crossing.before} → {crossing.after}\n{show(crossing.nbytes)}",
-            (crossing.nbytes, 0.98 if rising else 0.02),
+            f"{crossing.before} → {crossing.after}, {show(crossing.nbytes)}",
+            (place, 0.98 if rising else 0.02),
             xycoords=("data", "axes fraction"),
             fontsize=7.5,
             rotation=90,

@@ -6,11 +6,12 @@ from html import escape
 from typing import Any
 
 from benchmarks.measuring.sizes import show
-from benchmarks.showing.plot import points, ticks
+from benchmarks.showing.plot import apart, points, ticks
 from benchmarks.showing.results import MEMORIES, TITLES, Result, Run
 from benchmarks.showing.style import colour, mark, width
 from benchmarks.showing.verdict import competing, crossovers, times_of
 
+LABEL_WIDTH = 0.04  # of a panel's width, where it is narrowest
 CHARTS = (("busbw", "Bus bandwidth", "bus bandwidth (GB/s)"), ("time_us", "Time", "time (us)"))
 _STYLE = """
 body { font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #222; margin: 2em auto; max-width: 1300px;
@@ -23,7 +24,9 @@ th { position: sticky; top: 0; background: #fff } td.name, th.name { text-align:
 tr.first td { border-top: 2px solid #bbb } .dot { display: inline-block; width: 0.7em; height: 0.7em;
   border-radius: 50%; margin-right: 0.5em } .bad { color: #b00; font-weight: bold } td.best { font-weight: bold }
 dl { display: grid; grid-template-columns: max-content auto; gap: 0.2em 1.2em } dt { color: #555 } dd { margin: 0 }
-code { background: #f3f6f9; padding: 0.1em 0.4em }
+code { background: #f3f6f9; padding: 0.1em 0.4em } dd, code { overflow-wrap: anywhere; min-width: 0 }
+@media (max-width: 1000px) { body { margin-top: 1em; padding: 0 0.8em }
+  div.wide { overflow-x: auto } div.wide > div { min-width: 760px } }
 """
 
 
@@ -44,15 +47,15 @@ def page(run: Run, verdict: Sequence[str]) -> str:
     charts = CHARTS if run.ranks > 1 else CHARTS[1:]  # busbw of one rank is 0
     parts = [
         "<!DOCTYPE html>\n<html lang=en><head><meta charset=utf-8>",
-        "<meta name=viewport content='width=device-width'><link rel=icon href='data:,'>",
+        "<meta name=viewport content='width=device-width, initial-scale=1'><link rel=icon href='data:,'>",
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",
         f"<script>{get_plotlyjs()}</script></head><body>",
         f"<h1>{escape(title)}</h1><p class=sub>{escape(run.machine['cpu'])}, {escape(run.date)}</p>",
         "<h2>Verdict</h2><ul class=verdict>" + "".join(f"<li>{escape(line)}</li>" for line in verdict) + "</ul>",
-        *(f"<h2>{title}</h2>{_chart(run, quantity, label)}" for quantity, title, label in charts),
+        *(f"<h2>{title}</h2><div class=wide>{_chart(run, quantity, label)}</div>" for quantity, title, label in charts),
         "<p class=sub>Click a name to hide it, double-click to see it alone, drag to zoom. Dotted lines: where "
         "another backend becomes the fastest. All times are medians over the iterations, of the slowest rank.</p>",
-        f"<h2>Results</h2>{_table(run)}<h2>Machine</h2>{_machine(run)}</body></html>\n",
+        f"<h2>Results</h2><div class=wide>{_table(run)}</div><h2>Machine</h2>{_machine(run)}</body></html>\n",
     ]
     return "\n".join(parts)
 
@@ -109,11 +112,12 @@ def _trace(backend: str, curve: Sequence[Result], quantity: str, in_legend: bool
 
 def _mark_crossovers(figure: Any, run: Run, memory: str, column: int, rising: bool) -> None:
     """Lines with names, at the end of the panel that the curves leave free."""
-    for crossing in crossovers(competing(times_of(run, memory))):
+    found = crossovers(competing(times_of(run, memory)))
+    for crossing, place in zip(found, apart([each.nbytes for each in found], LABEL_WIDTH, run), strict=True):
         figure.add_vline(x=crossing.nbytes, line={"color": "#888", "dash": "dot", "width": 1.2}, row=1, col=column)
         figure.add_annotation(
             text=f"{crossing.before} → {crossing.after}, {show(crossing.nbytes)}",
-            x=math.log10(crossing.nbytes),  # on a log axis annotations, unlike lines, take the exponent
+            x=math.log10(place),  # on a log axis annotations, unlike lines, take the exponent
             xref=f"x{column}" if column > 1 else "x",
             y=0.01 if not rising else 0.99,
             yref="y domain",
