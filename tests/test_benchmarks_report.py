@@ -102,7 +102,7 @@ def test_chart_data_is_the_run(page: Path) -> None:
 
 
 def test_labels_of_close_lines_stand_side_by_side() -> None:
-    run = made_run(sizes=[1, 1 << 20])  # a hundredth of the axis is a factor of 2 ** 0.2
+    run = made_run(sizes=[4, 4 << 20])  # twenty octaves
     width = 0.05
     assert plot.apart([], width, run) == []
     assert plot.apart([8, 64, 512], width, run) == [8, 64, 512]  # each label left of its own line

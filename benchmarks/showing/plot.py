@@ -3,6 +3,7 @@
 import io
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def apart(places: Sequence[float], width: float, run: Run) -> list[float]:
     factor = (max(sizes) / min(sizes)) ** width
     ends: list[float] = []
     crowd: list[float] = []
-    for place, after in zip(places, [*places[1:], math.inf], strict=True):
+    for place, after in pairwise([*places, math.inf]):
         crowd.append(place)
         if after > place * factor**2:
             ends += [crowd[0] / factor**waiting for waiting in reversed(range(len(crowd)))]
