@@ -20,10 +20,11 @@ from allreduce.arrays.signature import ALLOCATED, FOREIGN
 from allreduce.base import TwoPhase
 from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import agree
-from allreduce.messages.stage import Stage, Staged
+from allreduce.messages.stage import LEAST_BYTES, Stage, Staged, wanted_bytes
 from allreduce.messages.window import Window
 from allreduce.topology import Topology
 
+WORD = np.dtype(np.int64)
 BLOCK_BYTES = 256 * 1024  # what a rank adds at a time, from each rank
 
 
@@ -43,10 +44,15 @@ class Shared(TwoPhase):
         self._numbers = itertools.count()
         self._meetings = 0
         try:
-            self._stage = Stage(self._comm)
+            words = Window(self._comm, 2 * WORD.itemsize)
+            self._stage = Stage(self._comm, LEAST_BYTES)
         except UnavailableError:  # on all ranks
             topology.release(self._comm, self)
             raise
+        assert words.ranks is not None
+        self._may_grow = True
+        self._words = words.ranks.view(WORD).T  # of two calls, of all ranks
+        self._fence = words.fence
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> np.ndarray:
         if device == "cuda":
@@ -61,7 +67,7 @@ class Shared(TwoPhase):
     def _close(self) -> None:
         """Let go of the memory; an array that is still in use keeps its own."""
         self._arrays.clear()
-        del self._stage
+        del self._stage, self._words, self._fence
 
     # Arrays from allocate(): no staging, every rank reaches into every rank's array
 
@@ -76,7 +82,7 @@ class Shared(TwoPhase):
             self._combine(parts, parts[0], op)
             for part in parts[1:]:
                 np.copyto(part, parts[0])
-        self._stage.fence()
+        self._fence()
 
     def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
         self._reduce_scatter(buffer, op)  # _combine sums 16-bit floats in float32, so nothing is widened before
@@ -89,7 +95,7 @@ class Shared(TwoPhase):
         everyone = self._meet(buffer, f"reduce_scatter {op.name}", place)
         for block in _blocks(self.owned(buffer.size), buffer.itemsize):
             self._combine([array[block] for array in everyone], buffer[block], op)
-        self._stage.fence()
+        self._fence()
 
     def _all_gather(self, buffer: np.ndarray) -> None:
         place = self._find(buffer)
@@ -101,43 +107,54 @@ class Shared(TwoPhase):
             if rank != self.rank:
                 span = self.owned(buffer.size, rank)
                 np.copyto(buffer[span], array[span])
-        self._stage.fence()
+        self._fence()
 
     # Other arrays: by way of the stage, one fence a turn
 
     def _reduce_staged(self, buffer: np.ndarray, op: Op) -> None:
-        staged = Staged(self._stage, buffer)
+        staged = self._staged(buffer, op.name)
         staged.put_others(0)
         self._meet(buffer, op.name, None)
         for turn in range(staged.turns):
             self._combine(staged.contributions(turn), staged.own(turn), op)
             staged.put_own(turn)
             staged.put_others(turn + 1)
-            self._stage.fence()
+            self._fence()
             staged.get_others(turn)
         staged.end()
 
     def _reduce_scatter_staged(self, buffer: np.ndarray, op: Op) -> None:
-        staged = Staged(self._stage, buffer)
+        staged = self._staged(buffer, f"reduce_scatter {op.name}")
         staged.put_others(0)
         self._meet(buffer, f"reduce_scatter {op.name}", None)
         for turn in range(staged.turns):
             if turn:
-                self._stage.fence()
+                self._fence()
             self._combine(staged.contributions(turn), staged.own(turn), op)
             staged.put_others(turn + 1)
         staged.end()
 
     def _all_gather_staged(self, buffer: np.ndarray) -> None:
-        staged = Staged(self._stage, buffer)
+        staged = self._staged(buffer, "all_gather")
         staged.put_own(0)
         self._meet(buffer, "all_gather", None)
         for turn in range(staged.turns):
             if turn:
-                self._stage.fence()
+                self._fence()
             staged.get_others(turn)
             staged.put_own(turn + 1)
         staged.end()
+
+    def _staged(self, buffer: np.ndarray, call: str) -> Staged:
+        """`buffer` before its first turn. The stage grows with the arrays that come."""
+        wanted = wanted_bytes(buffer.nbytes, self.size)
+        if wanted > self._stage.nbytes and self._may_grow:
+            self._meet(buffer, call, None)  # so all ranks make it
+            try:
+                self._stage = Stage(self._comm, wanted)
+            except UnavailableError:  # on all ranks; the one that is there does it more slowly
+                self._may_grow = False
+        return Staged(self._stage, buffer)
 
     # Both
 
@@ -150,9 +167,9 @@ class Shared(TwoPhase):
         code = dtypes.TYPES[buffer.dtype].code
         word = zlib.crc32(f"{place} {buffer.size} {code} {call}".encode())
         self._meetings += 1
-        words = self._stage.words[self._meetings % 2]  # a rank that is ahead is in the next call at the most
+        words = self._words[self._meetings % 2]  # a rank that is ahead is in the next call at the most
         words[self.rank] = word
-        self._stage.fence()
+        self._fence()
         if words.tolist().count(word) < self.size:
             self._tell_difference(buffer, call, place)
         if place is None:

@@ -18,6 +18,7 @@ from allreduce.arrays.signature import ALLOCATED
 from allreduce.backends.shared import Shared
 from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
+from allreduce.messages.stage import LARGEST_BYTES
 from allreduce.messages.window import CommonWindow
 
 SIZE = MPI.COMM_WORLD.size
@@ -172,6 +173,23 @@ def test_memory_that_one_rank_can_not_have_is_refused_on_all(
     world.Barrier()
     assert not os.path.exists(f"/dev/shm/allreduce-{name}")
     reduce.close()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank stages nothing")
+def test_stage_grows_as_far_as_there_is_memory(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with allreduce.create("shared", flat) as reduce:
+        sizes = []
+        for length in (1000, 200_000, 1000, 12_000_000, 1000):
+            if length == 12_000_000 and world.rank == SIZE - 1:
+                _full(monkeypatch)
+            array = np.full(length, world.rank, "float32")
+            reduce(array, "max")
+            assert (array == SIZE - 1).all()
+            sizes.append(reduce._stage.nbytes)  # type: ignore[attr-defined]
+        monkeypatch.undo()
+    assert sizes[0] < sizes[1] == sizes[2] == sizes[3] == sizes[4] < LARGEST_BYTES
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank shares with nobody")
