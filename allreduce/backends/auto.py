@@ -14,12 +14,13 @@ from allreduce.arrays.signature import ALLOCATED, GPU, Signature
 from allreduce.base import AllReduce, Reduction
 from allreduce.decision_table import Rule, rule_for
 from allreduce.errors import UnavailableError
+from allreduce.messages.stage import LARGEST_BYTES
 from allreduce.topology import Topology
 
 # Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; `rule` tells where they count.
 SMALL_BYTES = 64 * 1024
 SHARED_BYTES_PER_RANK = 64 * 1024
-FOREIGN_BYTES = 24 * 1024 * 1024
+STAGED_BYTES = LARGEST_BYTES  # over the ranks: arrays that go through the stage in two turns
 LAST_RESORT = "ring"  # needs nothing but messages
 
 
@@ -34,17 +35,14 @@ def rule(topology: Topology, nbytes: int, dtype: np.dtype, memory: int) -> tuple
         return "hierarchical_copy", f"{topology.nodes} nodes"
     if half:
         return "shared", "16-bit floats are summed in float32 while they are in the cache"
+    least, most = SHARED_BYTES_PER_RANK * topology.size, STAGED_BYTES // topology.size
+    if nbytes < least:
+        return "native", f"below {_size(least)} the MPI library's latency wins"
     if memory == ALLOCATED:
-        least = SHARED_BYTES_PER_RANK * topology.size
-        if nbytes < least:
-            return "native", f"below {_size(least)} the MPI library's latency wins"
         return "shared", "one node: the ranks reduce in the memory that they share"
-    if nbytes < FOREIGN_BYTES:
-        return (
-            "native",
-            f"arrays not from allocate(), below {_size(FOREIGN_BYTES)}: a copy would cost more than it wins",
-        )
-    return "ring", "large arrays not from allocate(): no staging, each byte is copied once"
+    if nbytes <= most:
+        return "shared", f"arrays not from allocate(), up to {_size(most)}: staged in memory that the ranks share"
+    return "ring", f"arrays not from allocate(), above {_size(most)}: no staging, each byte is copied once"
 
 
 def _size(nbytes: int) -> str:

@@ -43,14 +43,10 @@ class Shared(TwoPhase):
         self._arrays: dict[int, Window] = {}  # what `allocate` gave, by number; numbers are not used again
         self._numbers = itertools.count()
         self._meetings = 0
-        try:
-            words = Window(self._comm, 2 * WORD.itemsize)
-            self._stage = Stage(self._comm, LEAST_BYTES)
-        except UnavailableError:  # on all ranks
-            topology.release(self._comm, self)
-            raise
-        assert words.ranks is not None
+        self._stage = Stage(self._comm, LEAST_BYTES)
         self._may_grow = True
+        words = Window(self._comm, 2 * WORD.itemsize)
+        assert words.ranks is not None
         self._words = words.ranks.view(WORD).T  # of two calls, of all ranks
         self._fence = words.fence
 

@@ -28,8 +28,8 @@ OFFSET = 2048
 def wanted_bytes(nbytes: int, ranks: int) -> int:
     """The size of a table through which an array of `nbytes` goes in two turns, or the largest one.
 
-    In a third turn slots are written again that the last one who read them has in its cache. Where ranks don't have
-    a cache in common this takes ten times as long as a copy: 27 ns a line between the complexes of an EPYC.
+    In a third turn slots are written again that their last reader still has in its cache. Where ranks don't have a
+    cache in common that takes twenty times as long as a copy: 27 ns a line between the complexes of an EPYC.
     """
     return min(1 << max(nbytes * ranks - 1, 1).bit_length(), LARGEST_BYTES)
 
