@@ -70,8 +70,9 @@ class AllReduce(ABC):
 
         buffer: a contiguous, writable NumPy or CuPy array of any shape, alike on all ranks. Arrays from
             `allocate` are reduced where they are, others at the cost of a copy where the backend needs it.
-        op: "sum", "mean" (of floating dtypes), "max", "min" or "prod". float16 and bfloat16 are summed
-            in float32 and rounded once.
+        op: "sum", "mean" or "average" (of floating dtypes), "max", "min" or "prod". float16 and bfloat16 are
+            summed in float32 and rounded once; sums of integers wrap round; of truth values, sum and max are
+            "or", prod and min are "and".
 
         Raises a named AllReduceError on all ranks, before anything is changed, when an array can't be
         reduced or the ranks disagree.
@@ -180,6 +181,7 @@ class AllReduce(ABC):
             signature = inspect(buffer, op, self._where(buffer), call)
             self._check_dtype(signature.dtype)
             resolved = ops.resolve(op, signature.dtype, self.size)
+            signature = signature._replace(op=resolved.name)  # one name, by which all ranks know it
         except AllReduceError as refused:
             error = refused
         if self.check == "always" or (self.check == "first" and (error or signature not in self._agreed)):
@@ -193,7 +195,7 @@ class AllReduce(ABC):
         reduce = self._route(signature)
         admitted = Call(signature, reduce, resolved, shown=reduce is not _nothing_to_do)
         if self.check != "always" and signature[4:] == ("C", "all_reduce"):
-            self._known[signature[:4]] = admitted
+            self._known[signature[:4]] = self._known[(*signature[:2], op, signature.memory)] = admitted
         return admitted
 
     def _where(self, buffer: Any) -> int:

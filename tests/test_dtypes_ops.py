@@ -8,16 +8,17 @@ from mpi4py import MPI
 from allreduce.arrays import dtypes, ops
 from allreduce.errors import UnsupportedDtypeError, UnsupportedOpError
 
-NAMES = ("float32", "float64", "int32", "int64", "float16", "bfloat16")
+NAMES = ("float32", "float64", "int32", "int64", "float16", "bfloat16", "uint8", "int8", "bool")
 
 
 def test_table_is_whole() -> None:
     assert {str(dtype) for dtype in dtypes.TYPES} == set(NAMES)
     rows = dtypes.TYPES.values()
-    assert len({row.code for row in rows}) == len({row.nccl for row in rows}) == len(NAMES)
+    assert len({row.code for row in rows}) == len(NAMES)
+    assert len({row.nccl for row in rows}) == len(NAMES) - 1  # NCCL has no truth values; bytes do
     for dtype, row in dtypes.TYPES.items():
         assert dtypes.wire(np.zeros(2, dtype)).dtype.itemsize == dtype.itemsize
-        assert row.accumulator.itemsize == max(4, dtype.itemsize)
+        assert row.accumulator.itemsize == (4 if dtypes.is_half(dtype) else dtype.itemsize)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -28,10 +29,10 @@ def test_parse(name: str) -> None:
     assert dtypes.is_half(dtype) == name.endswith("float16")
 
 
-@pytest.mark.parametrize("bad", ["float31", "complex64", "bool", "U5", object, np.uint8, ">f8", [1], "float8_e4m3fn"])
+@pytest.mark.parametrize("bad", ["float31", "complex64", "U5", object, np.uint16, ">f8", [1], "float8_e4m3fn"])
 def test_parse_refuses_by_name(bad: object) -> None:
-    with pytest.raises(UnsupportedDtypeError, match="use one of float32, float64, int32, int64, float16, bfloat16"):
-        dtypes.parse(bad)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedDtypeError, match="use one of float32, .*, bfloat16, uint8, int8, bool"):
+        dtypes.parse(bad)
 
 
 def test_wire_is_the_same_memory() -> None:
@@ -63,11 +64,15 @@ def test_mean_is_one_multiplication_at_the_end() -> None:
     assert ops.OPS["mean"].scale is None  # the table itself is not touched
 
 
+def test_average_is_another_name_of_mean() -> None:
+    assert ops.resolve("average", np.dtype("float32"), 4) == ops.resolve("mean", np.dtype("float32"), 4)
+
+
 def test_mean_of_bfloat16() -> None:
     assert ops.resolve("mean", np.dtype(ml_dtypes.bfloat16), 2).scale == 0.5
 
 
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "int8", "bool"])
 def test_no_mean_of_integers(dtype: str) -> None:
     with pytest.raises(UnsupportedOpError, match=f'op "mean" is not defined for {dtype}: use "sum"'):
         ops.resolve("mean", np.dtype(dtype), 2)

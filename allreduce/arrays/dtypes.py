@@ -17,7 +17,9 @@ class Type(NamedTuple):
 
 FLOAT16 = np.dtype(np.float16)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_F32, _F64, _I32, _I64, _U16 = map(np.dtype, ("float32", "float64", "int32", "int64", "uint16"))
+BOOL = np.dtype(np.bool_)
+_F32, _F64, _I32, _I64 = map(np.dtype, ("float32", "float64", "int32", "int64"))
+_U8, _I8, _U16 = map(np.dtype, ("uint8", "int8", "uint16"))
 
 TYPES: dict[np.dtype, Type] = {
     _F32: Type(1, 7, _F32),
@@ -26,7 +28,11 @@ TYPES: dict[np.dtype, Type] = {
     _I64: Type(4, 4, _I64),
     FLOAT16: Type(5, 6, _F32),
     BFLOAT16: Type(6, 9, _F32),
+    _U8: Type(7, 1, _U8),
+    _I8: Type(8, 0, _I8),
+    BOOL: Type(9, 1, BOOL),
 }
+_WIRE = {FLOAT16: _U16, BFLOAT16: _U16, BOOL: _U8}
 
 
 def parse(dtype: DTypeLike) -> np.dtype:
@@ -52,5 +58,6 @@ def is_half(dtype: np.dtype) -> bool:
 
 
 def wire(array: np.ndarray) -> np.ndarray:
-    """The same memory as a dtype that MPI's buffer interface knows (16-bit floats as uint16)."""
-    return array.view(_U16) if is_half(array.dtype) else array
+    """The same memory as a dtype that MPI knows and reduces: 16-bit floats as uint16, truth values as bytes."""
+    kind = _WIRE.get(array.dtype)
+    return array if kind is None else array.view(kind)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.arrays import dtypes
 from allreduce.errors import UnsupportedOpError
 
 
@@ -27,7 +28,7 @@ class Op:
 
     def keeps_nan(self, dtype: np.dtype) -> bool:
         """True for the maximum and minimum of floats: a NaN of any rank is the result, where others drop it."""
-        return self.combine in (np.maximum, np.minimum) and dtype.kind not in "iu"
+        return self.combine in (np.maximum, np.minimum) and dtype.kind not in "iub"
 
     def unscaled(self) -> "Op":
         """The same operation for a part of the way: whoever does the last part scales."""
@@ -41,15 +42,23 @@ OPS: dict[str, Op] = {
     "min": Op("min", 4, np.minimum, MPI.MIN, 3),
     "prod": Op("prod", 5, np.multiply, MPI.PROD, 1),
 }
+ALIASES = {"average": "mean"}
+BOOLEAN = {np.add: OPS["max"], np.multiply: OPS["min"]}  # "or" and "and", on truth values as on bytes of 0 and 1
 
 
 def resolve(name: str, dtype: np.dtype, ranks: int) -> Op:
-    """The operation called `name` for arrays of `dtype` on `ranks` ranks."""
-    op = OPS.get(name) if isinstance(name, str) else None
+    """The operation called `name` for arrays of `dtype` on `ranks` ranks.
+
+    Of truth values a sum is "or" and a product is "and", as with NumPy; those of integers wrap round.
+    """
+    op = OPS.get(ALIASES.get(name, name)) if isinstance(name, str) else None
     if op is None:
         raise UnsupportedOpError(f"op {name!r} is unknown; use one of {', '.join(OPS)}")
     if op.name == "mean":
-        if dtype.kind == "i":
+        if dtype.kind in "iub":
             raise UnsupportedOpError(f'op "mean" is not defined for {dtype}: use "sum", or a floating dtype')
         op = replace(op, scale=1.0 / ranks)
+    elif dtype == dtypes.BOOL and op.combine in BOOLEAN:
+        same = BOOLEAN[op.combine]
+        op = replace(op, mpi=same.mpi, nccl=same.nccl)
     return op

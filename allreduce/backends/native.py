@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.arrays import chunks, gpu
+from allreduce.arrays import chunks, dtypes, gpu
 from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce
 
@@ -26,8 +26,9 @@ class Native(AllReduce):
     sums_half = False
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        step = largest_piece(buffer.itemsize, op)
         operation = _operation(op, buffer.dtype)
+        buffer = dtypes.wire(buffer)
+        step = largest_piece(buffer.itemsize, op)
         if buffer.size <= step:
             self._reduce_piece(buffer, op, operation)
         else:
@@ -39,7 +40,7 @@ class Native(AllReduce):
         op.finish(piece)
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
-        # What keeps NaNs is a function of the host.
+        # NumPy's operations are functions of the host.
         if not gpu.mpi_is_cuda_aware() or _operation(op, buffer.dtype) is not op.mpi:
             super()._reduce_gpu(buffer, op)
             return
@@ -48,8 +49,11 @@ class Native(AllReduce):
 
 
 def _operation(op: Op, dtype: np.dtype) -> MPI.Op:
-    """MPI's operation; for the maximum and minimum of floats NumPy's, because MPI's lose a NaN or not by its rank."""
-    return _numpy_operation(op.combine, dtype) if op.keeps_nan(dtype) else op.mpi
+    """MPI's operation, or NumPy's where MPI's may do something else."""
+    # The maximum and minimum of floats lose a NaN or not by its rank. Open MPI's sums of 8-bit integers don't wrap
+    # round where it uses vector instructions: they stop at the largest one.
+    saturates = op.combine is np.add and dtype.itemsize == 1 and dtype != dtypes.BOOL
+    return _numpy_operation(op.combine, dtype) if saturates or op.keeps_nan(dtype) else op.mpi
 
 
 @functools.cache

@@ -149,7 +149,7 @@ BAD_ARRAYS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "gaps": (lambda: np.zeros((4, 4))[:, :2], errors.NotContiguousError, "ascontiguousarray"),
     "reversed": (lambda: np.zeros(4)[::-1], errors.NotContiguousError, "not contiguous"),
     "complex": (lambda: np.zeros(3, complex), errors.UnsupportedDtypeError, "complex128"),
-    "bool": (lambda: np.zeros(3, bool), errors.UnsupportedDtypeError, "use one of float32"),
+    "16-bit integers": (lambda: np.zeros(3, np.int16), errors.UnsupportedDtypeError, "use one of float32"),
     "object": (lambda: np.zeros(3, object), errors.UnsupportedDtypeError, "object"),
     "byte order": (lambda: np.zeros(3, ">f4"), errors.UnsupportedDtypeError, "byte order"),
     "not aligned": (lambda: np.zeros(33, np.uint8)[1:].view("f8"), errors.NotAnArrayError, "aligned"),

@@ -1,5 +1,6 @@
 """The test grid of the design on every backend, topology and dtype; see grid.py."""
 
+import functools
 import itertools
 import zlib
 from collections.abc import Callable, Generator
@@ -105,6 +106,32 @@ def test_max_and_min_keep_nan(reduce: AllReduce, dtype: str, world: MPI.Intracom
                 if not np.array_equal(array.astype(np.float32), wanted, equal_nan=True):
                     wrong.append((length, op))
     assert not wrong
+
+
+@every_place
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "bool"])
+def test_small_integers_and_truth_values(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
+    """As NumPy's functions on arrays of this dtype: sums wrap round, and of truth values they are "or"."""
+    wrong = []
+    for length in (1, SIZE, 1001):
+        sides = [np.random.default_rng(rank).integers(0, 256, length).astype("uint8") for rank in range(SIZE)]
+        sides = [(side > 128 if dtype == "bool" else side.view(dtype)) for side in sides]
+        for array in (reduce.allocate(length, dtype), np.empty(length, dtype)):
+            for op, function in {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}.items():
+                array[:] = sides[world.rank]
+                reduce(array, op)
+                if not np.array_equal(array, functools.reduce(function, sides)):
+                    wrong.append((length, op))
+    assert not wrong
+
+
+@every_place
+def test_average_is_another_name_of_mean(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    for names in (("mean", "average"), ("average", "mean"), ("average", "average")):
+        for name in names:  # whatever a rank calls it
+            array = np.full(SIZE + 1, world.rank, "float32")
+            reduce(array, name if world.rank else "mean")
+            assert (array == np.float32((SIZE - 1) / 2)).all()
 
 
 @every_place
