@@ -31,7 +31,7 @@ def test_parse(name: str) -> None:
 
 @pytest.mark.parametrize("bad", ["float31", "complex64", "U5", object, np.uint16, ">f8", [1], "float8_e4m3fn"])
 def test_parse_refuses_by_name(bad: object) -> None:
-    with pytest.raises(UnsupportedDtypeError, match="use one of float32, .*, bfloat16, uint8, int8, bool"):
+    with pytest.raises(UnsupportedDtypeError, match=r"use one of float32, .*, bfloat16, uint8, int8, bool"):
         dtypes.parse(bad)
 
 
