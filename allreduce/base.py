@@ -195,7 +195,8 @@ class AllReduce(ABC):
         reduce = self._route(signature)
         admitted = Call(signature, reduce, resolved, shown=reduce is not _nothing_to_do)
         if self.check != "always" and signature[4:] == ("C", "all_reduce"):
-            self._known[signature[:4]] = self._known[(*signature[:2], op, signature.memory)] = admitted
+            length, dtype, _, memory, *_ = signature
+            self._known[signature[:4]] = self._known[length, dtype, op, memory] = admitted
         return admitted
 
     def _where(self, buffer: Any) -> int:
