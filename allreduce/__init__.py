@@ -42,6 +42,8 @@ _prepare_mpi()
 from allreduce.registry import BACKENDS, available, create  # noqa: E402
 from allreduce.topology import Topology  # noqa: E402
 
+__version__ = "0.1.0"  # pyproject.toml and CHANGELOG.md follow it
+
 NAMES = tuple(BACKENDS)
 """Every backend's name; `available()` gives those that work here."""
 

