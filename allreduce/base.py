@@ -1,13 +1,13 @@
 """Seam 1: what a backend is. Everything that backends share is written once, here."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from allreduce import children, ending, notices
-from allreduce.arrays import chunks, dtypes, gpu, ops
+from allreduce.arrays import dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, numbers
 from allreduce.arrays.workspace import Workspace
@@ -17,6 +17,7 @@ from allreduce.errors import (
     ClosedError,
     OptionError,
 )
+from allreduce.moves import Moves, nothing_to_do
 from allreduce.topology import Topology
 
 BackendT = TypeVar("BackendT", bound="AllReduce")
@@ -24,7 +25,7 @@ CHECKS = ("first", "always", "never")
 LARGEST = 2**40 - 1  # elements; no machine has the memory
 
 
-class AllReduce(ABC):
+class AllReduce(Moves):
     """An AllReduce algorithm on the ranks of a topology.
 
     topology: a `Topology`; the backend takes a communicator of its own from it.
@@ -51,7 +52,7 @@ class AllReduce(ABC):
         self.owns_topology = False  # set by create() when it made the topology
         self._calls = Calls(topology, self, shown=check != "never")
         self._comm = topology.private(self, self._calls.wait)  # data
-        self._agreed: set[Signature] = set()
+        self._agreed: set[Any] = set()  # what calls are known by: their signatures
         self._known: dict[tuple, Call] = {}  # what __call__ looks up: plain arrays in C order
 
     # What users call
@@ -147,12 +148,12 @@ class AllReduce(ABC):
     def _route(self, signature: Signature) -> Reduction:
         """What reduces arrays of this signature; asked once for each."""
         if signature.length == 0 or self.size == 1:
-            return _nothing_to_do
+            return nothing_to_do
         if signature.memory == FOREIGN and self.copies_foreign:
             notices.once(self.rank, self.copies_foreign)
         return self._reduce_gpu if signature.memory == GPU else self._reduce
 
-    def _close(self) -> None:  # noqa: B027, most algorithms hold nothing else
+    def _close(self) -> None:
         """Free what the algorithm holds besides `_comm` and `workspace`. Collective."""
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
@@ -184,20 +185,24 @@ class AllReduce(ABC):
             signature = signature._replace(op=resolved.name)  # one name, by which all ranks know it
         except AllReduceError as refused:
             error = refused
-        if self.check == "always" or (self.check == "first" and (error or signature not in self._agreed)):
-            text = f"refused, {type(error).__name__}: {error}" if error else str(signature)
-            self._calls.agree(numbers(signature, resolved), text, error)
-        if error is not None:
-            raise error
+        self._agree_once(signature, signature, numbers(signature, resolved), error)
         assert signature is not None
         assert resolved is not None
-        self._agreed.add(signature)
         reduce = self._route(signature)
-        admitted = Call(signature, reduce, resolved, shown=reduce is not _nothing_to_do)
+        admitted = Call(signature, reduce, resolved, shown=reduce is not nothing_to_do)
         if self.check != "always" and signature[4:] == ("C", "all_reduce"):
             length, dtype, _, memory, *_ = signature
             self._known[signature[:4]] = self._known[length, dtype, op, memory] = admitted
         return admitted
+
+    def _agree_once(self, key: Any, text: object, values: list[int], error: AllReduceError | None) -> None:
+        """Agree on `values` with the other ranks, where that is due for a call that is known by `key`."""
+        if self.check == "always" or (self.check == "first" and (error or key not in self._agreed)):
+            text = f"refused, {type(error).__name__}: {error}" if error else text
+            self._calls.agree(values, str(text), error)
+        if error is not None:
+            raise error
+        self._agreed.add(key)
 
     def _where(self, buffer: Any) -> int:
         if gpu.is_gpu_array(buffer):
@@ -238,11 +243,7 @@ class AllReduce(ABC):
         self._calls.agree(allocation_row(size, code, device == "cuda"), asked, error)
 
 
-def _nothing_to_do(buffer: Any, op: Op) -> None:
-    """No element, or no other rank."""
-
-
-children.guard(AllReduce, "__call__", "allocate", "close")
+children.guard(AllReduce, "__call__", "allocate", "broadcast", "collect", "all_gather", "close")
 
 
 class TwoPhase(AllReduce):
@@ -268,10 +269,6 @@ class TwoPhase(AllReduce):
         if not buffer.size or self.size == 1:
             return
         self._calls.run_unseen(call, reduction, buffer)
-
-    def owned(self, length: int, rank: int | None = None) -> slice:
-        """The slice of a buffer of `length` elements that `rank` finishes, this rank when none is given."""
-        return chunks.chunk(length, self.size, self.rank if rank is None else rank)
 
     @abstractmethod
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:

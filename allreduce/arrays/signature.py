@@ -10,7 +10,9 @@ from allreduce.errors import NotAnArrayError, NotContiguousError
 
 FOREIGN, ALLOCATED, GPU = 0, 1, 2  # where an array's memory is; ranks must agree about it
 _MEMORY = {FOREIGN: "ordinary memory", ALLOCATED: "memory from allocate()", GPU: "GPU memory"}
-_CALLS = ("all_reduce", "reduce_scatter", "all_gather", "allocate", "broadcast")
+_CALLS = ("all_reduce", "reduce_scatter", "all_gather", "allocate", "broadcast", "collect")
+_REDUCING = ("all_reduce", "reduce_scatter")
+_FLAT = ("reduce_scatter", "all_gather")
 _BITS = (40, 5, 3, 2, 1, 4)  # of length, dtype, op, memory, layout and call in a word
 NUMBER_BITS = 8
 NUMBER = (1 << NUMBER_BITS) - 1
@@ -29,7 +31,8 @@ class Signature(NamedTuple):
     def __str__(self) -> str:
         order = "" if self.layout == "C" else ", Fortran order"
         memory = _MEMORY[self.memory]
-        return f'{self.call}: length {self.length}, dtype {self.dtype}, op "{self.op}", {memory}{order}'
+        op = f'op "{self.op}", ' if self.call in _REDUCING else ""
+        return f"{self.call}: length {self.length}, dtype {self.dtype}, {op}{memory}{order}"
 
 
 def inspect(buffer: Any, op: str, memory: int, call: str) -> Signature:
@@ -45,7 +48,7 @@ def inspect(buffer: Any, op: str, memory: int, call: str) -> Signature:
         )
     if memory != GPU and not (flags.writeable and flags.aligned):
         raise NotAnArrayError("the array is read-only or not aligned; it is reduced in place, so pass a copy of it")
-    if call != "all_reduce" and (memory == GPU or buffer.ndim != 1):
+    if call in _FLAT and (memory == GPU or buffer.ndim != 1):
         raise NotAnArrayError(f"{call} takes a 1-D NumPy array, not one of shape {buffer.shape} in {_MEMORY[memory]}")
     return Signature(buffer.size, buffer.dtype, op, memory, "C" if flags.c_contiguous else "F", call)
 

@@ -31,6 +31,12 @@ class Wrapper(AllReduce):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
 
+    def owned(self, length: int, rank: int | None = None) -> slice:
+        return self.inner.owned(length, rank)
+
+    def all_gather(self, buffer: np.ndarray) -> None:
+        self.inner.all_gather(buffer)
+
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         return self.inner._allocate(length, dtype, device)
 

@@ -1,0 +1,113 @@
+"""What every backend can do besides reducing: arrays go from one rank to others as they are."""
+
+import zlib
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce import ending
+from allreduce.arrays import chunks, dtypes, gpu, ops
+from allreduce.arrays.signature import FOREIGN, GPU, inspect, numbers
+from allreduce.calls import Call, Calls
+from allreduce.errors import AllReduceError, OptionError
+
+LARGEST_COUNT = 1 << 30  # bytes in one message: an MPI count is a C int in Open MPI 5
+
+
+class Moves(ABC):
+    """A part of every backend, by the MPI library's own broadcast."""
+
+    rank: int
+    size: int
+    _comm: MPI.Intracomm
+    _calls: Calls
+
+    def broadcast(self, array: Any, root: int = 0) -> None:
+        """Overwrite `array` on every rank with what rank `root` has in it. Collective.
+
+        array: as for a call, of the same shape on all ranks.
+        """
+        call = self._admit_move(array, "broadcast", root)
+        flat = array.reshape(-1, order="A")
+        host = flat.get() if call.signature.memory == GPU else flat
+        self._calls.run_unseen(call, lambda buffer, _: _broadcast(self._comm, buffer, root), host)
+        if host is not flat:
+            flat.set(host)
+
+    def collect(self, array: Any) -> np.ndarray:
+        """All ranks' arrays, on every rank: a new array of shape (ranks, *array.shape). Collective.
+
+        array: an array, or a number, of the same shape and dtype on all ranks.
+        """
+        table = array.get() if gpu.is_gpu_array(array) else array
+        if isinstance(table, np.ndarray | np.generic | int | float):
+            mine = np.asarray(table)
+            table = np.empty((self.size, *mine.shape), mine.dtype)
+            table[self.rank] = mine
+        call = self._admit_move(table, "collect")
+        rows = [table[rank : rank + 1].reshape(-1) for rank in range(self.size)]
+        self._calls.run_unseen(call, lambda *_: self._hand_round(rows), table)
+        return table
+
+    def all_gather(self, buffer: np.ndarray) -> None:
+        """Fill `buffer` on every rank from the slices that the ranks own (see `owned`), in place. Collective.
+
+        buffer: a contiguous 1-D NumPy array of the same length on all ranks.
+        """
+        call = self._admit_move(buffer, "all_gather")
+        slices = [buffer[self.owned(buffer.size, rank)] for rank in range(self.size)]
+        self._calls.run_unseen(call, lambda *_: self._hand_round(slices), buffer)
+
+    def owned(self, length: int, rank: int | None = None) -> slice:
+        """The slice of a buffer of `length` elements that `rank` finishes, this rank when none is given."""
+        return chunks.chunk(length, self.size, self.rank if rank is None else rank)
+
+    def _admit_move(self, array: Any, call: str, root: int = 0) -> Call:
+        """As `_admit`, for calls that move arrays and reduce nothing."""
+        self._check_open()
+        ending.communicates()
+        error: AllReduceError | None = None
+        signature, details = None, [0, 0]
+        try:
+            signature = inspect(array, "sum", self._where(array), call)
+            if signature.memory != GPU:
+                signature = signature._replace(memory=FOREIGN)  # it is all the same to what moves
+            if signature.dtype not in dtypes.TYPES:
+                raise dtypes.unsupported(signature.dtype)
+            if not isinstance(root, int | np.integer) or not 0 <= root < self.size:
+                raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {self.size - 1}")
+            details = [int(root), zlib.crc32(repr(array.shape).encode())]
+        except AllReduceError as refused:
+            error = refused
+        op = ops.OPS["sum"] if error is None else None
+        text = f"{signature}, shape {array.shape}, root {root}" if error is None else ""
+        self._agree_once((signature, *details), text, [*numbers(signature, op), *details], error)
+        assert signature is not None
+        return Call(signature, nothing_to_do, ops.OPS["sum"])
+
+    def _hand_round(self, slices: list[np.ndarray]) -> None:
+        """Every rank's slice, in turn, to all others."""
+        for rank, part in enumerate(slices):
+            _broadcast(self._comm, part, rank)
+
+    @abstractmethod
+    def _check_open(self) -> None: ...
+
+    @abstractmethod
+    def _where(self, buffer: Any) -> int: ...
+
+    @abstractmethod
+    def _agree_once(self, key: Any, text: object, values: list[int], error: AllReduceError | None) -> None: ...
+
+
+def nothing_to_do(buffer: Any, op: ops.Op) -> None:
+    """The reduction of no element, of one rank's alone, and of a call that only moves."""
+
+
+def _broadcast(comm: MPI.Comm, array: np.ndarray, root: int) -> None:
+    """Overwrite a 1-D array of any dtype with what rank `root` has in it. Collective."""
+    memory = array.view(np.uint8)
+    for piece in chunks.segments(slice(0, memory.size), LARGEST_COUNT):
+        comm.Bcast(memory[piece], root)
