@@ -120,8 +120,8 @@ class Calls:
         self._topology.release(self._control)
 
     def _break_off(self, call: Call, error: BaseException) -> None:
-        """A call has failed: what all ranks raise leaves them in step, anything else does not."""
-        if getattr(error, "ranks", None) is not None:
+        """A call has failed: what all ranks raise leaves them in step, anything else (a node's error) does not."""
+        if set(ending.world_ranks(self._topology.world)) <= set(getattr(error, "ranks", None) or ()):
             return
         self.broken = error
         if isinstance(error, MPI.Exception):

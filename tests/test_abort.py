@@ -60,6 +60,26 @@ def test_a_disagreement_is_told_once(mpirun: JobRunner, mpi: str) -> None:
     assert "rank 2: all_reduce: length 12, dtype float64" in text
 
 
+@pytest.mark.parametrize(("end", "error"), [("raise", "DisagreementError"), ("go on", "BrokenError")])
+def test_what_ranks_of_one_node_find_ends_the_job(mpirun: JobRunner, mpi: str, end: str, error: str) -> None:
+    """Arrays that are swapped on one rank: its node sees it, the other one waits. Whoever goes on is stopped."""
+    code = (
+        "import sys, allreduce\n"
+        "reduce = allreduce.create('hierarchical_copy', allreduce.Topology(ranks_per_node=2))\n"
+        "arrays = [reduce.allocate(1000), reduce.allocate(1000)]\n"
+        "for array in arrays: reduce(array, 'sum')\n"
+        "try: reduce(arrays[reduce.rank == 1], 'sum')\n"
+        "except allreduce.errors.DisagreementError:\n"
+        "    if sys.argv[1] == 'raise': raise\n"
+        "reduce(arrays[0], 'sum')\n"
+    )
+    job = mpirun(4, ["-c", code, end], mpi=mpi)
+    text = job.stdout + job.stderr
+    assert job.returncode != 0
+    assert f"errors.{error}: " in text
+    assert "rank 1: reduce_scatter sum: length 1000, dtype float32, array 1 from allocate()" in text
+
+
 @pytest.mark.parametrize("exit_code", [0, 3])
 def test_sys_exit_on_all_ranks(mpirun: JobRunner, mpi: str, exit_code: int) -> None:
     code = f"import sys, allreduce; reduce = allreduce.create('auto'); reduce.close(); sys.exit({exit_code})"
