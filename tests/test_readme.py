@@ -1,0 +1,135 @@
+"""The READMEs: every program and command in them that two cores can run is run, as it stands.
+
+Programs run under `mpirun -n 2`. Commands run in a folder that looks like a checkout whose .venv is there, after the
+exports of the section "Under mpirun". Those that take minutes get options behind them that make them short.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import launch
+import pytest
+from conftest import JobRunner, lacking
+from made_runs import made_run
+
+from benchmarks.showing.results import to_json
+
+README = (launch.ROOT / "README.md").read_text()
+TEXTS = [README, (launch.ROOT / "benchmarks" / "README.md").read_text()]
+
+INLINE = r"(?<!`)`((?:mpirun|bash|sudo|python -m [^\s`]+) [^`]+)`"  # a command with an argument
+
+# What a program must print; a program that is not listed here fails.
+PRINTS = {
+    "loop.py": r"^largest error of a weight: 0\.0",
+    "train.py": r"epoch  10  loss 0\.\d+.*\n{'loss': 0\.\d+, 'accuracy': 0\.9\d+} \d\n",
+    "ddp.py": r"^loss 0\.0",
+    "mirrored.py": r"^loss of this rank's share: \d.*\n.*\w",
+    "replica.py": r"epoch   5  loss 0\.\d+.*\n{'loss': 0\.\d+, 'accuracy': 0\.\d+}\n",
+    "everyone.py": "^$",
+}
+# Why a command that begins so is not run.
+SKIPPED = {
+    "bash scripts/train.sh": "installs",
+    "RANKS=2 bash scripts/train.sh": "installs",
+    "bash scripts/test.sh": "installs, and runs these tests",
+    "bash scripts/docs.sh": "installs; test_docs.py makes the pages",
+    "mpirun -n 4 python scripts/torch_ddp.py": "test_torch_backend_jobs.py runs it",
+    "mpirun -n 4 python scripts/torch_three_lines.py": "test_pytorch.py runs it",
+    "mpirun -n 2 python -m benchmarks.training_step": "minutes; test_pytorch.py runs it",
+    "sudo": "test_cluster_sim.py runs the rig",
+    "module load": "a cluster",
+    "mpirun -n 16": "a cluster",
+    "mpirun --hostfile": "a cluster",
+    "python3 -m venv": "installs",
+    "srun": "a cluster",
+    "for ": "minutes, and the rig",
+    "mpirun --oversubscribe -n $n": "minutes, in a loop",
+    "done": "the end of a loop",
+    "python -m benchmarks.scaling --fit": "takes the files of the commands before it",
+}
+# What makes a command short.
+SHORTER = {
+    "mpirun -n 4 python -m benchmarks.bandwidth": "-b 1K -e 1K -n 1 -w 0",
+    "mpirun -n 2 python -m benchmarks.bandwidth": "-b 1K -e 1K -n 1 -w 0",
+    "mpirun -n 4 python -m benchmarks.tune": "--sizes 1K --dtypes float -n 1 -w 0 --output t.json",
+}
+
+
+def blocks(language: str) -> list[str]:
+    found = [re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for text in TEXTS]
+    return [block for each in found for block in each]
+
+
+def commands() -> list[str]:
+    """Each command of the shell blocks, and those that stand in the text."""
+    lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
+    inline = [span for text in TEXTS for span in re.findall(INLINE, text)]
+    plain = [re.sub(r"\s+#.*| {2,}", " ", line).strip() for line in [*lines, *inline]]
+    return list(dict.fromkeys(line for line in plain if line and line not in exports() and "..." not in line))
+
+
+def exports() -> list[str]:
+    """The section "Under mpirun", without its remarks."""
+    block = next(block for block in blocks("bash") if "OMPI_ALLOW_RUN_AS_ROOT" in block)
+    return [re.sub(r"\s+#.*", "", line) for line in block.splitlines()]
+
+
+def first_of(known: dict[str, str], command: str) -> str | None:
+    return next((text for start, text in known.items() if command.startswith(start)), None)
+
+
+def test_every_block_says_what_it_is() -> None:
+    for text in TEXTS:
+        fences = re.findall(r"^```(.*)$", text, re.MULTILINE)
+        assert set(fences[::2]) <= {"python", "bash", "text"}
+        assert set(fences[1::2]) == {""}
+    assert len(blocks("python")) >= 6
+    assert len(commands()) >= 10
+
+
+def test_the_lists_hold_nothing_that_is_gone() -> None:
+    for start in (*SKIPPED, *SHORTER):
+        assert any(command.startswith(start) for command in commands()), f"no command begins with {start!r}"
+    assert {block.split()[1].rstrip(",") for block in blocks("python")} == set(PRINTS)
+
+
+@pytest.mark.parametrize("program", blocks("python"), ids=lambda program: program.split()[1].rstrip(","))
+def test_program(mpirun: JobRunner, tmp_path: Path, program: str) -> None:
+    if "torch" in program:
+        pytest.importorskip("torch")
+    name = program.split()[1].rstrip(",")
+    (tmp_path / name).write_text(program)
+    job = mpirun(2, [name], cwd=tmp_path, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert re.search(PRINTS[name], job.stdout), job.stdout
+    assert job.stderr == "", job.stderr
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("command", commands())
+def test_command(tmp_path: Path, command: str) -> None:
+    why = first_of(SKIPPED, command)
+    if why:
+        pytest.skip(why)
+    try:
+        environment = launch.environment("openmpi")
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+        return
+    (tmp_path / ".venv").symlink_to(environment)
+    (tmp_path / "scripts").symlink_to(launch.ROOT / "scripts")
+    for name in ("before.json", "after.json"):
+        (tmp_path / name).write_text(to_json(made_run()))
+    short = first_of(SHORTER, command) or ""
+    script = "\n".join(["set -e", *exports(), f"{command} {short}"])
+    variables = {**os.environ, "PYTHONPATH": str(launch.ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        variables.pop(name, None)
+    job = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "Traceback" not in job.stderr
