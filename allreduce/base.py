@@ -12,11 +12,7 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, numbers
 from allreduce.arrays.workspace import Workspace
 from allreduce.calls import Call, Calls, Reduction
-from allreduce.errors import (
-    AllReduceError,
-    ClosedError,
-    OptionError,
-)
+from allreduce.errors import AllReduceError, ClosedError, OptionError
 from allreduce.moves import Moves, nothing_to_do
 from allreduce.topology import Topology
 
@@ -49,6 +45,7 @@ class AllReduce(Moves):
         self.name = type(self).__name__
         self.workspace = Workspace()
         self._pinned: Workspace | None = None
+        self.part_of: AllReduce | None = None  # set by the backend that made this one for its own calls
         self.owns_topology = False  # set by create() when it made the topology
         self._calls = Calls(topology, self, shown=check != "never")
         self._comm = topology.private(self, self._calls.wait)  # data
@@ -152,6 +149,10 @@ class AllReduce(Moves):
         if signature.memory == FOREIGN and self.copies_foreign:
             notices.once(self.rank, self.copies_foreign)
         return self._reduce_gpu if signature.memory == GPU else self._reduce
+
+    def _tag(self) -> int:
+        """Of the messages of the call that is under way."""
+        return self._calls.tag() if self.part_of is None else self.part_of._tag()
 
     def _close(self) -> None:
         """Free what the algorithm holds besides `_comm` and `workspace`. Collective."""

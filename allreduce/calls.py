@@ -8,13 +8,14 @@ from mpi4py import MPI
 
 from allreduce import ending
 from allreduce.arrays.ops import Op
-from allreduce.arrays.signature import NUMBER, Signature, unpacked, word
+from allreduce.arrays.signature import NUMBER, NUMBER_BITS, Signature, unpacked, word
 from allreduce.errors import BrokenError, CommunicationError, DisagreementError, OptionError
 from allreduce.messages.agreement import agree
 from allreduce.messages.notes import Said
 from allreduce.topology import Closeable, Topology
 
 Reduction = Callable[[Any, Op], None]  # reduces a 1-D array in place
+TAGS = 32749  # the largest prime below the number that every MPI has at least
 AGREEING = 1  # the word of all agreements, which find by themselves what differs
 
 
@@ -48,6 +49,7 @@ class Calls:
         self._control = topology.private(wait=self.wait)
         self._slot = topology.board.take() if shown else None
         self._shown = 0  # calls that were shown; no rank leaves such a call before all have come to it
+        self._sees_all = self._slot is not None and len(self._slot.ranks) == topology.size
 
     def run(self, call: Call, flat: Any) -> None:
         """Reduce `flat`. Raises DisagreementError when ranks of this node were in other calls."""
@@ -73,6 +75,14 @@ class Calls:
             ranks = len(slot.ranks)
             if slot.words[start : start + ranks].tolist().count(mine) != ranks:
                 self._tell_difference()
+
+    def tag(self) -> int:
+        """For messages of the call that is under way: ranks in different ones wait, until the watch tells them.
+
+        Where all ranks see the board, which tells them at once, all messages have the same.
+        """
+        call = self.wait.call
+        return 0 if call is None or self._sees_all else ((call.word >> NUMBER_BITS) + self.wait.count) % TAGS
 
     def run_unseen(self, call: Call, reduction: Reduction, flat: np.ndarray) -> None:
         """One phase of a reduction, in which a rank need not wait for all others."""

@@ -60,6 +60,23 @@ def test_a_disagreement_is_told_once(mpirun: JobRunner, mpi: str) -> None:
     assert "rank 2: all_reduce: length 12, dtype float64" in text
 
 
+def test_ranks_in_different_calls_are_told(mpirun: JobRunner, mpi: str) -> None:
+    """Where nothing compares what they bring, no message of one call is taken for one of another."""
+    code = (
+        "import numpy as np, allreduce\n"
+        "reduce = allreduce.create('ring', check='never')\n"
+        "array = np.full(1000, 1 + reduce.rank)\n"
+        "for op in ('sum', 'max'): reduce(array, op)\n"
+        "reduce(array, 'sum' if reduce.rank else 'max')\n"
+        "print('wrong result', array[0])\n"
+    )
+    job = mpirun(3, ["-c", code], mpi=mpi)
+    text = job.stdout + job.stderr
+    assert job.returncode != 0
+    assert "wrong result" not in text
+    assert "DisagreementError: the ranks disagree about this call" in text
+
+
 @pytest.mark.parametrize(("end", "error"), [("raise", "DisagreementError"), ("go on", "BrokenError")])
 def test_what_ranks_of_one_node_find_ends_the_job(mpirun: JobRunner, mpi: str, end: str, error: str) -> None:
     """Arrays that are swapped on one rank: its node sees it, the other one waits. Whoever goes on is stopped."""

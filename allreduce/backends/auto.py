@@ -143,7 +143,8 @@ class Auto(AllReduce):
         """The backend called `name`, made at its first use; None when it can't work here. Collective then."""
         if name not in self._parts and name not in self._lacking:
             try:
-                self._parts[name] = self._make(name, self._ground)
+                part = self._parts[name] = self._make(name, self._ground)
+                part.part_of = self
             except UnavailableError as error:
                 self._lack(name, error)
         return None if name in self._lacking else self._parts[name]

@@ -27,7 +27,7 @@ class HalvingDoubling(TwoPhase):
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
         super().__init__(topology, check=check)
-        self._transfer = Transfer(self._comm, self.workspace)
+        self._transfer = Transfer(self._comm, self.workspace, self._tag)
         self._power = 1 << (self.size.bit_length() - 1)
         self._extras = self.size - self._power
 

@@ -48,10 +48,11 @@ class HierarchicalCopy(TwoPhase):
             raise
         self.copies_foreign = self._node.copies_foreign
         self._leaders_only = topology.leaders_only
-        self._transfer = Transfer(self._node._comm, self.workspace)
+        self._transfer = Transfer(self._node._comm, self.workspace, self._tag)
 
     def _keep(self, part: AllReduce) -> AllReduce:
         self._made.append(part)
+        part.part_of = self
         return part
 
     def owned(self, length: int, rank: int | None = None) -> slice:

@@ -24,7 +24,7 @@ class ReduceToOne(AllReduce):
             raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {topology.size - 1}")
         super().__init__(topology, check=check)
         self.root = root
-        self._transfer = Transfer(self._comm, self.workspace)
+        self._transfer = Transfer(self._comm, self.workspace, self._tag)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         if self.rank == self.root:

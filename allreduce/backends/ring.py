@@ -59,7 +59,7 @@ class Ring(TwoPhase):
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
         super().__init__(topology, check=check)
-        self._transfer = Transfer(self._comm, self.workspace)
+        self._transfer = Transfer(self._comm, self.workspace, self._tag)
         self._left, self._right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         self._plan = plan(self.rank, self.size, 1, 2 * self.size - 1)
         self._scatter_plan = plan(self.rank, self.size, 1, self.size)

@@ -5,7 +5,7 @@ segments of scratch memory, they stay in its cache, and no message count ever re
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +29,15 @@ class Arrival(NamedTuple):
 
 
 class Transfer:
-    """Segmented sends and receives of 1-D views on one communicator."""
+    """Segmented sends and receives of 1-D views on one communicator.
 
-    def __init__(self, comm: MPI.Intracomm, workspace: Workspace) -> None:
+    tag: gives the tag of the messages of the call that is under way, the same on all ranks that are in this call.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, workspace: Workspace, tag: Callable[[], int]) -> None:
         self._comm = comm
         self._workspace = workspace
+        self._tag = tag
 
     def segments(self, view: np.ndarray) -> list[np.ndarray]:
         """`view` cut into the pieces in which it travels."""
@@ -126,7 +130,7 @@ class Transfer:
             place = arrival.segment
             if not arrival.in_place:
                 place = self._workspace.array(f"arriving {turn % (AHEAD + 1)}", place.size, place.dtype)
-            travelling.append((self._comm.Irecv(dtypes.wire(place), arrival.source), place))
+            travelling.append((self._expect(place, arrival.source), place))
             if len(travelling) > most_ahead:
                 yield _landed(travelling.popleft())
         while travelling:
@@ -134,10 +138,14 @@ class Transfer:
 
     def start(self, segment: np.ndarray, dest: int) -> MPI.Request:
         """Begin to send one segment."""
-        return self._comm.Isend(dtypes.wire(segment), dest)
+        return self._comm.Isend(dtypes.wire(segment), dest, self._tag())
+
+    def _expect(self, place: np.ndarray, source: int) -> MPI.Request:
+        """Begin to receive one segment."""
+        return self._comm.Irecv(dtypes.wire(place), source, self._tag())
 
     def _start_receive(self, view: np.ndarray, source: int) -> list[MPI.Request]:
-        return [self._comm.Irecv(dtypes.wire(part), source) for part in self.segments(view)]
+        return [self._expect(part, source) for part in self.segments(view)]
 
     def _start_send(self, view: np.ndarray, dest: int) -> list[MPI.Request]:
         return [self.start(part, dest) for part in self.segments(view)]
