@@ -9,6 +9,8 @@ import os
 import sys
 from typing import Any, NoReturn
 
+from allreduce.errors import ChildError
+
 _forked = False  # this process has a copy of its parent's MPI
 
 
@@ -47,8 +49,6 @@ def guard(kind: type, *methods: str) -> None:
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
-    from allreduce.errors import ChildError
-
     if not (forked() or is_child()):
         raise ChildError("MPI was not started in this process (mpi4py.rc.initialize is False): call MPI.Init() first")
     raise ChildError(

@@ -13,6 +13,8 @@ from typing import NoReturn
 
 from mpi4py import MPI
 
+from allreduce import children
+
 TOLD_SECONDS = 2.0  # how long a rank leaves an error that many have to the lowest of them
 
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # those that have called a collective
@@ -98,7 +100,7 @@ def end_job(text: str, code: int) -> NoReturn:
 
 def _at_exit(hook: object) -> None:
     """The program ends on this rank: by an exception that our hook did not see, or so that others must know."""
-    if MPI.Is_finalized():
+    if MPI.Is_finalized() or children.forked():
         return
     died = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if died is not None and sys.excepthook is not hook and MPI.COMM_WORLD.size > 1:

@@ -294,4 +294,6 @@ class Topology:
             notices.once(self.rank, text)
 
 
-children.guard(Topology, "__init__", "inside", "across", "private", "release", "close", "check_open")
+children.guard(
+    Topology, "__init__", "agree", "inside", "across", "split", "duplicate", "private", "release", "close", "check_open"
+)

@@ -85,6 +85,19 @@ if __name__ == "__main__":
 """
 
 
+IMPORTS = """
+import importlib, mpi4py, pkgutil, sys
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+for package in map(importlib.import_module, ("allreduce", "trainers")):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__") and ("torch" not in module.name or len(sys.argv) > 1):
+            importlib.import_module(module.name)
+assert not MPI.Is_initialized()
+print("finished")
+"""
+
+
 def run(mpirun: JobRunner, folder: Path, program: str, ranks: int, method: str, mpi: str) -> None:
     script = folder / "program.py"
     script.write_text(program)
@@ -104,3 +117,8 @@ def test_a_pool(mpirun: JobRunner, tmp_path: Path, mpi: str, method: str, ranks:
 @pytest.mark.parametrize(("method", "ranks"), [("fork", 2), ("spawn", 0), ("spawn", 1), ("forkserver", 2)])
 def test_a_data_loader(mpirun: JobRunner, tmp_path: Path, method: str, ranks: int) -> None:
     run(mpirun, tmp_path, LOADER, ranks, method, "openmpi")
+
+
+def test_nothing_needs_mpi_while_it_is_imported(mpirun: JobRunner, tmp_path: Path) -> None:
+    """MPI does not run in children, and a call into it then ends the process without an exception."""
+    run(mpirun, tmp_path, IMPORTS, 0, "with torch", "openmpi")

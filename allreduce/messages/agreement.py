@@ -4,6 +4,7 @@ Control messages have communicators of their own, on which no data travels. Ever
 topology's watch (`watched` ties a communicator to it), so it ends in a result or in a named error.
 """
 
+import functools
 import math
 import sys
 import time
@@ -26,17 +27,21 @@ AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to 
 EAGER_SECONDS = 0.001  # so long a wait does nothing but look
 LONGEST_SLEEP = 0.01
 
-_watched = MPI.Comm.Create_keyval()
+
+@functools.cache
+def _watched() -> int:
+    """The key of what is tied to a communicator; made at its first use, because MPI does not run in child processes."""
+    return MPI.Comm.Create_keyval()
 
 
 def watched(comm: MPI.Comm, watch: Watch, wait: Wait) -> None:
     """From now on agreements on `comm` are waits of `watch`, in this place."""
-    comm.Set_attr(_watched, (watch, wait))
+    comm.Set_attr(_watched(), (watch, wait))
 
 
 def place_of(comm: MPI.Comm) -> Wait:
     """Where agreements on a watched communicator wait."""
-    pair: Any = comm.Get_attr(_watched)
+    pair: Any = comm.Get_attr(_watched())
     return pair[1]
 
 
@@ -105,7 +110,7 @@ def wait_for(comm: MPI.Comm, request: MPI.Request, row: str, limit: float = math
     """
     if request.Test():
         return
-    pair: Any = comm.Get_attr(_watched)
+    pair: Any = comm.Get_attr(_watched())
     watch, wait = pair or (None, Wait(0))
     call: Call | None = wait.call  # of a backend that agrees before it reduces
     if call is None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from allreduce import children
 from allreduce.errors import ClosedError
 from allreduce.messages.watch import Watch
 
@@ -103,3 +104,6 @@ class Lane:
         """No more calls. Local."""
         self.closed = True
         self.worker.drop(self)
+
+
+children.guard(Lane, "submit", "close")

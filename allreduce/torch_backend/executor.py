@@ -15,7 +15,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from allreduce import notices
+from allreduce import children, notices
 from allreduce.messages.waiting import meet_asleep
 from allreduce.torch_backend.work import TimedOut, Work
 
@@ -132,6 +132,9 @@ class Executor:
         with self._lock:
             self._running = outer
             self._ended += 1
+
+
+children.guard(Executor, "submit")
 
 
 def _watch(reference: "weakref.ref[Executor]") -> None:

@@ -1,0 +1,276 @@
+"""Random programs of collective calls, each with at most one injected disagreement. Pure: no MPI, no allreduce.
+
+A program is the list of calls that every rank makes. An injection changes the list of one rank; `Program.of_rank`
+gives what that rank does. All comes from the seed, so that every rank knows what the others do, and what must come
+out: the calls of a rank on one backend are numbered, and a call meets the calls of the same number on the other ranks.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+BACKENDS = ("ring", "halving_doubling", "reduce_to_one", "hierarchical_copy", "shared", "native", "auto")
+LENGTHS = (1, 2, 3, 5, 17, 1000, 70_000)
+DTYPES = ("float32", "float32", "float64", "int32", "int64")
+OPS = ("sum", "mean", "max", "min", "prod")
+CHECKS = ("first", "always")
+
+# What may be injected. Those of ENDINGS end a rank, and with it the job.
+ENDINGS = ("exception", "return", "exit", "killed")
+KINDS = ("none", "length", "dtype", "op", "memory", "array", "order", "extra", "missing", "name", *ENDINGS)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call. what: "create", "allocate", "reduce", "broadcast", "close", or one of ENDINGS.
+
+    array: the number of an allocated array; None: ordinary memory of `length` elements.
+    part: the slice of the array, as fractions of its length in eighths; all of it by default.
+    """
+
+    what: str
+    backend: int = 0
+    name: str = ""
+    array: int | None = None
+    part: tuple[int, int] = (0, 8)
+    length: int = 0
+    dtype: str = ""
+    op: str = ""
+
+    def __str__(self) -> str:
+        memory = "foreign" if self.array is None else f"array {self.array}, eighths {self.part[0]} to {self.part[1]}"
+        words = {
+            "create": f"{self.name}",
+            "allocate": f"array {self.array}: {self.length} {self.dtype}",
+            "reduce": f"{self.op} of {self.length} {self.dtype}, {memory}",
+            "broadcast": f"{self.length} {self.dtype}, {memory}",
+        }
+        return f"{self.what} (backend {self.backend}) {words.get(self.what, '')}".rstrip()
+
+    @property
+    def signature(self) -> tuple[str, int, str, str]:
+        """What has to be alike on all ranks for the result to have a meaning."""
+        return self.what, self.length, self.dtype, self.op
+
+
+@dataclass(frozen=True)
+class Program:
+    """calls: of every rank but `rank`, which makes the calls `injected`. nodes: simulated ones, see Topology."""
+
+    seed: int
+    ranks: int
+    check: str
+    nodes: int | tuple[int, ...] | None
+    kind: str
+    rank: int
+    calls: tuple[Call, ...]
+    injected: tuple[Call, ...]
+
+    def of_rank(self, rank: int) -> tuple[Call, ...]:
+        return self.injected if rank == self.rank else self.calls
+
+    def __str__(self) -> str:
+        head = f"program {self.seed}: {self.ranks} ranks, nodes {self.nodes}, check {self.check}, {self.kind}"
+        lines = [f"  {number:3} {call}" for number, call in enumerate(self.calls)]
+        first = next((number for number, pair in enumerate(zip(self.calls, self.injected, strict=False))
+                      if pair[0] != pair[1]), min(len(self.calls), len(self.injected)))  # fmt: skip
+        there = self.injected[first] if first < len(self.injected) else "the end"
+        return "\n".join([head, *lines, f"  rank {self.rank} instead, from call {first}: {there}"])
+
+
+def make(seed: int, kinds: Sequence[str] = KINDS, checks: Sequence[str] = CHECKS) -> Program:
+    """The program of a seed."""
+    chance = random.Random(seed)
+    kind = kinds[seed % len(kinds)]
+    check = checks[seed // len(kinds) % len(checks)]
+    ranks = chance.choice((1, 2, 2, 2, 3, 3, 4))
+    nodes = chance.choice([None, *{1: (1,), 2: (1,), 3: (2, (1, 2)), 4: (2, (3, 1))}[ranks]])
+    rank = chance.randrange(ranks)
+    while True:  # until the kind finds something in the program to change
+        calls = _calls(chance)
+        injected = _inject(chance, kind, calls)
+        if injected is not None:
+            return Program(seed, ranks, check, nodes, kind, rank, tuple(calls), tuple(injected))
+
+
+def _calls(chance: random.Random) -> list[Call]:
+    """One to three backends with two or three arrays each, and some calls with few signatures: most are repeated."""
+    calls: list[Call] = []
+    choices: list[Call] = []
+    backends = chance.choice((1, 1, 2, 3))
+    for backend in range(backends):
+        calls.append(Call("create", backend, chance.choice(BACKENDS)))
+        dtype, length = chance.choice(DTYPES), chance.choice(LENGTHS)
+        allocated = [Call("allocate", backend, array=array, length=length, dtype=dtype) for array in range(2)]
+        if chance.random() < 0.3:
+            allocated.append(replace(allocated[0], array=2, length=chance.choice(LENGTHS)))
+        calls += allocated
+        for _ in range(chance.randint(1, 3)):
+            choices.append(_reduction(chance, backend, allocated))
+    calls += [chance.choice(choices) for _ in range(chance.randint(4, 12))]
+    if chance.random() < 0.5:
+        calls += [Call("close", backend) for backend in range(backends)]
+    return calls
+
+
+def _reduction(chance: random.Random, backend: int, allocated: list[Call]) -> Call:
+    array = chance.choice(allocated)
+    if chance.random() < 0.3:
+        dtype = chance.choice(DTYPES)
+        return Call("reduce", backend, length=chance.choice(LENGTHS), dtype=dtype, op=_op(chance, dtype))
+    part = chance.choice(((0, 8), (0, 8), (0, 4), (4, 8), (1, 7)))
+    begin, end = ends(part, array.length)
+    return Call(
+        "reduce", backend, array=array.array, part=part, length=end - begin, dtype=array.dtype,
+        op=_op(chance, array.dtype),
+    )  # fmt: skip
+
+
+def _op(chance: random.Random, dtype: str) -> str:
+    return chance.choice([op for op in OPS if op != "mean" or dtype.startswith("float")])
+
+
+def ends(part: tuple[int, int], length: int) -> tuple[int, int]:
+    """Where a part of an array begins and ends, in elements."""
+    return part[0] * length // 8, part[1] * length // 8
+
+
+# Injections: each takes the calls of a program and gives those of one rank; None where there is nothing to change.
+
+
+def _inject(chance: random.Random, kind: str, calls: list[Call]) -> list[Call] | None:
+    if kind == "none":
+        return list(calls)
+    if kind in ENDINGS:
+        cut = chance.randrange(1, len(calls) + 1)
+        return [*calls[:cut], Call(kind)]
+    places = [number for number, call in enumerate(calls) if (kind, call.what) in _CHANGES]
+    chance.shuffle(places)
+    for place in places:
+        changed = _CHANGES[kind, calls[place].what](chance, list(calls), place)
+        if changed is not None:
+            return changed
+    return None
+
+
+Change = Callable[[random.Random, list[Call], int], list[Call] | None]
+
+
+def _other_length(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
+    """An allocated array becomes foreign, should its part not be there to be longer or shorter."""
+    call = calls[place]
+    length = chance.choice([length for length in (call.length + 1, call.length * 2 + 1, 1) if length != call.length])
+    memory = call.array if call.what == "allocate" else None
+    calls[place] = replace(call, length=length, array=memory)
+    if call.what == "reduce" and call.array is not None and chance.random() < 0.7:
+        part = chance.choice(((0, 4), (2, 8), (1, 7), (0, 8)))
+        whole = next(each for each in calls if each.what == "allocate" and _same_array(each, call))
+        begin, end = ends(part, whole.length)
+        if end - begin != call.length:
+            calls[place] = replace(call, part=part, length=end - begin)
+    return calls
+
+
+def _other_dtype(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
+    call = calls[place]
+    dtype = chance.choice([dtype for dtype in sorted(set(DTYPES)) if dtype != call.dtype])
+    op = "sum" if call.op == "mean" and dtype.startswith("int") else call.op
+    calls[place] = replace(call, dtype=dtype, op=op, array=call.array if call.what == "allocate" else None)
+    return calls
+
+
+def _other_op(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
+    call = calls[place]
+    calls[place] = replace(call, op=next(op for op in chance.sample(OPS, 5) if op not in (call.op, "mean")))
+    return calls
+
+
+def _other_memory(chance: random.Random, calls: list[Call], place: int) -> list[Call] | None:
+    """Foreign in place of allocated, or the reverse."""
+    call = calls[place]
+    if call.array is not None:
+        calls[place] = replace(call, array=None)
+        return calls
+    fits = [each for each in calls[:place] if each.what == "allocate" and each.backend == call.backend
+            and (each.length, each.dtype) == (call.length, call.dtype)]  # fmt: skip
+    if not fits:
+        return None
+    calls[place] = replace(call, array=fits[0].array, part=(0, 8))
+    return calls
+
+
+def _other_array(chance: random.Random, calls: list[Call], place: int) -> list[Call] | None:
+    call = calls[place]
+    if call.array not in (0, 1):
+        return None
+    calls[place] = replace(call, array=1 - call.array)
+    return calls
+
+
+def _other_order(chance: random.Random, calls: list[Call], place: int) -> list[Call] | None:
+    """A call and the next one that is not the same."""
+    after = next((number for number in range(place + 1, len(calls)) if calls[number].what == calls[place].what), None)
+    if after is None or replace(calls[after], array=calls[place].array) == calls[place]:
+        return None
+    calls[place], calls[after] = calls[after], calls[place]
+    return calls
+
+
+def _another_call(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
+    return [*calls[: place + 1], *calls[place:]]
+
+
+def _no_call(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
+    return [*calls[:place], *calls[place + 1 :]]
+
+
+def _other_name(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
+    call = calls[place]
+    calls[place] = replace(call, name=chance.choice([name for name in BACKENDS if name != call.name]))
+    return calls
+
+
+def _same_array(one: Call, other: Call) -> bool:
+    return (one.backend, one.array) == (other.backend, other.array)
+
+
+_CHANGES: dict[tuple[str, str], Change] = {
+    ("length", "reduce"): _other_length,
+    ("length", "allocate"): _other_length,
+    ("dtype", "reduce"): _other_dtype,
+    ("dtype", "allocate"): _other_dtype,
+    ("op", "reduce"): _other_op,
+    ("memory", "reduce"): _other_memory,
+    ("array", "reduce"): _other_array,
+    ("order", "reduce"): _other_order,
+    ("order", "allocate"): _other_order,
+    ("extra", "reduce"): _another_call,
+    ("extra", "allocate"): _another_call,
+    ("extra", "create"): _another_call,
+    ("missing", "reduce"): _no_call,
+    ("missing", "close"): _no_call,
+    ("name", "create"): _other_name,
+}
+
+
+# Values
+
+
+def values(call: Call, rank: int, turn: int) -> np.ndarray:
+    """What a rank brings to its `turn`-th reduction on a backend: small integers, whose sums every dtype holds."""
+    index = np.arange(call.length, dtype=np.int64)
+    return ((index * 7 + rank * 3 + turn * 5 + call.backend * 11) % 5 + 1).astype(call.dtype)
+
+
+def expected(program: Program, call: Call, turn: int) -> np.ndarray | None:
+    """What must come out, in float64; None when the ranks' calls don't belong together: nothing is right then."""
+    sides = []
+    for rank in range(program.ranks):
+        there = [each for each in program.of_rank(rank) if each.what == "reduce" and each.backend == call.backend]
+        if turn >= len(there) or there[turn].signature != call.signature:
+            return None
+        sides.append(values(call, rank, turn).astype(np.float64))
+    functions = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
+    return functions[call.op](np.stack(sides), axis=0)

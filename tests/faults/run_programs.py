@@ -1,0 +1,154 @@
+"""One rank of a job that runs random programs, one after the other.
+
+    mpirun -n 3 python run_programs.py FOLDER LIMIT KINDS CHECKS SEED...
+
+Each rank writes to FOLDER/RANK a line for each program: what became of it here. A program that ends in an error that
+all ranks have, or well, is followed by the next one; all others end the job, as they would end a job of their own.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any, TextIO
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import random_programs
+from random_programs import ENDINGS, Call, Program
+
+import allreduce
+from allreduce.errors import AllReduceError
+
+# isort: split
+from mpi4py import MPI
+
+HUNG = 86  # the exit code of a rank that has waited longer than the limit
+
+
+class InjectedError(Exception):
+    """The exception of a program that has one."""
+
+
+class WrongResultError(Exception):
+    """A call came back with other numbers than it had to."""
+
+
+class Run:
+    """One program on this rank."""
+
+    def __init__(self, program: Program, comm: MPI.Intracomm) -> None:
+        self.program, self.rank = program, comm.rank
+        self.topology = allreduce.Topology(comm, ranks_per_node=program.nodes)
+        self.backends: dict[int, Any] = {}
+        self.arrays: dict[tuple[int, int | None], np.ndarray] = {}
+        self.turns: dict[int, int] = {}
+        self.at = -1
+
+    def run(self) -> None:
+        for call in self.program.of_rank(self.rank):
+            self.at += 1
+            if call.what in ENDINGS:
+                end(call.what)
+            getattr(self, call.what)(call)
+        self.at += 1
+        self.topology.close()
+
+    def create(self, call: Call) -> None:
+        self.backends[call.backend] = allreduce.create(call.name, self.topology, check=self.program.check)
+
+    def allocate(self, call: Call) -> None:
+        self.arrays[call.backend, call.array] = self.backends[call.backend].allocate(call.length, call.dtype)
+
+    def reduce(self, call: Call) -> None:
+        turn = self.turns[call.backend] = self.turns.get(call.backend, -1) + 1
+        array = self.memory(call)
+        array[:] = random_programs.values(call, self.rank, turn)
+        self.backends[call.backend](array, call.op)
+        if call.length == 0:
+            return  # nothing can be wrong, and nobody is waited for
+        right = random_programs.expected(self.program, call, turn)
+        if right is None:
+            raise WrongResultError(f"{call} on backend {self.backends[call.backend].name} came back")
+        if not np.allclose(array, right, rtol=1e-5):
+            raise WrongResultError(f"{call} on {self.backends[call.backend].name}: {array[:5]}, right {right[:5]}")
+
+    def close(self, call: Call) -> None:
+        self.backends[call.backend].close()
+
+    def memory(self, call: Call) -> np.ndarray:
+        if call.array is None:
+            return np.empty(call.length, call.dtype)
+        whole = self.arrays[call.backend, call.array]
+        begin, stop = random_programs.ends(call.part, whole.size)
+        return whole[begin:stop]
+
+
+def end(how: str) -> None:
+    """End this rank on purpose, in one of the ways that a program can."""
+    if how == "exception":
+        raise InjectedError("injected")
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        sys.exit(3)
+    raise EndOfProgram
+
+
+class EndOfProgram(BaseException):
+    """A rank that has nothing more to do returns."""
+
+
+def main(out: TextIO, limit: float, programs: list[Program]) -> None:
+    control = MPI.COMM_WORLD.Dup()
+
+    def note(seed: int, outcome: str, text: str = "") -> None:
+        out.write(json.dumps({"seed": seed, "rank": control.rank, "outcome": outcome, "text": text[:300]}) + "\n")
+        out.flush()
+
+    def hung() -> None:
+        note(program.seed, "hang", f"rank {control.rank} in call {run.at if run else -1}")
+        os._exit(HUNG)
+
+    run: Run | None = None
+    for program in programs:
+        seed = program.seed
+        timer = threading.Timer(limit, hung)
+        timer.daemon = True
+        timer.start()
+        outcome, text, run = "right", "", None
+        try:
+            run = Run(program, control.Dup())
+            run.run()
+        except EndOfProgram:
+            return
+        except WrongResultError as error:
+            outcome, text = "wrong", str(error)
+        except AllReduceError as error:
+            outcome, text = "named", f"{type(error).__name__}: {error}"
+            if control.size > 1 and error.ranks is None:
+                note(seed, "alone", text)  # and end the job, as the program would
+                raise
+        except (InjectedError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            note(seed, "raw", f"{type(error).__name__}: {error}")
+            raise
+        note(seed, outcome, text)
+        if outcome == "wrong":
+            os._exit(HUNG)  # the others may be anywhere now
+        if outcome == "named" and run is not None:
+            run.topology.close()  # what a program does that has caught the error
+        control.Barrier()
+        timer.cancel()
+        note(seed, "done")
+
+
+if __name__ == "__main__":
+    folder, limit, kinds, checks, *seeds = sys.argv[1:]
+    drawn = [random_programs.make(int(seed), kinds.split(","), checks.split(",")) for seed in seeds]
+    with open(Path(folder) / str(MPI.COMM_WORLD.rank), "a") as file:
+        main(file, float(limit), drawn)
