@@ -47,7 +47,7 @@ class AllReduce(Moves):
         self._pinned: Workspace | None = None
         self.part_of: AllReduce | None = None  # set by the backend that made this one for its own calls
         self.owns_topology = False  # set by create() when it made the topology
-        self._calls = Calls(topology, self, shown=check != "never")
+        self._calls = Calls(topology, self, meet=check != "never")
         self._comm = topology.private(self, self._calls.wait)  # data
         self._agreed: set[Any] = set()  # what calls are known by: their signatures
         self._known: dict[tuple, Call] = {}  # what __call__ looks up: plain arrays in C order
@@ -84,7 +84,7 @@ class AllReduce(Moves):
         if call is None:
             call = self._admit(buffer, op)
             buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
-        self._calls.run(call, buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
+        self._calls.run(call, call.reduce, buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
 
     def close(self) -> None:
         """Free communicators, windows and scratch memory. Collective; closing twice does nothing.
@@ -189,8 +189,7 @@ class AllReduce(Moves):
         self._agree_once(signature, signature, numbers(signature, resolved), error)
         assert signature is not None
         assert resolved is not None
-        reduce = self._route(signature)
-        admitted = Call(signature, reduce, resolved, shown=reduce is not nothing_to_do)
+        admitted = Call(signature, self._route(signature), resolved)
         if self.check != "always" and signature[4:] == ("C", "all_reduce"):
             length, dtype, _, memory, *_ = signature
             self._known[signature[:4]] = self._known[length, dtype, op, memory] = admitted
@@ -267,9 +266,7 @@ class TwoPhase(AllReduce):
         self._phase(self._admit(buffer, "sum", "all_gather"), lambda flat, _: self._all_gather(flat), buffer)
 
     def _phase(self, call: Call, reduction: Reduction, buffer: np.ndarray) -> None:
-        if not buffer.size or self.size == 1:
-            return
-        self._calls.run_unseen(call, reduction, buffer)
+        self._calls.run(call, reduction if buffer.size and self.size > 1 else nothing_to_do, buffer)
 
     @abstractmethod
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:

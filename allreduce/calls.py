@@ -1,9 +1,11 @@
-"""The calls of one backend: other ranks see what this one is in, and one that fails half-way is the last."""
+"""The calls of one backend: all ranks see that they are in the same one, and one that fails half-way is the last."""
 
+import os
+import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from allreduce import ending
@@ -11,25 +13,25 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import NUMBER, NUMBER_BITS, Signature, unpacked, word
 from allreduce.errors import BrokenError, CommunicationError, DisagreementError, OptionError
 from allreduce.messages.agreement import agree
+from allreduce.messages.board import Slot
+from allreduce.messages.notes import Call as Shown
 from allreduce.messages.notes import Said
+from allreduce.messages.watch import LOOK_SECONDS
 from allreduce.topology import Closeable, Topology
 
 Reduction = Callable[[Any, Op], None]  # reduces a 1-D array in place
 TAGS = 32749  # the largest prime below the number that every MPI has at least
-AGREEING = 1  # the word of all agreements, which find by themselves what differs
+AGREEING = 1 << 8  # the word of all agreements, which find by themselves what differs
+SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5  # how a rank waits for late ones: ever more lightly
 
 
 class Call:
-    """A call that all ranks have been seen to agree on.
+    """A call that all ranks have been seen to agree on. reduce: what does it. word: by which other ranks know it."""
 
-    reduce: what does it. word: by which other ranks know it. shown: on the board; not so where ranks don't wait for
-    each other, because there is nothing to do.
-    """
+    __slots__ = ("op", "reduce", "signature", "word")
 
-    __slots__ = ("op", "reduce", "shown", "signature", "word")
-
-    def __init__(self, signature: Signature, reduce: Reduction, op: Op, shown: bool = True) -> None:
-        self.signature, self.reduce, self.op, self.shown = signature, reduce, op, shown
+    def __init__(self, signature: Signature, reduce: Reduction, op: Op) -> None:
+        self.signature, self.reduce, self.op = signature, reduce, op
         self.word = word(signature, op)
 
     def __str__(self) -> str:
@@ -39,42 +41,41 @@ class Call:
 class Calls:
     """What a backend does together with the other ranks. Creating it and `close` are collective.
 
-    shown: compare each call's word with those of the other ranks of the node.
+    In each call the ranks of a node meet on the topology's board: nobody begins before all have come, with the same
+    word. So ranks that differ find out before anything is changed, and wait where they can be told to stop.
+
+    meet: False leaves the meeting out.
     """
 
-    def __init__(self, topology: Topology, backend: Closeable, shown: bool) -> None:
+    def __init__(self, topology: Topology, backend: Closeable, meet: bool) -> None:
         self._topology, self._backend = topology, backend
         self.broken: BaseException | None = None  # what ended a call half-way
         self.wait = topology.place()
         self._control = topology.private(wait=self.wait)
-        self._slot = topology.board.take() if shown else None
-        self._shown = 0  # calls that were shown; no rank leaves such a call before all have come to it
-        self._sees_all = self._slot is not None and len(self._slot.ranks) == topology.size
+        self._slot = topology.board.take() if meet else None
+        self._met = self._slot.met if self._slot else 0  # how often the ranks have met
+        self._sees_all = self._slot is not None and self._slot.complete
 
-    def run(self, call: Call, flat: Any) -> None:
-        """Reduce `flat`. Raises DisagreementError when ranks of this node were in other calls."""
+    def run(self, call: Call, reduce: Reduction, flat: Any) -> None:
+        """Have `reduce` work on `flat`, when all ranks of the node have come to the same call."""
         wait = self.wait
         if wait.call is not None or self.broken is not None:
             self.refuse()
         wait.count += 1
         wait.call = call
-        slot = self._slot if call.shown else None
-        if slot is not None:
-            shown = self._shown = self._shown + 1
-            start = slot.starts[shown & 1]
-            mine = call.word | (shown & NUMBER)
-            slot.words[start + slot.place] = mine
         try:
-            call.reduce(flat, call.op)
+            if self._slot is not None:
+                words, start, place, ranks = self._slot.turns[self._met & 1]
+                met = self._met = self._met + 1
+                words[start + place] = mine = call.word | (met & NUMBER)
+                if words[start : start + ranks].tolist().count(mine) != ranks:
+                    self._meet(self._slot, start, mine, call)
+            reduce(flat, call.op)
         except BaseException as error:
             self._break_off(call, error)
             raise
         finally:
             wait.call = None
-        if slot is not None:
-            ranks = len(slot.ranks)
-            if slot.words[start : start + ranks].tolist().count(mine) != ranks:
-                self._tell_difference()
 
     def tag(self) -> int:
         """For messages of the call that is under way: ranks in different ones wait, until the watch tells them.
@@ -84,32 +85,28 @@ class Calls:
         call = self.wait.call
         return 0 if call is None or self._sees_all else ((call.word >> NUMBER_BITS) + self.wait.count) % TAGS
 
-    def run_unseen(self, call: Call, reduction: Reduction, flat: np.ndarray) -> None:
-        """One phase of a reduction, in which a rank need not wait for all others."""
-        if self.wait.call is not None or self.broken is not None:
-            self.refuse()
-        self.wait.begin(call)
-        try:
-            reduction(flat, call.op)
-        except BaseException as error:
-            self._break_off(call, error)
-            raise
-        finally:
-            self.wait.end()
-
     def agree(self, values: list[int], text: str, error: Exception | None = None) -> None:
-        """Agree with the other ranks, as a call that they can tell from other calls."""
-        if self.wait.call is not None or self.broken is not None:
+        """Return when all ranks bring equal `values` and no error; otherwise raise on all of them.
+
+        text: this rank's side in words.
+        """
+        wait = self.wait
+        if wait.call is not None or self.broken is not None:
             self.refuse()
-        self.wait.begin(Said(text, AGREEING))
+        said = Said(text, AGREEING)
+        wait.begin(said)
         try:
+            if self._slot is not None:
+                words, start, place, _ = self._slot.turns[self._met & 1]
+                self._met += 1
+                words[start + place] = mine = AGREEING | (self._met & NUMBER)
+                self._meet(self._slot, start, mine, said, error)
             agree(self._control, values, text, error)
         except BaseException as refused:
-            if getattr(refused, "ranks", None) is None:
-                self.broken = refused
+            self._break_off(said, refused)
             raise
         finally:
-            self.wait.end()
+            wait.end()
 
     def refuse(self) -> None:
         """Raise BrokenError after a call that failed half-way, OptionError while another thread is in a call."""
@@ -126,33 +123,45 @@ class Calls:
     def close(self) -> None:
         """Give communicator and place back. Collective."""
         if self._slot is not None:
-            self._topology.board.give_back(self._slot)
+            self._topology.board.give_back(self._slot.part, self._met)
         self._topology.release(self._control)
 
-    def _break_off(self, call: Call, error: BaseException) -> None:
+    def _meet(self, slot: Slot, start: int, mine: int, call: Shown, error: Exception | None = None) -> None:
+        """Wait until all ranks of the board have come, and see that they came to the same call."""
+        words = self._come(slot, start, mine & NUMBER)
+        if words.count(mine) == slot.size:
+            return
+        if slot.complete:  # all ranks see the same words, so all of them come here
+            agree(self._control, [zlib.crc32(mine.to_bytes(8, "little"))], str(call), error)
+        sides = [f"  rank {rank}: {unpacked(each)}" for rank, each in zip(slot.ranks, words, strict=True)]
+        table = "\n".join(sides)
+        raise DisagreementError(f"the ranks disagree about this call; it must be the same on all of them:\n{table}")
+
+    def _come(self, slot: Slot, start: int, number: int) -> list[int]:
+        """The words of all ranks, when all have come."""
+        board = slot.turns[0][0]
+        begin = looked = time.monotonic()
+        self.wait.raises = True
+        try:
+            while True:
+                words = board[start : start + slot.size].tolist()
+                if all(each & NUMBER == number for each in words):
+                    return words
+                now = time.monotonic()
+                if now - begin > YIELD_SECONDS:
+                    time.sleep(SLEEP_SECONDS)
+                elif now - begin > SPIN_SECONDS:
+                    os.sched_yield()
+                if now - looked > LOOK_SECONDS:
+                    looked = now
+                    self._topology.watch.look(self.wait)
+        finally:
+            self.wait.raises = False
+
+    def _break_off(self, call: Shown, error: BaseException) -> None:
         """A call has failed: what all ranks raise leaves them in step, anything else (a node's error) does not."""
         if set(ending.world_ranks(self._topology.world)) <= set(getattr(error, "ranks", None) or ()):
             return
         self.broken = error
         if isinstance(error, MPI.Exception):
-            self._tell_difference(error)
             raise CommunicationError(f"MPI reports an error in {call}: {error}") from error
-
-    def _tell_difference(self, cause: BaseException | None = None) -> None:
-        """Raise a DisagreementError when the board shows that ranks of this node were in other calls."""
-        slot = self._slot
-        if slot is None:
-            return
-        start = slot.starts[self._shown & 1]
-        words = slot.words[start : start + len(slot.ranks)].tolist()
-        if len(set(words)) == 1:
-            return
-        sides = [f"  rank {rank}: {unpacked(each)}" for rank, each in zip(slot.ranks, words, strict=True)]
-        error = DisagreementError(
-            "the ranks disagree about this call; it must be the same on all of them. Its result is void:\n"
-            + "\n".join(sides)
-        )
-        self.broken = error
-        if len(slot.ranks) == self._topology.size:  # all ranks see the same board
-            error.ranks = ending.world_ranks(self._topology.world)
-        raise error from cause

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from allreduce import ending
 from allreduce.arrays import chunks, dtypes, gpu, ops
-from allreduce.arrays.signature import FOREIGN, GPU, inspect, numbers
+from allreduce.arrays.signature import FOREIGN, GPU, NUMBER_BITS, inspect, numbers
 from allreduce.calls import Call, Calls
 from allreduce.errors import AllReduceError, OptionError
 
@@ -32,7 +32,7 @@ class Moves(ABC):
         call = self._admit_move(array, "broadcast", root)
         flat = array.reshape(-1, order="A")
         host = flat.get() if call.signature.memory == GPU else flat
-        self._calls.run_unseen(call, lambda buffer, _: _broadcast(self._comm, buffer, root), host)
+        self._calls.run(call, lambda buffer, _: _broadcast(self._comm, buffer, root), host)
         if host is not flat:
             flat.set(host)
 
@@ -48,7 +48,7 @@ class Moves(ABC):
             table[self.rank] = mine
         call = self._admit_move(table, "collect")
         rows = [table[rank : rank + 1].reshape(-1) for rank in range(self.size)]
-        self._calls.run_unseen(call, lambda *_: self._hand_round(rows), table)
+        self._calls.run(call, lambda *_: self._hand_round(rows), table)
         return table
 
     def all_gather(self, buffer: np.ndarray) -> None:
@@ -58,7 +58,7 @@ class Moves(ABC):
         """
         call = self._admit_move(buffer, "all_gather")
         slices = [buffer[self.owned(buffer.size, rank)] for rank in range(self.size)]
-        self._calls.run_unseen(call, lambda *_: self._hand_round(slices), buffer)
+        self._calls.run(call, lambda *_: self._hand_round(slices), buffer)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """The slice of a buffer of `length` elements that `rank` finishes, this rank when none is given."""
@@ -85,7 +85,9 @@ class Moves(ABC):
         text = f"{signature}, shape {array.shape}, root {root}" if error is None else ""
         self._agree_once((signature, *details), text, [*numbers(signature, op), *details], error)
         assert signature is not None
-        return Call(signature, nothing_to_do, ops.OPS["sum"])
+        move = Call(signature, nothing_to_do, ops.OPS["sum"])
+        move.word ^= zlib.crc32(repr(details).encode()) << NUMBER_BITS  # another root is another call
+        return move
 
     def _hand_round(self, slices: list[np.ndarray]) -> None:
         """Every rank's slice, in turn, to all others."""

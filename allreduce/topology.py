@@ -71,9 +71,11 @@ class Topology:
         self._control = self.private()
         real = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
         assert isinstance(real, MPI.Intracomm)
-        self.board = Board(real, self.rank)
+        self.board = Board(real, self.rank, self.size)
         self.cores = len(set().union(*real.allgather(machine.cores())))
-        self._tell_oversubscription(real.size)
+        if real.size > self.cores:
+            text = f"{real.size} ranks share the {self.cores} cores of this node: expect no speed-up from more ranks"
+            notices.once(self.rank, text)
         self.node: MPI.Intracomm = self._own(self._divide(real, ranks_per_node))
         self.node_sizes, self.node_index = number_nodes(self.world, self.node)
         self.cross: MPI.Intracomm = self._own(self.world.Split(self.node.rank, self.node_index))
@@ -192,7 +194,7 @@ class Topology:
         copy._numbers = self._number() << 16
         copy.world, copy.node, copy.cross = (copy._own(comm.Dup()) for comm in (self.world, self.node, self.cross))
         copy._control = copy.private()
-        copy.board = Board(MPI.COMM_SELF.Dup(), self.rank)  # for nobody: those made here are parts of a user
+        copy.board = Board(MPI.COMM_SELF.Dup(), self.rank, self.size)  # for nobody: those made here are parts of a user
         return self._child(copy)
 
     def private(self, user: Closeable | None = None, wait: Wait | None = None) -> MPI.Intracomm:
@@ -226,14 +228,15 @@ class Topology:
 
         For constructors that may refuse, on all ranks.
         """
-        owned, users, children, slots = list(self._owned), list(self._users), list(self._children), self.board.free
+        owned, users, children = list(self._owned), list(self._users), list(self._children)
+        parts = dict(self.board.free)
         try:
             yield
         except Exception as error:
             if getattr(error, "ranks", None) is not None:
                 for child in [each for each in self._children if each not in children]:
                     child.close()
-                self._users, self.board.free = users, slots
+                self._users, self.board.free = users, parts | self.board.free
                 for comm in [each for each in reversed(self._owned) if each not in owned]:
                     self.release(comm)
             raise
@@ -287,11 +290,6 @@ class Topology:
         node = real.Split(simulated_node(self.rank, ranks_per_node), key=self.rank)
         assert isinstance(node, MPI.Intracomm)
         return node
-
-    def _tell_oversubscription(self, ranks: int) -> None:
-        if ranks > self.cores:
-            text = f"{ranks} ranks share the {self.cores} cores of this node: expect no speed-up from more ranks"
-            notices.once(self.rank, text)
 
 
 children.guard(

@@ -24,6 +24,7 @@ ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=Exception)
 
 AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to different ones get a table too
+LONE_SECONDS = 60.0  # how long a rank with an error waits for others to hear of it
 EAGER_SECONDS = 0.001  # so long a wait does nothing but look
 LONGEST_SLEEP = 0.01
 
@@ -78,7 +79,8 @@ def agree(comm: MPI.Comm, values: Sequence[int], row: str, error: Exception | No
     mine[: len(values) + 1] = [error is not None, *values]
     low = np.concatenate([mine, -mine])  # the minimum of -x is minus the maximum: one message gives both
     try:
-        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), row, seconds(STALL, 30.0) if error else math.inf)
+        limit = LONE_SECONDS if error else math.inf
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), row, limit)
     except AllReduceError as ended:
         raise (error or ended) from ended  # an error of this rank alone, for which the others do not come
     if np.array_equal(low[: mine.size], -low[mine.size :]) and low[0] == 0:

@@ -1,8 +1,8 @@
 """A board in the memory of a node: every rank writes on it what it has been called with, and reads the others.
 
 Comparing arguments by a message would cost as much as a small reduction. A word in shared memory costs next to
-nothing, so it is compared in every call: after a reduction, all ranks have been in it, so their words are there.
-A rank can be one call ahead of another, not two, so two words a user and rank are enough.
+nothing, so it is compared in every call. Nobody begins a call before all have come to it, so a rank can be one call
+ahead of another, not two: two words for each user and rank are enough.
 Ranks of other nodes are not on the board.
 """
 
@@ -18,29 +18,38 @@ USERS = 64  # of one topology at a time; any more do without
 TURNS = 2
 
 
+Turn = tuple[memoryview, int, int, int]
+
+
 class Slot(NamedTuple):
     """A user's part of the board.
 
-    words: of the whole board. starts: where the words of all ranks begin, in even and in odd calls.
-    place: this rank's among them. ranks: the topology's ranks that are on the board, in the order of their words.
+    part: its number. met: how often ranks have met there before.
+    turns: for calls in turn, the board's words, where those of all ranks begin, this rank's place among them and
+        how many they are.
+    ranks: the topology's ranks that are on the board, in the order of their words.
     """
 
-    words: memoryview
-    starts: tuple[int, int]
-    place: int
+    part: int
+    met: int
+    turns: tuple[Turn, Turn]
     ranks: tuple[int, ...]
+    size: int  # of `ranks`
+    complete: bool  # all of the topology's ranks are on the board
 
 
 class Board:
     """The board of one topology. Creating and closing are collective over the ranks of a node.
 
-    node: the ranks that really share memory; the board owns it. ranks: theirs in the topology.
+    node: the ranks that really share memory; the board owns it. rank, ranks: this one's number in the topology, and
+        how many that has.
     """
 
-    def __init__(self, node: MPI.Intracomm, rank: int) -> None:
+    def __init__(self, node: MPI.Intracomm, rank: int, ranks: int) -> None:
         self._node = node
+        self._complete = node.size == ranks
         self._ranks = tuple(node.allgather(rank))
-        self.free = tuple(range(USERS))  # the parts that no user has
+        self.free = dict.fromkeys(range(USERS), 0)  # parts that no user has: how often ranks have met there
         self._window: CommonWindow | None = None
         self._words: memoryview | None = None
         if node.size > 1:
@@ -54,15 +63,15 @@ class Board:
         """A part for a new user. All ranks ask in the same order."""
         if self._words is None or not self.free:
             return None
-        first, *rest = self.free
-        self.free = tuple(rest)
-        start = first * TURNS * len(self._ranks)
-        starts = (start, start + len(self._ranks))
-        return Slot(self._words, starts, self._node.rank, self._ranks)
+        part = min(self.free)
+        size, place = len(self._ranks), self._node.rank
+        even = part * TURNS * size
+        turns = (self._words, even, place, size), (self._words, even + size, place, size)
+        return Slot(part, self.free.pop(part), turns, self._ranks, size, self._complete)
 
-    def give_back(self, slot: Slot) -> None:
-        """The user is closed. All ranks give theirs back in the same order."""
-        self.free = (*self.free, slot.starts[0] // (TURNS * len(self._ranks)))
+    def give_back(self, part: int, met: int) -> None:
+        """The user is closed. The next one goes on counting, so that it can't take old words for new ones."""
+        self.free[part] = met
 
     def close(self) -> None:
         """Free the memory and the communicator. Collective."""

@@ -33,7 +33,7 @@ def test_shared_finds_different_phases_that_were_seen_before(flat: allreduce.Top
     reduce(array, "sum")
     reduce.reduce_scatter(array, "sum")
     call = reduce.__call__ if world.rank == 0 else reduce.reduce_scatter
-    with pytest.raises(DisagreementError, match="reduce_scatter sum: length 100"):
+    with pytest.raises(DisagreementError, match="rank 1: reduce_scatter: length 100"):
         call(array, "sum")
     reduce.close()
 

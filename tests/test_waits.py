@@ -1,0 +1,150 @@
+"""Whatever ranks do differently: nobody waits for ever or without a word, and nothing is silently wrong."""
+
+from pathlib import Path
+
+import launch
+import pytest
+from conftest import JobRunner
+
+BOTH = pytest.mark.parametrize("mpi", launch.MPIS)
+LIMITS = {"ALLREDUCE_STALL_SECONDS": "2", "ALLREDUCE_TIMEOUT_SECONDS": "6"}
+
+PROGRAM = """
+import sys, threading, time
+import numpy as np
+import allreduce
+topology = allreduce.Topology({topology})
+reduce = allreduce.create({name!r}, topology)
+rank = reduce.rank
+one, other = reduce.allocate(50_000, "float32"), np.ones(50_000, "float32")
+few = np.ones(10, "float32")
+for op in ("sum", "max"):
+    for array in (one, other, few):
+        reduce(array, op)  # all of these signatures are known from here on
+for step in range(6):
+    if step == 3 and rank == 1:
+        {action}
+    reduce(one, "sum")
+reduce.close()
+print("came to the end")
+"""
+
+
+def run(mpirun: JobRunner, folder: Path, mpi: str, action: str, name: str = "ring", topology: str = "") -> str:
+    """What a job prints that must end by itself, and not well."""
+    script = folder / "program.py"
+    script.write_text(PROGRAM.format(name=name, action=action, topology=topology))
+    job = mpirun(3, [script], mpi=mpi, timeout=60, env=LIMITS)
+    text = job.stdout + job.stderr
+    assert job.returncode != 0, text
+    assert "came to the end" not in text
+    return text
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["ring", "native", "shared", "halving_doubling", "reduce_to_one", "auto"])
+def test_another_op(mpirun: JobRunner, tmp_path: Path, mpi: str, name: str) -> None:
+    """Both signatures are known, so no agreement is due; the sums would be wrong."""
+    text = run(mpirun, tmp_path, mpi, 'reduce(one, "max"); continue', name)
+    assert "DisagreementError: the ranks disagree" in text
+    assert 'rank 0: all_reduce: length 50000, dtype float32, op "sum"' in text
+    assert 'rank 1: all_reduce: length 50000, dtype float32, op "max"' in text
+
+
+@pytest.mark.parametrize("name", ["ring", "native", "auto", "hierarchical_copy"])
+def test_another_length(mpirun: JobRunner, tmp_path: Path, name: str) -> None:
+    text = run(mpirun, tmp_path, "openmpi", 'reduce(few, "sum"); continue', name)
+    assert "DisagreementError: the ranks disagree" in text
+    assert "rank 1: all_reduce: length 10" in text
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["auto", "hierarchical_copy"])
+def test_another_memory(mpirun: JobRunner, tmp_path: Path, mpi: str, name: str) -> None:
+    text = run(mpirun, tmp_path, mpi, 'reduce(other, "sum"); continue', name)
+    assert "DisagreementError: the ranks disagree" in text
+
+
+@BOTH
+def test_a_call_too_few(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    text = run(mpirun, tmp_path, mpi, "continue")
+    assert "DisagreementError: the ranks disagree" in text
+    assert "rank 1: close() of ring" in text
+
+
+@BOTH
+def test_a_call_too_many(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    text = run(mpirun, tmp_path, mpi, 'reduce(one, "sum")')
+    assert "DisagreementError: the ranks disagree" in text
+
+
+@BOTH
+@pytest.mark.parametrize("action", ["sys.exit(0)", "sys.exit(3)", "break"])
+def test_a_rank_that_leaves(mpirun: JobRunner, tmp_path: Path, mpi: str, action: str) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM.format(name="ring", action=action, topology="").replace("reduce.close()", ""))
+    job = mpirun(3, [script], mpi=mpi, timeout=60, env=LIMITS)
+    assert job.returncode != 0
+    assert "RankLeftError: rank 1 has left: it has ended its program" in job.stdout + job.stderr
+
+
+@BOTH
+def test_a_rank_that_is_late(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    """First it is told, later it ends; both say who has not come."""
+    text = run(mpirun, tmp_path, mpi, "time.sleep(40)")
+    assert "rank 0 has waited 2 s for other ranks in: all_reduce: length 50000" in text
+    assert "rank 1: has not come" in text
+    assert "CollectiveTimeoutError: waited" in text
+
+
+def test_late_in_an_agreement(mpirun: JobRunner, tmp_path: Path) -> None:
+    """A wait of ours is left by an exception, which a program may catch."""
+    code = (
+        "import allreduce, time, numpy as np\n"
+        "from allreduce.errors import BrokenError, CollectiveTimeoutError\n"
+        "topology = allreduce.Topology(timeout=3)\n"
+        "reduce = allreduce.create('ring', topology)\n"
+        "if topology.rank == 1: time.sleep(8); print('late'); raise SystemExit\n"
+        "try:\n    reduce(np.ones(5), 'sum')\n"
+        "except CollectiveTimeoutError as error: assert 'rank 1: has not come' in str(error), error\n"
+        "try:\n    reduce(np.ones(5), 'sum')\n"
+        "except BrokenError: print('told twice', flush=True)\n"
+        "time.sleep(7)\n"
+    )
+    job = mpirun(3, ["-c", code], timeout=60)
+    assert job.stdout.count("told twice") == 2, job.stdout + job.stderr
+    assert job.returncode == 0, job.stderr
+
+
+@BOTH
+def test_an_exception_in_a_thread(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    code = (
+        "import allreduce, threading, numpy as np\n"
+        "reduce = allreduce.create('ring')\n"
+        "def work():\n"
+        "    for step in range(5):\n"
+        "        if step == 3 and reduce.rank == 1: raise ValueError('on purpose')\n"
+        "        reduce(np.ones(50), 'sum')\n"
+        "thread = threading.Thread(target=work, name='mine'); thread.start(); thread.join()\n"
+        "import time; time.sleep(30)\n"
+    )
+    job = mpirun(3, ["-c", code], mpi=mpi, timeout=25)
+    assert job.returncode != 0
+    assert "rank 1 of 3: ValueError in thread 'mine'" in job.stderr
+    assert "ValueError: on purpose" in job.stderr
+
+
+@BOTH
+def test_a_hook_that_was_set_later(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    text = run(
+        mpirun, tmp_path, mpi, "sys.excepthook = lambda *_: print('mine', flush=True); raise ValueError('mistake')"
+    )
+    assert "mine" in text
+    assert "rank 1 of 3: ValueError: mistake" in text
+
+
+@pytest.mark.parametrize("value", ["abc", "nan"])
+@pytest.mark.parametrize("variable", list(LIMITS))
+def test_seconds_that_are_no_number(mpirun: JobRunner, variable: str, value: str) -> None:
+    job = mpirun(2, ["-c", "import allreduce; allreduce.Topology()"], env={variable: value})
+    assert f"OptionError: {variable}={value!r} is no number of seconds" in job.stderr
