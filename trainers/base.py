@@ -2,26 +2,27 @@
 
 import hashlib
 import json
-import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk, segments
 from allreduce.errors import ClosedError
-from allreduce.messages.agreement import agree, known, together
+from allreduce.messages.agreement import agree, together
 from allreduce.topology import Topology
+from trainers.admission import NO_TARGETS, look_at
 from trainers.data import Batch, Batches
-from trainers.errors import ArgumentError, DivergedError, TrainerError
+from trainers.fitting import Fit
+from trainers.prefetch import AHEAD
 from trainers.replica import Replica
+from trainers.samples import Collate, Samples
 from trainers.watching import stopwatch
-from trainers.watching.history import Epoch, History
-from trainers.watching.meter import Meter
-from trainers.watching.progress import Progress
+from trainers.watching.history import History
 
 TrainerT = TypeVar("TrainerT", bound="Trainer")
 FORWARD_ROWS = 1024  # rows that a replica evaluates or predicts at a time
@@ -32,8 +33,8 @@ class Trainer(ABC):
     """Trains a replica together with the trainers of the other ranks of a topology.
 
     Every method is collective: all ranks call it with the same arguments. x and y are the whole data on
-    every rank, arrays whose first axis is the sample. Arguments that make no sense, and ranks that
-    disagree about them, raise the same ArgumentError or DisagreementError on all ranks.
+    every rank, arrays whose first axis is the sample; `fit` and `evaluate` take data sets too. Arguments that
+    make no sense, and ranks that disagree about them, raise the same ArgumentError or DisagreementError on all.
     """
 
     def __init__(self, replica: Replica, topology: Topology) -> None:
@@ -41,70 +42,101 @@ class Trainer(ABC):
         self.topology = topology
         self.rank, self.size = topology.rank, topology.size
         self.closed = False
+        self.stop_training = False  # set by a callback, on any rank
+        self.measured: Any = None  # what the last step returned
         self._comm = topology.private(self)
         self._communication = stopwatch.make(replica.device)
 
     @abstractmethod
-    def _step(self, batch: Batch) -> Any:
-        """Train on one global batch, of which this rank has `batch`.
+    def _step(self, batch: Batch | None, flags: tuple[float, ...]) -> Any:
+        """Train on one global batch, of which this rank has `batch`, or nothing at all.
 
-        Returns the means over the global batch of the replica's metrics, the same bits on all ranks, on
-        the replica's device. Runs `_communication` while it waits for other ranks.
+        Returns the means over the global batch of the replica's metrics, and behind them the sums of the ranks'
+        flags: the same bits on all ranks, of at least 32 bits a number, on the replica's device. Runs
+        `_communication` while it waits for other ranks.
         """
+
+    def _whole(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A state of the replica with what other ranks have of it. Collective."""
+        return state
+
+    def _complete(self) -> None:  # noqa: B027, most replicas always have all of it
+        """Have rank 0's replica hold its whole state. Collective."""
+
+    def _settle(self) -> None:  # noqa: B027
+        """The ranks have written the same parameters: go on when all have done so. Collective."""
 
     def fit(
         self,
-        x: np.ndarray,
-        y: np.ndarray,
+        x: Any,
+        y: np.ndarray | None = None,
         epochs: int = 10,
         batch_size: int = 100,
         *,
         seed: int = 0,
         shuffle: bool = True,
-        validation_data: tuple[np.ndarray, np.ndarray] | None = None,
+        validation_data: Any = None,
+        callbacks: Sequence[Any] = (),
+        collate: Collate | None = None,
+        prefetch: bool | None = None,
         progress: bool = True,
+        stream: TextIO | None = None,
     ) -> History:
         """Train for `epochs` passes over the data; the model of rank 0 is copied to all ranks first.
 
+        x, y: ALL rows, on every rank: each rank takes its share of every batch. Arrays, or memory maps; or in x
+            a data set with len() and rows by number whose rows are pairs (x, y), and no y (see
+            trainers.samples.Samples). What a data set raises on one rank is raised on all, as DataError.
         batch_size: rows in a GLOBAL batch, divided among the ranks. It need not be divisible, and the last
             batch of an epoch may be short: gradients are weighted by samples, so that any number of
             ranks trains as one rank would.
         seed, shuffle: epoch e visits the rows in the order of data.order(rows, seed, e, shuffle).
-        validation_data: (x, y), evaluated after each epoch.
-        progress: print a line per epoch on rank 0, and on a terminal a bar.
+        validation_data: (x, y) or a data set, evaluated after each epoch.
+        callbacks: what watches the training, with Keras' events (trainers.watching.callback.Callback). Each rank
+            calls its own, so they may be given to some ranks only; an exception in one is raised on all ranks.
+        collate: makes (x, y), arrays, of a list of a data set's rows; by default they are stacked.
+        prefetch: whether a thread fetches the next batch while this one computes; by default where rows are
+            not in memory: of data sets and memory maps.
+        progress: print a line per epoch on rank 0, and on a terminal a bar. stream: where, if not to stdout.
 
-        Raises DivergedError on all ranks when the loss becomes NaN or infinite.
+        Returns the history, the same on all ranks. Raises DivergedError on all ranks when the loss becomes NaN
+        or infinite.
         """
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
         settings["validation_data"] = "none" if validation_data is None else "given"
-        x, y = self._admit("fit", x, y, settings)
+        fetches_ahead = prefetch if prefetch is not None else y is None or any(map(_is_mapped, (x, y)))
+        x, y = self._admit("fit", x, y, settings, collate)
         if validation_data is not None:
-            validation_data = self._admit("validation_data of fit", *validation_data)
-        self._mirror()
-        batches = Batches(x, y, batch_size, self.rank, self.size, seed, shuffle)
-        meter = Meter(self.replica.metrics, batches.steps, self.replica.gradient_dtype, self.replica.device)
-        shown = Progress(progress and self.rank == 0, batches.steps, epochs)
-        history = History()
-        try:
-            for number in range(epochs):
-                shown.begin(number + 1)
-                with np.errstate(all="ignore"):  # the meter tells it better when the loss diverges
-                    history.append(self._train(batches, number, meter, shown, validation_data))
-                shown.end(history[-1])
-        finally:
-            shown.close()
-        return history
+            validation = partial(self._evaluate, *self._admit_validation(validation_data, collate))
+        self._mirror(whole=True)
+        ahead = AHEAD if fetches_ahead else 0
+        batches = Batches(x, y, batch_size, self.rank, self.size, seed, shuffle, ahead)
+        fit = Fit(
+            self,
+            batches,
+            epochs,
+            validate=None if validation_data is None else validation,
+            callbacks=callbacks,
+            fetches_ahead=fetches_ahead,
+            progress=progress,
+            stream=stream,
+        )
+        with np.errstate(all="ignore"):  # the meter tells it better when the loss diverges
+            return fit.run()
 
-    def evaluate(self, x: np.ndarray, y: np.ndarray) -> dict[str, float]:
-        """The replica's metrics ("loss", "accuracy", ...), means over these rows; the ranks share the work."""
-        return self._evaluate(*self._admit("evaluate", x, y))
+    def evaluate(self, x: Any, y: np.ndarray | None = None, collate: Collate | None = None) -> dict[str, float]:
+        """The replica's metrics ("loss", "accuracy", ...), means over these rows; the ranks share the work.
+
+        x, y, collate: all rows on every rank, arrays or a data set, as for `fit`.
+        """
+        return self._evaluate(*self._admit("evaluate", x, y, collate=collate))
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         """The replica's output for every row, in order, on every rank; the ranks share the work.
 
         For a NumpyNetwork: (rows, outputs) float32, probabilities with a cross-entropy loss.
         """
-        x, _ = self._admit("predict", x, None)
+        x, _ = self._admit("predict", x, NO_TARGETS)
         mine = chunk(len(x), self.size, self.rank)
         parts = [self.replica.predict(x[part]) for part in segments(mine, FORWARD_ROWS)]
         like = parts[0] if parts else self.replica.predict(x[:0])
@@ -120,13 +152,14 @@ class Trainer(ABC):
         The file (.npz, no pickle) does not depend on the number of ranks; NumpyNetwork.load reads it without MPI.
         """
         self._enter("save")
+        self._complete()
         self._on_one(lambda: self.replica.save(path))
 
     def load(self, path: str) -> None:
         """Take on the model in `path`, which rank 0 reads and hands to all ranks. Raises ModelFileError."""
         self._enter("load")
         self._on_one(lambda: self.replica.restore(path))
-        self._mirror()
+        self._mirror(whole=False)
 
     def parameters_sha256(self) -> list[str]:
         """The SHA-256 of every rank's parameters, by rank, the same on all ranks; mirrored replicas have equal ones."""
@@ -154,79 +187,47 @@ class Trainer(ABC):
         if kind is None:  # after an exception the other ranks may not come to a collective close
             self.close()
 
-    # Training
+    # Inside
 
-    def _train(
-        self,
-        batches: Batches,
-        number: int,
-        meter: Meter,
-        shown: Progress,
-        validation_data: tuple[np.ndarray, np.ndarray] | None,
-    ) -> Epoch:
-        """One epoch, and its evaluation."""
-        self._communication.read()  # the rest of an epoch that an error has ended
-        begin = time.perf_counter()
-        for step, batch in enumerate(batches.epoch(number)):
-            try:
-                meter.note(step, self._step(batch), number + 1)
-            except DivergedError as error:  # by the loss of the global batch, so every rank finds it in the same step
-                raise known(error, self._comm) from None
-            shown.advance()
-        spent = np.array([time.perf_counter() - begin, self._communication.read()])
-        self._comm.Allreduce(MPI.IN_PLACE, spent)
-        seconds, communication = (spent / self.size).tolist()
-        means = meter.means(batches.sizes())
-        return Epoch(
-            epoch=number + 1,
-            loss=means.pop(self.replica.metrics[0]),
-            metrics=means,
-            seconds=seconds,
-            samples_per_second=batches.rows / seconds,
-            communication_share=communication / seconds,
-            validation=self._evaluate(*validation_data) if validation_data else {},
-        )
-
-    def _evaluate(self, x: np.ndarray, y: np.ndarray) -> dict[str, float]:
-        names = self.replica.metrics
+    def _evaluate(self, x: Any, y: np.ndarray | None) -> dict[str, float]:
+        names, rows = self.replica.metrics, len(x)
         sums = np.zeros(len(names))
+
+        def measure() -> None:
+            for part in segments(chunk(rows, self.size, self.rank), FORWARD_ROWS):
+                values = self.replica.evaluate(*self._rows(x, y, part))
+                sums[:] += [float(value) for value in values]
+
         with np.errstate(all="ignore"):  # a model that has diverged has a loss that says so
-            for part in segments(chunk(len(x), self.size, self.rank), FORWARD_ROWS):
-                values = self.replica.evaluate(x[part], y[part])
-                sums += [float(value) for value in values]
+            if isinstance(x, Samples):
+                together(self._comm, measure)  # a data set may fail in any row
+            else:
+                measure()
         self._comm.Allreduce(MPI.IN_PLACE, sums)
-        return dict(zip(names, (sums / len(x)).tolist(), strict=True))
+        return dict(zip(names, (sums / rows).tolist(), strict=True))
+
+    def _rows(self, x: Any, y: Any, part: slice) -> tuple[np.ndarray, np.ndarray]:
+        if not isinstance(x, Samples):
+            return x[part], y[part]
+        batch = x.take(np.arange(part.start, part.stop))
+        self.replica.check_batch(*batch)
+        return batch
 
     # Agreement
 
     def _admit(
-        self, call: str, x: np.ndarray, y: np.ndarray | None, settings: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, Any]:
-        """The data as arrays, when all ranks bring the same and it makes sense; an error on all ranks otherwise."""
+        self, call: str, x: Any, y: Any, settings: dict[str, Any] | None = None, collate: Collate | None = None
+    ) -> tuple[Any, Any]:
+        """Arrays x and y, or Samples and None, when all ranks bring the same and it makes sense; or all raise."""
         self._check_open()
-        error: Exception | None = None
-        row = ""
-        try:
-            x = np.asarray(x)
-            y = None if y is None else np.asarray(y)
-            row = _describe(call, x, y, settings or {})
-            self._check_data(x, y, settings or {})
-        except (TrainerError, ValueError, TypeError) as refused:
-            error = refused if isinstance(refused, TrainerError) else ArgumentError(f"{call}: {refused}")
+        data, row, error = look_at(self.replica, call, (x, y), settings or {}, collate)
         self._agree(row, error)
-        return x, y
+        return data
 
-    def _check_data(self, x: np.ndarray, y: np.ndarray | None, settings: dict[str, Any]) -> None:
-        for name, least in (("epochs", 0), ("batch_size", 1), ("seed", 0)):
-            value = settings.get(name, least)
-            if not isinstance(value, int | np.integer) or value < least:
-                raise ArgumentError(f"{name}={value!r} makes no sense: give an integer of at least {least}")
-        if x.ndim == 0 or (y is not None and (y.ndim == 0 or len(x) != len(y))):
-            shapes = f"x has shape {x.shape}" + ("" if y is None else f" and y has shape {y.shape}")
-            raise ArgumentError(f"{shapes}; they must have one row for each sample, and as many of one as of the other")
-        if y is not None and len(x) == 0:
-            raise ArgumentError("there are no samples: x and y are empty")
-        self.replica.check(x, y)
+    def _admit_validation(self, given: Any, collate: Collate | None) -> tuple[Any, Any]:
+        pair = isinstance(given, tuple | list)
+        x, y = given if pair and len(given) == 2 else (given, None)
+        return self._admit("validation_data of fit", x, y, collate=None if pair else collate)
 
     def _enter(self, call: str) -> None:
         """Begin a method without data; a rank that came to another one is told instead of waited for."""
@@ -246,18 +247,25 @@ class Trainer(ABC):
 
     # Communication
 
-    def _mirror(self) -> None:
-        """Give all replicas the state of rank 0's. Raises DisagreementError when they are different models."""
+    def _mirror(self, whole: bool = True) -> None:
+        """Give all replicas the state of rank 0's. Raises DisagreementError when they are different models.
+
+        whole: collect first what of rank 0's state other ranks have; false when rank 0 has just loaded all of it.
+        """
         replica = self.replica
         config, held = together(self._comm, lambda: (json.dumps(replica.config(), sort_keys=True), replica.state()))
-        state = {name: np.asarray(array, order="C") for name, array in sorted(held.items())}
+        state = {
+            name: np.asarray(array, order="C") for name, array in sorted((self._whole(held) if whole else held).items())
+        }
         shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in state.items())
         self._agree(f"model: {shapes}; {config}")
+        if self.rank:  # a state may be live views, or read-only
+            state = {name: np.empty_like(array) for name, array in state.items()}
         for array in state.values():
             for piece in _pieces(array):
                 self._comm.Bcast(piece)
-        if self.rank:
-            self.replica.load_state(state)
+        together(self._comm, lambda: replica.load_state(state) if self.rank else None)
+        self._settle()
 
     def _gather_rows(self, rows: np.ndarray) -> None:
         """Complete an array of which every rank has filled its chunk of rows."""
@@ -276,14 +284,6 @@ def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
         yield memory[span]
 
 
-def _describe(call: str, x: np.ndarray, y: np.ndarray | None, settings: dict[str, Any]) -> str:
-    """What ranks must have in common: shapes, dtypes, settings, and a checksum of the first and the last row."""
-    data = {"x": x} if y is None else {"x": x, "y": y}
-    parts = [f"{name} {array.dtype}{list(array.shape)} {_checksum(array)}" for name, array in data.items()]
-    return f"{call}: {', '.join(parts + [f'{name}={value}' for name, value in settings.items()])}"
-
-
-def _checksum(array: np.ndarray) -> str:
-    if array.ndim == 0 or len(array) == 0 or array.dtype.hasobject:
-        return "empty"
-    return f"#{zlib.crc32(np.ascontiguousarray(array[[0, -1]]).tobytes()):08x}"
+def _is_mapped(array: Any) -> bool:
+    """Whether an array lies in a file."""
+    return isinstance(array, np.memmap)

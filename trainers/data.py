@@ -4,12 +4,13 @@ A batch is global. Batch s of an epoch is rows order[s * B : (s + 1) * B]; rank 
 it. So the batches do not depend on the number of ranks; the last may be short, and a rank may have no row.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Generator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from allreduce.arrays.chunks import chunk
+from trainers.samples import Samples
 
 
 def order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -20,7 +21,7 @@ def order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
 
 
 class Batch(NamedTuple):
-    """A rank's share of one global batch; the arrays are overwritten by the next batch."""
+    """A rank's share of one global batch; the arrays are overwritten by a later batch."""
 
     x: np.ndarray
     y: np.ndarray
@@ -31,20 +32,28 @@ class Batch(NamedTuple):
 class Batches:
     """The shares of one rank, epoch by epoch.
 
-    x, y: the whole data set, the same on every rank (a memory-mapped array will do).
+    x, y: the whole data, the same on every rank (memory maps will do); or `Samples`, and None.
     batch_size: rows in a global batch.
+    ahead: how many batches may be fetched before they are asked for; so long a batch's arrays stay as they are.
     """
 
     def __init__(
-        self, x: np.ndarray, y: np.ndarray, batch_size: int, rank: int, ranks: int, seed: int = 0, shuffle: bool = True
+        self,
+        x: Any,
+        y: np.ndarray | None,
+        batch_size: int,
+        rank: int,
+        ranks: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        ahead: int = 0,
     ) -> None:
-        self._x, self._y = x, y
         self.rows, self.batch_size = len(x), min(batch_size, len(x))
         self._rank, self._ranks = rank, ranks
         self._seed, self._shuffle = seed, shuffle
         most = -(-self.batch_size // ranks)
-        self._x_batch = np.empty((most, *x.shape[1:]), x.dtype)
-        self._y_batch = np.empty((most, *y.shape[1:]), y.dtype)
+        self.checked = not isinstance(x, Samples)  # all rows could be checked before
+        self._source = x if isinstance(x, Samples) else _Arrays(x, y, most, ahead + 1)
 
     @property
     def steps(self) -> int:
@@ -57,13 +66,32 @@ class Batches:
         sizes[-1] = self.rows - (self.steps - 1) * self.batch_size
         return sizes
 
-    def epoch(self, number: int) -> Iterator[Batch]:
-        """This rank's shares of all batches of epoch `number`."""
+    def epoch(self, number: int) -> Generator[Batch]:
+        """This rank's shares of all batches of epoch `number`. Raises DataError when a data set fails."""
         visited = order(self.rows, self._seed, number, self._shuffle)
         for start in range(0, self.rows, self.batch_size):
             batch = visited[start : start + self.batch_size]
             mine = batch[chunk(batch.size, self._ranks, self._rank)]
-            x, y = self._x_batch[: mine.size], self._y_batch[: mine.size]
-            self._x.take(mine, axis=0, out=x, mode="clip")  # "raise" would go through a buffer
-            self._y.take(mine, axis=0, out=y, mode="clip")
+            x, y = self._source.take(mine)
             yield Batch(x, y, batch.size, mine.size / batch.size)
+
+
+class _Arrays:
+    """Rows of arrays, copied into memory that is used again after `sets` calls.
+
+    most: rows that are taken at once.
+    """
+
+    def __init__(self, x: np.ndarray, y: Any, most: int, sets: int) -> None:
+        self._x, self._y = x, y
+        self._sets = [
+            (np.empty((most, *x.shape[1:]), x.dtype), np.empty((most, *y.shape[1:]), y.dtype)) for _ in range(sets)
+        ]
+        self._turn = 0
+
+    def take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        x, y = (array[: rows.size] for array in self._sets[self._turn % len(self._sets)])
+        self._turn += 1
+        self._x.take(rows, axis=0, out=x, mode="clip")  # "raise" would go through a buffer
+        self._y.take(rows, axis=0, out=y, mode="clip")
+        return x, y

@@ -1,63 +1,171 @@
 """MirroredTrainer: average the gradients, then every replica applies them, so that replicas stay identical."""
 
+import zlib
 from typing import Any
 
-import allreduce
-from allreduce.base import AllReduce
+import numpy as np
+
+from allreduce.arrays import dtypes
+from allreduce.base import AllReduce, TwoPhase
+from allreduce.messages.agreement import together
 from allreduce.topology import Topology
+from trainers.backends import UPDATES, backend_for
 from trainers.base import Trainer
 from trainers.data import Batch
 from trainers.errors import ArgumentError
+from trainers.fitting import FLAGS
 from trainers.replica import Replica
+from trainers.sharded import ShardedUpdate
 
 
 class MirroredTrainer(Trainer):
-    """Synchronous data-parallel training with one AllReduce a step. Creating is collective.
+    """Synchronous data-parallel training with one AllReduce a step.
 
     All replicas become copies of rank 0's at once, and again when a fit begins.
 
-    replica: this rank's copy of the model; its gradients are moved into memory that the backend allocates.
-    allreduce: the name of a backend, or a backend. A backend that was passed in is not closed here.
-    topology: of the ranks that train together; all ranks by default, or the given backend's.
-
-    Also an attribute: `buffer`, the array that is reduced in every step: the gradients, and behind them one
-    element for each of the replica's metrics, so that the loss costs no message of its own.
+    Also an attribute: `buffer`, the array that is reduced in every step: the gradients, and behind them the
+    replica's metrics and the trainer's flags, so that the loss costs no message of its own. Behind 16-bit
+    gradients there is nothing: what must be exact travels in an array of float32.
 
         with MirroredTrainer(NumpyNetwork([64, 32, 10]), allreduce="ring") as trainer:
             history = trainer.fit(x, y, epochs=10, batch_size=100)
     """
 
-    def __init__(self, replica: Replica, allreduce: str | AllReduce = "auto", topology: Topology | None = None) -> None:
-        self._owns_backend = not isinstance(allreduce, AllReduce)
-        self.allreduce = _backend(allreduce, topology)
-        super().__init__(replica, self.allreduce.topology)
-        length = replica.gradient_length
-        self.buffer = self.allreduce.allocate(
-            length + len(replica.metrics), replica.gradient_dtype, device=replica.device
-        )
-        self._values = self.buffer[length:]
-        replica.bind(self.buffer[:length])
-        self._mirror()  # evaluate and predict share their work, so they need equal replicas before any fit
+    def __init__(
+        self,
+        replica: Replica,
+        allreduce: str | AllReduce = "auto",
+        topology: Topology | None = None,
+        *,
+        update: str = "replicated",
+    ) -> None:
+        """Make the replicas equal and bind their gradients to the backend's memory. Collective.
 
-    def _step(self, batch: Batch) -> Any:
-        values = self._values
-        values[:] = self.replica.gradients(batch.x, batch.y, batch.share)
-        values *= batch.share
+        replica: this rank's copy of the model; its gradients are moved into memory that the backend allocates.
+        allreduce: the name of a backend, or a backend. A backend that was passed in is not closed here.
+        topology: of the ranks that train together; all ranks by default, or the given backend's.
+        update: "replicated": every rank updates all parameters. "sharded": every rank updates its own slice,
+            which divides the update's time and the optimizer's memory by the ranks; the ranks of a node then
+            have one copy of the parameters in common. For replicas with `bind_parameters`, on the CPU, and
+            backends with two phases; "auto" names one. The result is the same.
+
+        Raises on all ranks, and leaves nothing behind: ArgumentError, DisagreementError (models that differ),
+        UnknownBackendError, UnavailableError, OptionError.
+        """
+        given = isinstance(allreduce, AllReduce)
+        self._owns_backend, self._owns_topology = not given, not given and topology is None
+        ranks = allreduce.topology if isinstance(allreduce, AllReduce) else topology or Topology()
+        try:
+            _agree_on_arguments(ranks, replica, allreduce, topology, update)
+            self.allreduce = backend_for(allreduce, ranks, update)
+        except Exception as error:
+            if self._owns_topology and _is_everywhere(error):  # so all ranks come to the close
+                ranks.close()
+            raise
+        super().__init__(replica, ranks)
+        self.buffer: Any = None
+        self._sharded: ShardedUpdate | None = None
+        try:
+            self._bind(update)
+        except Exception as error:
+            if _is_everywhere(error):
+                self.close()
+            raise
+
+    def _bind(self, update: str) -> None:
+        replica, length = self.replica, self.replica.gradient_length
+        extra = len(replica.metrics) + len(FLAGS)
+        beside = dtypes.is_half(dtypes.parse(replica.gradient_dtype))
+        buffer = self._allocate(length if beside else length + extra, replica.gradient_dtype)
+        self._measured = self._allocate(extra, "float32") if beside else buffer[length:]
+        self._beside = beside
+        self.measured = self._measured
+        together(self._comm, lambda: replica.bind(buffer[:length]))
+        self.buffer = buffer
+        self._mirror()  # evaluate and predict share their work, so they need equal replicas before any fit
+        if update == "sharded" and self.size > 1:
+            assert isinstance(self.allreduce, TwoPhase)
+            self._sharded = ShardedUpdate(replica, self.allreduce, self.buffer, self._comm, self._communication)
+
+    def _allocate(self, length: int, dtype: str) -> Any:
+        return self.allreduce.allocate(length, dtype, device=self.replica.device)
+
+    def _step(self, batch: Batch | None, flags: tuple[float, ...]) -> Any:
+        measured, metrics = self._measured, len(self.replica.metrics)
+        if batch is None:
+            self.buffer[:] = 0
+            measured[:metrics] = 0
+        else:
+            measured[:metrics] = self.replica.gradients(batch.x, batch.y, batch.share)
+            measured[:metrics] *= batch.share
+        measured[metrics:] = flags
         # Every rank's part is weighted by its share of the batch already, so the sum is the mean over samples.
-        self._communication.start()
-        self.allreduce(self.buffer, "sum")
-        self._communication.stop()
+        reduced = self._update_replicated() if self._sharded is None else self._sharded.step()
+        if self._beside:
+            self._reduce(measured)
+            return measured
+        return reduced
+
+    def _update_replicated(self) -> Any:
+        self._reduce(self.buffer)
         self.replica.update()
-        return values
+        return self._measured
+
+    def _reduce(self, array: Any) -> None:
+        self._communication.start()
+        self.allreduce(array, "sum")
+        self._communication.stop()
+
+    def _whole(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return state if self._sharded is None else self._sharded.whole(state)
+
+    def _complete(self) -> None:
+        if self._sharded is not None:
+            state = self._sharded.whole(self.replica.state())
+            self._on_one(lambda: self.replica.load_state(state))
+
+    def _settle(self) -> None:
+        if self._sharded is not None:
+            self._sharded.fence()
 
     def _close(self) -> None:
+        self.measured = None
+        if self._sharded is not None:
+            self._sharded.close()
+            self._sharded = None
+        if self.buffer is not None:  # it must not keep the backend's memory
+            self.replica.bind(_own_memory(self.replica))
+            self.buffer = self._measured = None
         if self._owns_backend:
             self.allreduce.close()
+        if self._owns_topology:
+            self.topology.close()
 
 
-def _backend(given: str | AllReduce, topology: Topology | None) -> AllReduce:
-    if not isinstance(given, AllReduce):
-        return allreduce.create(given, topology)
-    if topology is not None and topology is not given.topology:
-        raise ArgumentError(f"{given!r} has a topology of its own; pass the backend's name, or no topology")
-    return given
+def _agree_on_arguments(
+    ranks: Topology, replica: Replica, allreduce: str | AllReduce, topology: Topology | None, update: str
+) -> None:
+    """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective."""
+    name = allreduce.name if isinstance(allreduce, AllReduce) else allreduce
+    error = None
+    if update not in UPDATES:
+        error = ArgumentError(f"update={update!r} is unknown; use one of {', '.join(UPDATES)}")
+    elif update == "sharded" and replica.device != "cpu":
+        error = ArgumentError(f'update="sharded" works on the CPU, and this replica is on {replica.device}')
+    elif isinstance(allreduce, AllReduce) and topology is not None and topology is not allreduce.topology:
+        error = ArgumentError(f"{allreduce!r} has a topology of its own; pass the backend's name, or no topology")
+    row = f"MirroredTrainer({type(replica).__name__}, {name!r}, update={update!r})"
+    ranks.agree([zlib.crc32(row.encode())], row, error)
+
+
+def _is_everywhere(error: Exception) -> bool:
+    return getattr(error, "ranks", None) is not None
+
+
+def _own_memory(replica: Replica) -> Any:
+    """Memory for gradients when the backend's is given back."""
+    if replica.device == "cuda":
+        from allreduce.arrays import gpu
+
+        return gpu.cupy().zeros(replica.gradient_length, replica.gradient_dtype)
+    return np.zeros(replica.gradient_length, dtypes.parse(replica.gradient_dtype))

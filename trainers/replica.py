@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.errors import ModelFileError
+from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 
 
@@ -14,7 +14,9 @@ class Replica(ABC):
 
     device: "cpu" or "cuda", where the gradients are.
     metrics: what `gradients` and `evaluate` measure; the loss comes first.
-    gradient_length, gradient_dtype: the buffer that `bind` wants.
+    gradient_length, gradient_dtype: the buffers that `bind` and `bind_parameters` want.
+    elementwise: names in `state` of arrays with one number for each parameter, in the order of "parameters".
+        After updates of a slice alone only that slice of them is right here; the trainer collects the rest.
     essentials: names in `config` whose values a saved model must share to be restored here.
 
     x and y are NumPy arrays whose first axis is the sample; what the other axes mean is the replica's
@@ -25,6 +27,7 @@ class Replica(ABC):
     metrics: tuple[str, ...] = ("loss",)
     gradient_length: int
     gradient_dtype: str = "float32"
+    elementwise: tuple[str, ...] = ()
     essentials: tuple[str, ...] = ()
 
     @abstractmethod
@@ -47,9 +50,27 @@ class Replica(ABC):
         sequence; it is valid until the next call.
         """
 
+    def bind_parameters(self, buffer: Any) -> None:
+        """Move the parameters into `buffer` and train them there: shape and dtype of the gradients', on `device`.
+
+        Element i of it is changed by element i of the gradients. Other replicas may have their parameters in
+        the same memory: they are equal when they move in, and each updates a slice of its own. Raises
+        ArgumentError, before anything is changed, when this model or its optimizer can't work so.
+        """
+        raise ArgumentError(
+            f'{type(self).__name__} can\'t have its parameters in memory that a trainer gives; use update="replicated"'
+        )
+
     @abstractmethod
-    def update(self) -> None:
-        """Change the parameters by the gradients in the bound buffer. Equal input must give equal bits."""
+    def update(self, part: slice | None = None) -> None:
+        """Change the parameters by the gradients in the bound buffer. Equal input must give equal bits.
+
+        part: only this slice of the bound parameters, start and stop given; it may be empty, and is the same in
+            every step. All parameters when none is given. Only a replica with `bind_parameters` needs it.
+        """
+
+    def refresh(self) -> None:  # noqa: B027, nothing to do where parameters are views
+        """Take on the bound parameters, of which others have updated the rest."""
 
     @abstractmethod
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> Any:
@@ -68,12 +89,24 @@ class Replica(ABC):
 
         "parameters" is the 1-D array of all trained parameters, in the order of the gradients; other
         names are the replica's own (optimizer state, statistics). No arrays of Python objects. They may be
-        live views that training changes: copy what you keep.
+        live views that training changes, and may be read-only: copy what you keep or change.
         """
 
     @abstractmethod
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Take on what `state` returned, here or elsewhere. ModelFileError when it is of another model."""
+
+    def local_state(self) -> dict[str, np.ndarray]:
+        """What is this rank's own, on the host: random state, buffers that nobody averages.
+
+        With `state` it is all that decides how training goes on, so a checkpoint needs one a rank.
+        """
+        return {}
+
+    def load_local_state(self, state: dict[str, np.ndarray]) -> None:
+        """Take on what `local_state` returned. ModelFileError when it is of another model."""
+        if state:
+            raise ModelFileError(f"{type(self).__name__} has no state of a rank's own, and was given {sorted(state)}")
 
     def config(self) -> dict[str, Any]:
         """What rebuilds this replica, for `save`; only what JSON can hold."""
@@ -81,6 +114,9 @@ class Replica(ABC):
 
     def check(self, x: np.ndarray, y: np.ndarray | None) -> None:  # noqa: B027, a replica may take anything
         """Raise ArgumentError when the model can't be fed with such data; y is None for a prediction."""
+
+    def check_batch(self, x: np.ndarray, y: np.ndarray) -> None:  # noqa: B027
+        """The same for one batch of a data set whose rows could not all be checked before; it should be cheap."""
 
     def save(self, path: str) -> None:
         """Write the model to `path` (.npz, no pickle), aside and then renamed."""

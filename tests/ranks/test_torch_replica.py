@@ -101,6 +101,159 @@ def test_state_of_groups_and_schedules(flat: allreduce.Topology) -> None:
         assert torch.equal(here, there)
 
 
+KINDS = [
+    "SGD",
+    "momentum",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_is_replicated(kind: str, flat: allreduce.Topology) -> None:
+    """Two groups, a parameter without dimensions, a schedule half-way; state and parameters as without slices."""
+
+    def make() -> TorchReplica:
+        torch.manual_seed(0)
+        module = Scaled()
+        name, options = ("SGD", {"momentum": 0.9}) if kind == "momentum" else (kind, {})
+        groups = [{"params": [module.scale, module.first.weight]}, {"params": module.second.parameters(), "lr": 0.01}]
+        return TorchReplica(module, nn.CrossEntropyLoss(), getattr(torch.optim, name)(groups, lr=0.02, **options))
+
+    x, y = data(60)
+    made = {"replicated": make(), "sharded": make()}
+    for update, mine in made.items():
+        scheduler = torch.optim.lr_scheduler.StepLR(mine.optimizer, 1, gamma=0.5)
+        with MirroredTrainer(mine, "shared", flat, update=update) as trainer:
+            trainer.fit(x, y, epochs=2, batch_size=20, progress=False)
+            scheduler.step()
+            history = trainer.fit(x, y, epochs=2, batch_size=20, progress=False)
+            assert len(set(trainer.parameters_sha256())) == 1
+        assert np.isfinite(history[-1].loss)
+    expected, found = made["replicated"].state(), made["sharded"].state()
+    assert expected.keys() == found.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.first, self.second = nn.Linear(6, 20, bias=False), nn.Linear(20, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x) * self.scale))
+
+
+def test_a_sharded_module_is_saved_whole_and_goes_on(
+    world: MPI.Intracomm, flat: allreduce.Topology, tmp_path: Path
+) -> None:
+    path = world.bcast(str(tmp_path / "model.npz"))
+    x, y = data(60)
+    first, second, third = replica(), replica(seed=5), replica(seed=6)
+    with MirroredTrainer(first, topology=flat, update="sharded") as trainer:
+        trainer.fit(x, y, epochs=2, batch_size=20, progress=False, shuffle=False)
+        trainer.save(path)
+        trainer.fit(x, y, epochs=2, batch_size=20, progress=False, shuffle=False)
+    for other, update in ((second, "sharded"), (third, "replicated")):
+        with MirroredTrainer(other, "shared", topology=flat, update=update) as trainer:
+            trainer.load(path)
+            trainer.fit(x, y, epochs=2, batch_size=20, progress=False, shuffle=False)
+        for here, there in zip(first.module.parameters(), other.module.parameters(), strict=True):
+            assert torch.allclose(here, there, rtol=1e-5, atol=1e-7)
+    first.optimizer.step()  # the module and its optimizer are the user's again
+
+
+def test_sharded_batch_norm_and_16_bits(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Running statistics come back behind the parameters; bfloat16 parameters with losses of 32 bits."""
+    x = np.random.default_rng(0).normal(2.0, size=(50, 6)).astype("float32")
+    y = (x[:, 0] > 2).astype("int64")
+    for dtype in (torch.float32, torch.bfloat16):
+        results = []
+        for update in ("replicated", "sharded"):
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to(dtype)
+            made = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1))
+            with MirroredTrainer(made, "shared", topology=flat, update=update) as trainer:
+                history = trainer.fit(x, y, epochs=2, batch_size=25, progress=False)
+                means = world.allgather(module[1].running_mean.float().numpy().tobytes())
+            assert len(set(means)) == 1
+            results.append((history[-1].loss, module[1].running_mean.float(), module[2].weight.detach().float()))
+        (loss, mean, weight), (other_loss, other_mean, other_weight) = results
+        assert loss == pytest.approx(other_loss, rel=1e-5)
+        assert torch.allclose(mean, other_mean, atol=1e-6)
+        assert torch.allclose(weight, other_weight, atol=1e-6)
+
+
+def test_the_loss_of_a_16_bit_model_is_not_rounded_to_16_bits(flat: allreduce.Topology) -> None:
+    """A loss of 1.001 is 1.0 in bfloat16; its mean over the ranks is exact to float32."""
+    module = nn.Linear(2, 1).to(torch.bfloat16)
+    made = TorchReplica(
+        module, lambda output, y: 0 * output.sum() + 1.001, torch.optim.SGD(module.parameters(), lr=0.1)
+    )
+    made._values = lambda loss, output, target: [1.001]  # type: ignore[method-assign]  # as a float32 loss gives it
+    with MirroredTrainer(made, topology=flat) as trainer:
+        history = trainer.fit(np.ones((8, 2), "float32"), np.ones(8), 1, 4, progress=False)
+    assert history[0].loss == pytest.approx(1.001, abs=1e-6)
+
+
+def test_what_sharded_refuses(flat: allreduce.Topology) -> None:
+    if flat.size == 1:
+        pytest.skip("with one rank nothing is divided")
+    module = nn.Linear(3, 2)
+    whole = TorchReplica(module, nn.CrossEntropyLoss(), Whole(module.parameters(), lr=0.1))
+    with pytest.raises(ArgumentError, match='Whole can\'t be used with update="sharded"'):
+        MirroredTrainer(whole, topology=flat, update="sharded")
+    replaced = replica()
+    with MirroredTrainer(replaced, topology=flat, update="sharded") as trainer:
+        trainer.fit(*data(20), 1, progress=False)
+        for parameter in replaced.module.parameters():
+            parameter.data = parameter.data.clone()
+        with pytest.raises(ArgumentError, match=r"a parameter's \.data was replaced"):
+            trainer.fit(*data(20), 1, progress=False)
+
+
+class Whole(torch.optim.SGD):
+    """Not known to be elementwise."""
+
+
+def test_local_state_is_what_makes_ranks_different(flat: allreduce.Topology) -> None:
+    """Dropout and a buffer that counts: with both states, training goes on bit by bit, on every rank."""
+
+    def make() -> TorchReplica:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.Dropout(0.5), nn.Linear(20, 3))
+        return TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters()))
+
+    x, y = data(60)
+    first, second = make(), make()
+    with MirroredTrainer(first, "shared", flat) as trainer:
+        torch.manual_seed(flat.rank)
+        trainer.fit(x, y, 1, 20, progress=False)
+        state = {name: array.copy() for name, array in first.state().items()}
+        local = {name: array.copy() for name, array in first.local_state().items()}
+        trainer.fit(x, y, 1, 20, progress=False)
+    assert set(local) == {"random", "module.1.num_batches_tracked"}
+    with MirroredTrainer(second, "shared", flat) as trainer:
+        second.load_state(state)
+        torch.manual_seed(99)
+        second.load_local_state(local)
+        trainer.fit(x, y, 1, 20, progress=False)
+    for here, there in zip(first.module.parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(here, there)
+    with pytest.raises(ModelFileError, match="local state is of another model"):
+        second.load_local_state({})
+
+
 def test_batch_norm_is_averaged_by_rows(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     """Every rank ends with the same running statistics: the mean of the ranks', weighted by their rows."""
     torch.manual_seed(0)
@@ -112,6 +265,7 @@ def test_batch_norm_is_averaged_by_rows(world: MPI.Intracomm, flat: allreduce.To
         means = world.allgather(module[1].running_mean.numpy().tobytes())
     assert len(set(means)) == 1
     assert module[1].running_mean.abs().max() > 0.01
+    assert module[1].running_var.min() > 0.01
 
 
 def test_named_errors(world: MPI.Intracomm, flat: allreduce.Topology) -> None:

@@ -1,6 +1,8 @@
 """The mirrored trainer on several ranks: like one rank, with equal bits, in order, with equal errors."""
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.errors import ClosedError, DisagreementError, UnknownBackendError
+from allreduce.errors import ClosedError, DisagreementError, OptionError, UnknownBackendError
 from trainers import MirroredTrainer, NumpyNetwork, datasets
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DivergedError, ModelFileError
 from trainers.options import DEFAULTS
+from trainers.replica import Replica
 
 CPU_BACKENDS = [name for name in allreduce.NAMES if name != "nccl"]
 EPOCHS, BATCH = 5, 100
@@ -109,7 +112,7 @@ def test_gradients_lie_in_the_memory_of_the_backend(flat: allreduce.Topology) ->
             weights, bias = mine._gradient_layers[0]
             assert np.shares_memory(weights, trainer.buffer)
             assert np.shares_memory(bias, trainer.buffer)
-            assert len(trainer.buffer) == mine.gradient_length + 2
+            assert len(trainer.buffer) == mine.gradient_length + 2 + 2  # metrics, flags
         assert not backend.closed
         backend(np.ones(3, np.float32))  # still usable: the trainer closes only what it made
 
@@ -317,6 +320,152 @@ def test_default_topology_is_all_ranks() -> None:
     with MirroredTrainer(network(), "native") as trainer:
         assert trainer.size == MPI.COMM_WORLD.size
         assert len(set(trainer.parameters_sha256())) == 1
+
+
+TWO_PHASES = ["auto", "ring", "shared", "halving_doubling"]
+
+
+def trained(
+    update: str, backend: str, topology: allreduce.Topology, data: tuple[np.ndarray, np.ndarray], **options: Any
+) -> tuple[NumpyNetwork, list[float]]:
+    """After a fit, with the trainer closed."""
+    mine = network(**options)
+    with MirroredTrainer(mine, backend, topology, update=update) as trainer:
+        history = trainer.fit(*data, 2, BATCH, seed=7, progress=False)
+    return mine, history.column("loss")
+
+
+@pytest.mark.parametrize("backend", TWO_PHASES)
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_a_sharded_update_gives_the_bits_of_a_replicated_one(
+    backend: str, optimizer: str, digits: datasets.Dataset, flat: allreduce.Topology
+) -> None:
+    """Parameters, losses, and the optimizer's state, which every replica has all of when the trainer is closed."""
+    data = (digits.x_train[:550], digits.y_train[:550])
+    phases = "shared" if backend == "auto" else backend
+    with allreduce.create(phases, flat) as same_sums:
+        plain = network(optimizer=optimizer)
+        with MirroredTrainer(plain, same_sums) as trainer:
+            history = trainer.fit(*data, 2, BATCH, seed=7, progress=False)
+    mine, losses = trained("sharded", backend, flat, data, optimizer=optimizer)
+    expected, found = plain.state(), mine.state()
+    assert expected.keys() == found.keys()
+    for name, array in expected.items():
+        assert np.array_equal(array, found[name]), name
+    assert losses == history.column("loss")
+
+
+@pytest.mark.parametrize("nodes", ["of one", "of two", "uneven"])
+def test_sharded_on_simulated_nodes(
+    nodes: str, digits: datasets.Dataset, topology_of: Callable[[Any], allreduce.Topology]
+) -> None:
+    size = MPI.COMM_WORLD.size
+    if nodes == "uneven" and size < 3:
+        pytest.skip("needs 3 ranks")
+    shape = {"of one": 1, "of two": min(2, size), "uneven": (1, size - 1)}[nodes]
+    data = (digits.x_train[:550], digits.y_train[:550])
+    plain, _ = trained("replicated", "hierarchical_copy", topology_of(shape), data)
+    for backend in ("auto", "ring"):
+        mine = network()
+        with MirroredTrainer(mine, backend, topology_of(shape), update="sharded") as trainer:
+            trainer.fit(*data, 2, BATCH, seed=7, progress=False)
+            assert len(set(trainer.parameters_sha256())) == 1
+        np.testing.assert_allclose(mine.parameters, plain.parameters, atol=1e-5)
+
+
+def test_a_sharded_trainer_saves_loads_evaluates_and_predicts(
+    digits: datasets.Dataset, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
+) -> None:
+    path = world.bcast(str(tmp_path / "model.npz"))
+    data = (digits.x_train[:300], digits.y_train[:300])
+    mine, resumed = network(), network(seed=99)
+    with MirroredTrainer(mine, "ring", flat, update="sharded") as trainer:
+        trainer.fit(*data, 2, progress=False)
+        trainer.save(path)
+        loaded = NumpyNetwork.load(path)
+        trainer.fit(*data, 1, progress=False)
+        scores = trainer.evaluate(digits.x_test, digits.y_test)
+        outputs = trainer.predict(digits.x_test)
+    with MirroredTrainer(resumed, "ring", flat, update="sharded") as other:
+        other.load(path)
+        other.fit(*data, 1, progress=False)
+    assert np.array_equal(mine.parameters, resumed.parameters)
+    assert (loaded.state()["optimizer.second_moment"] > 0).mean() > 0.5
+    assert scores["accuracy"] == (outputs.argmax(1) == digits.y_test).mean()
+    with MirroredTrainer(loaded, "ring", flat) as one_more:  # a sharded model goes on replicated
+        one_more.fit(*data, 1, progress=False)
+    assert np.array_equal(mine.parameters, loaded.parameters)
+
+
+def test_parameters_of_a_sharded_trainer_are_in_common(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
+    if flat.size == 1:
+        pytest.skip("nobody to share with")
+    mine = network()
+    with MirroredTrainer(mine, "auto", flat, update="sharded") as trainer:
+        if flat.rank == 0:
+            mine.parameters[5] = 1234.0
+        trainer.topology.world.Barrier()
+        assert mine.parameters[5] == 1234.0
+        trainer.topology.world.Barrier()
+    assert mine.parameters[5] == 1234.0
+    if flat.rank == 0:
+        mine.parameters[5] = 0.0
+    flat.world.Barrier()
+    assert mine.parameters[5] == (1234.0 if flat.rank else 0.0)  # closed: each has its own again
+
+
+class Bare(NumpyNetwork):
+    """A replica as it was before there were slices."""
+
+    bind_parameters = Replica.bind_parameters
+
+
+def test_refused_trainers_leave_nothing_behind(flat: allreduce.Topology) -> None:
+    """Communicators and topologies are counted, after more than 1,000 refusals on two ranks."""
+    refusals: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"update": "shrded"}, ArgumentError, "update='shrded' is unknown"),
+        ({"allreduce": "rign"}, UnknownBackendError, "did you mean 'ring'"),
+        ({"allreduce": "native", "update": "sharded"}, OptionError, "reduce_scatter and all_gather, and 'native' has"),
+        ({"replica": Bare([4, 3]), "update": "sharded", "allreduce": "ring"}, ArgumentError, "Bare can't have its"),
+    ]
+    if flat.size > 1:
+        refusals.append(({"replica": NumpyNetwork([4, 3 + flat.rank])}, DisagreementError, "allocate"))
+        refusals.append(({"update": "sharded" if flat.rank else "replicated"}, DisagreementError, "update='sharded'"))
+    else:
+        refusals.pop(3)  # with one rank nothing is divided
+    for own_topology in (False, True):
+        topology = None if own_topology else flat
+        open_before, users_before = _open_topologies(), len(flat._users)
+        for options, kind, text in refusals:
+            for _ in range(100 if own_topology else 200):
+                arguments: dict[str, Any] = {"replica": NumpyNetwork([4, 3]), "allreduce": "ring", **options}
+                with pytest.raises(kind, match=text) as caught:
+                    MirroredTrainer(**arguments, topology=topology)
+                assert caught.value.ranks
+        del caught
+        assert _open_topologies() == open_before
+        assert len(flat._users) == users_before
+
+
+def _open_topologies() -> list[int]:
+    """The number of communicators of each topology that is not closed."""
+    gc.collect()
+    found = [each for each in gc.get_objects() if isinstance(each, allreduce.Topology) and not each.closed]
+    return sorted(len(each._owned) for each in found)
+
+
+def test_a_closed_trainer_keeps_no_memory_of_the_backend(flat: allreduce.Topology) -> None:
+    """The gradients' memory, and the parameters' when sharded: nothing in the replica lies there any more."""
+    for update in ("replicated", "sharded"):
+        mine = network()
+        with MirroredTrainer(mine, "shared", flat, update=update) as trainer:
+            held = [weakref.ref(trainer.buffer.base if trainer.buffer.base is not None else trainer.buffer)]
+            held += [weakref.ref(mine.parameters.base)] if mine.parameters.base is not None else []
+            del trainer
+        gc.collect()
+        assert [each() is None for each in held] == [True] * len(held), update
+        mine.gradients(np.ones((2, 64), np.float32), np.zeros(2, int), 1.0)
+        mine.update()
 
 
 def test_shares_are_a_partition(world: MPI.Intracomm) -> None:

@@ -21,6 +21,8 @@ from allreduce.errors import OptionError
 from allreduce.messages.window import CommonWindow
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.layout import Piece, pieces
+from trainers.replicas.pytorch import elementwise
+from trainers.replicas.pytorch.elementwise import ELEMENTWISE as ELEMENTWISE
 from trainers.replicas.pytorch.tensors import DTYPES, TORCH, as_tensor, shaped
 
 BLOCK = 1 << 17  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
@@ -29,34 +31,11 @@ FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}  # PyTorch has th
 
 SCALARS = {"step", "eta", "mu", "mu_product"}  # what is no element where a parameter has no dimensions: its state
 
-ELEMENTWISE: set[type[Optimizer]] = {
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-}
-"""Optimizers that treat every element alike and apart from all others, so that they work on any slice.
-Add a class of your own if it is one of them."""
-
 
 def refusal(optimizer: Optimizer) -> OptionError | None:
     """Why an optimizer can't work on slices, if it can't."""
-    kind = type(optimizer)
-    if kind in ELEMENTWISE:
-        return None
-    names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
-    return OptionError(
-        f'{kind.__name__} can\'t be used with update="sharded": it needs whole tensors, or is not known to treat '
-        f'every element apart from all others. Use update="replicated", or one of {names}; an elementwise class '
-        "of your own is let in by trainers.pytorch.ELEMENTWISE.add(YourClass)"
-    )
+    reason = elementwise.refusal(optimizer)
+    return OptionError(reason) if reason else None
 
 
 class ShardedUpdate:

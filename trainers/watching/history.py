@@ -3,6 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainers.watching.callback import Callback, Logs
+
+VALIDATION = "val_"  # Keras' prefix in logs
+
 
 @dataclass(frozen=True)
 class Epoch:
@@ -25,6 +29,21 @@ class Epoch:
     communication_share: float
     validation: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def of_logs(cls, epoch: int, logs: Logs) -> "Epoch":
+        """Of what callbacks are told at the end of epoch number `epoch`, which counts from 0."""
+        measured = dict(logs)
+        names = [name for name in measured if name.startswith(VALIDATION)]
+        return cls(
+            epoch=epoch + 1,
+            validation={name.removeprefix(VALIDATION): measured.pop(name) for name in names},
+            seconds=measured.pop("seconds"),
+            samples_per_second=measured.pop("samples_per_second"),
+            communication_share=measured.pop("communication_share"),
+            loss=measured.pop("loss"),
+            metrics=measured,
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """A flat object for JSON: loss, accuracy, ..., validation_loss, ..."""
         return {
@@ -38,7 +57,11 @@ class Epoch:
         }
 
     def __str__(self) -> str:
-        values = {"loss": self.loss, **self.metrics, **{f"val_{name}": v for name, v in self.validation.items()}}
+        values = {
+            "loss": self.loss,
+            **self.metrics,
+            **{f"{VALIDATION}{name}": v for name, v in self.validation.items()},
+        }
         measured = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         return (
             f"epoch {self.epoch:3d}  {measured}  {self.samples_per_second:,.0f} samples/s  "
@@ -46,8 +69,14 @@ class Epoch:
         )
 
 
-class History(list[Epoch]):
+class History(list[Epoch], Callback):
     """The epochs of one `fit`, in order; prints as a line for each."""
+
+    def set_trainer(self, trainer: Any) -> None:
+        """Nothing: a history needs none."""
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        self.append(Epoch.of_logs(epoch, logs or {}))
 
     def column(self, name: str) -> list[Any]:
         """One value of every epoch, by its name in `Epoch.as_dict`: history.column("loss")."""

@@ -6,41 +6,53 @@ import numpy as np
 
 from allreduce.arrays import gpu
 from trainers.errors import DivergedError
+from trainers.watching.callback import Callback, Logs
 
 LOOK_EVERY = 32  # steps; looking makes the host wait for a GPU
 
 
-class Meter:
-    """One row of values a step, the loss first.
+class Meter(Callback):
+    """One row of values a step, the loss first: the trainer's `measured` after each step.
 
+    metrics: the names of the columns that count; `measured` may have more behind them.
+    sizes: the rows of each batch of an epoch.
     device: where the values are, "cpu" or "cuda".
     """
 
-    def __init__(self, metrics: tuple[str, ...], steps: int, dtype: str, device: str) -> None:
-        self._metrics = metrics
-        self._rows = (gpu.cupy() if device == "cuda" else np).empty((steps, len(metrics)), dtype)
-        self._steps = steps
-        self._seen = 0
+    reads_batches = False
 
-    def note(self, step: int, values: Any, epoch: int) -> None:
-        """Keep the values of one step of an epoch; every LOOK_EVERY steps, and at the end, look at the loss.
+    def __init__(self, metrics: tuple[str, ...], sizes: np.ndarray, dtype: np.dtype, device: str) -> None:
+        self._metrics, self._sizes = metrics, sizes
+        self._rows = (gpu.cupy() if device == "cuda" else np).empty((len(sizes), len(metrics)), dtype)
+        self._done = self._seen = self._epoch = 0
 
-        Raises DivergedError, on all ranks since all have the same values.
-        """
-        if step == 0:
-            self._seen = 0
-        self._rows[step] = values
-        if (step + 1) % LOOK_EVERY and step + 1 < self._steps:
-            return
-        losses = self._host(self._rows[self._seen : step + 1, 0])
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self._done, self._seen, self._epoch = 0, 0, epoch + 1
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Keep the values; every LOOK_EVERY steps look at the loss. Raises DivergedError as `look` does."""
+        self._rows[batch] = self.trainer.measured[: len(self._metrics)]
+        self._done = batch + 1
+        if self._done % LOOK_EVERY == 0:
+            self.look()
+
+    def look(self) -> None:
+        """Raise DivergedError, on all ranks since all have the same values, when a new loss is no number."""
+        losses = self._host(self._rows[self._seen : self._done, 0])
         wrong = np.flatnonzero(~np.isfinite(losses))
         if wrong.size:
-            raise _diverged(float(losses[wrong[0]]), epoch, self._seen + int(wrong[0]) + 1)
-        self._seen = step + 1
+            raise _diverged(float(losses[wrong[0]]), self._epoch, self._seen + int(wrong[0]) + 1)
+        self._seen = self._done
 
-    def means(self, weights: np.ndarray) -> dict[str, float]:
-        """The means over an epoch's steps, weighted by the steps' rows."""
-        values = weights @ self._host(self._rows).astype(np.float64) / weights.sum()
+    @property
+    def rows(self) -> int:
+        """The rows of the batches of this epoch so far."""
+        return int(self._sizes[: self._done].sum())
+
+    def means(self) -> dict[str, float]:
+        """The means over this epoch's steps so far, weighted by the steps' rows."""
+        weights = self._sizes[: self._done]
+        values = weights @ self._host(self._rows[: self._done]).astype(np.float64) / weights.sum()
         return dict(zip(self._metrics, values.tolist(), strict=True))
 
     @staticmethod

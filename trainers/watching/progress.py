@@ -3,43 +3,44 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from trainers.watching.callback import Callback, Logs
 from trainers.watching.history import Epoch
 
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "hydra_", "srun", "orterun")
 BAR_DELAY = 0.5  # seconds; shorter epochs get their line and no bar
 
 
-class Progress:
-    """shown: false on all ranks but one, and where a user wants no output."""
+class Progress(Callback):
+    """shown: false on all ranks but one, and where a user wants no output. stream: where the lines go."""
 
-    def __init__(self, shown: bool, steps: int, epochs: int) -> None:
+    reads_batches = False
+
+    def __init__(self, shown: bool, steps: int, epochs: int, stream: TextIO | None = None) -> None:
         self._shown = shown
         self._bars = shown and on_terminal()
         self._steps, self._epochs = steps, epochs
+        self._stream = stream
         self._bar: Any = None
 
-    def begin(self, epoch: int) -> None:
-        """An epoch (1, 2, ...) begins."""
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if self._bars:
             from tqdm import tqdm
 
-            label = f"epoch {epoch}/{self._epochs}"
+            label = f"epoch {epoch + 1}/{self._epochs}"
             self._bar = tqdm(
                 total=self._steps, desc=label, unit="step", leave=False, delay=BAR_DELAY, ncols=80, file=sys.stderr
             )
 
-    def advance(self) -> None:
-        """A step is done."""
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if self._bar is not None:
             self._bar.update()
 
-    def end(self, epoch: Epoch) -> None:
-        """An epoch is over: its line."""
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         self.close()
         if self._shown:
-            print(epoch, flush=True)
+            print(Epoch.of_logs(epoch, logs or {}), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Take the bar away."""

@@ -16,6 +16,7 @@ from trainers.replica import Replica
 from trainers.replicas.numpy.layers import ACTIVATIONS, INITIALISATIONS
 from trainers.replicas.numpy.losses import LOSSES
 from trainers.replicas.numpy.optimizers import OPTIMIZERS, Optimizer
+from trainers.replicas.numpy.options import array_module, checked_sizes, choose, length_of, make_optimizer
 
 FLOAT = np.dtype(np.float32)
 
@@ -51,15 +52,15 @@ class NumpyNetwork(Replica):
         seed: int = 0,
         device: str = "cpu",
     ) -> None:
-        self.sizes = _checked_sizes(sizes)
+        self.sizes = checked_sizes(sizes)
         self.device = device
-        self._xp = _array_module(device)
+        self._xp = array_module(device)
         self._names = {"activation": activation, "loss": loss}
-        self._activation = _choose("activation", activation, ACTIVATIONS)
-        self._loss = _choose("loss", loss, LOSSES)(self._xp)
+        self._activation = choose("activation", activation, ACTIVATIONS)
+        self._loss = choose("loss", loss, LOSSES)(self._xp)
         self.metrics = self._loss.metrics
-        self.optimizer = _make_optimizer(optimizer, lr)
-        self.gradient_length = _length(self.sizes)
+        self.optimizer = make_optimizer(optimizer, lr)
+        self.gradient_length = length_of(self.sizes)
         self.parameters = self._xp.asarray(self._initial(init or self._activation.init, seed))
         self._layers = self._views(self.parameters)
         self._values = self._xp.zeros(len(self.metrics))
@@ -76,9 +77,9 @@ class NumpyNetwork(Replica):
         """
         config, state = model_file.read(path, cls.__name__)
         try:
-            sizes, names = _checked_sizes(config.pop("sizes")), {name: config.pop(name) for name in cls.essentials}
+            sizes, names = checked_sizes(config.pop("sizes")), {name: config.pop(name) for name in cls.essentials}
             optimizer = OPTIMIZERS[config.pop("optimizer")](**config.pop("optimizer_options"))
-            if config or state["parameters"].size != _length(sizes):  # before memory is taken for such sizes
+            if config or state["parameters"].size != length_of(sizes):  # before memory is taken for such sizes
                 raise ArgumentError(f"{state['parameters'].size} parameters, sizes {sizes}, {config or 'nothing else'}")
             network = cls(sizes, **names, optimizer=optimizer, device=device)
         except (TypeError, KeyError, OverflowError, ArgumentError) as error:
@@ -99,15 +100,22 @@ class NumpyNetwork(Replica):
 
     # What a trainer calls
 
+    @property
+    def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(f"optimizer.{name}" for name in self.optimizer.slots)
+
     def bind(self, buffer: Any) -> None:
-        if buffer.shape != (self.gradient_length,) or buffer.dtype != FLOAT:
-            raise ArgumentError(
-                f"the gradient buffer must be 1-D, float32, of {self.gradient_length} elements, not {buffer.dtype} "
-                f"of shape {buffer.shape}"
-            )
+        self._check_buffer("gradient", buffer)
         self._gradients = buffer
         self._gradient_layers = self._views(buffer)
         self.optimizer.bind(self._xp, self.parameters, buffer)
+
+    def bind_parameters(self, buffer: Any) -> None:
+        self._check_buffer("parameter", buffer)
+        buffer[:] = self.parameters
+        self.parameters = buffer
+        self._layers = self._views(buffer)
+        self.optimizer.bind(self._xp, buffer, self._gradients)
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
         rows = len(x)
@@ -123,8 +131,8 @@ class NumpyNetwork(Replica):
         self._backward(outputs)
         return self._values
 
-    def update(self) -> None:
-        self.optimizer.step()
+    def update(self, part: slice | None = None) -> None:
+        self.optimizer.step(part)
 
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> Any:
         self._loss.measure(self._forward(x)[-1], self._loss.targets(y), self._values)
@@ -179,7 +187,17 @@ class NumpyNetwork(Replica):
         if y is not None:
             self._loss.check(y, self.sizes[-1])
 
+    def check_batch(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.check(x, y)
+
     # Inside
+
+    def _check_buffer(self, what: str, buffer: Any) -> None:
+        if buffer.shape != (self.gradient_length,) or buffer.dtype != FLOAT:
+            raise ArgumentError(
+                f"the {what} buffer must be 1-D, float32, of {self.gradient_length} elements, not {buffer.dtype} "
+                f"of shape {buffer.shape}"
+            )
 
     def _forward(self, x: np.ndarray) -> list[Any]:
         """The input and the output of every layer, in scratch memory; the last one without an activation."""
@@ -242,7 +260,7 @@ class NumpyNetwork(Replica):
         return layers
 
     def _initial(self, init: str, seed: int) -> np.ndarray:
-        draw = _choose("init", init, INITIALISATIONS)
+        draw = choose("init", init, INITIALISATIONS)
         if not isinstance(seed, int | np.integer) or seed < 0:
             raise ArgumentError(f"seed={seed!r} makes no sense: give an integer of at least 0")
         random = np.random.default_rng(seed)
@@ -253,45 +271,3 @@ class NumpyNetwork(Replica):
 
     def _per_feature(self, given: Any) -> Any:
         return self._xp.asarray(np.broadcast_to(np.asarray(given, FLOAT), (self.sizes[0],)).copy())
-
-
-def _checked_sizes(sizes: Sequence[int]) -> list[int]:
-    checked = list(sizes) if isinstance(sizes, Sequence | np.ndarray) else []
-    if len(checked) < 2 or not all(isinstance(size, int | np.integer) and size >= 1 for size in checked):
-        raise ArgumentError(f"sizes={sizes!r} describes no network: give features, hidden layers and outputs, >= 1")
-    return [int(size) for size in checked]
-
-
-def _length(sizes: Sequence[int]) -> int:
-    """The number of parameters: weights and biases of each layer."""
-    return sum((inputs + 1) * outputs for inputs, outputs in itertools.pairwise(sizes))
-
-
-def _choose(what: str, name: str, table: dict[str, Any]) -> Any:
-    if name not in table:
-        raise ArgumentError(f"{what}={name!r} is unknown; use one of {', '.join(table)}")
-    return table[name]
-
-
-def _make_optimizer(optimizer: str | Optimizer, lr: float | None) -> Optimizer:
-    if isinstance(optimizer, str):
-        return _choose("optimizer", optimizer, OPTIMIZERS)(lr)
-    if lr is not None:
-        raise ArgumentError(
-            f"lr={lr} belongs to an optimizer's name; {type(optimizer).__name__} has its own, {optimizer.lr}"
-        )
-    return optimizer
-
-
-def _array_module(device: str) -> Any:
-    if device == "cpu":
-        return np
-    if device != "cuda":
-        raise ArgumentError(f'device={device!r} is unknown; use "cpu" or "cuda"')
-    try:
-        import cupy
-    except ImportError as error:
-        raise ArgumentError(
-            f'device="cuda" needs CuPy ({error}); pip install ".[cuda12]" or ".[cuda13]" in the checkout'
-        ) from error
-    return cupy

@@ -30,7 +30,8 @@ class Optimizer(ABC):
         self.lr = _within("lr", self.default_lr if lr is None else lr, 0, math.inf)
         self.steps = 0
         self.state: dict[str, Any] = {}
-        self._blocks: list[Sequence[Any]] = []
+        self._arrays: list[Any] = []
+        self._cut: dict[tuple[int, int], list[Sequence[Any]]] = {}  # a part's blocks, cut when it is first updated
 
     def bind(self, xp: Any, parameters: Any, gradients: Any) -> None:
         """Work on these 1-D arrays of one length from now on; the state is kept when there is any."""
@@ -38,20 +39,27 @@ class Optimizer(ABC):
         for name in self.slots:
             if name not in self.state:
                 self.state[name] = xp.zeros(length, parameters.dtype)
-        step = BLOCK if xp is np else max(length, 1)  # on a GPU every operation is a launch
-        scratch = [xp.empty(min(step, length), parameters.dtype) for _ in range(self.scratches)]
         self._xp = xp
-        self._blocks = []
-        for start in range(0, length, step):
-            span = slice(start, min(start + step, length))
-            arrays = [parameters, gradients, *(self.state[name] for name in self.slots)]
-            self._blocks.append([a[span] for a in arrays] + [s[: span.stop - start] for s in scratch])
+        self._block = BLOCK if xp is np else max(length, 1)  # on a GPU every operation is a launch
+        self._scratch = [xp.empty(min(self._block, length), parameters.dtype) for _ in range(self.scratches)]
+        self._arrays = [parameters, gradients, *(self.state[name] for name in self.slots)]
+        self._cut.clear()
 
-    def step(self) -> None:
-        """One update; the gradients are left as they are."""
+    def step(self, part: slice | None = None) -> None:
+        """One update, of the elements part.start to part.stop when given; the gradients are left as they are."""
         self.steps += 1
-        for block in self._blocks:
+        start, stop = (0, self._arrays[0].size) if part is None else (part.start, part.stop)
+        for block in self._blocks(start, stop):
             self._update(self._xp, *block)
+
+    def _blocks(self, start: int, stop: int) -> list[Sequence[Any]]:
+        """For each block of a part the arguments of `_update`."""
+        if (start, stop) not in self._cut:
+            spans = [slice(at, min(at + self._block, stop)) for at in range(start, stop, self._block)]
+            self._cut[start, stop] = [
+                [a[span] for a in self._arrays] + [s[: span.stop - span.start] for s in self._scratch] for span in spans
+            ]
+        return self._cut[start, stop]
 
     @abstractmethod
     def _update(self, xp: Any, parameters: Any, gradients: Any, *rest: Any) -> None:

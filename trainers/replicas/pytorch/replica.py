@@ -1,11 +1,12 @@
 """Any PyTorch module as a replica, so that trainers can train it. No MPI here."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, ModelFileError
 from trainers.replica import Replica
 
 try:
@@ -17,8 +18,10 @@ except ImportError as error:
 
 from torch import Tensor, nn
 
-from trainers.replicas.pytorch.state import TorchState
-from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, shaped
+from trainers.replicas.pytorch import elementwise
+from trainers.replicas.pytorch.slices import SliceOptimizer
+from trainers.replicas.pytorch.state import TorchState, array_of
+from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, numpy_dtype, views
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 
@@ -38,7 +41,8 @@ class TorchReplica(Replica):
 
     The running means and variances of batch norm are averaged over the ranks, by rows, with the gradients;
     other buffers are each rank's own in training, and rank 0's when the trainer mirrors or saves.
-    Parameters that a batch does not use have a gradient of zeros, not None. Raises ArgumentError.
+    Parameters that a batch does not use have a gradient of zeros, not None. With update="sharded" parameters are
+    contiguous (channels_last is given up). Raises ArgumentError.
     """
 
     def __init__(
@@ -62,18 +66,38 @@ class TorchReplica(Replica):
         self._state = TorchState(module, optimizer, self._trained)
         self._length = sum(each.numel() for each in self._trained)
         self.gradient_length = self._length + sum(each.numel() for each in self._statistics)
-        self.bind(np.zeros(self.gradient_length, _numpy(self._dtype)))
+        self._parameters: Tensor | None = None  # what bind_parameters was given, and the parameters' places there
+        self._places: list[Tensor] = []
+        self._sliced: SliceOptimizer | None = None
+        self.bind(np.zeros(self.gradient_length, numpy_dtype(self._dtype)))
 
     # What a trainer calls
 
+    @property
+    def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(f"optimizer.{key}" for key in sorted(self._state.elementwise))
+
     def bind(self, buffer: Any) -> None:
-        if buffer.shape != (self.gradient_length,) or str(buffer.dtype) != self.gradient_dtype:
-            raise ArgumentError(
-                f"the gradient buffer must be 1-D, {self.gradient_dtype}, of {self.gradient_length} elements, not "
-                f"{buffer.dtype} of shape {buffer.shape}"
-            )
+        self._check_buffer("gradient", buffer)
+        self._whole_optimizer()
         self._buffer = as_tensor(buffer, self._dtype)
-        self._views = _views(self._buffer, [*self._trained, *self._statistics])
+        self._lay_out()
+
+    @torch.no_grad()
+    def bind_parameters(self, buffer: Any) -> None:
+        self._check_buffer("parameter", buffer)
+        if reason := elementwise.refusal(self.optimizer):
+            raise ArgumentError(reason)
+        self._whole_optimizer()
+        self._parameters = flat = as_tensor(buffer, self._dtype)
+        ends = itertools.accumulate(each.numel() for each in self._trained)
+        self._places = [
+            flat[end - each.numel() : end].view(each.shape) for each, end in zip(self._trained, ends, strict=True)
+        ]
+        for parameter, place in zip(self._trained, self._places, strict=True):
+            place.copy_(parameter)
+            parameter.data = place
+        self._lay_out()
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> list[float]:
         if len(x) == 0:
@@ -99,10 +123,17 @@ class TorchReplica(Replica):
             parameter.grad = view
 
     @torch.no_grad()
-    def update(self) -> None:
-        for statistic, view in zip(self._statistics, self._views[len(self._trained) :], strict=True):
-            statistic.copy_(view)
+    def update(self, part: slice | None = None) -> None:
+        if part is not None:
+            self._update_slice(part)
+            return
+        self._whole_optimizer()
+        self._take_statistics(self._buffer)
         self.optimizer.step()
+
+    def refresh(self) -> None:
+        if self._parameters is not None:
+            self._take_statistics(self._parameters)
 
     @torch.no_grad()
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> list[float]:
@@ -118,10 +149,34 @@ class TorchReplica(Replica):
         return (output.float() if output.dtype == torch.bfloat16 else output).numpy()
 
     def state(self) -> dict[str, np.ndarray]:
-        return self._state.pack()
+        if self._sliced is None:
+            return self._state.pack()
+        self._sliced.give_back()
+        try:
+            return self._state.pack()
+        finally:
+            self._sliced.forget()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         self._state.load(state)
+        self._sliced = None  # made again from what was loaded
+
+    def local_state(self) -> dict[str, np.ndarray]:
+        """PyTorch's random state, and the buffers that are not averaged (those are rank 0's in `state`)."""
+        own = {f"module.{name}": array_of(each) for name, each in self._own_buffers()}
+        return {"random": torch.get_rng_state().numpy(), **own}
+
+    @torch.no_grad()
+    def load_local_state(self, state: dict[str, np.ndarray]) -> None:
+        here = {f"module.{name}": each for name, each in self._own_buffers()}
+        shapes = [
+            {name: tuple(each.shape) for name, each in side.items() if name != "random"} for side in (state, here)
+        ]
+        if "random" not in state or shapes[0] != shapes[1]:
+            raise ModelFileError(f"the local state is of another model: {shapes[0]} there and {shapes[1]} here")
+        torch.set_rng_state(torch.from_numpy(np.array(state["random"])))
+        for name, each in here.items():
+            each.copy_(torch.from_numpy(np.array(state[name])))
 
     def config(self) -> dict[str, Any]:
         return {"module": type(self.module).__name__, "optimizer": type(self.optimizer).__name__}
@@ -142,15 +197,64 @@ class TorchReplica(Replica):
 
     # Inside
 
+    def _check_buffer(self, what: str, buffer: Any) -> None:
+        if buffer.shape != (self.gradient_length,) or str(buffer.dtype) != self.gradient_dtype:
+            raise ArgumentError(
+                f"the {what} buffer must be 1-D, {self.gradient_dtype}, of {self.gradient_length} elements, not "
+                f"{buffer.dtype} of shape {buffer.shape}"
+            )
+
+    def _lay_out(self) -> None:
+        """Cut the gradients' memory as the parameters lie in theirs."""
+        self._views = views(self._buffer, [*self._trained, *self._statistics])
+        for parameter in self._trained:
+            parameter.grad = None  # a view of what was bound before
+
+    def _take_statistics(self, flat: Tensor) -> None:
+        """Running means and variances, which have come behind the gradients or the parameters."""
+        start = self._length
+        for statistic in self._statistics:
+            stop = start + statistic.numel()
+            statistic.copy_(flat[start:stop])
+            start = stop
+
+    def _update_slice(self, part: slice) -> None:
+        flat = self._parameters
+        if flat is None:
+            raise ArgumentError("bind_parameters comes before an update of a slice")
+        if any(each.data_ptr() != place.data_ptr() for each, place in zip(self._trained, self._places, strict=True)):
+            raise ArgumentError(
+                f"a parameter's .data was replaced, so this {type(self.module).__name__} would no longer be trained: "
+                "copy into parameters (p.copy_) instead, or make the trainer afterwards"
+            )
+        if self._sliced is None or self._sliced.part != part:
+            self._whole_optimizer()
+            self._sliced = SliceOptimizer(
+                self.optimizer, self._trained, flat, self._buffer, part, self._state.elementwise
+            )
+        statistics = slice(max(part.start, self._length), max(part.stop, self._length))
+        flat[statistics] = self._buffer[statistics]
+        self._sliced.step()
+
+    def _whole_optimizer(self) -> None:
+        """Give the user's optimizer its state again; of a slice, when that is all there was."""
+        if self._sliced is not None:
+            self._sliced.give_back()
+            self._sliced = None
+
+    def _own_buffers(self) -> list[tuple[str, Tensor]]:
+        averaged = {id(each) for each in self._statistics}
+        return [(name, each) for name, each in self.module.named_buffers() if id(each) not in averaged]
+
     def _values(self, loss: Tensor, output: Tensor, target: Tensor) -> list[float]:
         return [float(loss), *(float(metric(output, target)) for metric in self._metrics.values())]
 
     def _input(self, x: np.ndarray) -> Tensor:
-        tensor = _tensor(x)
+        tensor = from_array(x)
         return tensor.long() if self._embeds and not tensor.is_floating_point() else tensor.to(self._dtype)
 
     def _target(self, y: np.ndarray) -> Tensor:
-        tensor = _tensor(y)
+        tensor = from_array(y)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor.long()
 
 
@@ -187,28 +291,3 @@ def _statistics(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
         each for part in module.modules() if isinstance(part, kinds) for each in (part.running_mean, part.running_var)
     ]
     return [each for each in found if each is not None and each.dtype == dtype]
-
-
-def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Consecutive views of `flat`, one like each tensor."""
-    views, start = [], 0
-    for each in like:
-        views.append(shaped(flat, start, each))
-        start += each.numel()
-    return views
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(
-        array if array.flags.writeable and array.dtype.kind != "u" else array.astype(_signed(array.dtype))
-    )
-
-
-def _signed(dtype: np.dtype) -> np.dtype:
-    return np.dtype(np.int64) if dtype.kind == "u" else dtype
-
-
-def _numpy(dtype: torch.dtype) -> np.dtype:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16 if dtype == torch.bfloat16 else DTYPES[dtype])

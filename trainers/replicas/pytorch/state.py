@@ -20,6 +20,7 @@ class TorchState:
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
         self._module, self._optimizer, self._trained = module, optimizer, trained
         self._keys = _state_keys(optimizer)
+        self.elementwise = {key for key, is_elementwise in self._keys.items() if is_elementwise}
 
     def pack(self) -> dict[str, np.ndarray]:
         """Copies, which look alike before and after the optimizer's first step."""
@@ -27,7 +28,7 @@ class TorchState:
         trained = {id(each) for each in self._trained}
         for name, each in [*self._module.named_parameters(), *self._module.named_buffers()]:
             if id(each) not in trained:
-                held[f"module.{name}"] = _array(each)
+                held[f"module.{name}"] = array_of(each)
         states = [self._optimizer.state.get(each, {}) for each in self._trained]
         held["optimizer.present"] = np.array([bool(each) for each in states], np.uint8)
         for key, elementwise in self._keys.items():
@@ -131,14 +132,14 @@ def _number(value: float, like: Any) -> float | int:
     return int(value) if isinstance(like, int) and value.is_integer() else value
 
 
-def _array(tensor: Tensor) -> np.ndarray:
+def array_of(tensor: Tensor) -> np.ndarray:
     """A copy on the host; bfloat16, which .npz files don't know, as float32."""
     whole = tensor.detach()
     return (whole.float() if whole.dtype == torch.bfloat16 else whole.clone()).contiguous().numpy()
 
 
 def _packed(tensors: list[Any]) -> np.ndarray:
-    return _array(torch.cat([each.detach().reshape(-1) for each in tensors]))
+    return array_of(torch.cat([each.detach().reshape(-1) for each in tensors]))
 
 
 def _unpack(packed: np.ndarray, tensors: list[Any]) -> None:

@@ -43,3 +43,30 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def views(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Consecutive views of `flat`, one like each tensor."""
+    found, start = [], 0
+    for each in like:
+        found.append(shaped(flat, start, each))
+        start += each.numel()
+    return found
+
+
+def from_array(array: np.ndarray) -> torch.Tensor:
+    """A tensor in the memory of `array`; a copy where PyTorch can't use that: read-only, or unsigned."""
+    return torch.from_numpy(
+        array if array.flags.writeable and array.dtype.kind != "u" else array.astype(_signed(array.dtype))
+    )
+
+
+def _signed(dtype: np.dtype) -> np.dtype:
+    return np.dtype(np.int64) if dtype.kind == "u" else dtype
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """NumPy's name for one of DTYPES."""
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16 if dtype == torch.bfloat16 else DTYPES[dtype])

@@ -1,0 +1,79 @@
+"""Whether the data and the settings of a call make sense, and what of them all ranks must have in common."""
+
+import zlib
+from typing import Any
+
+import numpy as np
+
+from trainers.errors import ArgumentError, TrainerError
+from trainers.replica import Replica
+from trainers.samples import Collate, Samples
+
+NO_TARGETS = object()  # in the place of y: x is rows without y, for a prediction
+
+Looked = tuple[tuple[Any, Any], str, Exception | None]
+
+
+def look_at(
+    replica: Replica, call: str, data: tuple[Any, Any], settings: dict[str, Any], collate: Collate | None = None
+) -> Looked:
+    """The data as arrays x and y, or as Samples and None; this rank's side of the call in words; what is wrong.
+
+    data: arrays x and y, x and NO_TARGETS, or a data set and None. settings: the other arguments, by name.
+    """
+    x, y = data
+    row: str = call
+    error: Exception | None = None
+    checked: tuple[Any, Any]
+    try:
+        if y is None or collate is not None:
+            x, y = _samples(x, y, collate), None
+            row = _described(call, [str(x)], settings)
+            checked = x.first
+        else:
+            x, y = np.asarray(x), None if y is NO_TARGETS else np.asarray(y)
+            row = _described(call, _sides(x, y), settings)
+            _check_rows(x, y)
+            checked = x, y
+        _check_settings(settings)
+        replica.check(*checked)
+    except (TrainerError, ValueError, TypeError) as refused:
+        error = refused if isinstance(refused, TrainerError) else ArgumentError(f"{call}: {refused}")
+    return (x, y), row, error
+
+
+def _samples(x: Any, y: Any, collate: Collate | None) -> Samples:
+    if y is not None:
+        raise ArgumentError("collate is for data sets, whose rows are pairs: leave out collate, or y")
+    return x if isinstance(x, Samples) else Samples(x, collate)
+
+
+def _described(call: str, data: list[str], settings: dict[str, Any]) -> str:
+    return f"{call}: {', '.join(data + [f'{name}={value}' for name, value in settings.items()])}"
+
+
+def _sides(x: np.ndarray, y: np.ndarray | None) -> list[str]:
+    """Arrays in words: shapes, dtypes, and a checksum of the first and the last row."""
+    data = {"x": x} if y is None else {"x": x, "y": y}
+    return [f"{name} {array.dtype}{list(array.shape)} {_checksum(array)}" for name, array in data.items()]
+
+
+def _checksum(array: np.ndarray) -> str:
+    if array.ndim == 0 or len(array) == 0 or array.dtype.hasobject:
+        return "empty"
+    return f"#{zlib.crc32(np.ascontiguousarray(array[[0, -1]]).tobytes()):08x}"
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    for name, least in (("epochs", 0), ("batch_size", 1), ("seed", 0)):
+        value = settings.get(name, least)
+        if not isinstance(value, int | np.integer) or value < least:
+            raise ArgumentError(f"{name}={value!r} makes no sense: give an integer of at least {least}")
+
+
+def _check_rows(x: np.ndarray, y: np.ndarray | None) -> None:
+    if x.ndim == 0 or (y is not None and (y.ndim == 0 or len(x) != len(y))):
+        shapes = f"x has shape {x.shape}" + ("" if y is None else f" and y has shape {y.shape}")
+        raise ArgumentError(f"{shapes}; they must have one row for each sample, and as many of one as of the other")
+    if y is not None and len(x) == 0:
+        raise ArgumentError("there are no samples: x and y are empty")

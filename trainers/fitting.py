@@ -1,0 +1,171 @@
+"""One call of fit: its epochs, its callbacks, and what a rank has to tell the others on the way."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.messages.agreement import known, raise_together
+from trainers import prefetch
+from trainers.data import Batch, Batches
+from trainers.errors import DivergedError
+from trainers.watching.callback import Callbacks
+from trainers.watching.history import VALIDATION, History
+from trainers.watching.meter import LOOK_EVERY, Meter
+from trainers.watching.progress import Progress
+
+if TYPE_CHECKING:
+    from trainers.base import Trainer
+
+Validation = Callable[[], dict[str, float]]
+FLAGS = ("stop", "failed")  # what travels behind the metrics in every step: on how many ranks it is so
+
+
+class Fit:
+    """A fit of a trainer.
+
+    A rank that has met an error, in a callback or in the data set, keeps it and goes on with an empty batch;
+    a flag that travels with the gradients tells the others, and all ranks raise it after that step. In the same way
+    `trainer.stop_training` reaches all ranks. So neither costs a message of its own.
+
+    validate: evaluates the model after an epoch, on all ranks; None for none.
+    callbacks: the user's, this rank's own.
+    fetches_ahead: whether a thread fetches batches before they are needed.
+    """
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        batches: Batches,
+        epochs: int,
+        *,
+        validate: Validation | None,
+        callbacks: Sequence[Any],
+        fetches_ahead: bool,
+        progress: bool,
+        stream: TextIO | None,
+    ) -> None:
+        self._trainer, self._batches, self._epochs = trainer, batches, epochs
+        self._validate, self._fetches_ahead = validate, fetches_ahead
+        replica = trainer.replica
+        self._meter = Meter(replica.metrics, batches.sizes(), trainer.measured.dtype, replica.device)
+        self._history = History()
+        self._progress = Progress(progress and trainer.rank == 0, batches.steps, epochs, stream)
+        self._callbacks: Callbacks | None = None
+        self._users = callbacks
+        self._look_every = 1 if replica.device == "cpu" else LOOK_EVERY  # looking makes the host wait for a GPU
+        self._error: Exception | None = None  # this rank's, until the others have heard of it
+        self._stopped = False  # all ranks know that one of them wants to stop
+        self._logs: dict[str, Any] = {}
+
+    def run(self) -> History:
+        """All epochs, or those until a callback stops the training. Collective."""
+        self._trainer.stop_training = False
+        try:
+            self._guarded(self._begin)
+            self._agree("before the first epoch")
+            for number in range(self._epochs):
+                self._epoch(number)
+                if self._trainer.stop_training:
+                    break
+            self._guarded(lambda: self._all.train_end(self._logs))
+            self._agree("after the last epoch")
+        finally:
+            self._progress.close()
+            if self._callbacks is not None:
+                self._callbacks.let_go()
+        return self._history
+
+    @property
+    def _all(self) -> Callbacks:
+        assert self._callbacks is not None
+        return self._callbacks
+
+    def _begin(self) -> None:
+        watchers = [self._meter, self._history, self._progress, *self._users]
+        self._callbacks = Callbacks(watchers, self._trainer, self._epochs, self._batches.steps)
+        self._callbacks.train_begin()
+
+    def _epoch(self, number: int) -> None:
+        """One epoch, its evaluation, and what callbacks make of it."""
+        trainer = self._trainer
+        trainer._communication.read()  # the rest of an epoch that an error has ended
+        begin = time.perf_counter()
+        self._guarded(lambda: self._all.epoch_begin(number))
+        batches = self._batches.epoch(number)
+        with closing(prefetch.ahead(batches) if self._fetches_ahead else batches) as shares:
+            self._steps(shares)
+        spent = time.perf_counter() - begin, trainer._communication.read()
+        seconds, communication = self._agree(f"after the steps of epoch {number + 1}", *spent)
+        self._guarded(self._meter.look)
+        self._logs = self._meter.means()
+        if self._validate is not None:
+            self._logs |= {f"{VALIDATION}{name}": value for name, value in self._validate().items()}
+        self._logs |= {
+            "seconds": seconds,
+            "samples_per_second": self._meter.rows / seconds,
+            "communication_share": communication / seconds,
+        }
+        self._guarded(lambda: self._all.epoch_end(number, self._logs))
+        self._agree(f"after epoch {number + 1}")
+
+    def _steps(self, shares: Iterator[Batch]) -> None:
+        last = self._batches.steps - 1
+        for step in range(self._batches.steps):
+            self._step(step, shares)
+            if (step + 1) % self._look_every == 0 or step == last:
+                self._look_at_flags()
+            self._guarded(partial(self._end_batch, step))
+            if self._stopped:
+                break
+
+    def _step(self, step: int, shares: Iterator[Batch]) -> None:
+        trainer = self._trainer
+        self._guarded(partial(self._all.batch_begin, step))
+        batch = self._guarded(partial(self._fetch, shares))
+        trainer.measured = trainer._step(batch, (float(trainer.stop_training), float(self._error is not None)))
+
+    def _look_at_flags(self) -> None:
+        stop, failed = self._trainer.measured[-len(FLAGS) :].tolist()
+        if failed:
+            raise_together(self._trainer._comm, self._error)
+        self._stopped = bool(stop)
+
+    def _fetch(self, shares: Iterator[Batch]) -> Batch:
+        batch = next(shares)
+        if not self._batches.checked:
+            self._trainer.replica.check_batch(batch.x, batch.y)
+        return batch
+
+    def _end_batch(self, step: int) -> None:
+        names, logs = self._trainer.replica.metrics, {}
+        if self._all.read_batches:
+            logs = dict(zip(names, self._trainer.measured[: len(names)].tolist(), strict=True))
+        self._all.batch_end(step, logs)
+
+    def _guarded(self, action: Callable[[], Any]) -> Any:
+        """What `action` returns, or None when it fails or this rank has failed before: the error is kept."""
+        if self._error is not None:
+            return None
+        try:
+            return action()
+        except DivergedError as error:  # by the loss of the global batch, so every rank finds it in the same step
+            raise known(error, self._trainer._comm) from None
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            if getattr(error, "ranks", None) is not None:
+                raise  # all ranks do
+            self._error = error
+            return None
+
+    def _agree(self, where: str, *times: float) -> list[float]:
+        """Raise on all ranks an error that no step has carried, hear of a stop; the ranks' mean times. Collective."""
+        trainer = self._trainer
+        trainer._agree(f"fit, {where}", self._error)
+        sums = np.array([trainer.stop_training or self._stopped, *times], np.float64)
+        trainer._comm.Allreduce(MPI.IN_PLACE, sums)
+        trainer.stop_training = bool(sums[0])
+        return (sums[1:] / trainer.size).tolist()

@@ -1,0 +1,111 @@
+"""The user's optimizer at work on one slice of the flat parameters."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+BLOCK = 1 << 17  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
+
+
+class SliceOptimizer:
+    """An optimizer of the user's class, on the elements of `part` alone; it takes the state over from the user's.
+
+    optimizer: the user's: the source of the hyperparameters in every step.
+    trained: its parameters, one after the other in `parameters`, a flat tensor; `gradients` is laid out alike.
+    part: start and stop of the slice.
+    elementwise: which entries of the optimizer's state have a number for each element.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        trained: list[nn.Parameter],
+        parameters: Tensor,
+        gradients: Tensor,
+        part: slice,
+        elementwise: set[str],
+    ) -> None:
+        self.part = part
+        self._elementwise = elementwise
+        self._user, self._trained = optimizer, trained
+        self._firsts, self._spans = _spans(trained, part)
+        self._pieces = [[parameters[start:stop] for start, stop in spans] for spans in self._spans]
+        for spans, pieces in zip(self._spans, self._pieces, strict=True):
+            for (start, stop), piece in zip(spans, pieces, strict=True):
+                piece.grad = gradients[start:stop]
+        self._own = self._rebuild()
+        self._take()
+
+    def _rebuild(self) -> Optimizer:
+        kind = type(self._user)
+        known = inspect.signature(kind).parameters
+        defaults = {key: value for key, value in self._user.defaults.items() if key in known}
+        pieces = {id(parameter): pieces for parameter, pieces in zip(self._trained, self._pieces, strict=True)}
+        groups: list[dict[str, Any]] = [
+            {**_hyperparameters(group), "params": [p for each in group["params"] for p in pieces.get(id(each), [])]}
+            for group in self._user.param_groups
+        ]
+        return kind(groups, **defaults)
+
+    def step(self) -> None:
+        """Update the slice; schedules have changed the user's groups, so their numbers come from there."""
+        for own, group in zip(self._own.param_groups, self._user.param_groups, strict=True):
+            own.update(_hyperparameters(group))
+        self._own.step()
+        self._user._opt_called = True  # type: ignore[attr-defined]  # schedulers warn when it never was
+
+    def _take(self) -> None:
+        """Move this slice of the user's optimizer's state here, and drop the rest."""
+        for parameter, first, spans, pieces in self._places():
+            for key, value in self._user.state.pop(parameter, {}).items():
+                for (start, stop), piece in zip(spans, pieces, strict=True):
+                    if key in self._elementwise and isinstance(value, Tensor):
+                        held = value.reshape(-1)[start - first : stop - first].clone()
+                    else:
+                        held = value.clone() if isinstance(value, Tensor) else value
+                    self._own.state[piece][key] = held
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Fill the user's optimizer's state: elements of other slices are zero. `forget` drops it again."""
+        for parameter, first, spans, pieces in self._places():
+            for key, value in self._own.state.get(pieces[0], {}).items():
+                if not (key in self._elementwise and isinstance(value, Tensor)):
+                    self._user.state[parameter][key] = value.clone() if isinstance(value, Tensor) else value
+                    continue
+                whole = torch.zeros(parameter.numel(), dtype=value.dtype)
+                for (start, stop), piece in zip(spans, pieces, strict=True):
+                    whole[start - first : stop - first] = self._own.state[piece][key]
+                self._user.state[parameter][key] = whole.view(parameter.shape)
+
+    def forget(self) -> None:
+        """Drop what `give_back` has given."""
+        for parameter in self._trained:
+            self._user.state.pop(parameter, None)
+
+    def _places(self) -> Iterator[tuple[nn.Parameter, int, list[tuple[int, int]], list[Tensor]]]:
+        """Every parameter, where it begins in the flat memory, and its blocks."""
+        return zip(self._trained, self._firsts, self._spans, self._pieces, strict=True)
+
+
+def _spans(trained: list[nn.Parameter], part: slice) -> tuple[list[int], list[list[tuple[int, int]]]]:
+    """Where each parameter begins, and the blocks of it that lie in the slice; an empty one when none does.
+
+    Every parameter has one, so that what an optimizer counts for a whole parameter is counted on every rank.
+    """
+    firsts, spans, first = [], [], 0
+    for parameter in trained:
+        last = first + parameter.numel()
+        start, stop = min(max(first, part.start), last), min(last, part.stop)
+        firsts.append(first)
+        spans.append([(at, min(at + BLOCK, stop)) for at in range(start, stop, BLOCK)] or [(start, start)])
+        first = last
+    return firsts, spans
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,0 +1,114 @@
+"""The sharded update: every rank updates only the slice of the parameters whose gradients it has finished.
+
+reduce_scatter -> the replica's update of a slice -> all_gather of the parameters. Where ranks that together
+own everything share a node, the parameters live in one window of the node, so every rank writes where all
+read, and nothing is gathered. What the trainer measures lies behind the gradients, and behind the parameters
+it comes back to all ranks, without a message of its own.
+S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce import notices
+from allreduce.arrays import dtypes
+from allreduce.base import TwoPhase
+from allreduce.errors import UnavailableError
+from allreduce.messages.agreement import together
+from allreduce.messages.window import CommonWindow
+from trainers.replica import Replica
+from trainers.watching.stopwatch import Stopwatch
+
+
+class ShardedUpdate:
+    """Moves a replica's parameters into memory of this object's. Creating and all methods are collective.
+
+    buffer: what is reduced in every step: the gradients, then what is measured. The replicas are equal.
+    comm: of all ranks.
+    clock: runs while a rank waits for others.
+
+    Raises ArgumentError on all ranks when the replica can't be updated in slices.
+    """
+
+    def __init__(
+        self, replica: Replica, backend: TwoPhase, buffer: np.ndarray, comm: MPI.Intracomm, clock: Stopwatch
+    ) -> None:
+        self._replica, self._backend, self._buffer = replica, backend, buffer
+        self._comm, self._clock = comm, clock
+        self._length = replica.gradient_length
+        self._mine = backend.owned(buffer.size)
+        self._part = slice(*self._mine.indices(self._length)[:2])
+        self._window: CommonWindow | None = None
+        self._array = self._allocate(str(replica.gradient_dtype))
+        try:
+            together(comm, lambda: replica.bind_parameters(self._array[: self._length]))
+        except Exception:
+            self._free()
+            raise
+        self.fence()
+
+    def _allocate(self, dtype: str) -> np.ndarray:
+        """Memory that the ranks of the node have in common, where these own everything and it has room."""
+        node = self._backend.topology.node
+        owned = node.allreduce(self._mine.stop - self._mine.start)
+        if self._comm.allreduce(owned == self._buffer.size, MPI.LAND):
+            try:
+                self._window = CommonWindow(node, self._buffer.size, dtypes.parse(dtype))
+            except UnavailableError as error:  # on all ranks of this node, and perhaps of no other
+                notices.once(node.rank, f"each rank has parameters of its own: {error}")
+            if self._comm.allreduce(self._window is not None, MPI.LAND):
+                assert self._window is not None
+                return self._window.array
+            self._free()
+        return self._backend.allocate(self._buffer.size, dtype)
+
+    def step(self) -> np.ndarray:
+        """Reduce the buffer, update the parameters everywhere; returns what was measured, reduced, a view."""
+        self._clock.start()
+        self._backend.reduce_scatter(self._buffer, "sum")
+        self._clock.stop()
+        self._replica.update(self._part)
+        measured = slice(max(self._mine.start, self._length), max(self._mine.stop, self._length))
+        self._array[measured] = self._buffer[measured]
+        self._clock.start()
+        if self._window is None:
+            self._backend.all_gather(self._array)
+        else:
+            self.fence()
+        self._clock.stop()
+        self._replica.refresh()
+        return self._array[self._length :]
+
+    def fence(self) -> None:
+        """Afterwards all ranks of the node see what any of them has written, and none of them still writes."""
+        if self._window is not None:
+            self._window.fence()
+
+    def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A replica's state, with what belongs to the slices collected from their owners."""
+        result = dict(state)
+        for name in self._replica.elementwise:
+            array = result[name]
+            part = slice(*self._mine.indices(array.size)[:2])
+            gathered = np.zeros(self._buffer.size, array.dtype)
+            gathered[part] = array[part]
+            self._backend.all_gather(gathered)
+            result[name] = gathered[: array.size]
+        return result
+
+    def close(self) -> None:
+        """Give the replica parameters of its own again, and its whole state."""
+        state = self.whole(self._replica.state())
+        self._replica.bind_parameters(np.empty(self._length, self._array.dtype))
+        self._replica.load_state(state)
+        del state  # may hold views of the window
+        self._free()
+
+    def _free(self) -> None:
+        """Collective over the node."""
+        self._array = np.empty(0, np.uint8)
+        if self._window is not None:
+            self._window.free()
+            self._window = None

@@ -1,0 +1,94 @@
+"""Callbacks: what a fit tells those who watch it. The events are Keras'."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Logs = Mapping[str, Any]
+
+
+class Callback:
+    """Base of what watches a fit; override what you need. Every rank calls its own callbacks.
+
+    trainer: the trainer, while it fits. Setting `trainer.stop_training` on any rank ends the fit on all of
+        them: after the next batch, or at the end of the epoch.
+
+    epoch and batch count from 0. logs are numbers by name, the same on all ranks: "loss", "accuracy", ... of a
+    batch or an epoch; at the end of an epoch also "val_loss", ... and "seconds", "samples_per_second",
+    "communication_share". An exception on any rank ends the fit on all ranks, with the same error.
+    """
+
+    trainer: Any = None
+    reads_batches = True  # False: on_train_batch_end does not look at logs
+
+    def set_trainer(self, trainer: Any) -> None:
+        """The fit begins, or with None it is over."""
+        self.trainer = trainer
+
+    def on_train_begin(self, logs: Logs | None = None) -> None: ...
+
+    def on_train_end(self, logs: Logs | None = None) -> None: ...
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None: ...
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None: ...
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None: ...
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None: ...
+
+
+class Callbacks:
+    """Several callbacks as one.
+
+    Keras' own are taken too, as far as they need no more of a model than `stop_training`.
+    """
+
+    def __init__(self, callbacks: Iterable[Any], trainer: Any, epochs: int, steps: int) -> None:
+        self._all = list(callbacks)
+        for callback in self._all:
+            if hasattr(callback, "set_params"):
+                callback.set_params({"epochs": epochs, "steps": steps, "verbose": 0})
+            _tell_trainer(callback, trainer)
+        self._batch_begin = [each for each in self._all if _overrides(each, "on_train_batch_begin")]
+        self._batch_end = [each for each in self._all if _overrides(each, "on_train_batch_end")]
+        self.read_batches = any(getattr(each, "reads_batches", True) for each in self._batch_end)
+
+    def train_begin(self) -> None:
+        for callback in self._all:
+            callback.on_train_begin({})
+
+    def train_end(self, logs: Logs) -> None:
+        for callback in self._all:
+            callback.on_train_end(logs)
+
+    def epoch_begin(self, epoch: int) -> None:
+        for callback in self._all:
+            callback.on_epoch_begin(epoch, {})
+
+    def epoch_end(self, epoch: int, logs: Logs) -> None:
+        for callback in self._all:
+            callback.on_epoch_end(epoch, logs)
+
+    def batch_begin(self, batch: int) -> None:
+        for callback in self._batch_begin:
+            callback.on_train_batch_begin(batch, {})
+
+    def batch_end(self, batch: int, logs: Logs) -> None:
+        for callback in self._batch_end:
+            callback.on_train_batch_end(batch, logs)
+
+    def let_go(self) -> None:
+        """The callbacks outlive the fit; its trainer and its memory must not."""
+        for callback in self._all:
+            if hasattr(callback, "set_trainer"):
+                callback.set_trainer(None)
+
+
+def _tell_trainer(callback: Any, trainer: Any) -> None:
+    tell = getattr(callback, "set_trainer", None) or getattr(callback, "set_model", None)
+    if tell is not None:
+        tell(trainer)
+
+
+def _overrides(callback: Any, event: str) -> bool:
+    return getattr(type(callback), event, None) is not getattr(Callback, event)
