@@ -146,7 +146,7 @@ class AllReduce(Moves):
         """What reduces arrays of this signature; asked once for each."""
         if signature.length == 0 or self.size == 1:
             return nothing_to_do
-        if signature.memory == FOREIGN and self.copies_foreign:
+        if signature.memory == FOREIGN and self.copies_foreign and self.part_of is None:  # "auto" knows why
             notices.once(self.rank, self.copies_foreign)
         return self._reduce_gpu if signature.memory == GPU else self._reduce
 

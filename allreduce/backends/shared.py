@@ -2,7 +2,7 @@
 
 Each rank finishes its own chunk from all ranks' buffers, in blocks that fit its cache, and writes the
 result to all of them. Steps: 2 barriers. Messages: none. Memory traffic: 2 n S a node for arrays from
-`allocate`; other arrays are staged through a small window, at the cost of two more copies in the cache.
+`allocate`; other arrays go through a small stage (see messages/stage.py), at the cost of two more copies in the cache.
 T. Hoefler et al.: MPI + MPI: a new hybrid approach to parallel programming with MPI plus shared memory, 2013.
 """
 

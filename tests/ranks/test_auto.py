@@ -61,6 +61,18 @@ def test_choice_is_what_reduces(nodes: int | None, topology_of: Callable[..., al
 
 
 @several
+@pytest.mark.parametrize("name", ["auto", "shared"])
+def test_copies_are_told_to_who_has_chosen_them(
+    name: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notices, "_said", set())
+    with caplog.at_level(logging.WARNING, "allreduce"), allreduce.create(name, flat) as reduce:
+        reduce(np.zeros(1 << 18, "float32"), "sum")
+    said = [record.message for record in caplog.records if "two more copies" in record.message]
+    assert len(said) == (name == "shared" and reduce.rank == 0)
+
+
+@several
 def test_own_rule(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     asked = []
 
