@@ -8,13 +8,14 @@ needs no other rank. (A window of MPI can only be freed by all ranks together, s
 backend kept it for ever.)
 """
 
+import ctypes
 import errno
 import mmap
 import os
 import secrets
-import sys
 import tempfile
 import weakref
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -26,7 +27,11 @@ from allreduce.messages.agreement import together
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 PAGE_BYTES = mmap.PAGESIZE
 SPARE_BYTES = 512 * 1024  # for each rank, left free for the MPI library: some claim nothing before they write
-UNTRACKED = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # before, a mapping holds a file descriptor
+
+_system = ctypes.CDLL(None, use_errno=True)
+_system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_system.mmap.restype = ctypes.c_void_p
+_system.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Window:
@@ -136,13 +141,23 @@ def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
             if end > begin and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file, begin, end - begin)
             _see_space(0, ranks)
-            mapping = mmap.mmap(file, nbytes, **UNTRACKED)
+            memory = _mapping(file, nbytes)
         finally:
             os.close(file)
     except (OSError, OverflowError) as error:
         raise _unavailable(error, nbytes, ranks) from error
-    memory = np.frombuffer(mapping, np.uint8)
     memory[begin:end:PAGE_BYTES] = 0
+    return memory
+
+
+def _mapping(file: int, nbytes: int) -> np.ndarray:
+    """A file as bytes, mapped until the last view of them is gone. (mmap.mmap holds a file descriptor as long.)"""
+    address = _system.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    buffer: Any = MPI.buffer.fromaddress(address, nbytes)
+    memory = np.frombuffer(buffer, np.uint8)
+    weakref.finalize(memory, _system.munmap, address, nbytes).atexit = False
     return memory
 
 

@@ -92,6 +92,15 @@ def test_arrays_give_their_memory_back(name: str, flat: allreduce.Topology, worl
     assert _shared_mappings() == mappings[-1] - (6 if world.rank == 0 else 0)
 
 
+def test_arrays_hold_no_file_descriptors(flat: allreduce.Topology) -> None:
+    """A process may have no more than a thousand."""
+    with allreduce.create("shared", flat) as reduce:
+        before = len(os.listdir("/proc/self/fd"))
+        kept = [reduce.allocate(10) for _ in range(20)]
+        assert len(os.listdir("/proc/self/fd")) == before
+        reduce(kept[0], "sum")
+
+
 @pytest.mark.skipif(SIZE == 1, reason="one rank has no other")
 def test_memory_lives_as_long_as_the_last_array_of_any_rank(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     window = CommonWindow(flat.node, 1000, np.dtype("float64"))
