@@ -29,8 +29,7 @@ def test_every_parameter_has_one_place(limits: tuple[float, float]) -> None:
             assert slot.start * itemsize % 64 == 0
             at = slot.stop
             seen.append(slot.parameter)
-        assert bucket.flags == slice(at, bucket.stop)
-        assert bucket.stop - at == len(bucket.slots)
+        assert bucket.stop == at
         ends[bucket.dtype] = bucket.stop
     assert sorted(seen) == list(range(len(SIZES)))
     assert ends == lengths
@@ -44,7 +43,7 @@ def test_first_and_last_bucket_are_small_and_order_is_reversed() -> None:
 
 def test_a_large_model_needs_no_memory_to_plan() -> None:
     buckets, lengths = plan([(3 << 30, "bfloat16", 2)] * 3, 1 << 20, 25 << 20)
-    assert lengths["bfloat16"] > 9 << 30 > sys.maxsize >> 40
+    assert lengths["bfloat16"] == 9 << 30 > sys.maxsize >> 40
     assert len(buckets) == 3
 
 
@@ -66,7 +65,7 @@ def test_pieces_cover_each_element_once(ranks: int) -> None:
             for at in range(slot.start, slot.stop):
                 assert owners.pop((bucket.dtype, at)) == slot.parameter
                 assert offsets[bucket.dtype, at] == at - slot.start
-    assert not owners, "gaps and flags belong to nobody"
+    assert not owners, "gaps belong to nobody"
 
 
 @pytest.mark.parametrize("nodes", [(2, 1), (1, 3), (2, 5)], ids=str)

@@ -35,28 +35,28 @@ def _line(lines: list[str], at: int) -> str:
     return lines[at] if at < len(lines) else "missing"
 
 
-def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[torch.Tensor]) -> None:
-    """Overwrite CPU tensors of any dtype with rank 0's, in place. Collective."""
+def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
+    """Overwrite CPU tensors of any dtype with those of the root, in place. Collective."""
     for tensor in tensors:
         whole = tensor.detach()
         packed = whole if whole.is_contiguous() else whole.contiguous()
         memory = as_bytes(packed)
         for piece in segments(slice(0, memory.size), LARGEST_MESSAGE):
-            comm.Bcast([memory[piece], MPI.BYTE], root=0)
+            comm.Bcast([memory[piece], MPI.BYTE], root=root)
         if packed is not whole:
             whole.copy_(packed)
 
 
-def broadcast_state(comm: MPI.Intracomm, optimizer: torch.optim.Optimizer) -> None:
-    """Give every rank the state and the hyperparameters of rank 0's optimizer. Collective."""
+def broadcast_state(comm: MPI.Intracomm, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+    """Give every rank the state and the hyperparameters of the root's optimizer. Collective."""
     tensors: list[torch.Tensor] = []
-    skeleton = comm.bcast(_taken_out(optimizer.state_dict(), tensors) if comm.rank == 0 else None, root=0)
-    shapes = comm.bcast([(each.shape, each.dtype) for each in tensors], root=0)
-    if comm.rank:
+    skeleton = comm.bcast(_taken_out(optimizer.state_dict(), tensors) if comm.rank == root else None, root)
+    shapes = comm.bcast([(each.shape, each.dtype) for each in tensors], root)
+    if comm.rank != root:
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
-    broadcast_tensors(comm, tensors)
+    broadcast_tensors(comm, tensors, root)
     error: Exception | None = None
-    if comm.rank:
+    if comm.rank != root:
         try:
             optimizer.load_state_dict(_put_back(skeleton, tensors))
         except Exception as refused:

@@ -25,13 +25,15 @@ def together(
     update: str,
     overlap: bool | str,
     bucket_mb: tuple[float, float],
+    check_every: int,
 ) -> None:
     """Raise on all ranks when the arguments of any rank make no sense, or the ranks' options differ. Collective."""
-    problems = _problems(optimizer, model, update, overlap, bucket_mb)
+    problems = _problems(optimizer, model, update, overlap, bucket_mb, check_every)
     raise_together(comm, next(problems, None))
     options = (
         f"MirroredOptimizer(allreduce={backend!r}, update={update!r}, overlap={overlap!r}, "
-        f"first_bucket_mb={float(bucket_mb[0])!r}, bucket_mb={float(bucket_mb[1])!r})"
+        f"first_bucket_mb={float(bucket_mb[0])!r}, bucket_mb={float(bucket_mb[1])!r}, "
+        f"check_every={check_every!r})"
     )
     agree(comm, [zlib.crc32(options.encode())], options, None)
 
@@ -59,7 +61,12 @@ def describe(optimizer: Optimizer, model: Module) -> list[str]:
 
 
 def _problems(
-    optimizer: Optimizer, model: Module, update: str, overlap: bool | str, bucket_mb: tuple[float, float]
+    optimizer: Optimizer,
+    model: Module,
+    update: str,
+    overlap: bool | str,
+    bucket_mb: tuple[float, float],
+    check_every: int,
 ) -> Iterator[AllReduceError]:
     if not isinstance(optimizer, Optimizer) or not isinstance(model, Module):
         yield OptionError(
@@ -72,6 +79,8 @@ def _problems(
         yield OptionError(f'overlap={overlap!r} is unknown; use True, False or "auto"')
     if not all(isinstance(each, int | float) and each > 0 for each in bucket_mb):
         yield OptionError(f"first_bucket_mb={bucket_mb[0]!r}, bucket_mb={bucket_mb[1]!r}: give positive sizes in MiB")
+    if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
+        yield OptionError(f"check_every={check_every!r}: give a number of steps, or 0 for never")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         yield OptionError(
             "the model is wrapped in DistributedDataParallel, which averages gradients as well; pass the plain "

@@ -8,8 +8,10 @@ import allreduce
 from allreduce import notices
 from allreduce.base import AllReduce, TwoPhase
 from allreduce.errors import OptionError, UnavailableError
+from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
-from allreduce.wrappers.background import Background, crowded
+from allreduce.wrappers.background import crowded
+from trainers.pytorch.family import Family
 
 
 def backend_for(given: str | AllReduce, topology: Topology, update: str) -> AllReduce:
@@ -35,15 +37,17 @@ def backend_for(given: str | AllReduce, topology: Topology, update: str) -> AllR
     )
 
 
-def background_for(backend: AllReduce, topology: Topology, overlap: bool | str) -> Background | None:
-    """The thread that reduces while backward goes on; None when it does not pay or can't be. Collective."""
-    if topology.size == 1 or not (_overlap_pays(topology) if overlap == "auto" else overlap):
-        return None
-    try:
-        return Background(topology, inner=backend)
-    except UnavailableError as error:
-        notices.once(topology.rank, f"gradients are reduced after backward, not during it: {error}")
-        return None
+def lane_of(family: Family, topology: Topology, overlap: bool | str) -> tuple[Lane, bool]:
+    """What runs an optimizer's calls, and whether it does so in a thread while backward goes on. Collective.
+
+    No thread where it does not pay or can't be had.
+    """
+    if topology.size > 1 and (_overlap_pays(topology) if overlap == "auto" else overlap):
+        try:
+            return family.lane(threaded=True), True
+        except UnavailableError as error:
+            notices.once(topology.rank, f"gradients are reduced after backward, not during it: {error}")
+    return family.lane(threaded=False), False
 
 
 def _overlap_pays(topology: Topology) -> bool:

@@ -16,20 +16,12 @@ class Slot(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """A contiguous part [start, stop) of one buffer, reduced on its own.
-
-    It ends with one element a slot that tells whether the parameter was used: 1 on ranks where it has a
-    gradient, 0 on others. Reduced with the gradients, they are 0 only for parameters that no rank has used.
-    """
+    """A contiguous part [start, stop) of one buffer, reduced on its own."""
 
     dtype: str
     start: int
     stop: int
     slots: tuple[Slot, ...]
-
-    @property
-    def flags(self) -> slice:
-        return slice(self.stop - len(self.slots), self.stop)
 
 
 def plan(
@@ -65,7 +57,7 @@ def plan(
 
 
 def _complete(dtype: str, slots: list[Slot], lengths: dict[str, int], done: list[Bucket]) -> None:
-    bucket = Bucket(dtype, slots[0].start, slots[-1].stop + len(slots), tuple(slots))
+    bucket = Bucket(dtype, slots[0].start, slots[-1].stop, tuple(slots))
     lengths[dtype] = bucket.stop
     done.append(bucket)
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -29,15 +30,12 @@ def take_over(parameters: Iterable[Parameter], owner: object) -> None:
             _REFUSALS.pop(parameter).remove()
 
 
-def refuse(parameters: Iterable[Parameter]) -> None:
+def refuse(parameters: Iterable[Parameter], why: str) -> None:
     """From now on a backward through these parameters raises ClosedError, until somebody takes them over."""
     for parameter in parameters:
         if parameter.requires_grad:  # torch takes no hook of one that was frozen meanwhile
-            _REFUSALS[parameter] = parameter.register_post_accumulate_grad_hook(_refuse)
+            _REFUSALS[parameter] = parameter.register_post_accumulate_grad_hook(partial(_refuse, why))
 
 
-def _refuse(parameter: Tensor) -> None:
-    raise ClosedError(
-        "backward after close(): the MirroredOptimizer of this model is closed, so its gradients are averaged "
-        "no longer; make a new MirroredOptimizer, or train a copy.deepcopy(model)"
-    )
+def _refuse(why: str, parameter: Tensor) -> None:
+    raise ClosedError(why)

@@ -3,8 +3,11 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from allreduce.messages.worker import Pending
+
+ResultT = TypeVar("ResultT")
 
 
 class Clock:
@@ -24,19 +27,21 @@ class Clock:
         self.exposed += exposed
         self.waiting += max(0.0, self.now() - begin - exposed)
 
-    def communicate(self, work: Callable[[], object]) -> None:
+    def communicate(self, work: Callable[[], ResultT]) -> ResultT:
         """Do and count communication during which this rank does nothing else."""
         begin = self.now()
-        work()
+        result = work()
         took = self.now() - begin
         self.communication += took
         self.exposed += took
+        return result
 
-    def wait(self, work: Callable[[], object]) -> None:
+    def wait(self, work: Callable[[], ResultT]) -> ResultT:
         """Do and count what only waits for the other ranks."""
         begin = self.now()
-        work()
+        result = work()
         self.waiting += self.now() - begin
+        return result
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion param
 """
 
 import inspect
+import logging
+import weakref
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,10 @@ from torch.optim import Optimizer
 from allreduce.arrays import dtypes
 from allreduce.base import TwoPhase
 from allreduce.errors import OptionError
+from allreduce.messages.agreement import raise_together
 from allreduce.messages.window import CommonWindow
 from trainers.pytorch.averaging import Averager
+from trainers.pytorch.broadcast import broadcast_tensors
 from trainers.pytorch.layout import Piece, pieces
 from trainers.replicas.pytorch import elementwise
 from trainers.replicas.pytorch.elementwise import ELEMENTWISE as ELEMENTWISE
@@ -42,18 +46,24 @@ class ShardedUpdate:
     """Moves the parameters into flat memory, and updates this rank's pieces of them.
 
     face: the user's optimizer: the source of the hyperparameters; it keeps the state of frozen parameters only.
-    comm: a communicator of all ranks, for `state_dict`.
+    comm: a communicator of all ranks.
+
+    A step is `settle`, `step` and `share`; what "runs in the lane" is collective.
     """
 
     def __init__(self, face: Optimizer, averager: Averager, backend: TwoPhase, comm: MPI.Intracomm) -> None:
         self._face, self._averager, self._backend, self._comm = face, averager, backend, comm
         self._groups = _groups(face, averager)
-        owned = [backend.owned(bucket.array.size) for bucket in averager.buckets]
+        owned = [backend.owned(memory.array.size) for memory in averager.buckets]
+        self._owned: list[list[slice]] = comm.allgather(owned)  # of all ranks
         self._windows: list[CommonWindow] = []
         self._arrays = self._allocate(owned)
         self.flats = {dtype: as_tensor(array, TORCH[dtype]) for dtype, array in self._arrays.items()}
-        self._move_in()
-        self.pieces = pieces(averager.plan, owned, BLOCK, self._cuts(owned))
+        self._homes = [averager.place(index, self.flats) for index in range(len(averager.parameters))]
+        self._addresses = [home.data_ptr() for home in self._homes]
+        self._versions: list[int] = []  # of the parameters when they were last as they should be
+        self.move_in()
+        self.pieces = pieces(averager.plan, owned, BLOCK, self._cuts())
         self._parts = [self.flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self._grads = [averager.flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self._begun: set[int] = set()  # parameters that have been updated before, by any rank
@@ -68,7 +78,7 @@ class ShardedUpdate:
     def _allocate(self, owned: list[slice]) -> dict[str, np.ndarray]:
         node = self._backend.topology.node
         mine = sum(each.stop - each.start for each in owned)
-        together = node.allreduce(mine) == sum(bucket.array.size for bucket in self._averager.buckets)
+        together = node.allreduce(mine) == sum(memory.array.size for memory in self._averager.buckets)
         lengths = {dtype: flat.numel() for dtype, flat in self._averager.flats.items()}
         if self._comm.allreduce(together, MPI.LAND):
             made = {dtype: CommonWindow(node, length, _numpy(dtype)) for dtype, length in lengths.items()}
@@ -76,21 +86,70 @@ class ShardedUpdate:
             return {dtype: window.array for dtype, window in made.items()}
         return {dtype: self._backend.allocate(length, dtype) for dtype, length in lengths.items()}
 
-    def _cuts(self, owned: list[slice]) -> list[list[int]]:
+    def _cuts(self) -> list[list[int]]:
         """For each bucket where the parts of all ranks begin, so that all nodes cut in the same places."""
-        starts = self._comm.allgather([mine.start for mine in owned])
-        return [sorted(set(of_bucket)) for of_bucket in zip(*starts, strict=True)]
+        return [sorted({part.start for part in of_bucket}) for of_bucket in zip(*self._owned, strict=True)]
+
+    # The parameters' memory
 
     @torch.no_grad()
-    def _move_in(self) -> None:
-        """Make every parameter a view of the flat memory, with its values, which are equal on all ranks."""
+    def move_in(self) -> None:
+        """Make every parameter a view of the flat memory, with its values, which are equal on all ranks. Collective.
+
+        Raises an OptionError on all ranks, before anything is changed, when a parameter has another dtype or shape
+        than it had.
+        """
+        raise_together(self._comm, self._misfit())
         writes = not self.in_common or self._backend.topology.node_rank == 0
-        for index, parameter in enumerate(self._averager.parameters):
-            view = self._averager.place(index, self.flats)
-            if writes:
-                view.copy_(parameter)
-            parameter.data = view
+        self._fence()  # nobody reads any more
+        for parameter, home in zip(self._averager.parameters, self._homes, strict=True):
+            if writes and parameter.data_ptr() != home.data_ptr():
+                home.copy_(parameter)
+            parameter.data = home
         self._fence()
+        self.accept()
+
+    def accept(self) -> None:
+        """Note that the parameters are as they should be: edits before this are no reason to complain. Local."""
+        self._versions = [each._version for each in self._averager.parameters]
+
+    def move_out(self) -> None:
+        """Give every rank parameters of its own. Local."""
+        for parameter, address in zip(self._averager.parameters, self._addresses, strict=True):
+            if parameter.data_ptr() == address:
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+    def moved(self) -> list[str]:
+        """The parameters that were given other memory: `p.data = ...`, `vector_to_parameters`, `model.double()`."""
+        own = zip(self._averager.names, self._averager.parameters, self._addresses, strict=True)
+        return [name for name, parameter, address in own if parameter.data_ptr() != address]
+
+    def _misfit(self) -> OptionError | None:
+        for name, parameter, home in zip(self._averager.names, self._averager.parameters, self._homes, strict=True):
+            if parameter.dtype != home.dtype or parameter.shape != home.shape:
+                return OptionError(
+                    f"{name} has become {tuple(parameter.shape)} {parameter.dtype} since MirroredOptimizer was made, "
+                    f"where it was {tuple(home.shape)} {home.dtype}; close() it and make it again after such a change"
+                )
+        return None
+
+    def _edited(self) -> list[str]:
+        """The parameters of the common memory that were edited in place on this rank since the last update."""
+        if not self.in_common:
+            return []
+        own = zip(self._averager.names, self._averager.parameters, self._versions, strict=True)
+        return [name for name, parameter, version in own if parameter._version != version]
+
+    def _refuse_edits(self, edited: list[str]) -> None:
+        """Raise on all ranks when several ranks of a node have edited its memory. Collective."""
+        error = None
+        if self._backend.topology.node.allreduce(bool(edited)) > 1 and edited:
+            error = OptionError(
+                f'{edited[0]} was edited in place on several ranks (p.mul_(...), say), and with update="sharded" the '
+                "parameters of all ranks of a node are the same memory, so it may have been edited several times; "
+                "do it inside of `with optimizer.editing():`, which keeps what rank 0 makes of it"
+            )
+        raise_together(self._comm, error)
 
     def _fence(self) -> None:
         for window in self._windows:
@@ -102,8 +161,7 @@ class ShardedUpdate:
         known = inspect.signature(kind).parameters
         defaults = {key: value for key, value in self._face.defaults.items() if key in known}
         groups: list[dict[str, Any]] = [
-            {**_hyperparameters(group), "params": self._of_group(at)}
-            for at, group in enumerate(self._face.param_groups)
+            {**hyperparameters(group), "params": self._of_group(at)} for at, group in enumerate(self._face.param_groups)
         ]
         return kind(groups, **defaults)
 
@@ -125,11 +183,28 @@ class ShardedUpdate:
         own = zip(self.pieces, self._parts, strict=True)
         return [part for piece, part in own if self._groups[piece.parameter] == group]
 
+    def settle(self, moved: bool) -> np.ndarray:
+        """See that all ranks may update; for each parameter whether any rank has a gradient of it. Runs in the lane.
+
+        moved: whether some parameters have other memory; alike on all ranks. They are moved in again.
+        When all ranks have come here they have stopped reading the parameters. Raises on all ranks when these
+        were edited in a way that can't be made right.
+        """
+        if moved:
+            self.move_in()
+        edited = self._edited()
+        found = np.array([bool(edited), *(each.grad is not None for each in self._averager.parameters)], np.uint8)
+        if self._comm.size > 1:
+            self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+        if found[0]:
+            self._refuse_edits(edited)
+            self.accept()
+        return found[1:]
+
     def step(self, used: np.ndarray) -> None:
-        """Update this rank's pieces, and let all ranks see all of them. Collective.
+        """Update this rank's pieces. Local.
 
         used: for each parameter whether any rank has a gradient of it; others are left as they are.
-        Before the first write all ranks must have stopped reading the parameters (a roll call sees to it).
         """
         for piece, part, grad in zip(self.pieces, self._parts, self._grads, strict=True):
             part.grad = grad if used[piece.parameter] else None
@@ -137,31 +212,29 @@ class ShardedUpdate:
         new = {self._groups[index] for index in now - self._begun}
         # Schedulers change the user's groups.
         for at, (mine, group) in enumerate(zip(self.optimizer.param_groups, self._face.param_groups, strict=True)):
-            mine.update(_hyperparameters(group) | self._one_pass(group, mine["params"], begun=at not in new))
+            mine.update(hyperparameters(group) | self._one_pass(group, mine["params"], begun=at not in new))
         self.optimizer.step()
         self._begun |= now
         self._face._opt_called = True  # type: ignore[attr-defined]  # schedulers warn when it never was
-        if self.in_common:
-            self._averager.clock.wait(self._fence)
-        else:
-            self._averager.clock.communicate(self._gather_parameters)
 
-    def _gather_parameters(self) -> None:
+    def share(self) -> None:
+        """Let all ranks see what each of them has updated. Runs in the lane."""
+        if self.in_common:
+            self._fence()
+            return
         for bucket in self._averager.plan:
             self._backend.all_gather(self._arrays[bucket.dtype][bucket.start : bucket.stop])
 
     def close(self) -> None:
         """Give every rank parameters of its own again, and drop the state. Collective."""
-        for parameter in self._averager.parameters:
-            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        self.move_out()
         self.optimizer.param_groups.clear()
         self.optimizer.state.clear()  # its keys lie in the flat memory
-        self._parts.clear()
-        self._grads.clear()
-        self.flats.clear()
-        self._arrays.clear()
+        for held in (self._parts, self._grads, self._homes, self.flats, self._arrays):
+            held.clear()
         for window in self._windows:
             window.free()
+        self._windows.clear()
 
     # State, in the format of the plain optimizer
 
@@ -217,10 +290,18 @@ class ShardedUpdate:
             value = self.optimizer.state.get(part, {}).get(key)
             if piece.dtype == dtype and isinstance(value, Tensor) and value.dim() and value.dtype == of:
                 flat[piece.start : piece.stop] = value
-        for bucket in self._averager.plan:
+        for at, bucket in enumerate(self._averager.plan):
             if bucket.dtype == dtype:
-                self._backend.all_gather(array[bucket.start : bucket.stop])
+                self._fill(flat[bucket.start : bucket.stop], [of_rank[at] for of_rank in self._owned])
         return {dtype: flat}
+
+    def _fill(self, whole: Tensor, owned: list[slice]) -> None:
+        """Fill a bucket from the parts that the ranks own; nodes that own the same are asked once. Collective."""
+        end = 0
+        while end < whole.numel():
+            root = next(rank for rank, part in enumerate(owned) if part.start <= end < part.stop)
+            broadcast_tensors(self._comm, [whole[end : owned[root].stop]], root)
+            end = owned[root].stop
 
     @torch.no_grad()
     def load(self) -> None:
@@ -244,13 +325,32 @@ class ShardedUpdate:
                     self.optimizer.state[part][key] = flat[piece.offset : stop].clone()
 
 
+class AfterLoading:
+    """A model's hook: load_state_dict() has written the same values on every rank of a node, and may do so.
+
+    It stays behind when the model is copied or pickled: there the hook is a function that does nothing.
+    """
+
+    def __init__(self, update: ShardedUpdate) -> None:
+        self._update = weakref.ref(update)
+
+    def __call__(self, module: torch.nn.Module, keys: object) -> None:
+        update = self._update()
+        if update is not None:
+            update.accept()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (logging.NullHandler, "handle")
+
+
 def _groups(optimizer: Optimizer, averager: Averager) -> list[int]:
     """For each averaged parameter the number of its parameter group."""
     number = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
     return [number[id(each)] for each in averager.parameters]
 
 
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group holds besides its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

@@ -1,0 +1,523 @@
+"""MirroredOptimizer: batches of different size and number, edits, drops, refusals, and the check of replicas."""
+
+import copy
+import gc
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from trained import (  # noqa: E402
+    OPTIMIZERS,
+    SIZE,
+    SMALL_BUCKETS,
+    assert_close,
+    assert_mirrored,
+    data,
+    everything,
+    mine,
+    mirrored,
+    network,
+    train,
+)
+
+import allreduce  # noqa: E402
+from allreduce import errors  # noqa: E402
+from trainers.pytorch import MirroredOptimizer, family  # noqa: E402
+from trainers.pytorch.averaging import GradientError  # noqa: E402
+
+several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
+both_updates = pytest.mark.parametrize("update", ["replicated", "sharded"])
+both_overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["after", "during"])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["momentum"](model.parameters())
+
+
+def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
+    """Every rank's call raises `kind` with the same text, which is returned. Collective."""
+    try:
+        call()
+        found = ("nothing", "")
+    except Exception as error:
+        found = (type(error).__name__, str(error))
+    everyone = world.allgather(found)
+    assert set(everyone) == {(kind.__name__, found[1])}, f"not one {kind.__name__} with one text: {everyone}"
+    return found[1]
+
+
+# Rows
+
+
+def uneven(rows: torch.Tensor, ranks: int = SIZE) -> torch.Tensor:
+    """Rank 0 has 1 row, rank 1 has 2, and so on; the last one has what is left."""
+    rank = MPI.COMM_WORLD.rank
+    start = rank * (rank + 1) // 2
+    return rows[start : len(rows) if rank == ranks - 1 else start + rank + 1]
+
+
+@both_updates
+@both_overlaps
+def test_rows(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
+    """Batches of different size train as one rank does on all rows."""
+    model, reference = network(), network()
+    train(reference, sgd(reference), everything)
+    with mirrored(sgd(model), model, topology=flat, update=update, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+        for x, y in zip(*data(), strict=True):
+            optimizer.rows(len(uneven(x)))
+            optimizer.zero_grad()
+            functional.cross_entropy(model(uneven(x)), uneven(y)).backward()
+            optimizer.step()
+        assert_mirrored(world, model)
+    assert_close(model, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rows_of_halves(flat: allreduce.Topology, dtype: torch.dtype) -> None:
+    """Weights and flags are exact, whatever the gradients' dtype."""
+    model = nn.Linear(2, 2, bias=False).to(dtype)
+    with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat) as optimizer:
+        rank = MPI.COMM_WORLD.rank
+        optimizer.rows(1001 if rank == 0 else 1)
+        (model.weight.sum() * (0 if rank == 0 else 4)).backward()
+        expected = 4 * (SIZE - 1) / (1001 + SIZE - 1)
+        assert model.weight.grad.flatten().tolist() == pytest.approx([expected] * 4, rel=1e-2)
+
+
+def test_rows_of_equal_size_change_no_bit(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model, reference = network(), network()
+    with (
+        mirrored(sgd(model), model, topology=flat) as optimizer,
+        mirrored(sgd(reference), reference, topology=flat) as plain,
+    ):
+        for x, y in zip(*data(), strict=True):
+            optimizer.rows(len(mine(x)))
+            for net, each in ((model, optimizer), (reference, plain)):
+                each.zero_grad()
+                functional.cross_entropy(net(mine(x)), mine(y)).backward()
+                each.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+@several
+def test_a_rank_without_rows(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Whatever its gradients are, NaN of an empty batch say, they count nothing."""
+    model = network()
+    with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat) as optimizer:
+        optimizer.rows(0 if world.rank == 0 else 2)
+        (model[4].bias.sum() * (float("nan") if world.rank == 0 else 1)).backward()
+        assert model[4].bias.grad.tolist() == pytest.approx([1] * 3)
+
+
+def test_accumulated_rows_and_a_closure(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """LBFGS decides by the loss, which is weighted like the gradients."""
+    model, reference = network(), network()
+    make = lambda net: torch.optim.LBFGS(net.parameters(), max_iter=4)  # noqa: E731
+    plain, (x, y) = make(reference), data(1)
+    with mirrored(make(model), model, topology=flat) as optimizer:
+
+        def closure(net: nn.Module, opt: torch.optim.Optimizer, take: Callable) -> torch.Tensor:
+            opt.zero_grad()
+            loss = functional.cross_entropy(net(take(x[0])), take(y[0]))
+            loss.backward()
+            return loss
+
+        optimizer.rows(len(uneven(x[0])))
+        here = optimizer.step(lambda: closure(model, optimizer, uneven))
+        there = plain.step(lambda: closure(reference, plain, everything))
+        torch.testing.assert_close(here, there.detach(), rtol=1e-4, atol=1e-5)
+        assert_mirrored(world, model)
+    assert_close(model, reference, 1e-3)
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan"), "3", True, None], ids=str)
+def test_bad_rows(world: MPI.Intracomm, flat: allreduce.Topology, bad: Any) -> None:
+    """Of one rank; the others hear of it when they average."""
+    model = network()
+    with mirrored(sgd(model), model, topology=flat) as optimizer:
+
+        def step() -> None:
+            optimizer.rows(bad if world.rank == SIZE - 1 else 2)
+            model[4].bias.sum().backward()
+
+        assert f"rows({bad!r}): give the number" in raised_everywhere(world, errors.OptionError, step)
+        optimizer.zero_grad()
+
+
+def test_no_rows_anywhere(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(sgd(model), model, topology=flat) as optimizer:
+
+        def step() -> None:
+            optimizer.rows(0)
+            model[4].bias.sum().backward()
+
+        assert "no rank has rows" in raised_everywhere(world, errors.OptionError, step)
+
+
+# Join
+
+
+@both_updates
+@both_overlaps
+@pytest.mark.parametrize("told", [True, False], ids=["rows", "no rows"])
+def test_join(world: MPI.Intracomm, flat: allreduce.Topology, told: bool, overlap: bool, update: str) -> None:
+    """Rank 0 has the fewest batches: all train as one rank does on the rows that there are in each step."""
+    model, reference = network(), network()
+    plain = sgd(reference)
+    for step, (x, y) in enumerate(zip(*data(2 + SIZE), strict=True)):
+        ranks = [rank for rank in range(SIZE) if step < 2 + rank]
+        if not ranks:
+            break
+        part = len(x) // SIZE
+        rows = torch.cat([torch.arange(rank * part, (rank + 1) * part) for rank in ranks])
+        plain.zero_grad()
+        functional.cross_entropy(reference(x[rows]), y[rows]).backward()
+        plain.step()
+    with mirrored(sgd(model), model, topology=flat, update=update, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+        for _ in range(1):
+            with optimizer.join():
+                for x, y in itertools.islice(zip(*data(2 + SIZE), strict=True), 2 + world.rank):
+                    optimizer.zero_grad()
+                    if told:
+                        optimizer.rows(len(mine(x)))
+                    functional.cross_entropy(model(mine(x)), mine(y)).backward()
+                    optimizer.step()
+        assert optimizer.report().steps == 1 + SIZE
+        assert_mirrored(world, model)
+        assert_close(model, reference)
+        train(model, optimizer, mine, steps=2)  # goes on as ever
+        train(reference, plain, everything, steps=2)
+        assert_mirrored(world, model)
+    assert_close(model, reference)
+
+
+def test_join_keeps_what_the_loop_does_besides(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Clipping and a scheduler in the loop: ranks that left early have the others' parameters and learning rate."""
+    model = network()
+    with mirrored(sgd(model), model, topology=flat) as optimizer:
+        with optimizer.join():
+            for step in range(2 + world.rank):
+                optimizer.zero_grad()
+                model(mine(data()[0][0])).sum().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+                optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        assert optimizer.param_groups[0]["lr"] == 0.1 / (1 + SIZE)
+        assert_mirrored(world, model)
+
+
+@several
+@both_updates
+def test_uneven_batches_without_join(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """6 batches on rank 0, 5 on the others: not a hang but a table."""
+    model = network()
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update, overlap=True)
+
+    def loop() -> None:
+        for _ in range(6 if world.rank == 0 else 5):
+            optimizer.zero_grad()
+            model(mine(data()[0][0])).sum().backward()
+            optimizer.step()
+        optimizer.close()
+
+    text = raised_everywhere(world, errors.DisagreementError, loop)
+    assert "rank 0: averages gradients, after 5 steps" in text
+    assert "rank 1: closes the optimizer, after 5 steps" in text
+
+
+# Edits
+
+
+@both_updates
+@pytest.mark.parametrize("way", ["data", "vector", "double"])
+def test_other_memory(world: MPI.Intracomm, flat: allreduce.Topology, way: str, update: str) -> None:
+    """`p.data = ...` and what does the same: the training goes on with the new values."""
+    model, reference = network(), network()
+    plain = sgd(reference)
+    with mirrored(sgd(model), model, topology=flat, update=update) as optimizer:
+        for number in range(3):
+            train(model, optimizer, mine, steps=2)
+            train(reference, plain, everything, steps=2)
+            if number < 2:
+                replace(model, way)
+                replace(reference, way)
+        for net in (model, reference):
+            with torch.no_grad():
+                net(data()[0][0])
+        assert_mirrored(world, model)
+        assert_close(model, reference, 1e-4)
+
+
+def replace(model: nn.Module, way: str) -> None:
+    if way == "data":
+        model[2].weight.data = model[2].weight.data * 0.5
+    elif way == "vector":
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+    else:
+        model.double().float()
+
+
+@both_updates
+@both_overlaps
+def test_gradients_in_other_memory(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
+    """model.double().float() moves gradients as well: those of no_sync() are averaged from where they are."""
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update=update, overlap=overlap) as optimizer:
+        with optimizer.no_sync():
+            (model[4].bias.sum() * (world.rank + 1)).backward()
+        model.double().float()
+        optimizer.synchronize()
+        assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
+
+
+@both_updates
+def test_another_dtype(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update=update) as optimizer:
+        model.double()
+        backward = lambda: model(data()[0][0].double()).sum().backward()  # noqa: E731
+        text = raised_everywhere(world, GradientError, backward)
+        assert "has become (3,) torch.float64 since" in text
+        model.float()
+        optimizer.zero_grad()
+
+
+@several
+def test_other_memory_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update="sharded")
+    if world.rank == 1:
+        model[2].weight.data = model[2].weight.data * 0.5
+    model[4].bias.sum().backward()
+    text = raised_everywhere(world, errors.DisagreementError, optimizer.step)
+    assert "after 2.weight got other memory" in text.splitlines()[2]
+
+
+@several
+def test_common_memory_edited_by_all(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """`p.mul_` on every rank would count as often as there are ranks."""
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update="sharded") as optimizer:
+        train(model, optimizer, mine, steps=1)
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        model[4].bias.sum().backward()
+        text = raised_everywhere(world, errors.OptionError, optimizer.step)
+        assert "0.weight was edited in place on several ranks" in text
+        assert "`with optimizer.editing():`" in text
+
+
+@several
+def test_common_memory_edited_by_one(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update="sharded") as optimizer:
+        if world.rank == 0:
+            with torch.no_grad():
+                model[0].weight.mul_(0)
+        train(model, optimizer, mine, steps=1)
+        assert_mirrored(world, model)
+        assert model[0].weight.abs().max() < 0.5
+
+
+@both_updates
+def test_editing(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """Each rank's edit counts once, and rank 0's is what all get."""
+    model, reference = network(), network()
+    plain = sgd(reference)
+    with mirrored(sgd(model), model, topology=flat, update=update) as optimizer:
+        for _ in range(2):
+            train(model, optimizer, mine, steps=2)
+            with optimizer.editing(), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5 + world.rank)
+            train(reference, plain, everything, steps=2)
+            with torch.no_grad():
+                for parameter in reference.parameters():
+                    parameter.mul_(0.5)
+        assert_mirrored(world, model)
+        assert_close(model, reference, 1e-4)
+
+
+# The check
+
+
+@several
+@both_updates
+@pytest.mark.parametrize("what", ["parameter", "learning rate"])
+def test_check_every(world: MPI.Intracomm, flat: allreduce.Topology, what: str, update: str) -> None:
+    model = network()
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update, check_every=2)
+    train(model, optimizer, mine, steps=4)
+    if what == "learning rate":
+        change = lambda: optimizer.param_groups[0].update(lr=0.5)  # noqa: E731, a scheduler that saw its own loss
+        words = ["lr 0.5"] if update == "sharded" else ["rank 1 differs from the others in group 0", "lr=0.5"]
+    else:
+        change = lambda: model[2].weight.grad[0].mul_(2)  # noqa: E731
+        words = ["rank 1 differs from the others in 2.weight, the first of 1 differences", "rank 1: 2.weight: crc"]
+
+    def loop() -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(mine(data()[0][0])).pow(2).sum().backward()
+            if update == "sharded":
+                optimizer.synchronize()
+            if world.rank == 1:
+                change()
+            optimizer.step()
+
+    if update == "sharded" and what == "parameter":
+        loop()  # its ranks share the parameters, so they stay equal whatever one of them does
+        return
+    text = raised_everywhere(world, errors.DisagreementError, loop)
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, True], ids=str)
+def test_bad_check_every(world: MPI.Intracomm, flat: allreduce.Topology, bad: Any) -> None:
+    model = network()
+    make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, check_every=bad)  # noqa: E731
+    assert f"check_every={bad!r}: give a number of steps" in raised_everywhere(world, errors.OptionError, make)
+
+
+# Drops and refusals
+
+
+@both_updates
+@both_overlaps
+def test_dropped(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
+    """`del optimizer` without close: backward is refused until there is a new one, which works as ever."""
+    model, reference = network(), network()
+    plain = sgd(reference)
+    state = sgd(model).state_dict()
+    for _ in range(3):
+        made = sgd(model)
+        made.load_state_dict(state)
+        optimizer = MirroredOptimizer(made, model, topology=flat, update=update, overlap=overlap)
+        train(model, optimizer, mine, steps=2)
+        train(reference, plain, everything, steps=2)
+        state = copy.deepcopy(optimizer.state_dict())
+        del optimizer
+        gc.collect()
+        backward = lambda: model(data()[0][0]).sum().backward()  # noqa: E731
+        assert "was dropped without close()" in raised_everywhere(world, errors.ClosedError, backward)
+        model.zero_grad()
+    assert_close(model, reference, 1e-4)
+
+
+def in_use() -> dict[str, int]:
+    """What an optimizer could leave behind."""
+    gc.collect()
+    names = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    return {
+        "threads": threading.active_count(),
+        "mappings": sum("allreduce-" in name for name in names),
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+        "families": len(family._families),
+    }
+
+
+def memory() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
+def test_nothing_is_left_of_optimizers(world: MPI.Intracomm, flat: allreduce.Topology, closed: bool) -> None:
+    """300 of them on one rank, sharded ones among them; those that were dropped are closed by the next one."""
+
+    def make(number: int) -> None:
+        model = network()
+        options = {"update": ("sharded", "replicated")[number % 2], "overlap": number % 3 == 0}
+        optimizer = MirroredOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, **options)
+        train(model, optimizer, mine, steps=1)
+        if closed:
+            optimizer.close()
+
+    def count() -> dict[str, int]:
+        with mirrored(sgd(model := network()), model, topology=flat):  # buries what was dropped
+            pass
+        return {**in_use(), "communicators": len(flat._owned), "users": len(flat._users)}
+
+    for number in range(6):
+        make(number)
+    before, size = count(), memory()
+    for number in range(300 // SIZE**3):
+        make(number)
+    assert count() == before
+    assert memory() - size < 8 << 20
+
+
+def test_nothing_is_left_of_refusals(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """1,000 of them on one rank, for several reasons, beside an optimizer that is in use."""
+    model, other = network(), network()
+    reasons: list[tuple[Callable[[], Any], dict[str, Any], type[Exception]]] = [
+        (lambda: (sgd(other), model), {}, errors.OptionError),
+        (lambda: (sgd(model), model), {"allreduce": "rinng"}, errors.UnknownBackendError),
+        (lambda: (sgd(model), model), {"allreduce": "native", "update": "sharded"}, errors.OptionError),
+        (lambda: (sgd(model), model), {"update": "sharded", "check_every": -1}, errors.OptionError),
+    ]
+
+    def refuse(number: int) -> None:
+        make, options, kind = reasons[number % len(reasons)]
+        with pytest.raises(kind):
+            MirroredOptimizer(*make(), topology=flat, **options)
+
+    def count() -> dict[str, int]:
+        return {**in_use(), "communicators": len(flat._owned), "users": len(flat._users)}
+
+    with mirrored(sgd(kept := network()), kept, topology=flat):
+        for number in range(20):
+            refuse(number)
+        before, size = count(), memory()
+        for number in range(1000 // SIZE**2):
+            refuse(number)
+        assert count() == before
+        assert memory() - size < 8 << 20
+    families = len(family._families)
+    refuse(0)
+    assert len(family._families) == families
+
+
+@both_updates
+def test_state_dict_after_a_backward_that_raised(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """All ranks catch it, with buckets on the way, and save a checkpoint."""
+
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    model = network()
+    options = {"topology": flat, "update": update, "overlap": True, "first_bucket_mb": 1e-6, "bucket_mb": 1e-6}
+    with mirrored(sgd(model), model, **options) as optimizer:
+        train(model, optimizer, mine, steps=1)
+        with pytest.raises(ZeroDivisionError):
+            model[3:](Raises.apply(model[:3](mine(data()[0][0])))).sum().backward()
+        assert optimizer.state_dict()["state"]
+        optimizer.zero_grad()
+        train(model, optimizer, mine, steps=1)
+        assert_mirrored(world, model)
+
+
+def test_state_dict_says_nothing(flat: allreduce.Topology, caplog: pytest.LogCaptureFixture) -> None:
+    """A sharded one has no notice of copies that no user caused."""
+    model = network()
+    with mirrored(sgd(model), model, "ring", topology=flat, update="sharded") as optimizer:
+        train(model, optimizer, mine, steps=1)
+        caplog.clear()
+        optimizer.state_dict()
+        assert not caplog.records

@@ -1,0 +1,113 @@
+"""Two MirroredOptimizers in one program, as in a GAN or an encoder and its decoder."""
+
+import contextlib
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from trained import OPTIMIZERS, SIZE, SMALL_BUCKETS, assert_close, assert_mirrored, data, mine, network  # noqa: E402
+
+import allreduce  # noqa: E402
+from trainers.pytorch import MirroredOptimizer  # noqa: E402
+
+STEPS = 60
+both_updates = pytest.mark.parametrize("update", ["replicated", "sharded"])
+both_overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["after", "during"])
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["adamw"](model.parameters())
+
+
+def wrapped(
+    stack: contextlib.ExitStack, models: list[nn.Module], sharing: str, flat: allreduce.Topology, **options: Any
+) -> list[MirroredOptimizer]:
+    """An optimizer for each model; both are closed with the stack, and what they share after them."""
+    if sharing == "one backend":
+        options["allreduce"] = stack.enter_context(allreduce.create("ring", flat))
+    made = []
+    for model in models:
+        topology = stack.enter_context(allreduce.Topology()) if sharing == "own" else flat
+        where = {} if sharing == "one backend" else {"topology": topology}
+        made.append(stack.enter_context(MirroredOptimizer(adamw(model), model, **where, **options)))
+    return made
+
+
+@both_updates
+@both_overlaps
+@pytest.mark.parametrize("unused", [False, True], ids=["used everywhere", "unused on some ranks"])
+@pytest.mark.parametrize("sharing", ["one backend", "one topology", "own"])
+def test_two_optimizers_are_as_one(
+    world: MPI.Intracomm, flat: allreduce.Topology, sharing: str, unused: bool, overlap: bool, update: str
+) -> None:
+    """In every other order on every other rank, and with a model that a rank leaves out now and then."""
+    models, references = [network(1), network(2)], [network(1), network(2)]
+    options = {"update": update, "overlap": overlap, **SMALL_BUCKETS}
+    x, y = data(STEPS)
+    with contextlib.ExitStack() as stack:
+        both = nn.ModuleList(references)
+        one = stack.enter_context(MirroredOptimizer(adamw(both), both, topology=flat, **options))
+        two = wrapped(stack, models, sharing, flat, **options)
+        for step in range(STEPS):
+            order = (0, 1) if (world.rank + step) % 2 else (1, 0)
+            left_out = step // 2 % 2 if unused and SIZE > 1 and world.rank == step % SIZE else None
+            for nets, optimizers in ((references, [one]), (models, two)):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                chosen = [nets[at] for at in order if at != left_out]
+                losses = [functional.cross_entropy(net(mine(x[step])), mine(y[step])) for net in chosen]
+                torch.stack(losses).sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+        for model, reference in zip(models, references, strict=True):
+            assert_mirrored(world, model)
+            assert_close(model, reference, 1e-6 if SIZE < 3 else 1e-3)
+
+
+@both_updates
+@both_overlaps
+def test_a_model_that_is_left_out_gets_its_average_in_the_same_backward(
+    world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str
+) -> None:
+    """Rank 0 has no part in the second model, and steps the first one before: nobody waits for its step."""
+    models = [network(1), network(2)]
+    with contextlib.ExitStack() as stack:
+        optimizers = wrapped(stack, models, "one topology", flat, update=update, overlap=overlap)
+        for _ in range(3):
+            used = models[:1] if world.rank == 0 and SIZE > 1 else models
+            sum(model[4].bias.sum() for model in used).backward()
+            for optimizer, share in zip(optimizers, (1, (SIZE - 1) / SIZE if SIZE > 1 else 1), strict=True):
+                optimizer.synchronize()
+                assert optimizer.model[4].bias.grad.tolist() == pytest.approx([share] * 3)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for model in models:
+            assert_mirrored(world, model)
+
+
+@both_overlaps
+def test_gan(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+    """The optimizers take turns; what the other's backward leaves in the gradients is thrown away."""
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 12))
+    judge = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 1))
+    torch.manual_seed(world.rank)
+    with contextlib.ExitStack() as stack:
+        of_generator, of_judge = wrapped(stack, [generator, judge], "own", flat, overlap=overlap)
+        for _ in range(10):
+            of_judge.zero_grad()
+            fake = generator(torch.randn(5, 4))
+            (judge(fake.detach()).mean() - judge(torch.randn(5, 12)).mean()).backward()
+            of_judge.step()
+            of_generator.zero_grad()
+            (-judge(fake).mean()).backward()
+            of_generator.step()
+        assert_mirrored(world, generator)
+        assert_mirrored(world, judge)
+        assert of_generator.report().steps == of_judge.report().steps == 10

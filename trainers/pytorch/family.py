@@ -1,0 +1,135 @@
+"""The optimizers on the same ranks: one worker runs the calls of all of them, and buries those that were dropped."""
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.ending import world_ranks
+from allreduce.errors import ClosedError
+from allreduce.messages.worker import Lane
+from allreduce.topology import Topology
+
+if TYPE_CHECKING:
+    from trainers.pytorch.averaging import Averager
+
+DROPPED = (
+    "the MirroredOptimizer of this model was dropped without close(), so its gradients are averaged no longer; "
+    "keep it in a variable as long as you train, or make a new one"
+)
+
+PATIENCE = 0.5  # seconds between looks at what has failed meanwhile; longer than the worker's looks at its watch
+
+Key = tuple[tuple[int, ...], float]
+
+
+class Family:
+    """All MirroredOptimizers of some ranks.
+
+    They may have topologies and backends of their own, and a program may use them in another order on another
+    rank: the discriminator's gradients before the generator's. So their calls go through lanes of ONE worker, which
+    has a topology of its own here, as long as there is a member.
+
+    What is made for an optimizer can only be given back by all ranks together, and Python drops an optimizer that
+    nobody has closed at another time on each rank. So its remains are kept until the next one is made, when all ranks
+    are here; those that all of them have dropped are closed then.
+    """
+
+    def __init__(self, topology: Topology, key: Key) -> None:
+        self.topology, self._key = topology, key
+        self._comm = topology.private()
+        self._lane = topology.worker.lane("MirroredOptimizers")
+        self.newest = self._members = 0
+        self._averagers: weakref.WeakValueDictionary[int, Averager] = weakref.WeakValueDictionary()
+        self._lanes: dict[int, Lane] = {}  # of the members
+        self._failures = 0  # of lanes of former members
+        self._remains: dict[int, ExitStack] = {}
+
+    def lane(self, threaded: bool) -> Lane:
+        """A lane for the newest member. Collective. UnavailableError on all ranks where no thread can be had."""
+        lane = self._lanes[self.newest] = self.topology.worker.lane(f"MirroredOptimizer {self.newest}", threaded)
+        return lane
+
+    def enter(self, comm: MPI.Intracomm) -> int:
+        """The number of a new member, the same on all ranks. Collective. It calls `leave` in the end."""
+        self._members += 1
+        self.newest += 1
+        everyone = comm.allgather(list(self._remains))
+        for number in sorted(set(everyone[0]).intersection(*everyone[1:])):
+            self._remains.pop(number).close()
+        self._lane.abandon()  # with what ranks have given up waiting for
+        self._lane = self.topology.worker.lane(f"MirroredOptimizers, {self.newest} so far")
+        return self.newest
+
+    def add(self, averager: "Averager") -> None:
+        """The averager of the newest member. Local."""
+        self._averagers[self.newest] = averager
+
+    def taking_part(self, here: set[int], failed: Callable[[], bool]) -> "list[Averager]":
+        """Of the members that average their gradients on some rank now, those that do not do so here. Collective.
+
+        here: the numbers of those that do. failed: whether one of them has failed, so that nobody may come here.
+        """
+        if self._members < 2:
+            return []
+        agreed = False
+        while not agreed:
+            # What failed on all ranks is counted on all of them, so a rank that had come before, and has given up,
+            # is told from those that come now.
+            failures = self._failures + sum(map(_failed, self._lanes.values()))
+            taking = np.zeros(self.newest + 3, np.int64)
+            taking[[number - 1 for number in here]] = 1
+            taking[-2:] = failures, -failures
+            exchange = partial(self._comm.Allreduce, MPI.IN_PLACE, taking, MPI.MAX)
+            pending = self._lane.submit(exchange, "averages gradients")
+            while not pending.done():
+                try:
+                    pending.wait(PATIENCE)
+                except TimeoutError:
+                    if failed():
+                        return []  # who waits for its average gets the error
+            pending.wait()
+            agreed = taking[-2] == -taking[-1]
+        others = [int(at) + 1 for at in np.flatnonzero(taking[:-2]) if at + 1 not in here]
+        if any(number not in self._averagers for number in others):
+            raise ClosedError(DROPPED)
+        return [self._averagers[number] for number in others]
+
+    def leave(self, number: int) -> None:
+        """A member is closed. Collective."""
+        self._members -= 1
+        lane = self._lanes.pop(number, None)
+        self._failures += lane is not None and _failed(lane)
+        if not self._members:
+            del _families[self._key]
+            self._lane.abandon()
+            self.topology.release(self._comm)
+            self.topology.close()
+
+    def keep(self, number: int, remains: ExitStack) -> None:
+        """Keep what a member that was dropped has left. Local."""
+        self._remains[number] = remains
+
+
+def _failed(lane: Lane) -> bool:
+    """Whether a call of the lane has failed on all ranks."""
+    return getattr(lane.broken, "ranks", None) is not None
+
+
+_families: dict[Key, Family] = {}
+
+
+def family_of(topology: Topology | None) -> Family:
+    """The optimizers on the ranks of a topology; of all ranks when none is given. Collective."""
+    base = topology or Topology()
+    key = world_ranks(base.world), base.timeout
+    if key not in _families:
+        own = Topology(base.world, timeout=base.timeout) if topology is not None else base
+        _families[key] = Family(own, key)
+    elif topology is None:
+        base.close()
+    return _families[key]

@@ -1,0 +1,64 @@
+"""How many rows each rank brings to a step, so that the average is the mean over rows, not over ranks."""
+
+import math
+
+import numpy as np
+from mpi4py import MPI
+from torch import Tensor
+
+from allreduce.errors import OptionError
+from allreduce.messages.agreement import known, raise_together
+from allreduce.messages.worker import Lane
+
+NOBODY = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
+
+
+class Rows:
+    """The rows of one step on all ranks, which are counted in the lane before gradients are averaged.
+
+    mine: rows of this rank's part of the batch, or any weight. Where all ranks have as many, gradients are averaged
+        as they are; otherwise each rank weighs its own before. What makes no sense is raised by `wait`.
+    active: False when this rank has no batches left (`join`).
+    """
+
+    def __init__(self, lane: Lane, comm: MPI.Intracomm, mine: float, what: str, active: bool) -> None:
+        self._comm, self._mine, self._active = comm, mine, active
+        self._total, self._ranks = 0.0, 0
+        self._error: OptionError | None = None
+        number = isinstance(mine, int | float | np.integer | np.floating) and not isinstance(mine, bool)
+        if not number or not 0 <= mine < math.inf:
+            self._error = OptionError(f"rows({mine!r}): give the number of rows of this rank's batch, at least 0")
+        self._pending = lane.submit(self._count, what)
+
+    def wait(self) -> None:
+        """Wait until all ranks have told theirs. Raises an OptionError on all ranks when one of them makes no sense."""
+        self._pending.wait()
+
+    def ranks(self) -> int:
+        """How many ranks still have batches; waits for their answers."""
+        self.wait()
+        return self._ranks
+
+    @property
+    def weight(self) -> float:
+        """What makes the plain mean over the ranks the mean over all rows. Known once they are counted."""
+        return self._mine * self._comm.size / self._total if self._total else 0.0
+
+    def weigh(self, gradients: Tensor) -> None:
+        """Multiply this rank's gradients by its weight."""
+        weight = self.weight
+        if weight == 0.0:
+            gradients.zero_()  # whatever they are: NaN too
+        elif weight != 1.0:
+            gradients.mul_(weight)
+
+    def _count(self) -> None:
+        bad = self._error is not None
+        found = np.array([0 if bad else self._mine, self._active, bad], dtype=np.float64)
+        if self._comm.size > 1:
+            self._comm.Allreduce(MPI.IN_PLACE, found, MPI.SUM)
+        if found[2]:
+            raise_together(self._comm, self._error)
+        self._total, self._ranks = float(found[0]), int(found[1])
+        if self._ranks and not self._total:
+            raise known(OptionError(NOBODY), self._comm)
