@@ -57,6 +57,8 @@ def mpirun(
     The checkout's packages are importable whatever `cwd` is. env: additions to this process's
     environment. Raises JobTimeoutError after `timeout` seconds, when every process of the job is killed.
     """
+    if os.environ.get("ALLREDUCE_TEST_QUICK") and "test_ranks.py" not in os.environ.get("PYTEST_CURRENT_TEST", ""):
+        raise AssertionError("a quick run starts no jobs but those of test_ranks.py; mark this test: @pytest.mark.jobs")
     bin_folder = environment(mpi) / "bin"
     launcher, *options = LAUNCHERS[mpi]
     started_by = [str(bin_folder / launcher), *options, "-n", str(ranks)] if ranks else []

@@ -23,12 +23,14 @@ def run_programs(mpi: str, *arguments: str) -> int:
         raise
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("mpi", launch.MPIS)
 def test_no_program_is_wrong_or_hangs_or_ends_in_a_raw_error(mpi: str) -> None:
     """Its table and the numbers of bad programs are in the captured output."""
     assert run_programs(mpi, "--programs", "56", "--seed", "7", "--timeout", "2", "--limit", "30", "--jobs", "3") == 0
 
 
+@pytest.mark.jobs
 def test_a_program_that_hangs_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     """With a time-out that does not come in time."""
     one = ["--kinds", "extra", "--checks", "always", "--programs", "2", "--seed", "3", "--timeout", "500"]

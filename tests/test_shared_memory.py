@@ -9,6 +9,7 @@ import launch
 import pytest
 from conftest import lacking
 
+pytestmark = pytest.mark.jobs
 IN_A_SMALL_ONE = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
 START = """
 import sys, launch
