@@ -28,7 +28,7 @@ class Op:
 
     def keeps_nan(self, dtype: np.dtype) -> bool:
         """True for the maximum and minimum of floats: a NaN of any rank is the result, where others drop it."""
-        return self.combine in (np.maximum, np.minimum) and dtype.kind not in "iub"
+        return self.name in ("max", "min") and dtype.kind not in "iub"
 
     def unscaled(self) -> "Op":
         """The same operation for a part of the way: whoever does the last part scales."""

@@ -52,7 +52,7 @@ def _operation(op: Op, dtype: np.dtype) -> MPI.Op:
     """MPI's operation, or NumPy's where MPI's may do something else."""
     # The maximum and minimum of floats lose a NaN or not by its rank. Open MPI's sums of 8-bit integers don't wrap
     # round where it uses vector instructions: they stop at the largest one.
-    saturates = op.combine is np.add and dtype.itemsize == 1 and dtype != dtypes.BOOL
+    saturates = dtype.itemsize == 1 and op.combine is np.add and dtype != dtypes.BOOL
     return _numpy_operation(op.combine, dtype) if saturates or op.keeps_nan(dtype) else op.mpi
 
 
