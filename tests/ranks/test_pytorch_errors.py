@@ -14,7 +14,7 @@ from trained import Raises  # noqa: E402
 
 import allreduce  # noqa: E402
 from allreduce import errors  # noqa: E402
-from trainers.pytorch import MirroredOptimizer  # noqa: E402
+from trainers.pytorch import MirroredOptimizer, sharded  # noqa: E402
 from trainers.pytorch.averaging import GradientError  # noqa: E402
 
 SIZE = MPI.COMM_WORLD.size
@@ -45,6 +45,23 @@ def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callabl
 
 def backward(model: nn.Module) -> None:
     model(torch.ones(2, model[0].in_features)).sum().backward()
+
+
+def test_memory_that_one_node_can_not_have(
+    topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameters of a sharded optimizer, which the ranks of a node have in common."""
+
+    def full(*_: Any) -> None:
+        raise errors.UnavailableError("shared memory is too small")
+
+    if world.rank == SIZE - 1:
+        monkeypatch.setattr(sharded, "CommonWindow", full)
+    model = model_of(3, 2)
+    make = lambda: MirroredOptimizer(sgd(model), model, topology=topology_of(1), update="sharded")  # noqa: E731
+    assert "shared memory is too small" in raised_everywhere(world, errors.UnavailableError, make)
+    monkeypatch.undo()
+    make().close()
 
 
 def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str, Any], type[Exception], str]]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from allreduce.arrays import dtypes
 from allreduce.base import TwoPhase
 from allreduce.errors import OptionError
-from allreduce.messages.agreement import raise_together
+from allreduce.messages.agreement import raise_together, together
 from allreduce.messages.window import CommonWindow
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.broadcast import broadcast_tensors
@@ -78,10 +78,12 @@ class ShardedUpdate:
     def _allocate(self, owned: list[slice]) -> dict[str, np.ndarray]:
         node = self._backend.topology.node
         mine = sum(each.stop - each.start for each in owned)
-        together = node.allreduce(mine) == sum(memory.array.size for memory in self._averager.buckets)
+        whole = node.allreduce(mine) == sum(memory.array.size for memory in self._averager.buckets)
         lengths = {dtype: flat.numel() for dtype, flat in self._averager.flats.items()}
-        if self._comm.allreduce(together, MPI.LAND):
-            made = {dtype: CommonWindow(node, length, _numpy(dtype)) for dtype, length in lengths.items()}
+        if self._comm.allreduce(whole, MPI.LAND):
+            made = together(  # one node's memory may be full
+                self._comm, lambda: {dtype: CommonWindow(node, each, _numpy(dtype)) for dtype, each in lengths.items()}
+            )
             self._windows = list(made.values())
             return {dtype: window.array for dtype, window in made.items()}
         return {dtype: self._backend.allocate(length, dtype) for dtype, length in lengths.items()}
