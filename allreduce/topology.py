@@ -75,6 +75,7 @@ class Topology:
         self.cores = len(set().union(*real.allgather(machine.cores())))
         if real.size > self.cores:
             text = f"{real.size} ranks share the {self.cores} cores of this node: expect no speed-up from more ranks"
+            text += ", and times of communication that are mostly waits for a core"
             notices.once(self.rank, text)
         self.node: MPI.Intracomm = self._own(self._divide(real, ranks_per_node))
         self.node_sizes, self.node_index = number_nodes(self.world, self.node)
