@@ -39,6 +39,88 @@ def test_a_rank_ends_early(mpirun: Job, tmp_path: Path) -> None:
     assert "waits for it in averages gradients, after 2 steps and 2 averages of MirroredOptimizer 1" in job.stderr
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["after", "during"])
+def test_ctrl_c_while_gradients_are_waited_for(mpirun: Job, tmp_path: Path, overlap: bool) -> None:
+    """It leaves backward at once; a program that catches it goes on, as all that was begun is ended."""
+    pytest.importorskip("torch")
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import os, signal, sys, threading, time, torch\n"
+        "from trainers.pytorch import MirroredOptimizer\n"
+        "model = torch.nn.Linear(3, 2)\n"
+        "plain = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"optimizer = MirroredOptimizer(plain, model, overlap={overlap})\n"
+        "rank = optimizer.topology.rank\n"
+        "def backward():\n"
+        "    (model.bias.sum() * (rank + 1)).backward()\n"
+        "if rank == 0:\n"
+        "    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "    try:\n"
+        "        backward()\n"
+        "        print('not interrupted')\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('interrupted, rank 1 sleeps:', not os.path.exists(sys.argv[1]))\n"
+        "else:\n"
+        "    time.sleep(8)\n"
+        "    open(sys.argv[1], 'w').close()\n"
+        "    backward()\n"
+        "optimizer.zero_grad()\n"
+        "backward()\n"
+        "optimizer.step()\n"
+        "if rank == 0:\n"
+        "    print(model.bias.grad.tolist())\n"
+        "optimizer.close()\n"
+    )
+    job = mpirun(2, [script, tmp_path / "awake"], timeout=100)
+    assert job.returncode == 0, job.stderr
+    assert "interrupted, rank 1 sleeps: True" in job.stdout
+    assert "[1.5, 1.5]" in job.stdout
+
+
+def test_two_optimizers_closed_in_different_order(mpirun: Job, tmp_path: Path) -> None:
+    """Not a silent hang: the time-out says who waits where."""
+    pytest.importorskip("torch")
+    script = tmp_path / "close.py"
+    script.write_text(
+        "import torch\n"
+        "from trainers.pytorch import MirroredOptimizer\n"
+        "models = [torch.nn.Linear(3, 2) for _ in range(2)]\n"
+        "made = [MirroredOptimizer(torch.optim.SGD(each.parameters(), lr=0.1), each) for each in models]\n"
+        "for optimizer in made if made[0].topology.rank else reversed(made):\n"
+        "    optimizer.close()\n"
+    )
+    job = mpirun(2, [script], timeout=100, env={"ALLREDUCE_TIMEOUT_SECONDS": "5"})
+    assert job.returncode
+    assert "closes the optimizer, after 0 steps and 0 averages of MirroredOptimizer 1" in job.stderr
+    assert "closes the optimizer, after 0 steps and 0 averages of MirroredOptimizer 2" in job.stderr
+
+
+def test_a_rank_drops_its_optimizer(mpirun: Job, tmp_path: Path) -> None:
+    """The others are told, when it goes on training and when it does something else."""
+    pytest.importorskip("torch")
+    for after, told in (("backward()", "was dropped without close()"), ("time.sleep(30)", "has not come")):
+        script = tmp_path / "drop.py"
+        script.write_text(
+            "import time, torch\n"
+            "from trainers.pytorch import MirroredOptimizer\n"
+            "model = torch.nn.Linear(3, 2)\n"
+            "optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)\n"
+            "rank = optimizer.topology.rank\n"
+            "def backward():\n"
+            "    model(torch.ones(2, 3)).sum().backward()\n"
+            "backward()\n"
+            "optimizer.step()\n"
+            "if rank == 1:\n"
+            "    del optimizer\n"
+            f"    {after}\n"
+            "else:\n"
+            "    backward()\n"
+        )
+        job = mpirun(2, [script], timeout=100, env={"ALLREDUCE_TIMEOUT_SECONDS": "5"})
+        assert job.returncode
+        assert told in job.stderr
+
+
 def test_without_threads_gradients_are_reduced_after_backward(mpirun: Job, tmp_path: Path) -> None:
     """MPI that was started without MPI_THREAD_MULTIPLE: one line says so, and the training is right."""
     pytest.importorskip("torch")

@@ -14,7 +14,7 @@ from trained import Raises  # noqa: E402
 
 import allreduce  # noqa: E402
 from allreduce import errors  # noqa: E402
-from trainers.pytorch import MirroredOptimizer, sharded  # noqa: E402
+from trainers.pytorch import MirroredOptimizer, placement  # noqa: E402
 from trainers.pytorch.averaging import GradientError  # noqa: E402
 
 SIZE = MPI.COMM_WORLD.size
@@ -56,7 +56,7 @@ def test_memory_that_one_node_can_not_have(
         raise errors.UnavailableError("shared memory is too small")
 
     if world.rank == SIZE - 1:
-        monkeypatch.setattr(sharded, "CommonWindow", full)
+        monkeypatch.setattr(placement, "CommonWindow", full)
     model = model_of(3, 2)
     make = lambda: MirroredOptimizer(sgd(model), model, topology=topology_of(1), update="sharded")  # noqa: E731
     assert "shared memory is too small" in raised_everywhere(world, errors.UnavailableError, make)

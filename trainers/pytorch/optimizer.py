@@ -22,8 +22,9 @@ from trainers.pytorch.comparing import compare_replicas
 from trainers.pytorch.family import DROPPED, Family, family_of
 from trainers.pytorch.loading import load_of_root
 from trainers.pytorch.ownership import take_over
+from trainers.pytorch.placement import AfterLoading
 from trainers.pytorch.report import Report
-from trainers.pytorch.sharded import AfterLoading, ShardedUpdate
+from trainers.pytorch.sharded import ShardedUpdate
 
 MIB = 1 << 20
 AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
@@ -139,7 +140,7 @@ class MirroredOptimizer(Optimizer):
             self._sharded = ShardedUpdate(self.optimizer, self._averager, self.backend, comm)
             made.callback(self._sharded.close)
             for module in self.model.modules():
-                made.callback(module.register_load_state_dict_post_hook(AfterLoading(self._sharded)).remove)
+                made.callback(module.register_load_state_dict_post_hook(AfterLoading(self._sharded.placement)).remove)
         take_over(self._trained.values(), self)
         family.add(self._averager)
         return number
@@ -212,15 +213,15 @@ class MirroredOptimizer(Optimizer):
                 loss = self._mean_loss(closure)
         self._averager.average()
         self._averager.check_unchanged()
-        moved = sharded.moved()
+        moved = sharded.placement.moved()
         what = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self.param_groups)}"
         if moved:
             what += f" after {', '.join(moved)} got other memory"
         clock = self._averager.clock
-        used = clock.wait(partial(self._together, what, partial(sharded.settle, bool(moved))))
+        used = clock.wait(partial(self._together, what, partial(sharded.placement.settle, bool(moved))))
         sharded.step(used)
-        what, count = "shares parameters", clock.wait if sharded.in_common else clock.communicate
-        count(partial(self._together, what, sharded.share))
+        what, count = "shares parameters", clock.wait if sharded.placement.in_common else clock.communicate
+        count(partial(self._together, what, sharded.placement.share))
         return loss
 
     def _stepped(self) -> None:
@@ -339,7 +340,7 @@ class MirroredOptimizer(Optimizer):
         """
         self._check_usable()
         if self._sharded is not None:
-            self._sharded.move_out()
+            self._sharded.placement.move_out()
         yield
         self._together("edits parameters", self._edited)
 
@@ -347,7 +348,7 @@ class MirroredOptimizer(Optimizer):
         if self._averager.comm.size > 1:
             broadcast_tensors(self._averager.comm, self.model.parameters())
         if self._sharded is not None:
-            self._sharded.move_in()
+            self._sharded.placement.move_in()
 
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of the plain optimizer, equal on all ranks. Collective when sharded."""

@@ -7,8 +7,6 @@ S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion param
 """
 
 import inspect
-import logging
-import weakref
 from typing import Any
 
 import numpy as np
@@ -20,14 +18,13 @@ from torch.optim import Optimizer
 from allreduce.arrays import dtypes
 from allreduce.base import TwoPhase
 from allreduce.errors import OptionError
-from allreduce.messages.agreement import raise_together, together
-from allreduce.messages.window import CommonWindow
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.broadcast import broadcast_tensors
 from trainers.pytorch.layout import Piece, pieces
+from trainers.pytorch.placement import Placement
 from trainers.replicas.pytorch import elementwise
 from trainers.replicas.pytorch.elementwise import ELEMENTWISE as ELEMENTWISE
-from trainers.replicas.pytorch.tensors import DTYPES, TORCH, as_tensor, shaped
+from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, shaped
 
 BLOCK = 1 << 17  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
 
@@ -43,119 +40,31 @@ def refusal(optimizer: Optimizer) -> OptionError | None:
 
 
 class ShardedUpdate:
-    """Moves the parameters into flat memory, and updates this rank's pieces of them.
+    """Updates this rank's pieces of the parameters, which `placement` has moved into flat memory.
 
     face: the user's optimizer: the source of the hyperparameters; it keeps the state of frozen parameters only.
     comm: a communicator of all ranks.
 
-    A step is `settle`, `step` and `share`; what "runs in the lane" is collective.
+    An update is `placement.settle`, `step` and `placement.share`.
     """
 
     def __init__(self, face: Optimizer, averager: Averager, backend: TwoPhase, comm: MPI.Intracomm) -> None:
-        self._face, self._averager, self._backend, self._comm = face, averager, backend, comm
+        self._face, self._averager, self._comm = face, averager, comm
         self._groups = _groups(face, averager)
         owned = [backend.owned(memory.array.size) for memory in averager.buckets]
         self._owned: list[list[slice]] = comm.allgather(owned)  # of all ranks
-        self._windows: list[CommonWindow] = []
-        self._arrays = self._allocate(owned)
-        self.flats = {dtype: as_tensor(array, TORCH[dtype]) for dtype, array in self._arrays.items()}
-        self._homes = [averager.place(index, self.flats) for index in range(len(averager.parameters))]
-        self._addresses = [home.data_ptr() for home in self._homes]
-        self._versions: list[int] = []  # of the parameters when they were last as they should be
-        self.move_in()
+        self.placement = Placement(averager, backend, comm, owned)
         self.pieces = pieces(averager.plan, owned, BLOCK, self._cuts())
-        self._parts = [self.flats[each.dtype][each.start : each.stop] for each in self.pieces]
+        flats = self.placement.flats
+        self._parts = [flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self._grads = [averager.flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self._begun: set[int] = set()  # parameters that have been updated before, by any rank
         self.optimizer = self._rebuild()
         self.load()
 
-    @property
-    def in_common(self) -> bool:
-        """True when the parameters live in memory that the ranks of the node have in common."""
-        return bool(self._windows)
-
-    def _allocate(self, owned: list[slice]) -> dict[str, np.ndarray]:
-        node = self._backend.topology.node
-        mine = sum(each.stop - each.start for each in owned)
-        whole = node.allreduce(mine) == sum(memory.array.size for memory in self._averager.buckets)
-        lengths = {dtype: flat.numel() for dtype, flat in self._averager.flats.items()}
-        if self._comm.allreduce(whole, MPI.LAND):
-            made = together(  # one node's memory may be full
-                self._comm, lambda: {dtype: CommonWindow(node, each, _numpy(dtype)) for dtype, each in lengths.items()}
-            )
-            self._windows = list(made.values())
-            return {dtype: window.array for dtype, window in made.items()}
-        return {dtype: self._backend.allocate(length, dtype) for dtype, length in lengths.items()}
-
     def _cuts(self) -> list[list[int]]:
         """For each bucket where the parts of all ranks begin, so that all nodes cut in the same places."""
         return [sorted({part.start for part in of_bucket}) for of_bucket in zip(*self._owned, strict=True)]
-
-    # The parameters' memory
-
-    @torch.no_grad()
-    def move_in(self) -> None:
-        """Make every parameter a view of the flat memory, with its values, which are equal on all ranks. Collective.
-
-        Raises an OptionError on all ranks, before anything is changed, when a parameter has another dtype or shape
-        than it had.
-        """
-        raise_together(self._comm, self._misfit())
-        writes = not self.in_common or self._backend.topology.node_rank == 0
-        self._fence()  # nobody reads any more
-        for parameter, home in zip(self._averager.parameters, self._homes, strict=True):
-            if writes and parameter.data_ptr() != home.data_ptr():
-                home.copy_(parameter)
-            parameter.data = home
-        self._fence()
-        self.accept()
-
-    def accept(self) -> None:
-        """Note that the parameters are as they should be: edits before this are no reason to complain. Local."""
-        self._versions = [each._version for each in self._averager.parameters]
-
-    def move_out(self) -> None:
-        """Give every rank parameters of its own. Local."""
-        for parameter, address in zip(self._averager.parameters, self._addresses, strict=True):
-            if parameter.data_ptr() == address:
-                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
-
-    def moved(self) -> list[str]:
-        """The parameters that were given other memory: `p.data = ...`, `vector_to_parameters`, `model.double()`."""
-        own = zip(self._averager.names, self._averager.parameters, self._addresses, strict=True)
-        return [name for name, parameter, address in own if parameter.data_ptr() != address]
-
-    def _misfit(self) -> OptionError | None:
-        for name, parameter, home in zip(self._averager.names, self._averager.parameters, self._homes, strict=True):
-            if parameter.dtype != home.dtype or parameter.shape != home.shape:
-                return OptionError(
-                    f"{name} has become {tuple(parameter.shape)} {parameter.dtype} since MirroredOptimizer was made, "
-                    f"where it was {tuple(home.shape)} {home.dtype}; close() it and make it again after such a change"
-                )
-        return None
-
-    def _edited(self) -> list[str]:
-        """The parameters of the common memory that were edited in place on this rank since the last update."""
-        if not self.in_common:
-            return []
-        own = zip(self._averager.names, self._averager.parameters, self._versions, strict=True)
-        return [name for name, parameter, version in own if parameter._version != version]
-
-    def _refuse_edits(self, edited: list[str]) -> None:
-        """Raise on all ranks when several ranks of a node have edited its memory. Collective."""
-        error = None
-        if self._backend.topology.node.allreduce(bool(edited)) > 1 and edited:
-            error = OptionError(
-                f'{edited[0]} was edited in place on several ranks (p.mul_(...), say), and with update="sharded" the '
-                "parameters of all ranks of a node are the same memory, so it may have been edited several times; "
-                "do it inside of `with optimizer.editing():`, which keeps what rank 0 makes of it"
-            )
-        raise_together(self._comm, error)
-
-    def _fence(self) -> None:
-        for window in self._windows:
-            window.fence()
 
     def _rebuild(self) -> Optimizer:
         """An optimizer of the user's class and with the user's hyperparameters, on this rank's pieces."""
@@ -185,24 +94,6 @@ class ShardedUpdate:
         own = zip(self.pieces, self._parts, strict=True)
         return [part for piece, part in own if self._groups[piece.parameter] == group]
 
-    def settle(self, moved: bool) -> np.ndarray:
-        """See that all ranks may update; for each parameter whether any rank has a gradient of it. Runs in the lane.
-
-        moved: whether some parameters have other memory; alike on all ranks. They are moved in again.
-        When all ranks have come here they have stopped reading the parameters. Raises on all ranks when these
-        were edited in a way that can't be made right.
-        """
-        if moved:
-            self.move_in()
-        edited = self._edited()
-        found = np.array([bool(edited), *(each.grad is not None for each in self._averager.parameters)], np.uint8)
-        if self._comm.size > 1:
-            self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
-        if found[0]:
-            self._refuse_edits(edited)
-            self.accept()
-        return found[1:]
-
     def step(self, used: np.ndarray) -> None:
         """Update this rank's pieces. Local.
 
@@ -219,24 +110,13 @@ class ShardedUpdate:
         self._begun |= now
         self._face._opt_called = True  # type: ignore[attr-defined]  # schedulers warn when it never was
 
-    def share(self) -> None:
-        """Let all ranks see what each of them has updated. Runs in the lane."""
-        if self.in_common:
-            self._fence()
-            return
-        for bucket in self._averager.plan:
-            self._backend.all_gather(self._arrays[bucket.dtype][bucket.start : bucket.stop])
-
     def close(self) -> None:
         """Give every rank parameters of its own again, and drop the state. Collective."""
-        self.move_out()
         self.optimizer.param_groups.clear()
         self.optimizer.state.clear()  # its keys lie in the flat memory
-        for held in (self._parts, self._grads, self._homes, self.flats, self._arrays):
-            held.clear()
-        for window in self._windows:
-            window.free()
-        self._windows.clear()
+        self._parts.clear()
+        self._grads.clear()
+        self.placement.close()
 
     # State, in the format of the plain optimizer
 
@@ -286,7 +166,7 @@ class ShardedUpdate:
         return merged
 
     def _gather_flat(self, dtype: str, key: str, of: torch.dtype) -> dict[str, Tensor]:
-        array = np.zeros(self.flats[dtype].numel(), _numpy(DTYPES[of]))
+        array = np.zeros(self.placement.flats[dtype].numel(), dtypes.parse(DTYPES[of]))
         flat = as_tensor(array, of)
         for piece, part in zip(self.pieces, self._parts, strict=True):
             value = self.optimizer.state.get(part, {}).get(key)
@@ -327,24 +207,6 @@ class ShardedUpdate:
                     self.optimizer.state[part][key] = flat[piece.offset : stop].clone()
 
 
-class AfterLoading:
-    """A model's hook: load_state_dict() has written the same values on every rank of a node, and may do so.
-
-    It stays behind when the model is copied or pickled: there the hook is a function that does nothing.
-    """
-
-    def __init__(self, update: ShardedUpdate) -> None:
-        self._update = weakref.ref(update)
-
-    def __call__(self, module: torch.nn.Module, keys: object) -> None:
-        update = self._update()
-        if update is not None:
-            update.accept()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (logging.NullHandler, "handle")
-
-
 def _groups(optimizer: Optimizer, averager: Averager) -> list[int]:
     """For each averaged parameter the number of its parameter group."""
     number = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
@@ -354,7 +216,3 @@ def _groups(optimizer: Optimizer, averager: Averager) -> list[int]:
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """What a parameter group holds besides its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _numpy(dtype: str) -> np.dtype:
-    return dtypes.parse(dtype)

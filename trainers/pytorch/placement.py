@@ -1,0 +1,174 @@
+"""Where the parameters of a sharded update live: in flat memory, which the ranks of a node may have in common."""
+
+import logging
+import weakref
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from allreduce.arrays import dtypes
+from allreduce.base import TwoPhase
+from allreduce.errors import OptionError
+from allreduce.messages.agreement import raise_together, together
+from allreduce.messages.window import CommonWindow
+from trainers.pytorch.averaging import Averager
+from trainers.replicas.pytorch.tensors import TORCH, as_tensor
+
+
+class Placement:
+    """Moves the parameters into flat memory, laid out like the gradients, and sees that they stay there.
+
+    owned: for each bucket what this rank finishes. Where the ranks of each node together own everything, they have
+        one memory in common, in which everyone writes what all read.
+    comm: a communicator of all ranks. Creating it and `close` are collective, and so is what "runs in the lane".
+    """
+
+    def __init__(self, averager: Averager, backend: TwoPhase, comm: MPI.Intracomm, owned: list[slice]) -> None:
+        self._averager, self._backend, self._comm = averager, backend, comm
+        self._windows: list[CommonWindow] = []
+        self._arrays = self._allocate(owned)
+        self.flats = {dtype: as_tensor(array, TORCH[dtype]) for dtype, array in self._arrays.items()}
+        self._homes = [averager.place(index, self.flats) for index in range(len(averager.parameters))]
+        self._addresses = [home.data_ptr() for home in self._homes]
+        self._versions: list[int] = []  # of the parameters when they were last as they should be
+        self.move_in()
+
+    @property
+    def in_common(self) -> bool:
+        """True when the parameters live in memory that the ranks of the node have in common."""
+        return bool(self._windows)
+
+    def _allocate(self, owned: list[slice]) -> dict[str, np.ndarray]:
+        node = self._backend.topology.node
+        mine = sum(each.stop - each.start for each in owned)
+        whole = node.allreduce(mine) == sum(memory.array.size for memory in self._averager.buckets)
+        lengths = {dtype: flat.numel() for dtype, flat in self._averager.flats.items()}
+        if self._comm.allreduce(whole, MPI.LAND):
+            make = partial(_windows, node, lengths)
+            made = together(self._comm, make)  # one node's memory may be full
+            self._windows = list(made.values())
+            return {dtype: window.array for dtype, window in made.items()}
+        return {dtype: self._backend.allocate(length, dtype) for dtype, length in lengths.items()}
+
+    @torch.no_grad()
+    def move_in(self) -> None:
+        """Make every parameter a view of the flat memory, with its values, which are equal on all ranks. Collective.
+
+        Raises an OptionError on all ranks, before anything is changed, when a parameter has another dtype or shape
+        than it had.
+        """
+        raise_together(self._comm, self._misfit())
+        writes = not self.in_common or self._backend.topology.node_rank == 0
+        self._fence()  # nobody reads any more
+        for parameter, home in zip(self._averager.parameters, self._homes, strict=True):
+            if writes and parameter.data_ptr() != home.data_ptr():
+                home.copy_(parameter)
+            parameter.data = home
+        self._fence()
+        self.accept()
+
+    def accept(self) -> None:
+        """Note that the parameters are as they should be: edits before this are no reason to complain. Local."""
+        self._versions = [each._version for each in self._averager.parameters]
+
+    def move_out(self) -> None:
+        """Give every rank parameters of its own. Local."""
+        for parameter, address in zip(self._averager.parameters, self._addresses, strict=True):
+            if parameter.data_ptr() == address:
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+    def moved(self) -> list[str]:
+        """The parameters that were given other memory: `p.data = ...`, `vector_to_parameters`, `model.double()`."""
+        own = zip(self._averager.names, self._averager.parameters, self._addresses, strict=True)
+        return [name for name, parameter, address in own if parameter.data_ptr() != address]
+
+    def settle(self, moved: bool) -> np.ndarray:
+        """See that all ranks may update; for each parameter whether any rank has a gradient of it. Runs in the lane.
+
+        moved: whether some parameters have other memory; alike on all ranks. They are moved in again.
+        When all ranks have come here they have stopped reading the parameters. Raises on all ranks when these
+        were edited in a way that can't be made right.
+        """
+        if moved:
+            self.move_in()
+        edited = self._edited()
+        found = np.array([bool(edited), *(each.grad is not None for each in self._averager.parameters)], np.uint8)
+        if self._comm.size > 1:
+            self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+        if found[0]:
+            self._refuse_edits(edited)
+            self.accept()
+        return found[1:]
+
+    def share(self) -> None:
+        """Let all ranks see what each of them has updated. Runs in the lane."""
+        if self.in_common:
+            self._fence()
+            return
+        for bucket in self._averager.plan:
+            self._backend.all_gather(self._arrays[bucket.dtype][bucket.start : bucket.stop])
+
+    def close(self) -> None:
+        """Give every rank parameters of its own again. Collective."""
+        self.move_out()
+        for held in (self._homes, self.flats, self._arrays):
+            held.clear()
+        for window in self._windows:
+            window.free()
+        self._windows.clear()
+
+    def _misfit(self) -> OptionError | None:
+        for name, parameter, home in zip(self._averager.names, self._averager.parameters, self._homes, strict=True):
+            if parameter.dtype != home.dtype or parameter.shape != home.shape:
+                return OptionError(
+                    f"{name} has become {tuple(parameter.shape)} {parameter.dtype} since MirroredOptimizer was made, "
+                    f"where it was {tuple(home.shape)} {home.dtype}; close() it and make it again after such a change"
+                )
+        return None
+
+    def _edited(self) -> list[str]:
+        """The parameters of the common memory that were edited in place on this rank since the last update."""
+        if not self.in_common:
+            return []
+        own = zip(self._averager.names, self._averager.parameters, self._versions, strict=True)
+        return [name for name, parameter, version in own if parameter._version != version]
+
+    def _refuse_edits(self, edited: list[str]) -> None:
+        """Raise on all ranks when several ranks of a node have edited its memory. Collective."""
+        error = None
+        if self._backend.topology.node.allreduce(bool(edited)) > 1 and edited:
+            error = OptionError(
+                f'{edited[0]} was edited in place on several ranks (p.mul_(...), say), and with update="sharded" the '
+                "parameters of all ranks of a node are the same memory, so it may have been edited several times; "
+                "do it inside of `with optimizer.editing():`, which keeps what rank 0 makes of it"
+            )
+        raise_together(self._comm, error)
+
+    def _fence(self) -> None:
+        for window in self._windows:
+            window.fence()
+
+
+class AfterLoading:
+    """A model's hook: load_state_dict() has written the same values on every rank of a node, and may do so.
+
+    It stays behind when the model is copied or pickled: there the hook is a function that does nothing.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = weakref.ref(placement)
+
+    def __call__(self, module: torch.nn.Module, keys: object) -> None:
+        placement = self._placement()
+        if placement is not None:
+            placement.accept()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (logging.NullHandler, "handle")
+
+
+def _windows(node: MPI.Intracomm, lengths: dict[str, int]) -> dict[str, CommonWindow]:
+    return {dtype: CommonWindow(node, length, dtypes.parse(dtype)) for dtype, length in lengths.items()}
