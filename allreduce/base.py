@@ -243,7 +243,7 @@ class AllReduce(Moves):
         self._calls.agree(allocation_row(size, code, device == "cuda"), asked, error)
 
 
-children.guard(AllReduce, "__call__", "allocate", "broadcast", "collect", "all_gather", "close")
+children.guard(AllReduce, "__call__", "_check_open", "close")
 
 
 class TwoPhase(AllReduce):
@@ -291,6 +291,3 @@ class TwoPhase(AllReduce):
         self._reduce_scatter(wide, op)
         mine = self.owned(buffer.size)
         np.copyto(buffer[mine], wide[mine], casting="unsafe")
-
-
-children.guard(TwoPhase, "reduce_scatter", "all_gather")

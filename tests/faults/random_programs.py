@@ -13,8 +13,9 @@ import numpy as np
 
 BACKENDS = ("ring", "halving_doubling", "reduce_to_one", "hierarchical_copy", "shared", "native", "auto")
 LENGTHS = (1, 2, 3, 5, 17, 1000, 70_000)
-DTYPES = ("float32", "float32", "float64", "int32", "int64")
+DTYPES = ("float32", "float32", "float64", "int32", "int64", "uint8")
 OPS = ("sum", "mean", "max", "min", "prod")
+TOGETHER = ("reduce", "broadcast", "collect")  # calls that give numbers
 CHECKS = ("first", "always")
 
 # What may be injected. Those of ENDINGS end a rank, and with it the job.
@@ -24,8 +25,9 @@ KINDS = ("none", "length", "dtype", "op", "memory", "array", "order", "extra", "
 
 @dataclass(frozen=True)
 class Call:
-    """One call. what: "create", "allocate", "reduce", "broadcast", "close", or one of ENDINGS.
+    """One call. what: "create", "allocate", one of TOGETHER, "close", or one of ENDINGS.
 
+    op: of a reduction; the root of a broadcast.
     array: the number of an allocated array; None: ordinary memory of `length` elements.
     part: the slice of the array, as fractions of its length in eighths; all of it by default.
     """
@@ -45,7 +47,8 @@ class Call:
             "create": f"{self.name}",
             "allocate": f"array {self.array}: {self.length} {self.dtype}",
             "reduce": f"{self.op} of {self.length} {self.dtype}, {memory}",
-            "broadcast": f"{self.length} {self.dtype}, {memory}",
+            "broadcast": f"from {self.op} of {self.length} {self.dtype}, {memory}",
+            "collect": f"{self.length} {self.dtype}, {memory}",
         }
         return f"{self.what} (backend {self.backend}) {words.get(self.what, '')}".rstrip()
 
@@ -89,13 +92,13 @@ def make(seed: int, kinds: Sequence[str] = KINDS, checks: Sequence[str] = CHECKS
     nodes = chance.choice([None, *{1: (1,), 2: (1,), 3: (2, (1, 2)), 4: (2, (3, 1))}[ranks]])
     rank = chance.randrange(ranks)
     while True:  # until the kind finds something in the program to change
-        calls = _calls(chance)
+        calls = _calls(chance, ranks)
         injected = _inject(chance, kind, calls)
         if injected is not None:
             return Program(seed, ranks, check, nodes, kind, rank, tuple(calls), tuple(injected))
 
 
-def _calls(chance: random.Random) -> list[Call]:
+def _calls(chance: random.Random, ranks: int) -> list[Call]:
     """One to three backends with two or three arrays each, and some calls with few signatures: most are repeated."""
     calls: list[Call] = []
     choices: list[Call] = []
@@ -108,7 +111,7 @@ def _calls(chance: random.Random) -> list[Call]:
             allocated.append(replace(allocated[0], array=2, length=chance.choice(LENGTHS)))
         calls += allocated
         for _ in range(chance.randint(1, 3)):
-            choices.append(_reduction(chance, backend, allocated))
+            choices.append(_move(chance, _reduction(chance, backend, allocated), ranks))
     calls += [chance.choice(choices) for _ in range(chance.randint(4, 12))]
     if chance.random() < 0.5:
         calls += [Call("close", backend) for backend in range(backends)]
@@ -126,6 +129,13 @@ def _reduction(chance: random.Random, backend: int, allocated: list[Call]) -> Ca
         "reduce", backend, array=array.array, part=part, length=end - begin, dtype=array.dtype,
         op=_op(chance, array.dtype),
     )  # fmt: skip
+
+
+def _move(chance: random.Random, call: Call, ranks: int) -> Call:
+    """Some reductions become calls that move numbers as they are."""
+    what = chance.choice(("reduce", "reduce", "reduce", "reduce", "broadcast", "collect"))
+    op = {"broadcast": str(chance.randrange(ranks)), "collect": ""}.get(what, call.op)
+    return replace(call, what=what, op=op)
 
 
 def _op(chance: random.Random, dtype: str) -> str:
@@ -164,7 +174,7 @@ def _other_length(chance: random.Random, calls: list[Call], place: int) -> list[
     length = chance.choice([length for length in (call.length + 1, call.length * 2 + 1, 1) if length != call.length])
     memory = call.array if call.what == "allocate" else None
     calls[place] = replace(call, length=length, array=memory)
-    if call.what == "reduce" and call.array is not None and chance.random() < 0.7:
+    if call.what in TOGETHER and call.array is not None and chance.random() < 0.7:
         part = chance.choice(((0, 4), (2, 8), (1, 7), (0, 8)))
         whole = next(each for each in calls if each.what == "allocate" and _same_array(each, call))
         begin, end = ends(part, whole.length)
@@ -184,6 +194,18 @@ def _other_dtype(chance: random.Random, calls: list[Call], place: int) -> list[C
 def _other_op(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
     call = calls[place]
     calls[place] = replace(call, op=next(op for op in chance.sample(OPS, 5) if op not in (call.op, "mean")))
+    return calls
+
+
+def _other_root(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
+    """The next rank's; there may be none."""
+    calls[place] = replace(calls[place], op=str(int(calls[place].op) + 1))
+    return calls
+
+
+def _other_what(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
+    """A broadcast in place of another call."""
+    calls[place] = replace(calls[place], what="broadcast", op="0")
     return calls
 
 
@@ -211,7 +233,8 @@ def _other_array(chance: random.Random, calls: list[Call], place: int) -> list[C
 
 def _other_order(chance: random.Random, calls: list[Call], place: int) -> list[Call] | None:
     """A call and the next one that is not the same."""
-    after = next((number for number in range(place + 1, len(calls)) if calls[number].what == calls[place].what), None)
+    what = TOGETHER if calls[place].what in TOGETHER else (calls[place].what,)
+    after = next((number for number in range(place + 1, len(calls)) if calls[number].what in what), None)
     if after is None or replace(calls[after], array=calls[place].array) == calls[place]:
         return None
     calls[place], calls[after] = calls[after], calls[place]
@@ -237,20 +260,16 @@ def _same_array(one: Call, other: Call) -> bool:
 
 
 _CHANGES: dict[tuple[str, str], Change] = {
-    ("length", "reduce"): _other_length,
-    ("length", "allocate"): _other_length,
-    ("dtype", "reduce"): _other_dtype,
-    ("dtype", "allocate"): _other_dtype,
+    **{("length", what): _other_length for what in ("allocate", *TOGETHER)},
+    **{("dtype", what): _other_dtype for what in ("allocate", *TOGETHER)},
     ("op", "reduce"): _other_op,
-    ("memory", "reduce"): _other_memory,
-    ("array", "reduce"): _other_array,
-    ("order", "reduce"): _other_order,
-    ("order", "allocate"): _other_order,
-    ("extra", "reduce"): _another_call,
-    ("extra", "allocate"): _another_call,
-    ("extra", "create"): _another_call,
-    ("missing", "reduce"): _no_call,
-    ("missing", "close"): _no_call,
+    ("op", "broadcast"): _other_root,
+    ("op", "collect"): _other_what,
+    **{("memory", what): _other_memory for what in TOGETHER},
+    **{("array", what): _other_array for what in TOGETHER},
+    **{("order", what): _other_order for what in ("allocate", *TOGETHER)},
+    **{("extra", what): _another_call for what in ("create", "allocate", *TOGETHER)},
+    **{("missing", what): _no_call for what in ("close", *TOGETHER)},
     ("name", "create"): _other_name,
 }
 
@@ -259,7 +278,7 @@ _CHANGES: dict[tuple[str, str], Change] = {
 
 
 def values(call: Call, rank: int, turn: int) -> np.ndarray:
-    """What a rank brings to its `turn`-th reduction on a backend: small integers, whose sums every dtype holds."""
+    """What a rank brings to its `turn`-th call of TOGETHER on a backend: small integers, so sums are exact."""
     index = np.arange(call.length, dtype=np.int64)
     return ((index * 7 + rank * 3 + turn * 5 + call.backend * 11) % 5 + 1).astype(call.dtype)
 
@@ -268,9 +287,12 @@ def expected(program: Program, call: Call, turn: int) -> np.ndarray | None:
     """What must come out, in float64; None when the ranks' calls don't belong together: nothing is right then."""
     sides = []
     for rank in range(program.ranks):
-        there = [each for each in program.of_rank(rank) if each.what == "reduce" and each.backend == call.backend]
+        there = [each for each in program.of_rank(rank) if each.what in TOGETHER and each.backend == call.backend]
         if turn >= len(there) or there[turn].signature != call.signature:
             return None
         sides.append(values(call, rank, turn).astype(np.float64))
+    if call.what != "reduce":
+        return sides[int(call.op)] if call.what == "broadcast" else np.stack(sides)
     functions = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
-    return functions[call.op](np.stack(sides), axis=0)
+    exact = functions[call.op](np.stack(sides), axis=0)
+    return exact % 256 if call.dtype == "uint8" else exact

@@ -64,17 +64,37 @@ class Run:
         self.arrays[call.backend, call.array] = self.backends[call.backend].allocate(call.length, call.dtype)
 
     def reduce(self, call: Call) -> None:
+        array, turn = self.filled(call)
+        self.backends[call.backend](array, call.op)
+        self.compare(call, turn, array)
+
+    def broadcast(self, call: Call) -> None:
+        array, turn = self.filled(call)
+        self.backends[call.backend].broadcast(array, int(call.op))
+        if self.rank != int(call.op):  # the root need not wait for anybody
+            self.compare(call, turn, array)
+
+    def collect(self, call: Call) -> None:
+        array, turn = self.filled(call)
+        self.compare(call, turn, self.backends[call.backend].collect(array))
+
+    def filled(self, call: Call) -> tuple[np.ndarray, int]:
+        """The array of a call with this rank's values, and the call's number on its backend."""
         turn = self.turns[call.backend] = self.turns.get(call.backend, -1) + 1
         array = self.memory(call)
         array[:] = random_programs.values(call, self.rank, turn)
-        self.backends[call.backend](array, call.op)
+        return array, turn
+
+    def compare(self, call: Call, turn: int, found: np.ndarray) -> None:
+        """Raise WrongResultError when other numbers have come out than NumPy gets."""
         if call.length == 0:
             return  # nothing can be wrong, and nobody is waited for
         right = random_programs.expected(self.program, call, turn)
+        name = self.backends[call.backend].name
         if right is None:
-            raise WrongResultError(f"{call} on backend {self.backends[call.backend].name} came back")
-        if not np.allclose(array, right, rtol=1e-5):
-            raise WrongResultError(f"{call} on {self.backends[call.backend].name}: {array[:5]}, right {right[:5]}")
+            raise WrongResultError(f"{call} on {name} came back")
+        if found.shape != right.shape or not np.allclose(found, right, rtol=1e-5):
+            raise WrongResultError(f"{call} on {name}: {found[:5]}, right {right[:5]}")
 
     def close(self, call: Call) -> None:
         self.backends[call.backend].close()
