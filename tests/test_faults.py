@@ -48,7 +48,7 @@ def test_every_program_but_those_of_kind_none_has_one_rank_that_differs() -> Non
 def test_what_is_right_is_told_from_the_calls_of_all_ranks() -> None:
     call = random_programs.Call("reduce", length=3, dtype="float32", op="sum")
     other = random_programs.Call("reduce", length=3, dtype="float32", op="max")
-    program = random_programs.Program(0, 2, "first", None, "op", 1, (call, call), (call, other))
+    program = random_programs.Program(0, 2, "first", None, False, "op", 1, (call, call), (call, other))
     sides = [random_programs.values(call, rank, 0) for rank in range(2)]
     right = random_programs.expected(program, call, 0)
     assert right is not None

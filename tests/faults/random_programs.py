@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-BACKENDS = ("ring", "halving_doubling", "reduce_to_one", "hierarchical_copy", "shared", "native", "auto")
+BACKENDS = ("shared", "ring", "halving_doubling", "reduce_to_one", "hierarchical_copy", "native", "auto")
+NODES: dict[int, tuple[tuple[int, ...] | None, ...]] = {  # the first backend is for one node
+    1: (None,),
+    2: (None, None, (1, 1)),
+    3: (None, (2, 1), (1, 2), (1, 1, 1)),
+    4: (None, (2, 2), (3, 1), (1, 1, 2)),
+}
 LENGTHS = (1, 2, 3, 5, 17, 1000, 70_000)
 DTYPES = ("float32", "float32", "float64", "int32", "int64", "uint8")
 OPS = ("sum", "mean", "max", "min", "prod")
@@ -60,12 +66,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Program:
-    """calls: of every rank but `rank`, which makes the calls `injected`. nodes: simulated ones, see Topology."""
+    """calls: of every rank but `rank`, which makes the calls `injected`.
+
+    nodes: sizes of the nodes, or None for one. hosts: they do not really share memory, as far as we can see.
+    """
 
     seed: int
     ranks: int
     check: str
-    nodes: int | tuple[int, ...] | None
+    nodes: tuple[int, ...] | None
+    hosts: bool
     kind: str
     rank: int
     calls: tuple[Call, ...]
@@ -75,7 +85,8 @@ class Program:
         return self.injected if rank == self.rank else self.calls
 
     def __str__(self) -> str:
-        head = f"program {self.seed}: {self.ranks} ranks, nodes {self.nodes}, check {self.check}, {self.kind}"
+        where = f"{'hosts' if self.hosts else 'nodes'} {self.nodes}" if self.nodes else "one node"
+        head = f"program {self.seed}: {self.ranks} ranks, {where}, check {self.check}, {self.kind}"
         lines = [f"  {number:3} {call}" for number, call in enumerate(self.calls)]
         first = next((number for number, pair in enumerate(zip(self.calls, self.injected, strict=False))
                       if pair[0] != pair[1]), min(len(self.calls), len(self.injected)))  # fmt: skip
@@ -89,22 +100,23 @@ def make(seed: int, kinds: Sequence[str] = KINDS, checks: Sequence[str] = CHECKS
     kind = kinds[seed % len(kinds)]
     check = checks[seed // len(kinds) % len(checks)]
     ranks = chance.choice((1, 2, 2, 2, 3, 3, 4))
-    nodes = chance.choice([None, *{1: (1,), 2: (1,), 3: (2, (1, 2)), 4: (2, (3, 1))}[ranks]])
+    nodes = chance.choice(NODES[ranks])
+    hosts = nodes is not None and chance.random() < 0.6
     rank = chance.randrange(ranks)
     while True:  # until the kind finds something in the program to change
-        calls = _calls(chance, ranks)
+        calls = _calls(chance, ranks, BACKENDS if nodes is None else BACKENDS[1:])
         injected = _inject(chance, kind, calls)
         if injected is not None:
-            return Program(seed, ranks, check, nodes, kind, rank, tuple(calls), tuple(injected))
+            return Program(seed, ranks, check, nodes, hosts, kind, rank, tuple(calls), tuple(injected))
 
 
-def _calls(chance: random.Random, ranks: int) -> list[Call]:
+def _calls(chance: random.Random, ranks: int, names: Sequence[str]) -> list[Call]:
     """One to three backends with two or three arrays each, and some calls with few signatures: most are repeated."""
     calls: list[Call] = []
     choices: list[Call] = []
     backends = chance.choice((1, 1, 2, 3))
     for backend in range(backends):
-        calls.append(Call("create", backend, chance.choice(BACKENDS)))
+        calls.append(Call("create", backend, chance.choice(names)))
         dtype, length = chance.choice(DTYPES), chance.choice(LENGTHS)
         allocated = [Call("allocate", backend, array=array, length=length, dtype=dtype) for array in range(2)]
         if chance.random() < 0.3:
@@ -251,7 +263,7 @@ def _no_call(chance: random.Random, calls: list[Call], place: int) -> list[Call]
 
 def _other_name(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
     call = calls[place]
-    calls[place] = replace(call, name=chance.choice([name for name in BACKENDS if name != call.name]))
+    calls[place] = replace(call, name=chance.choice([name for name in BACKENDS[1:] if name != call.name]))
     return calls
 
 

@@ -37,12 +37,25 @@ class WrongResultError(Exception):
     """A call came back with other numbers than it had to."""
 
 
+class Hosts(MPI.Intracomm):
+    """A communicator whose ranks are on several hosts, by its own account; what is made from it is one, too."""
+
+    sizes: tuple[int, ...] = ()  # of the hosts of the program that runs now
+
+    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:  # noqa: N802
+        host = [index for index, size in enumerate(type(self).sizes) for _ in range(size)][self.rank]
+        return self.Split(host, key)
+
+
 class Run:
     """One program on this rank."""
 
     def __init__(self, program: Program, comm: MPI.Intracomm) -> None:
         self.program, self.rank = program, comm.rank
-        self.topology = allreduce.Topology(comm, ranks_per_node=program.nodes)
+        if program.hosts:
+            Hosts.sizes = program.nodes or ()
+            comm = Hosts(comm)
+        self.topology = allreduce.Topology(comm, ranks_per_node=None if program.hosts else program.nodes)
         self.backends: dict[int, Any] = {}
         self.arrays: dict[tuple[int, int | None], np.ndarray] = {}
         self.turns: dict[int, int] = {}
