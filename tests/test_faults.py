@@ -27,15 +27,15 @@ def run_programs(mpi: str, *arguments: str) -> int:
 @pytest.mark.parametrize("mpi", launch.MPIS)
 def test_no_program_is_wrong_or_hangs_or_ends_in_a_raw_error(mpi: str) -> None:
     """Its table and the numbers of bad programs are in the captured output."""
-    assert run_programs(mpi, "--programs", "56", "--seed", "7", "--timeout", "2", "--limit", "30", "--jobs", "3") == 0
+    assert run_programs(mpi, "--programs", "60", "--seed", "7", "--timeout", "2", "--limit", "30", "--jobs", "3") == 0
 
 
 @pytest.mark.jobs
 def test_a_program_that_hangs_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     """With a time-out that does not come in time."""
-    one = ["--kinds", "extra", "--checks", "always", "--programs", "2", "--seed", "3", "--timeout", "500"]
-    assert run_programs("openmpi", *one, "--limit", "4") == 1
-    assert "hang: --only 3000000 (extra, check always)" in capsys.readouterr().out
+    two = ["--kinds", "asleep", "--checks", "always", "--programs", "2", "--seed", "3", "--timeout", "500"]
+    assert run_programs("openmpi", *two, "--limit", "4") == 1
+    assert "hang: --only 3000000 (asleep, check always)" in capsys.readouterr().out
 
 
 def test_every_program_but_those_of_kind_none_has_one_rank_that_differs() -> None:

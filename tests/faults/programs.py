@@ -164,6 +164,8 @@ def _judge(program: random_programs.Program, notes: list[dict]) -> Result:
 def _judge_end(program: random_programs.Program, notes: list[dict], code: int | None, printed: str) -> Result:
     """Of a program that ended its job."""
     seed = program.seed
+    if program.ranks == 1 and program.kind in random_programs.ENDINGS:
+        return Result(seed, "right", "")  # nobody waits for it
     found: dict[str, str] = {}
     for note in sorted(notes, key=lambda note: note["rank"]):
         found[note["outcome"]] = "; ".join(filter(None, (found.get(note["outcome"]), note["text"])))
@@ -172,8 +174,6 @@ def _judge_end(program: random_programs.Program, notes: list[dict], code: int | 
             return Result(seed, outcome, found[outcome] or _last_words(printed))
     if code is None:
         return Result(seed, "hang", _last_words(printed))
-    if program.ranks == 1 and program.kind in random_programs.ENDINGS:
-        return Result(seed, "right", "")  # nobody waits for it
     if code == 0:
         return Result(seed, "raw", f"the job ended with 0 in the middle: {_last_words(printed)}")
     words = set(re.findall(r"\w+Error\b", printed))

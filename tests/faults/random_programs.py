@@ -24,8 +24,8 @@ OPS = ("sum", "mean", "max", "min", "prod")
 TOGETHER = ("reduce", "broadcast", "collect")  # calls that give numbers
 CHECKS = ("first", "always")
 
-# What may be injected. Those of ENDINGS end a rank, and with it the job.
-ENDINGS = ("exception", "return", "exit", "killed")
+# What may be injected. Those of ENDINGS end a rank, or let it sleep, which ends the job.
+ENDINGS = ("exception", "return", "exit", "killed", "asleep")
 KINDS = ("none", "length", "dtype", "op", "memory", "array", "order", "extra", "missing", "name", *ENDINGS)
 
 
@@ -249,6 +249,8 @@ def _other_order(chance: random.Random, calls: list[Call], place: int) -> list[C
     after = next((number for number in range(place + 1, len(calls)) if calls[number].what in what), None)
     if after is None or replace(calls[after], array=calls[place].array) == calls[place]:
         return None
+    if calls[place].what == "allocate" and calls[after].backend != calls[place].backend:
+        return None  # which is not there yet
     calls[place], calls[after] = calls[after], calls[place]
     return calls
 

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -113,19 +114,22 @@ class Run:
         self.backends[call.backend].close()
 
     def memory(self, call: Call) -> np.ndarray:
-        if call.array is None:
-            return np.empty(call.length, call.dtype)
-        whole = self.arrays[call.backend, call.array]
-        begin, stop = random_programs.ends(call.part, whole.size)
-        return whole[begin:stop]
+        if call.array is not None:
+            whole = self.arrays[call.backend, call.array]
+            begin, stop = random_programs.ends(call.part, whole.size)
+            if (stop - begin, whole.dtype) == (call.length, call.dtype):  # not so when its allocation was changed
+                return whole[begin:stop]
+        return np.empty(call.length, call.dtype)
 
 
 def end(how: str) -> None:
-    """End this rank on purpose, in one of the ways that a program can."""
+    """End this rank on purpose, or let it do something else for ever, in one of the ways that a program can."""
     if how == "exception":
         raise InjectedError("injected")
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "asleep":
+        time.sleep(3600)
     if how == "exit":
         sys.exit(3)
     raise EndOfProgram
