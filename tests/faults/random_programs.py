@@ -298,15 +298,18 @@ def values(call: Call, rank: int, turn: int) -> np.ndarray:
 
 
 def expected(program: Program, call: Call, turn: int) -> np.ndarray | None:
-    """What must come out, in float64; None when the ranks' calls don't belong together: nothing is right then."""
+    """What must come out, in float64; None when the ranks' calls don't belong together: nothing is right then.
+
+    What a broadcast gives depends on nobody but its root.
+    """
     sides = []
-    for rank in range(program.ranks):
+    for rank in [int(call.op)] if call.what == "broadcast" else range(program.ranks):
         there = [each for each in program.of_rank(rank) if each.what in TOGETHER and each.backend == call.backend]
         if turn >= len(there) or there[turn].signature != call.signature:
             return None
         sides.append(values(call, rank, turn).astype(np.float64))
     if call.what != "reduce":
-        return sides[int(call.op)] if call.what == "broadcast" else np.stack(sides)
+        return sides[0] if call.what == "broadcast" else np.stack(sides)
     functions = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
     exact = functions[call.op](np.stack(sides), axis=0)
     return exact % 256 if call.dtype == "uint8" else exact
