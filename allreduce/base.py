@@ -1,7 +1,7 @@
 """Seam 1: what a backend is. Everything that backends share is written once, here."""
 
 from abc import abstractmethod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -21,13 +21,21 @@ CHECKS = ("first", "always", "never")
 LARGEST = 2**40 - 1  # elements; no machine has the memory
 
 
+class Recipe(NamedTuple):
+    """What create() was asked for: `create(recipe.name, topology, **recipe.options)` makes it again."""
+
+    name: str
+    options: dict[str, Any]
+
+
 class AllReduce(Moves):
     """An AllReduce algorithm on the ranks of a topology.
 
     topology: a `Topology`; the backend takes a communicator of its own from it.
-    check: when the ranks compare what they were given: "first" compares each signature (length, dtype,
-        op, memory) the first time that this rank sees it, "always" in every call, "never" not at all. A
-        comparison is one all-reduce of a dozen integers; ranks that differ all raise a DisagreementError.
+    check: when the ranks compare what they were given. "first": in every call with those of the same node, on a
+        board in shared memory, and with all when a signature (length, dtype, op, memory) is new, by one all-reduce
+        of a dozen integers. "always": with all in every call. "never": not at all. Ranks that differ all raise a
+        DisagreementError, before anything is changed.
 
     Creating, `allocate`, calling and `close` are collective: every rank does them, in the same order.
     """
@@ -38,19 +46,24 @@ class AllReduce(Moves):
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
         if check not in CHECKS:
             raise OptionError(f"check={check!r} is unknown; use one of {', '.join(CHECKS)}")
-        self.topology = topology
-        self.rank, self.size = topology.rank, topology.size
         self.check = check
-        self.closed = False
         self.name = type(self).__name__
+        self.recipe: Recipe | None = None  # set by create(): what makes this backend again, on other ranks
+        self.owns_topology = False  # set by create() when it made the topology
+        self.part_of: AllReduce | None = None  # set by the backend that made this one for its own calls
         self.workspace = Workspace()
         self._pinned: Workspace | None = None
-        self.part_of: AllReduce | None = None  # set by the backend that made this one for its own calls
-        self.owns_topology = False  # set by create() when it made the topology
-        self._calls = Calls(topology, self, meet=check != "never")
-        self._comm = topology.private(self, self._calls.wait)  # data
         self._agreed: set[Any] = set()  # what calls are known by: their signatures
         self._known: dict[tuple, Call] = {}  # what __call__ looks up: plain arrays in C order
+        self._connect(topology)
+
+    def _connect(self, topology: Topology) -> None:
+        """Make all that depends on the ranks; algorithms add theirs. Collective. `abandon` drops it."""
+        self.topology = topology
+        self.rank, self.size = topology.rank, topology.size
+        self._calls = Calls(topology, self, meet=self.check != "never")
+        self._comm = topology.private(self, self._calls.wait)  # data
+        self.closed = False
 
     # What users call
 
@@ -244,50 +257,3 @@ class AllReduce(Moves):
 
 
 children.guard(AllReduce, "__call__", "_check_open", "close")
-
-
-class TwoPhase(AllReduce):
-    """Algorithms that are a reduce_scatter followed by an all_gather. Both can be called on their own.
-
-    Between the phases each rank owns one slice of the buffer, `owned(length)`, and holds its result.
-    """
-
-    def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        """Reduce `buffer`, leaving each rank only its own slice of the result, which is returned. Collective.
-
-        buffer: a contiguous 1-D array, as for a call; what is outside of the returned view is undefined
-        afterwards. 16-bit floats are summed in float32 and rounded once.
-        """
-        self._phase(self._admit(buffer, op, "reduce_scatter"), self._scatter_rounded, buffer)
-        return buffer[self.owned(buffer.size)]
-
-    def all_gather(self, buffer: np.ndarray) -> None:
-        """Fill `buffer` on every rank from the slices that the ranks own, in place. Collective."""
-        self._phase(self._admit(buffer, "sum", "all_gather"), lambda flat, _: self._all_gather(flat), buffer)
-
-    def _phase(self, call: Call, reduction: Reduction, buffer: np.ndarray) -> None:
-        self._calls.run(call, reduction if buffer.size and self.size > 1 else nothing_to_do, buffer)
-
-    @abstractmethod
-    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        """Finish `owned` of a 1-D array of 32 or 64-bit elements in place; the rest may be spoilt."""
-
-    @abstractmethod
-    def _all_gather(self, buffer: np.ndarray) -> None:
-        """Copy every rank's `owned` slice to all ranks; any dtype."""
-
-    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        self._scatter_rounded(buffer, op)
-        self._all_gather(buffer)
-
-    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
-        """reduce_scatter of any dtype: 16-bit floats travel as float32 sums and are rounded by their owner."""
-        accumulator = dtypes.TYPES[buffer.dtype].accumulator
-        if accumulator == buffer.dtype:
-            self._reduce_scatter(buffer, op)
-            return
-        wide = self.workspace.array("wide", buffer.size, accumulator)
-        np.copyto(wide, buffer)
-        self._reduce_scatter(wide, op)
-        mine = self.owned(buffer.size)
-        np.copyto(buffer[mine], wide[mine], casting="unsafe")

@@ -7,7 +7,7 @@ import os
 import zlib
 from typing import Any
 
-from allreduce.base import AllReduce
+from allreduce.base import AllReduce, Recipe
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
 from allreduce.topology import Topology
 
@@ -60,6 +60,7 @@ def create(name: str, topology: Topology | None = None, *, check: str = "first",
             topology.close()
         raise
     backend.name = name
+    backend.recipe = Recipe(name, {"check": check, **options})
     backend.owns_topology = owned
     return backend
 

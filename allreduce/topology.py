@@ -1,31 +1,23 @@
 """Who is where: the world, the node and the cross communicators, their owner, and simulated nodes."""
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Sequence
 
 from mpi4py import MPI
 
 from allreduce import children, ending, machine, notices
 from allreduce.errors import ClosedError, OptionError
-from allreduce.messages.agreement import agree, place_of, watched
+from allreduce.messages.agreement import agree
 from allreduce.messages.board import Board
-from allreduce.messages.notes import Wait
 from allreduce.messages.watch import TIMEOUT, Watch, seconds
 from allreduce.messages.worker import Worker
 from allreduce.nodes import bad_ranks_per_node, bad_timeout, checked, number_nodes, simulated_node
+from allreduce.ownership import Closeable, Owner
 
 TAGS = 1 << 15  # every MPI has at least this many
 
 
-class Closeable(Protocol):
-    """What uses a communicator of a topology and has to be closed before it."""
-
-    def close(self) -> None: ...
-
-
-class Topology:
+class Topology(Owner):
     """The ranks of a communicator and the nodes that they run on. Creating and closing are collective.
 
     comm: an intracommunicator, duplicated here; MPI.COMM_WORLD when none is given.
@@ -198,50 +190,6 @@ class Topology:
         copy.board = Board(MPI.COMM_SELF.Dup(), self.rank, self.size)  # for nobody: those made here are parts of a user
         return self._child(copy)
 
-    def private(self, user: Closeable | None = None, wait: Wait | None = None) -> MPI.Intracomm:
-        """A duplicate of `world` on which its user's messages are its own. Collective; owned here.
-
-        user: closed before the communicator when the topology is closed.
-        wait: where agreements on it wait; a place of its own when none is given.
-        """
-        self.check_open()
-        if user is not None and user not in self._users:
-            self._users.append(user)
-        comm = self._own(self.world.Dup())
-        watched(comm, self.watch, wait or self.watch.place(self._number(), raises=True))
-        return comm
-
-    def place(self) -> Wait:
-        """A place in which a user's calls wait for other ranks. All ranks ask for theirs in the same order."""
-        return self.watch.place(self._number())
-
-    def release(self, comm: MPI.Intracomm, user: Closeable | None = None) -> None:
-        """Free a communicator that `private` gave to `user`. Collective."""
-        if user is not None and user in self._users:
-            self._users.remove(user)
-        self._owned.remove(comm)
-        self.watch.forget(place_of(comm))
-        comm.Free()
-
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        """What is taken from here inside is given back when it ends in an error. Collective then.
-
-        For constructors that may refuse, on all ranks.
-        """
-        owned, users, children = list(self._owned), list(self._users), list(self._children)
-        parts = dict(self.board.free)
-        try:
-            yield
-        except Exception as error:
-            if getattr(error, "ranks", None) is not None:
-                for child in [each for each in self._children if each not in children]:
-                    child.close()
-                self._users, self.board.free = users, parts | self.board.free
-                for comm in [each for each in reversed(self._owned) if each not in owned]:
-                    self.release(comm)
-            raise
-
     def close(self) -> None:
         """Close what still uses this topology, then free every communicator. Collective."""
         if self.closed:
@@ -259,6 +207,19 @@ class Topology:
             comm.Free()
         self._owned.clear()
 
+    def abandon(self) -> None:
+        """Let go of everything without the other ranks, who may be lost. Local; communicators stay to the end."""
+        if self.closed:
+            return
+        self.closed = True
+        for user in [*reversed(self._users), *reversed(self._children)]:
+            user.abandon()
+        if self._worker is not None:
+            self._worker.abandon()
+        self.board.abandon()
+        if self._origin is None:
+            self.watch.abandon()
+
     def check_open(self) -> None:
         """Raise ClosedError after `close()`."""
         if self.closed:
@@ -271,18 +232,9 @@ class Topology:
         if kind is None:  # after an exception the other ranks may not come to a collective close
             self.close()
 
-    def _own(self, comm: MPI.Comm) -> MPI.Intracomm:
-        assert isinstance(comm, MPI.Intracomm)
-        self._owned.append(comm)
-        return comm
-
     def _child(self, child: "Topology") -> "Topology":
         self._children = [each for each in self._children if not each.closed] + [child]
         return child
-
-    def _number(self) -> int:
-        self._numbers += 1
-        return self._numbers
 
     def _divide(self, real: MPI.Intracomm, ranks_per_node: int | Sequence[int] | None) -> MPI.Intracomm:
         """The node that this rank is on, or is said to be on. real: the ranks that share memory with it."""

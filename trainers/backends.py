@@ -2,9 +2,10 @@
 
 import allreduce
 from allreduce import notices
-from allreduce.base import AllReduce, TwoPhase
+from allreduce.base import AllReduce
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
+from allreduce.two_phase import TwoPhase
 
 UPDATES = ("replicated", "sharded")
 

@@ -177,6 +177,10 @@ class Trainer(ABC):
             self.topology.release(self._comm, self)
             self._close()
 
+    def abandon(self) -> None:
+        """Let go of everything without the other ranks, who may be lost. Local; the replica stays usable."""
+        self.closed = True
+
     def _close(self) -> None:  # noqa: B027, a trainer may hold nothing else
         """Free what a kind of trainer holds besides `_comm`."""
 

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from allreduce.arrays import dtypes
-from allreduce.base import AllReduce, TwoPhase
+from allreduce.base import AllReduce
 from allreduce.messages.agreement import together
 from allreduce.topology import Topology
+from allreduce.two_phase import TwoPhase
 from trainers.backends import UPDATES, backend_for
 from trainers.base import Trainer
 from trainers.data import Batch

@@ -14,10 +14,10 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import dtypes
-from allreduce.base import TwoPhase
 from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import together
 from allreduce.messages.window import CommonWindow
+from allreduce.two_phase import TwoPhase
 from trainers.replica import Replica
 from trainers.watching.stopwatch import Stopwatch
 

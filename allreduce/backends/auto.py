@@ -13,7 +13,7 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import ALLOCATED, GPU, Signature
 from allreduce.base import AllReduce, Reduction
 from allreduce.decision_table import Rule, rule_for
-from allreduce.errors import UnavailableError
+from allreduce.errors import OptionError, UnavailableError
 from allreduce.messages.stage import LARGEST_BYTES
 from allreduce.topology import Topology
 
@@ -75,12 +75,23 @@ class Auto(AllReduce):
         choose: Rule | None = None,
         check: str = "first",
     ) -> None:
+        if choose is not None and not callable(choose):
+            raise OptionError(f"choose={choose!r} is no rule: give a function of (topology, nbytes, dtype, memory)")
+        self._make, self._rule, self._table = make, choose, table
         super().__init__(topology, check=check)
-        self._make = make
+
+    def _connect(self, topology: Topology) -> None:
+        super()._connect(topology)
         self._ground = topology.duplicate()  # parts are made in the middle of calls, in whichever thread those run
-        self._choose = choose or rule_for(self._comm, topology, table, rule)
+        self._choose = self._rule or rule_for(self._comm, topology, self._table, rule)
         self._parts: dict[str, AllReduce] = {}
         self._lacking: dict[str, str] = {}
+
+    def abandon(self) -> None:
+        super().abandon()
+        for part in self._parts.values():
+            part.abandon()
+        self._ground.abandon()
 
     def choice(self, length: int, dtype: DTypeLike = "float32", device: str = "cpu") -> tuple[str, str]:
         """The name of the backend for an array from `allocate`, and why. Collective at its first use."""

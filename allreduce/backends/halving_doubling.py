@@ -12,9 +12,9 @@ import numpy as np
 
 from allreduce.arrays import chunks
 from allreduce.arrays.ops import Op
-from allreduce.base import TwoPhase
 from allreduce.messages.transfer import Transfer
 from allreduce.topology import Topology
+from allreduce.two_phase import TwoPhase
 
 
 class HalvingDoubling(TwoPhase):
@@ -25,8 +25,8 @@ class HalvingDoubling(TwoPhase):
     and 3 quarters; and rank 0 finishes quarter 0, rank 2 quarter 1, rank 1 quarter 2, rank 3 quarter 3.
     """
 
-    def __init__(self, topology: Topology, *, check: str = "first") -> None:
-        super().__init__(topology, check=check)
+    def _connect(self, topology: Topology) -> None:
+        super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self._tag)
         self._power = 1 << (self.size.bit_length() - 1)
         self._extras = self.size - self._power

@@ -13,11 +13,12 @@ import numpy as np
 
 from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
-from allreduce.base import AllReduce, TwoPhase
+from allreduce.base import AllReduce
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.messages.agreement import together
 from allreduce.messages.transfer import Transfer
 from allreduce.topology import Topology
+from allreduce.two_phase import TwoPhase
 
 
 class HierarchicalCopy(TwoPhase):
@@ -37,7 +38,12 @@ class HierarchicalCopy(TwoPhase):
         cross: str = "ring",
         check: str = "first",
     ) -> None:
+        self._make, self._parts = make, (node, cross)
         super().__init__(topology, check=check)
+
+    def _connect(self, topology: Topology) -> None:
+        super()._connect(topology)
+        make, (node, cross) = self._make, self._parts
         inside, across = topology.inside(), topology.across()
         self._made: list[Topology | AllReduce] = [inside, across] if across else [inside]
         try:
@@ -49,6 +55,11 @@ class HierarchicalCopy(TwoPhase):
         self.copies_foreign = self._node.copies_foreign
         self._leaders_only = topology.leaders_only
         self._transfer = Transfer(self._node._comm, self.workspace, self._tag)
+
+    def abandon(self) -> None:
+        super().abandon()
+        for part in self._made:
+            part.abandon()
 
     def _keep(self, part: AllReduce) -> AllReduce:
         self._made.append(part)

@@ -24,8 +24,11 @@ class Nccl(AllReduce):
     """
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
-        raise_together(topology.world, _missing())
+        topology.agree([], '"nccl"', _missing())
         super().__init__(topology, check=check)
+
+    def _connect(self, topology: Topology) -> None:
+        super()._connect(topology)
         self._cupy = gpu.cupy()
         self._nccl = self._cupy.cuda.nccl
         self._device = -1
@@ -46,7 +49,7 @@ class Nccl(AllReduce):
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
         if self._communicator is None:
-            self._connect()
+            self._join_gpus()
         if buffer.device.id != self._device:
             raise OptionError(
                 f'"nccl" is connected on GPU {self._device} and the array is on GPU {buffer.device.id}; '
@@ -90,7 +93,7 @@ class Nccl(AllReduce):
         if op.scale is not None and not average:
             self._cupy.multiply(buffer, op.scale, out=buffer)
 
-    def _connect(self) -> None:
+    def _join_gpus(self) -> None:
         """Make the NCCL communicator on the current device. Collective."""
         cuda = self._cupy.cuda
         self._device = cuda.runtime.getDevice()

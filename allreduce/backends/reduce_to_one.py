@@ -22,8 +22,11 @@ class ReduceToOne(AllReduce):
     def __init__(self, topology: Topology, *, root: int = 0, check: str = "first") -> None:
         if not (isinstance(root, int) and 0 <= root < topology.size):
             raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {topology.size - 1}")
-        super().__init__(topology, check=check)
         self.root = root
+        super().__init__(topology, check=check)
+
+    def _connect(self, topology: Topology) -> None:
+        super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self._tag)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:

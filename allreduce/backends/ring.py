@@ -13,10 +13,10 @@ from mpi4py import MPI
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
 from allreduce.arrays.ops import Op
-from allreduce.base import TwoPhase
 from allreduce.messages.transfer import AHEAD, Arrival, Transfer
 from allreduce.messages.waiting import wait, wait_all
 from allreduce.topology import Topology
+from allreduce.two_phase import TwoPhase
 
 
 class Step(NamedTuple):
@@ -57,8 +57,8 @@ class Ring(TwoPhase):
     would have to travel as float32.
     """
 
-    def __init__(self, topology: Topology, *, check: str = "first") -> None:
-        super().__init__(topology, check=check)
+    def _connect(self, topology: Topology) -> None:
+        super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self._tag)
         self._left, self._right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         self._plan = plan(self.rank, self.size, 1, 2 * self.size - 1)

@@ -17,12 +17,12 @@ from allreduce.arrays import dtypes, float16
 from allreduce.arrays.chunks import segments
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import ALLOCATED, FOREIGN
-from allreduce.base import TwoPhase
 from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import agree
 from allreduce.messages.stage import LEAST_BYTES, Stage, Staged, wanted_bytes
 from allreduce.messages.window import Window
 from allreduce.topology import Topology
+from allreduce.two_phase import TwoPhase
 
 WORD = np.dtype(np.int64)
 BLOCK_BYTES = 256 * 1024  # what a rank adds at a time, from each rank
@@ -40,6 +40,9 @@ class Shared(TwoPhase):
                 'use "hierarchical_copy", which uses "shared" inside each node'
             )
         super().__init__(topology, check=check)
+
+    def _connect(self, topology: Topology) -> None:
+        super()._connect(topology)
         self._arrays: dict[int, Window] = {}  # what `allocate` gave, by number; numbers are not used again
         self._numbers = itertools.count()
         self._meetings = 0

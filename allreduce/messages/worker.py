@@ -126,6 +126,14 @@ class Worker:
             thread.join()
         _workers.discard(self)
 
+    def abandon(self) -> None:
+        """Give all calls up. Local. A thread that is inside of MPI stays there."""
+        for lane in list(self._lanes.values()):
+            lane.abandon()
+        if self._thread is not None:
+            self._wake.put(False)
+        _workers.discard(self)
+
     # The work: in the thread, or in whoever waits
 
     def _work(self) -> None:

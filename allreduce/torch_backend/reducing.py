@@ -13,7 +13,7 @@ import allreduce
 from allreduce import notices
 from allreduce.arrays import chunks
 from allreduce.arrays.workspace import Workspace
-from allreduce.base import AllReduce, TwoPhase
+from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import agree
 from allreduce.topology import Topology
@@ -21,6 +21,7 @@ from allreduce.torch_backend import gpu
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.reduce_ops import MPI_TYPES, Reduction
 from allreduce.torch_backend.tensors import as_array, readable, writable
+from allreduce.two_phase import TwoPhase
 
 LARGEST_COUNT = 1 << 30  # elements in one call of MPI
 

@@ -43,5 +43,9 @@ class Background(Wrapper):
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         self.submit(lambda: self.inner(buffer, op)).wait()
 
+    def abandon(self) -> None:
+        super().abandon()
+        self._lane.abandon()
+
     def _close(self) -> None:
         self._lane.close()

@@ -10,8 +10,9 @@ from grid import OPS, expected, lengths, numpy_dtype, shapes, values
 from mpi4py import MPI
 
 import allreduce
-from allreduce.base import AllReduce, TwoPhase
+from allreduce.base import AllReduce
 from allreduce.errors import DisagreementError, NotAnArrayError, NotContiguousError, UnavailableError
+from allreduce.two_phase import TwoPhase
 
 SIZE = MPI.COMM_WORLD.size
 ON_CPU = [name for name in allreduce.NAMES if name != "nccl"]

@@ -12,8 +12,9 @@ from grid import DTYPES, QUICK, compare, expected, lengths, numpy_dtype, run_gri
 from mpi4py import MPI
 
 import allreduce
-from allreduce.base import AllReduce, TwoPhase
+from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
+from allreduce.two_phase import TwoPhase
 
 SIZE = MPI.COMM_WORLD.size
 SHAPES = shapes(SIZE)

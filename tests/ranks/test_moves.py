@@ -12,8 +12,9 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import moves
-from allreduce.base import AllReduce, TwoPhase
+from allreduce.base import AllReduce
 from allreduce.errors import AllReduceError, DisagreementError, NotAnArrayError, OptionError, UnavailableError
+from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.wrapper import Wrapper
 
 SIZE = MPI.COMM_WORLD.size

@@ -7,8 +7,8 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.base import TwoPhase
 from allreduce.errors import ClosedError, DisagreementError, NotAnArrayError, OptionError
+from allreduce.two_phase import TwoPhase
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")

@@ -6,10 +6,11 @@ import torch
 
 import allreduce
 from allreduce import notices
-from allreduce.base import AllReduce, TwoPhase
+from allreduce.base import AllReduce
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
+from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.background import crowded
 from trainers.pytorch.family import Family
 

@@ -11,10 +11,11 @@ import torch
 from mpi4py import MPI
 from torch.optim import Optimizer
 
-from allreduce.base import AllReduce, TwoPhase
+from allreduce.base import AllReduce
 from allreduce.errors import ClosedError, OptionError
 from allreduce.messages.agreement import together
 from allreduce.topology import Topology
+from allreduce.two_phase import TwoPhase
 from trainers.pytorch import checks, choices
 from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
 from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compare

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from allreduce.arrays import dtypes
-from allreduce.base import TwoPhase
 from allreduce.errors import OptionError
+from allreduce.two_phase import TwoPhase
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.broadcast import broadcast_tensors
 from trainers.pytorch.layout import Piece, pieces

@@ -1,0 +1,89 @@
+"""Who owns communicators: a topology does, all of them, and knows who uses them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from mpi4py import MPI
+
+from allreduce.messages.agreement import place_of, watched
+from allreduce.messages.board import Board
+from allreduce.messages.notes import Wait
+from allreduce.messages.watch import Watch
+
+
+class Closeable(Protocol):
+    """What uses a communicator of a topology and has to be closed before it."""
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+class Owner:
+    """The part of a topology that hands out communicators and takes them back."""
+
+    world: MPI.Intracomm
+    watch: Watch
+    board: Board
+    _owned: list[MPI.Intracomm]
+    _users: list[Closeable]
+    _children: list[Any]  # topologies that were made from this one
+    _numbers: int
+
+    def check_open(self) -> None:
+        """Raise ClosedError after `close()`."""
+        raise NotImplementedError
+
+    def private(self, user: Closeable | None = None, wait: Wait | None = None) -> MPI.Intracomm:
+        """A duplicate of `world` on which its user's messages are its own. Collective; owned here.
+
+        user: closed before the communicator when the topology is closed.
+        wait: where agreements on it wait; a place of its own when none is given.
+        """
+        self.check_open()
+        if user is not None and user not in self._users:
+            self._users.append(user)
+        comm = self._own(self.world.Dup())
+        watched(comm, self.watch, wait or self.watch.place(self._number(), raises=True))
+        return comm
+
+    def place(self) -> Wait:
+        """A place in which a user's calls wait for other ranks. All ranks ask for theirs in the same order."""
+        return self.watch.place(self._number())
+
+    def release(self, comm: MPI.Intracomm, user: Closeable | None = None) -> None:
+        """Free a communicator that `private` gave to `user`. Collective."""
+        if user is not None and user in self._users:
+            self._users.remove(user)
+        self._owned.remove(comm)
+        self.watch.forget(place_of(comm))
+        comm.Free()
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """What is taken from here inside is given back when it ends in an error. Collective then.
+
+        For constructors that may refuse, on all ranks.
+        """
+        owned, users, children = list(self._owned), list(self._users), list(self._children)
+        parts = dict(self.board.free)
+        try:
+            yield
+        except Exception as error:
+            if getattr(error, "ranks", None) is not None:
+                for child in [each for each in self._children if each not in children]:
+                    child.close()
+                self._users, self.board.free = users, parts | self.board.free
+                for comm in [each for each in reversed(self._owned) if each not in owned]:
+                    self.release(comm)
+            raise
+
+    def _own(self, comm: MPI.Comm) -> MPI.Intracomm:
+        assert isinstance(comm, MPI.Intracomm)
+        self._owned.append(comm)
+        return comm
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers

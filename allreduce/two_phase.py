@@ -1,0 +1,58 @@
+"""Seam 1, for algorithms that are a reduce_scatter followed by an all_gather."""
+
+from abc import abstractmethod
+
+import numpy as np
+
+from allreduce.arrays import dtypes
+from allreduce.arrays.ops import Op
+from allreduce.base import AllReduce
+from allreduce.calls import Call, Reduction
+from allreduce.moves import nothing_to_do
+
+
+class TwoPhase(AllReduce):
+    """Algorithms that are a reduce_scatter followed by an all_gather. Both can be called on their own.
+
+    Between the phases each rank owns one slice of the buffer, `owned(length)`, and holds its result.
+    """
+
+    def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
+        """Reduce `buffer`, leaving each rank only its own slice of the result, which is returned. Collective.
+
+        buffer: a contiguous 1-D array, as for a call; what is outside of the returned view is undefined
+        afterwards. 16-bit floats are summed in float32 and rounded once.
+        """
+        self._phase(self._admit(buffer, op, "reduce_scatter"), self._scatter_rounded, buffer)
+        return buffer[self.owned(buffer.size)]
+
+    def all_gather(self, buffer: np.ndarray) -> None:
+        """Fill `buffer` on every rank from the slices that the ranks own, in place. Collective."""
+        self._phase(self._admit(buffer, "sum", "all_gather"), lambda flat, _: self._all_gather(flat), buffer)
+
+    def _phase(self, call: Call, reduction: Reduction, buffer: np.ndarray) -> None:
+        self._calls.run(call, reduction if buffer.size and self.size > 1 else nothing_to_do, buffer)
+
+    @abstractmethod
+    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
+        """Finish `owned` of a 1-D array of 32 or 64-bit elements in place; the rest may be spoilt."""
+
+    @abstractmethod
+    def _all_gather(self, buffer: np.ndarray) -> None:
+        """Copy every rank's `owned` slice to all ranks; any dtype."""
+
+    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+        self._scatter_rounded(buffer, op)
+        self._all_gather(buffer)
+
+    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
+        """reduce_scatter of any dtype: 16-bit floats travel as float32 sums and are rounded by their owner."""
+        accumulator = dtypes.TYPES[buffer.dtype].accumulator
+        if accumulator == buffer.dtype:
+            self._reduce_scatter(buffer, op)
+            return
+        wide = self.workspace.array("wide", buffer.size, accumulator)
+        np.copyto(wide, buffer)
+        self._reduce_scatter(wide, op)
+        mine = self.owned(buffer.size)
+        np.copyto(buffer[mine], wide[mine], casting="unsafe")
