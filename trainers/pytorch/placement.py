@@ -10,10 +10,10 @@ import torch
 from mpi4py import MPI
 
 from allreduce.arrays import dtypes
-from allreduce.base import TwoPhase
 from allreduce.errors import OptionError
 from allreduce.messages.agreement import raise_together, together
 from allreduce.messages.window import CommonWindow
+from allreduce.two_phase import TwoPhase
 from trainers.pytorch.averaging import Averager
 from trainers.replicas.pytorch.tensors import TORCH, as_tensor
 
