@@ -12,7 +12,7 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, numbers
 from allreduce.arrays.workspace import Workspace
 from allreduce.calls import Call, Calls, Reduction
-from allreduce.errors import AllReduceError, ClosedError, OptionError
+from allreduce.errors import AllReduceError, ClosedError, OptionError, UnavailableError
 from allreduce.moves import Moves, nothing_to_do
 from allreduce.topology import Topology
 
@@ -74,7 +74,13 @@ class AllReduce(Moves):
         reduces where it is. A slice of the array is as good as the whole: it is reduced in place too.
         """
         self._check_allocation(length, dtype, device)
-        return self._allocate(int(length), dtypes.parse(dtype), device)
+        array, error = None, None
+        try:
+            array = self._allocate(int(length), dtypes.parse(dtype), device)
+        except MemoryError as lacking:
+            error = UnavailableError(f"this rank has no memory for {length} elements of {dtype}: {lacking}")
+        self._calls.agree([], f"allocate({length!r})", error)
+        return array
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         """Reduce `buffer` over all ranks, in place: afterwards all ranks hold the same bits. Collective.

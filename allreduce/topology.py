@@ -81,7 +81,7 @@ class Topology(Owner):
         """
         children.check()
         everyone = MPI.COMM_WORLD.Get_group()
-        if not ranks or not all(0 <= rank < everyone.size for rank in ranks) or len(set(ranks)) < len(ranks):
+        if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(everyone.size)):
             raise OptionError(
                 f"ranks {list(ranks)}: give some ranks of MPI, each of them once; there are 0 to {everyone.size - 1}"
             )

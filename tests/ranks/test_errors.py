@@ -318,3 +318,100 @@ def test_closed_topology(world: MPI.Intracomm) -> None:
     topology.close()
     raised_everywhere(world, errors.ClosedError, lambda: topology.private())
     raised_everywhere(world, errors.ClosedError, lambda: allreduce.create("ring", topology))
+
+
+def test_what_is_no_communicator() -> None:
+    """Refused before anything is sent, so alike on all ranks without a word between them."""
+    freed = MPI.COMM_SELF.Dup()
+    freed.Free()
+    for given, words in (
+        ("world", "not str"),
+        (MPI.COMM_NULL, "MPI.COMM_NULL|not Comm"),
+        (freed, "MPI.COMM_NULL"),
+        (MPI.COMM_WORLD.Get_group(), "not Group"),
+    ):
+        with pytest.raises(errors.OptionError, match=words):
+            allreduce.Topology(given)  # type: ignore[arg-type]
+
+
+def test_an_intercommunicator_is_refused(world: MPI.Intracomm) -> None:
+    if world.size == 1:
+        pytest.skip("an intercommunicator needs two ranks")
+    half = world.Split(world.rank % 2, world.rank)
+    inter = half.Create_intercomm(0, world, 1 - world.rank % 2)
+    with pytest.raises(errors.OptionError, match="an intercommunicator"):
+        allreduce.Topology(inter)  # type: ignore[arg-type]
+    inter.Free()
+    half.Free()
+
+
+def test_a_communicator_in_place_of_a_topology() -> None:
+    with pytest.raises(errors.OptionError, match=r"takes an allreduce\.Topology, not Intracomm"):
+        allreduce.create("ring", MPI.COMM_WORLD)  # type: ignore[arg-type]
+
+
+def test_a_rule_that_is_none(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    raised_everywhere(world, errors.OptionError, lambda: allreduce.create("auto", flat, choose="ring"))
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 0], [-1], [10_000], ["a"], [0.5]])
+def test_ranks_that_make_no_topology(ranks: list[Any]) -> None:
+    with pytest.raises(errors.OptionError, match="give some ranks of MPI, each of them once"):
+        allreduce.Topology.of_ranks(ranks, "test")
+
+
+@pytest.mark.parametrize("name", ["ring", "shared", "auto"])
+@pytest.mark.parametrize("length", [2**62, 2**39, -1])
+def test_lengths_that_no_machine_has(name: str, length: int, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    with allreduce.create(name, flat) as reduce:
+        kind = errors.UnavailableError if length == 2**39 else errors.OptionError
+        raised_everywhere(world, kind, lambda: reduce.allocate(length, "float64"))
+        reduce(np.ones(3), "sum")  # and nothing is lost
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "soon", float("nan")])
+def test_no_time_to_wait(timeout: Any, world: MPI.Intracomm) -> None:
+    raised_everywhere(world, errors.OptionError, lambda: allreduce.Topology(timeout=timeout))
+
+
+def test_options_in_another_order(flat: allreduce.Topology) -> None:
+    options = {"node": "shared", "cross": "ring"}
+    order = sorted(options, reverse=flat.rank % 2 == 1)
+    allreduce.create("hierarchical_copy", flat, **{key: options[key] for key in order}).close()
+
+
+def test_a_recipe_makes_it_again(flat: allreduce.Topology) -> None:
+    with allreduce.create("reduce_to_one", flat, root=flat.size - 1, check="always") as reduce:
+        recipe = reduce.recipe
+    assert recipe is not None
+    with allreduce.create(recipe.name, flat, **recipe.options) as again:
+        assert (again.root, again.check) == (flat.size - 1, "always")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["ring", "shared", "hierarchical_copy", "auto"])
+def test_what_was_abandoned_is_closed(name: str) -> None:
+    """Locally, with no word to the others; the other users of MPI go on."""
+    topology = allreduce.Topology()
+    reduce = allreduce.create(name, topology)
+    reduce(np.ones(1000), "sum")
+    topology.abandon()
+    for call in (lambda: reduce(np.ones(1000), "sum"), lambda: allreduce.create(name, topology)):
+        with pytest.raises(errors.ClosedError):
+            call()
+    with allreduce.Topology() as another, allreduce.create(name, another) as again:
+        again(np.ones(1000), "sum")
+
+
+def test_parts_of_a_topology_are_on_their_own(world: MPI.Intracomm) -> None:
+    """An error that all ranks of one part raise is no concern of the other part's."""
+    with allreduce.Topology() as topology:
+        with topology.split(topology.rank % 2) as part, allreduce.create("ring", part) as reduce:
+            assert part.size == len(range(topology.rank % 2, topology.size, 2))
+            values = np.full(10, float(topology.rank))
+            if topology.rank % 2:
+                with pytest.raises(errors.UnsupportedOpError):
+                    reduce(values, "median")
+            reduce(values, "sum")
+            assert (values == sum(range(topology.rank % 2, topology.size, 2))).all()
+        with pytest.raises(errors.OptionError, match="colour=-1"):
+            topology.split(-1)
