@@ -200,6 +200,22 @@ def test_gradients_changed_while_sharded(world: MPI.Intracomm, flat: allreduce.T
         optimizer.step()
 
 
+@several
+@pytest.mark.parametrize("call", ["step", "synchronize"])
+def test_gradients_changed_on_one_rank_while_sharded(world: MPI.Intracomm, flat: allreduce.Topology, call: str) -> None:
+    """The others neither wait for it nor use what they have."""
+    model = model_of(3, 2)
+    with MirroredOptimizer(sgd(model), model, topology=flat, update="sharded") as optimizer:
+        backward(model)
+        if world.rank == 1:
+            model[0].bias.grad.mul_(2)
+        text = raised_everywhere(world, GradientError, getattr(optimizer, call))
+        assert text.startswith("rank 1: gradients were changed between backward and step()")
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+
+
 def test_second_backward_while_sharded(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = model_of(3, 2)
     with MirroredOptimizer(sgd(model), model, topology=flat, update="sharded") as optimizer:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
@@ -30,7 +31,7 @@ from trained import (  # noqa: E402
 )
 
 import allreduce  # noqa: E402
-from allreduce import errors  # noqa: E402
+from allreduce import errors, notices  # noqa: E402
 from trainers.pytorch import MirroredOptimizer, family  # noqa: E402
 from trainers.pytorch.averaging import GradientError  # noqa: E402
 
@@ -513,11 +514,17 @@ def test_state_dict_after_a_backward_that_raised(world: MPI.Intracomm, flat: all
         assert_mirrored(world, model)
 
 
-def test_state_dict_says_nothing(flat: allreduce.Topology, caplog: pytest.LogCaptureFixture) -> None:
-    """A sharded one has no notice of copies that no user caused."""
+@several
+def test_state_dict_says_nothing(
+    flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sharded one has no notice of copies that no user caused; what a user causes has one."""
     model = network()
-    with mirrored(sgd(model), model, "ring", topology=flat, update="sharded") as optimizer:
+    with mirrored(sgd(model), model, "shared", topology=flat, update="sharded") as optimizer:
         train(model, optimizer, mine, steps=1)
+        monkeypatch.setattr(notices, "_said", set())
         caplog.clear()
         optimizer.state_dict()
         assert not caplog.records
+        optimizer.backend.all_gather(np.zeros(1000, np.float32))
+        assert len(caplog.records) == (MPI.COMM_WORLD.rank == 0)

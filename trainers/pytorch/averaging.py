@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from allreduce.base import AllReduce
+from allreduce.messages.agreement import raise_together
 from allreduce.messages.worker import Lane
 from trainers.pytorch.backward import Backward, GradientError, meet
 from trainers.pytorch.family import Family
@@ -252,20 +253,25 @@ class Averager:
             for index in self._of_others:
                 self.parameters[index].grad = self.views[index]
 
-    def gathered(self, gather: Callable[[np.ndarray], object]) -> None:
-        """Go from SCATTERED to AVERAGED. Runs in the lane. gather: fills a bucket from what the ranks own."""
+    def gathered(self, gather: Callable[[np.ndarray], object], error: GradientError | None) -> None:
+        """Go from SCATTERED to AVERAGED. Runs in the lane.
+
+        gather: fills a bucket from what the ranks own. error: of this rank, raised on all of them.
+        """
+        raise_together(self.comm, error)
         for memory in self.buckets:
             gather(memory.array)
         self._set(AVERAGED)
 
-    def check_unchanged(self) -> None:
-        """Raise when SCATTERED gradients were edited: clipped by a norm of leftovers, for example."""
-        if self.state == SCATTERED and self._versions != [each._version for each in self.flats.values()]:
-            raise GradientError(
-                'gradients were changed between backward and step(), and with update="sharded" a rank has the '
-                "averages of its own slice only; call optimizer.synchronize() first (before clipping, before "
-                "GradScaler.unscale_ or GradScaler.step), which gathers them"
-            )
+    def edited(self) -> GradientError | None:
+        """What is wrong when SCATTERED gradients were edited: clipped by a norm of leftovers, for example."""
+        if self.state != SCATTERED or self._versions == [each._version for each in self.flats.values()]:
+            return None
+        return GradientError(
+            'gradients were changed between backward and step(), and with update="sharded" a rank has the '
+            "averages of its own slice only; call optimizer.synchronize() first (before clipping, before "
+            "GradScaler.unscale_ or GradScaler.step), which gathers them"
+        )
 
     def forget(self, release: bool) -> None:
         """The gradients are used up: the next ones are new. release: .grad of every parameter becomes None."""

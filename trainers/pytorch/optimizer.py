@@ -213,13 +213,13 @@ class MirroredOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = self._mean_loss(closure)
         self._averager.average()
-        self._averager.check_unchanged()
         moved = sharded.placement.moved()
         what = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self.param_groups)}"
         if moved:
             what += f" after {', '.join(moved)} got other memory"
+        settle = partial(sharded.placement.settle, bool(moved), self._averager.edited())
         clock = self._averager.clock
-        used = clock.wait(partial(self._together, what, partial(sharded.placement.settle, bool(moved))))
+        used = clock.wait(partial(self._together, what, settle))
         sharded.step(used)
         what, count = "shares parameters", clock.wait if sharded.placement.in_common else clock.communicate
         count(partial(self._together, what, sharded.placement.share))
@@ -258,8 +258,7 @@ class MirroredOptimizer(Optimizer):
         self._averager.average()
         if self._averager.state == SCATTERED:
             assert isinstance(self.backend, TwoPhase)
-            self._averager.check_unchanged()
-            gather = partial(self._averager.gathered, self.backend.all_gather)
+            gather = partial(self._averager.gathered, self.backend.all_gather, self._averager.edited())
             self._averager.clock.communicate(partial(self._together, "gathers gradients", gather))
 
     @contextmanager

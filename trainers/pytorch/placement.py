@@ -85,23 +85,27 @@ class Placement:
         own = zip(self._averager.names, self._averager.parameters, self._addresses, strict=True)
         return [name for name, parameter, address in own if parameter.data_ptr() != address]
 
-    def settle(self, moved: bool) -> np.ndarray:
+    def settle(self, moved: bool, error: Exception | None) -> np.ndarray:
         """See that all ranks may update; for each parameter whether any rank has a gradient of it. Runs in the lane.
 
         moved: whether some parameters have other memory; alike on all ranks. They are moved in again.
+        error: why this rank can't go on, if it can't; raised on all ranks.
         When all ranks have come here they have stopped reading the parameters. Raises on all ranks when these
         were edited in a way that can't be made right.
         """
         if moved:
             self.move_in()
         edited = self._edited()
-        found = np.array([bool(edited), *(each.grad is not None for each in self._averager.parameters)], np.uint8)
+        used = [each.grad is not None for each in self._averager.parameters]
+        found = np.array([error is not None, bool(edited), *used], np.uint8)
         if self._comm.size > 1:
             self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
         if found[0]:
+            raise_together(self._comm, error)
+        if found[1]:
             self._refuse_edits(edited)
             self.accept()
-        return found[1:]
+        return found[2:]
 
     def share(self) -> None:
         """Let all ranks see what each of them has updated. Runs in the lane."""
