@@ -66,7 +66,7 @@ def browse(page: Path, *options: str) -> "subprocess.CompletedProcess[str]":
         pytest.skip("no browser: install Debian's package chromium")
     profile = page.parent / "profile"
     command = [str(browser), *FLAGS.split(), f"--user-data-dir={profile}", "--enable-logging=stderr", *options]
-    return subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=60, check=True)
+    return subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
 
 
 def test_page_needs_no_network(page: Path) -> None:
