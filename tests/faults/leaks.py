@@ -134,6 +134,7 @@ def cases() -> list[Case]:
     """What needs no PyTorch."""
     rank = MPI.COMM_WORLD.rank
     topology = allreduce.Topology()
+    apart = allreduce.Topology(ranks_per_node=1)
     names = [name for name in allreduce.available(topology) if name != "nccl"]
     living: list[np.ndarray] = []
 
@@ -162,6 +163,7 @@ def cases() -> list[Case]:
         Case("refused: create, option", 1_000, lambda _: refused(lambda: allreduce.create("ring", root=1))),
         Case("refused: create, names differ", 1_000, lambda _: refused(lambda: allreduce.create(names[min(rank, 1)]))),
         Case("refused: create, root", 1_000, lambda _: refused(lambda: allreduce.create("reduce_to_one", root=-7))),
+        Case("refused: create, nodes", 1_000, lambda _: refused(lambda: allreduce.create("shared", apart))),
         Case("refused: MirroredTrainer", 1_000, lambda _: refused(lambda: MirroredTrainer(network(), "rign"))),
         Case(
             "refused: MirroredTrainer, models", 1_000,
