@@ -58,6 +58,6 @@ def test_what_is_right_is_told_from_the_calls_of_all_ranks() -> None:
 
 @pytest.mark.parametrize("mpi", launch.MPIS)
 def test_nothing_leaks(mpirun: JobRunner, mpi: str) -> None:
-    job = mpirun(2, [LEAKS, "--scale", "0.03"], mpi=mpi, timeout=300)
+    job = mpirun(2, [LEAKS, "--scale", "0.01"], mpi=mpi, timeout=300)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "nothing grew" in job.stdout
