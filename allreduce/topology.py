@@ -74,7 +74,7 @@ class Topology(Owner):
         self.cross: MPI.Intracomm = self._own(self.world.Split(self.node.rank, self.node_index))
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[int], name: str) -> "Topology":
+    def of_ranks(cls, ranks: Sequence[int], name: str, timeout: float | None = None) -> "Topology":
         """The topology of some ranks of MPI.COMM_WORLD, in the given order. Collective over these alone.
 
         name: tells this call from others that go on at the same time; the same on all of them.
@@ -88,7 +88,7 @@ class Topology(Owner):
         group = everyone.Incl(list(ranks))
         comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(name.encode()) % TAGS)
         try:
-            return cls(comm)
+            return cls(comm, timeout=timeout)
         finally:
             comm.Free()
             group.Free()

@@ -31,8 +31,16 @@ class Pending:
     It begins when all ranks have come to it, so the time does not hold that of others.
     """
 
-    def __init__(self, work: Callable[[], object], lane: "Lane | None" = None, what: str = "", digest: int = 0) -> None:
+    def __init__(
+        self,
+        work: Callable[[], object],
+        lane: "Lane | None" = None,
+        what: str = "",
+        digest: int = 0,
+        ended: Callable[[BaseException | None], object] | None = None,
+    ) -> None:
         self.lane, self.what, self.digest = lane, what, digest
+        self._ended = ended
         self._work: Callable[[], object] | None = work
         self._done = threading.Event()
         self.error: BaseException | None = None
@@ -54,6 +62,9 @@ class Pending:
         self.end = time.perf_counter()
         self.error = self.error or error
         self._done.set()
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(self.error)
 
     def done(self) -> bool:
         """True when the call has ended, well or not."""
@@ -81,16 +92,23 @@ class Lane:
         self.submitted = 0
         self.pending: deque[Pending] = deque()
 
-    def submit(self, work: Callable[[], object], what: str = "", numbers: Sequence[int] = ()) -> Pending:
+    def submit(
+        self,
+        work: Callable[[], object],
+        what: str = "",
+        numbers: Sequence[int] = (),
+        ended: Callable[[BaseException | None], object] | None = None,
+    ) -> Pending:
         """Have `work` called when all ranks have submitted the lane's next call. Local: returns at once.
 
         what, numbers: alike on all ranks; otherwise all of them get the same DisagreementError, and the lane is
-        broken. Never wait for a call inside of `work`.
+        broken. ended: called when the call has ended or was given up, with the error if there is one, in whichever
+        thread that is. Never wait for a call inside of `work`.
         """
         if self.closed:
             raise ClosedError(f"{self.name} is closed")
         text = f"{what or 'call'} of {self.name}" + (f" {list(numbers)}" if numbers else "")
-        return self.worker.submit(self, Pending(work, self, text, zlib.crc32(text.encode())))
+        return self.worker.submit(self, Pending(work, self, text, zlib.crc32(text.encode()), ended))
 
     def close(self) -> None:
         """No more calls. Collective, as any call of the lane; local when the lane is broken."""

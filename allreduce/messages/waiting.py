@@ -1,5 +1,6 @@
 """Waiting for messages. MPI's own waits poll, so a thread that waits beside one that computes sleeps instead."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,14 +32,20 @@ def meet_asleep(comm: MPI.Intracomm) -> None:
     asleep(comm.Ibarrier().Test)
 
 
-def asleep(done: Callable[[], bool]) -> None:
-    """Call `done`, which lets MPI go on, until it is true, and mostly sleep in between."""
-    looks, pause = 0, SHORTEST_SLEEP
+def asleep(done: Callable[[], bool], limit: float = math.inf) -> bool:
+    """Call `done`, which lets MPI go on, until it is true, and mostly sleep in between.
+
+    False when that is not so after `limit` seconds; zero looks once.
+    """
+    looks, pause, deadline = 0, SHORTEST_SLEEP, time.monotonic() + limit
     while not done():
         looks += 1
+        if time.monotonic() >= deadline:
+            return False
         if looks > LOOKS:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_SLEEP)
+    return True
 
 
 def _beside_another() -> bool:

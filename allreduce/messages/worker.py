@@ -110,9 +110,7 @@ class Worker:
 
     def drop(self, lane: Lane) -> None:
         """Forget a lane. Local."""
-        with self._changed:
-            lane.broken = lane.broken or ClosedError(f"{lane.name} is closed")
-            self._fail(lane, lane.broken)
+        self._fail(lane, lane.broken or ClosedError(f"{lane.name} is closed"))
         self._lanes.pop(lane.number, None)
         self.watch.forget(lane.wait)
 
@@ -141,9 +139,8 @@ class Worker:
             while self._wake.get():
                 self._work_until(lambda: self._open == 0, None)
         except BaseException as error:  # nothing may end this thread in silence: others wait for its calls
-            with self._changed:
-                for lane in list(self._lanes.values()):
-                    self._fail(lane, error)
+            for lane in list(self._lanes.values()):
+                self._fail(lane, error)
 
     def _work_until(self, done: Callable[[], bool], deadline: float | None) -> None:
         looks, pause, looked = 0, SHORTEST_SLEEP, time.monotonic()
@@ -225,8 +222,7 @@ class Worker:
     def _refuse(self, lane: Lane, pending: Pending) -> None:
         """All ranks came, with different calls."""
         error = disagreement(self._control, self._control.allgather(pending.what))
-        with self._changed:
-            self._fail(lane, error)
+        self._fail(lane, error)
         pending.finish(error)
 
     def _look(self) -> None:
@@ -235,21 +231,23 @@ class Worker:
             try:
                 self.watch.look(lane.wait)
             except AllReduceError as error:
-                with self._changed:
-                    self._fail(lane, error)
+                self._fail(lane, error)
 
     def _fail(self, lane: Lane, error: BaseException) -> None:
         """Give a lane's calls up."""
-        lane.broken = lane.broken or error
-        lane.wait.end()
-        while lane.pending:
-            lane.pending.popleft().finish(error)
-            self._open -= 1
+        with self._changed:
+            lane.broken = lane.broken or error
+            lane.wait.end()
+            given_up = list(lane.pending)
+            lane.pending.clear()
+            self._open -= len(given_up)
+        for pending in given_up:
+            pending.finish(error)
 
     def idle(self, limit: float) -> bool:
-        """Whether no call runs any more, after `limit` seconds at the latest."""
+        """Wait for the calls that were submitted, for `limit` seconds at most. False: one still runs."""
         deadline = time.monotonic() + limit
-        while self._running is not None and time.monotonic() < deadline:
+        while self._open and time.monotonic() < deadline:
             time.sleep(0.01)
         return self._running is None
 

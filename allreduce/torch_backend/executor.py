@@ -1,137 +1,148 @@
-"""Runs the operations of a process group in a thread of its own, one after another, in the order of submission.
+"""Runs the operations of a process group in its topology's worker, in the order of submission.
 
-That order is the order of the program, so it is the same on all ranks, which is all that MPI asks of
-collective calls on one communicator. While the thread communicates, backward goes on in the caller's.
+That order is the order of the program. An operation begins when all ranks have submitted it, and ranks whose next
+operations differ hear of it. While the worker communicates, backward goes on in the caller's thread.
 """
 
-import atexit
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from functools import partial
 
-from mpi4py import MPI
-
-from allreduce import children, notices
-from allreduce.messages.waiting import meet_asleep
+from allreduce import notices
+from allreduce.errors import UnavailableError
+from allreduce.messages.lanes import Lane
+from allreduce.topology import Topology
 from allreduce.torch_backend.work import TimedOut, Work
 
-EXIT_SECONDS = 10.0  # how long the end of the program waits for operations that nobody has waited for
-WATCH_SECONDS = 1.0  # how often a watchdog looks; a timeout is noticed this much late at the most
-
-Job = tuple[Work, Callable[[], None]]
+WATCH_SECONDS = 0.5  # how often a watchdog looks; a timeout is noticed this much late at the most
 
 
 class Executor:
-    """The thread and the watchdog of one group.
+    """A lane of the worker, with a time-out for each operation. Creating it is collective.
 
-    comm: one of the group's, on which nothing else collective goes on. threaded: False runs every operation at
-        once, in the caller's thread; so does an MPI library without MPI_THREAD_MULTIPLE. crowded: there is no
-        core to spare for the thread, so it waits for the other ranks asleep.
+    name: of the group. threaded: False runs every operation at once, in the caller's thread; so does an MPI
+        library without MPI_THREAD_MULTIPLE.
 
     An operation that is submitted from a callback of another one (a comm hook that chains collectives by
     `Future.then`, as PowerSGD's does) runs at once: so its place in the order does not depend on timing.
     """
 
-    def __init__(self, comm: MPI.Intracomm, threaded: bool = True, crowded: bool = False) -> None:
+    def __init__(self, topology: Topology, name: str, threaded: bool = True) -> None:
         self.broken: Exception | None = None  # set when an operation has timed out or the group is destroyed
         self.submitted = 0
-        self._comm, self._crowded = comm, crowded
-        self._ended = 0
+        self._notes = topology.watch.notes
+        self._threaded = threaded
+        self._lane = self._enter(topology, f"process group {name}")
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._running: tuple[Work, float] | None = None  # with the deadline for it and what is chained to it
-        self._thread: threading.Thread | None = None
-        if threaded and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            notices.once(
-                comm.rank, "this MPI has no MPI_THREAD_MULTIPLE, so communication does not overlap with backward"
-            )
-            threaded = False
-        if threaded:
-            self._thread = threading.Thread(target=self._work, name="allreduce", daemon=True)
-            self._thread.start()
-            threading.Thread(target=_watch, args=(weakref.ref(self),), name="allreduce watchdog", daemon=True).start()
-        _alive.add(self)
+        self._unfinished: dict[Work, None] = {}  # in the order of submission
+        self._since = 0.0  # when the first of them became the first
+        self._inside: int | None = None  # the thread that runs an operation
+        if self._threaded:
+            threading.Thread(target=_watch, args=(weakref.ref(self),), name="allreduce deadlines", daemon=True).start()
 
     def submit(self, work: Work, action: Callable[[], None]) -> Work:
         """Have `action` executed after all that was submitted before; `work` ends with it."""
-        at_once = self._thread is None or threading.current_thread() is self._thread
         with self._lock:
             if self.broken is not None:
                 raise self.broken
             self.submitted += 1
-            if not at_once:
-                self._queue.put((work, action))
-        if at_once:
+        if self._inside == threading.get_ident():
             self._execute(work, action)
+            return work
+        with self._lock:
+            if not self._unfinished:
+                self._since = time.monotonic()
+            self._unfinished[work] = None
+        try:
+            pending = self._lane.submit(
+                partial(self._execute, work, action), work.name, ended=partial(self._ended, work)
+            )
+        except Exception:  # the lane is broken or closed
+            self._ended(work, None)
+            raise
+        if not self._threaded:
+            try:
+                pending.wait(work.limit)
+            except TimeoutError:
+                self.fail(self._late(work))
+            except Exception:  # the lane's, which ends the work too
+                pass
         return work
 
-    def stop(self) -> bool:
-        """End the thread after all that was submitted. False: an operation hangs, and so does the thread."""
-        if self._thread is not None:
-            self._queue.put(None)
-            while self._thread.is_alive() and self.broken is None:
-                self._thread.join(0.1)
-        if self.idle():
-            _alive.discard(self)
-        with self._lock:
-            whole = self.broken is None
-            self.broken = self.broken or RuntimeError("this process group has been destroyed")
-        return whole
+    def close(self, limit: float) -> bool:
+        """End after all that was submitted. False when that, or the other ranks' end, takes over `limit` seconds."""
+        given_up = any(work.given_up for work in self._unfinished)
+        closing = Work("destroy_process_group", [], 0.0 if given_up else limit)
+        try:
+            self.submit(closing, lambda: None).wait()
+        except Exception:
+            return False
+        finally:
+            self.fail(RuntimeError("this process group has been destroyed"))
+        return True
 
     def fail(self, error: Exception) -> None:
         """End the running operation and all that wait with `error`, and refuse later ones."""
-        waiting = []
         with self._lock:
-            self.broken = error
-            with suppress(queue.Empty):
-                while True:
-                    waiting.append(self._queue.get_nowait())
-            works = [job[0] for job in waiting if job is not None]
-            self._ended += len(works)
-            self._queue.put(None)  # the thread ends when it comes out of the running operation
-        running = self._running
-        for work in [running[0], *works] if running else works:
+            self.broken = self.broken or error
+            works = list(self._unfinished)
+        for work in works:
             work.end(error)
+        self._lane.abandon()
 
     def check_deadline(self) -> None:
-        """Fail when the running operation is over its time."""
-        running = self._running
-        if running is not None and time.monotonic() > running[1]:
-            work = running[0]
-            what = f"what was chained to the future of {work.name}" if work.is_completed() else work.name
-            self.fail(
-                TimedOut(
-                    f"{what} was not done within {work.limit:g} s (the timeout of the group or of the call): "
-                    "another rank is late, hangs, or never called it. The group can't be used any more"
+        """Fail when the first operation is over its time."""
+        with self._lock:
+            work = next(iter(self._unfinished), None)
+            late = work is not None and time.monotonic() > self._since + work.limit
+        if work is not None and late:
+            self.fail(self._late(work))
+
+    def _enter(self, topology: Topology, name: str) -> Lane:
+        if self._threaded:
+            try:
+                return topology.worker.lane(name, threaded=True)
+            except UnavailableError:
+                notices.once(
+                    topology.rank,
+                    "this MPI has no MPI_THREAD_MULTIPLE, so communication does not overlap with backward",
                 )
-            )
-
-    def idle(self) -> bool:
-        """True when nothing is running or waiting."""
-        return self._ended == self.submitted
-
-    def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            self._execute(*job)
-            del job  # its tensors are the caller's again
+                self._threaded = False
+        return topology.worker.lane(name)
 
     def _execute(self, work: Work, action: Callable[[], None]) -> None:
-        outer, self._running = self._running, (work, time.monotonic() + work.limit)
+        """Run an operation, and what is chained to its future."""
+        outer, self._inside = self._inside, threading.get_ident()
         error: Exception | None = None
         try:
-            if self._crowded and self._thread is not None:
-                meet_asleep(self._comm)
             action()
         except Exception as raised:
             error = raised
         work.end(error)
+        self._inside = outer
+
+    def _ended(self, work: Work, error: BaseException | None) -> None:
+        """The lane is done with an operation, or has given it up."""
+        if error is not None:
+            given_up = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            work.end(self.broken or given_up)
         with self._lock:
-            self._running = outer
-            self._ended += 1
+            self._unfinished.pop(work, None)
+            self._since = time.monotonic()
+
+    def _late(self, work: Work) -> TimedOut:
+        what = f"what was chained to the future of {work.name}" if work.is_completed() else work.name
+        text = (
+            f"{what} was not done within {work.limit:g} s (the timeout of the group or of the call): another rank is "
+            "late, hangs, or never called it. The group can't be used any more"
+        )
+        call = self._lane.wait.call
+        return TimedOut(text if call is None else f"{text}\n{self._notes.table(call)}")
+
+
+_SINGLE = "this MPI has no MPI_THREAD_MULTIPLE, so communication does not overlap with backward"
 
 
 children.guard(Executor, "submit")
@@ -146,18 +157,3 @@ def _watch(reference: "weakref.ref[Executor]") -> None:
             return
         executor.check_deadline()
         del executor
-
-
-_alive: Any = weakref.WeakSet()
-
-
-@atexit.register
-def _finish() -> None:
-    """MPI can't be finalised while a thread is inside of it: wait a little, then end the job."""
-    deadline = time.monotonic() + EXIT_SECONDS
-    for executor in list(_alive):
-        while not executor.idle() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if not executor.idle():
-            notices.log.error("allreduce: a collective still hangs at the end of the program; MPI_Abort ends the job")
-            executor._comm.Abort(1)

@@ -1,5 +1,6 @@
 """Makes the process group when torch.distributed asks for one, from the ranks of MPI that belong to it."""
 
+import math
 from typing import Any
 
 from allreduce.errors import OptionError
@@ -15,7 +16,8 @@ def create_group(request: Any, pg_options: Any) -> AllReduceProcessGroup:
     """
     options = Options.parse(pg_options)
     members = list(request.global_ranks_in_group)
-    topology = Topology.of_ranks(members, request.group_id) if members else Topology()
+    # The group has time-outs of its own, by which its program may go on.
+    topology = Topology.of_ranks(members, request.group_id, math.inf) if members else Topology(timeout=math.inf)
     if (request.group_rank, request.group_size) != (topology.rank, topology.size):
         raise OptionError(
             f"PyTorch takes this process for rank {request.group_rank} of {request.group_size} and MPI for rank "
@@ -23,5 +25,5 @@ def create_group(request: Any, pg_options: Any) -> AllReduceProcessGroup:
             "..., leave rank and world_size of init_process_group out, and have RANK and WORLD_SIZE unset"
         )
     return AllReduceProcessGroup(
-        request.store, request.group_rank, request.group_size, topology, options, request.timeout
+        request.store, request.group_rank, request.group_size, topology, options, request.timeout, request.group_id
     )

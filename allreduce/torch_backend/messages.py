@@ -8,13 +8,12 @@ import torch
 from mpi4py import MPI
 
 from allreduce import notices
+from allreduce.messages.waiting import asleep
 from allreduce.torch_backend.spans import whole
 from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
 from allreduce.torch_backend.untraced import untraced
 from allreduce.torch_backend.work import TimedOut, Work, seconds
 
-EAGER_SECONDS = 0.002  # for so long a waiting rank keeps looking; then it sleeps between looks
-LONGEST_SLEEP = 0.001
 EXIT_SECONDS = 10.0  # how long the end of the program waits for sends that nobody has waited for
 
 
@@ -51,15 +50,8 @@ class Message(Work):
 
     def wait_for(self, limit: float) -> bool:
         """Wait as `wait` does, for `limit` seconds; zero looks once."""
-        begin = time.monotonic()
-        pause = 0.0
-        while not self.is_completed():
-            waited = time.monotonic() - begin
-            if waited > limit:
-                raise TimedOut(f"{self.name} was not done within {limit:g} s: the other rank did not do its part")
-            if waited > EAGER_SECONDS:
-                pause = min(pause + 2e-5, LONGEST_SLEEP)
-            time.sleep(pause)
+        if not asleep(self.is_completed, limit):
+            raise TimedOut(f"{self.name} was not done within {limit:g} s: the other rank did not do its part")
         return super().wait()
 
     def is_completed(self) -> bool:
@@ -123,8 +115,7 @@ def _finish_sends() -> None:
     deadline = time.monotonic() + EXIT_SECONDS
     for message in list(_in_flight):
         message.cancel()
-        while not message.is_completed() and time.monotonic() < deadline:
-            time.sleep(LONGEST_SLEEP)
+        asleep(message.is_completed, deadline - time.monotonic())
     if _in_flight:
         names = ", ".join(sorted({message.name for message in _in_flight}))
         notices.log.warning("allreduce: nobody has received some messages at the end of the program: %s", names)

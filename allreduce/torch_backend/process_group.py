@@ -3,7 +3,6 @@
 # What PyTorch's stubs say of these methods differs from version to version, and some have two forms at once.
 # mypy: disable-error-code="override, assignment"
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,8 +22,7 @@ from allreduce.torch_backend.moving import Mover
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.reducing import Reducer
 from allreduce.torch_backend.untraced import untraced
-from allreduce.torch_backend.work import Work, exact_seconds, seconds
-from allreduce.wrappers.background import crowded
+from allreduce.torch_backend.work import Several, TimedOut, Work, exact_seconds, seconds
 
 CLOSE_SECONDS = 10.0  # destroy_process_group waits this long for the other ranks to call it too
 
@@ -39,7 +37,14 @@ class AllReduceProcessGroup(Collectives):
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, topology: Topology, options: Options, timeout: timedelta
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        topology: Topology,
+        options: Options,
+        timeout: timedelta,
+        name: str,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # the form for subclasses, which the stubs leave out
         self._store = store
@@ -50,7 +55,8 @@ class AllReduceProcessGroup(Collectives):
         self._comm = comm
         self._mover = Mover(comm)
         self._reducer = Reducer(topology, comm, options)
-        self._executor = Executor(topology.world, options.overlap, crowded(topology))
+        self._executor = Executor(topology, name, options.overlap)
+        self._alone = False  # whether a monitored barrier has missed a rank
         self._coalesced: list[Work] | None = None
 
     # Messages
@@ -82,7 +88,8 @@ class AllReduceProcessGroup(Collectives):
     # Barriers
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
-        return self._submit("barrier", [], opts, self._comm.Barrier, timeout)
+        """An operation that does nothing: it begins when all ranks have submitted it."""
+        return self._submit("barrier", [], opts, _nothing, timeout)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks which did not come in time, on rank 0.
@@ -92,7 +99,11 @@ class AllReduceProcessGroup(Collectives):
         that are missing are named, whatever `wait_all_ranks` says.
         """
         limit = self._timeout if timeout is None else exact_seconds(timeout)
-        monitored_barrier(self._messages, limit if limit >= 0 else self._timeout)
+        try:
+            monitored_barrier(self._messages, limit if limit >= 0 else self._timeout)
+        except TimedOut:
+            self._alone = True
+            raise
 
     # Coalescing, of the kind that brackets calls of any sort (batch_isend_irecv, DTensor)
 
@@ -107,11 +118,7 @@ class AllReduceProcessGroup(Collectives):
     def _end_coalescing(self, device: Any = None) -> Work:
         members, self._coalesced = self._coalesced or [], None
 
-        def action() -> None:
-            for member in members:
-                member.wait()
-
-        return self._submit("coalesced operations", [], None, action)
+        return Several("coalesced operations", members, self._timeout)
 
     # The group itself
 
@@ -123,15 +130,9 @@ class AllReduceProcessGroup(Collectives):
 
         A rank whose companions don't come within seconds leaves them to the end of the program.
         """
-        if not self._executor.stop():
+        if not self._executor.close(0.0 if self._alone else CLOSE_SECONDS):
+            notices.log.warning("allreduce: other ranks don't destroy this process group, so it is not freed")
             return
-        request = self._comm.Ibarrier()
-        deadline = time.monotonic() + CLOSE_SECONDS
-        while not request.Test():
-            if time.monotonic() > deadline:
-                notices.log.warning("allreduce: other ranks don't destroy this process group, so it is not freed")
-                return
-            time.sleep(1e-4)
         self._reducer.close()
         self._topology.close()
 
@@ -176,3 +177,6 @@ class AllReduceProcessGroup(Collectives):
 
         limit = seconds(timeout or getattr(opts, "timeout", None), self._timeout)
         return self._bracketed(self._executor.submit(Work(name, written, limit), run))
+
+
+def _nothing() -> None: ...

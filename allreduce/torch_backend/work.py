@@ -42,6 +42,7 @@ class Work(dist.Work):
         super().__init__()
         self.name = name
         self.limit = limit
+        self.given_up = False  # whether somebody has waited for it in vain
         self._result = list(result)
         self._ended = threading.Event()
         self._error: Exception | None = None
@@ -59,6 +60,7 @@ class Work(dist.Work):
         """
         limit = seconds(timeout, 0.0)
         if not self._ended.wait(limit or None):
+            self.given_up = True
             raise TimedOut(f"{self.name} was not done within {limit:g} s: another rank is late, or never called it")
         if self._error is not None:
             raise self._error
@@ -110,6 +112,25 @@ class Work(dist.Work):
             future.set_result(self._result)
         else:
             future.set_exception(self._error)
+
+
+@untraced
+class Several(Work):
+    """What other works do, which may be messages: one rank may have them and another not."""
+
+    def __init__(self, name: str, members: Sequence[Work], limit: float) -> None:
+        super().__init__(name, [], limit)
+        self._members = list(members)
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait for each of them, and raise the first error."""
+        for member in self._members:
+            member.wait(timeout)
+        self.end()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(member.is_completed() for member in self._members)
 
 
 def keep_what_the_reducer_holds() -> None:
