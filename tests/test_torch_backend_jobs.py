@@ -231,7 +231,8 @@ def test_what_hangs_in_a_callback_is_an_error_and_ends_with_the_job(mpirun: Job)
             import allreduce.messages.worker as worker
             worker.EXIT_SECONDS = 1
             dist.init_process_group("allreduce")
-            group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+            group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+            dist.all_reduce(torch.ones(4_000_000), group=group)
             later = []  # a callback that waits for what is queued behind it
             def wait(future):
                 time.sleep(0.2)
@@ -247,7 +248,7 @@ def test_what_hangs_in_a_callback_is_an_error_and_ends_with_the_job(mpirun: Job)
             print(tensor.tolist(), flush=True)
         """),
     )
-    assert job.stdout.count("what was chained to the future of all_reduce was not done within 1 s") == 2, job.stderr
+    assert job.stdout.count("what was chained to the future of all_reduce was not done within 3 s") == 2, job.stderr
     assert job.stdout.count("[2.0, 2.0, 2.0]") == 2
 
 

@@ -175,7 +175,9 @@ class Worker:
         verb, lane, pending = self._ready.popleft()
         self._running = pending
         try:
-            if verb == RUN:
+            if lane.broken is not None:  # this rank has given up meanwhile
+                pending.finish(lane.broken)
+            elif verb == RUN:
                 pending.run()
             else:
                 self._refuse(lane, pending)
@@ -205,6 +207,8 @@ class Worker:
         if len(sides) < self.size:
             return
         del self._announced[number, count]
+        if number not in self._lanes:  # this rank has given up, so nobody may begin: the others' waits end by time
+            return
         verb = RUN if len(set(sides.values())) == 1 else REFUSE
         for other in range(1, self.size):
             self._comm.Send(np.array([verb, number, 0], np.int64), other, DECIDE)

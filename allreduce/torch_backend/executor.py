@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
-from allreduce import notices
+from allreduce import children, notices
 from allreduce.errors import UnavailableError
 from allreduce.messages.lanes import Lane
 from allreduce.topology import Topology
@@ -88,9 +88,9 @@ class Executor:
         with self._lock:
             self.broken = self.broken or error
             works = list(self._unfinished)
-        for work in works:
+        self._lane.abandon()  # first: what is chained to the futures runs here, and may wait for any of them
+        for work in reversed(works):
             work.end(error)
-        self._lane.abandon()
 
     def check_deadline(self) -> None:
         """Fail when the first operation is over its time."""
