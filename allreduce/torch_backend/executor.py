@@ -1,18 +1,26 @@
 """Runs the operations of a process group in its topology's worker, in the order of submission.
 
-That order is the order of the program. An operation begins when all ranks have submitted it, and ranks whose next
-operations differ hear of it. While the worker communicates, backward goes on in the caller's thread.
+That order is the order of the program, and the group is its topology's only user, so it is announced to nobody.
+An operation begins when all ranks have come to it, which is waited for asleep, and ranks that came to different ones
+hear of it. While the worker communicates, backward goes on in the caller's thread.
 """
 
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+from mpi4py import MPI
+
 from allreduce import children, notices
 from allreduce.errors import UnavailableError
+from allreduce.messages.agreement import disagreement, place_of
 from allreduce.messages.lanes import Lane
+from allreduce.messages.notes import Said
+from allreduce.messages.waiting import asleep
 from allreduce.topology import Topology
 from allreduce.torch_backend.work import TimedOut, Work
 
@@ -33,6 +41,9 @@ class Executor:
         self.broken: Exception | None = None  # set when an operation has timed out or the group is destroyed
         self.submitted = 0
         self._notes = topology.watch.notes
+        self._comm = topology.private()
+        self._place = place_of(self._comm)
+        self._left: list[object] = []  # a meeting that was given up, of which MPI still knows
         self._threaded = threaded
         self._lane = self._enter(topology, f"process group {name}")
         self._lock = threading.Lock()
@@ -56,19 +67,12 @@ class Executor:
                 self._since = time.monotonic()
             self._unfinished[work] = None
         try:
-            pending = self._lane.submit(
-                partial(self._execute, work, action), work.name, ended=partial(self._ended, work)
-            )
-        except Exception:  # the lane is broken or closed
+            pending = self._lane.submit(partial(self._execute, work, action), ended=partial(self._ended, work))
+        except Exception:  # the lane is closed
             self._ended(work, None)
             raise
         if not self._threaded:
-            try:
-                pending.wait(work.limit)
-            except TimeoutError:
-                self.fail(self._late(work))
-            except Exception:  # the lane's, which ends the work too
-                pass
+            pending.wait()
         return work
 
     def close(self, limit: float) -> bool:
@@ -103,25 +107,43 @@ class Executor:
     def _enter(self, topology: Topology, name: str) -> Lane:
         if self._threaded:
             try:
-                return topology.worker.lane(name, threaded=True)
+                return topology.worker.lane(name, threaded=True, alone=True)
             except UnavailableError:
                 notices.once(
                     topology.rank,
                     "this MPI has no MPI_THREAD_MULTIPLE, so communication does not overlap with backward",
                 )
                 self._threaded = False
-        return topology.worker.lane(name)
+        return topology.worker.lane(name, alone=True)
 
     def _execute(self, work: Work, action: Callable[[], None]) -> None:
         """Run an operation, and what is chained to its future."""
         outer, self._inside = self._inside, threading.get_ident()
         error: Exception | None = None
         try:
+            self._meet(work)
             action()
         except Exception as raised:
             error = raised
         work.end(error)
         self._inside = outer
+
+    def _meet(self, work: Work) -> None:
+        """Wait asleep until all ranks have come to this operation, or until this one gives it up."""
+        if self._comm.size == 1:
+            return
+        word = zlib.crc32(work.name.encode())
+        sides = np.array([word, -word])  # the minimum of -x is minus the maximum
+        request = self._comm.Iallreduce(MPI.IN_PLACE, sides, MPI.MIN)
+        self._place.begin(Said(f"{work.name} of {self._lane.name}"))
+        if not asleep(lambda: request.Test() or self.broken is not None, work.limit):
+            self.fail(self._late(work))
+        self._place.end()
+        if self.broken is not None:
+            self._left = [request, sides]
+            raise self.broken
+        if sides[0] != -sides[1]:
+            raise disagreement(self._comm, self._comm.allgather(work.name))
 
     def _ended(self, work: Work, error: BaseException | None) -> None:
         """The lane is done with an operation, or has given it up."""
@@ -138,7 +160,7 @@ class Executor:
             f"{what} was not done within {work.limit:g} s (the timeout of the group or of the call): another rank is "
             "late, hangs, or never called it. The group can't be used any more"
         )
-        call = self._lane.wait.call
+        call = self._place.call
         return TimedOut(text if call is None else f"{text}\n{self._notes.table(call)}")
 
 

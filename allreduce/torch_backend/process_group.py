@@ -88,7 +88,7 @@ class AllReduceProcessGroup(Collectives):
     # Barriers
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
-        """An operation that does nothing: it begins when all ranks have submitted it."""
+        """An operation that does nothing: it begins when all ranks have come to it."""
         return self._submit("barrier", [], opts, _nothing, timeout)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:

@@ -460,6 +460,17 @@ def test_an_error_ends_the_work_and_not_the_group() -> None:
     dist.barrier()
 
 
+def test_ranks_that_came_to_different_calls_all_say_so() -> None:
+    """Nothing is done then, and the group goes on."""
+    if size() > 1:
+        tensor = mine()
+        for _ in range(2):
+            with pytest.raises(DisagreementError, match=r"rank 0: broadcast\n  rank 1: all_reduce"):
+                dist.all_reduce(tensor) if dist.get_rank() else dist.broadcast(tensor, 0)
+        same(tensor, mine())
+    dist.barrier()
+
+
 def test_subgroups() -> None:
     even = list(range(0, size(), 2))
     group = dist.new_group(even)
