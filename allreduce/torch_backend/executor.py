@@ -76,16 +76,18 @@ class Executor:
         return work
 
     def close(self, limit: float) -> bool:
-        """End after all that was submitted. False when that, or the other ranks' end, takes over `limit` seconds."""
-        given_up = any(work.given_up for work in self._unfinished)
-        closing = Work("destroy_process_group", [], 0.0 if given_up else limit)
+        """End after all that was submitted. False when the other ranks' end takes over `limit` seconds.
+
+        An operation that somebody has waited for in vain is not waited for again, and zero waits for nobody.
+        """
+        waiting = limit > 0 and not any(work.given_up for work in self._unfinished)
         try:
-            self.submit(closing, lambda: None).wait()
+            if waiting:
+                self.submit(Work("destroy_process_group", [], limit), lambda: None).wait()
         except Exception:
-            return False
-        finally:
-            self.fail(RuntimeError("this process group has been destroyed"))
-        return True
+            waiting = False
+        self.fail(RuntimeError("this process group has been destroyed"))
+        return waiting
 
     def fail(self, error: Exception) -> None:
         """End the running operation and all that wait with `error`, and refuse later ones."""
