@@ -71,7 +71,11 @@ BAD = {
     "backend": (["--allreduce", "rign"], "no backend is called 'rign'; did you mean 'ring'"),
     "data": (["--data", "irsi"], "no data set and no file 'irsi'; did you mean 'iris'"),
     "option": (["--epoch-count", "3"], "unrecognized arguments: --epoch-count"),
+    "misspelt option": (["--alreduce", "ring"], "unrecognized arguments: --alreduce ring; did you mean --allreduce?"),
     "nodes": (["--ranks-per-node", "9,9"], "can't describe 2 ranks"),
+    "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
+    "saved to stdout": (["--save", "-"], "--save -: a model is no text"),
+    "one phase": (["--update", "sharded", "--allreduce", "native"], "'native' has none; use"),
     "target": (["--save", "/no/such/folder/m.npz"], "--save /no/such/folder/m.npz: this can't be written"),
     "model": (["--load", "missing.npz"], "missing.npz can't be read"),
 }
@@ -134,6 +138,18 @@ def test_results_on_the_standard_output(mpirun: JobRunner) -> None:
     assert job.returncode == 0, job.stderr
     assert '"test_accuracy": ' in job.stdout
     assert os.lstat("/dev/stdout").st_ino == before
+
+
+def test_json_alone_on_the_standard_output(mpirun: JobRunner, tmp_path: Path) -> None:
+    """A dash is no file name, and what a program reads is not mixed with what people read."""
+    args = ["-m", "trainers", "--data", "iris", "--epochs", "2", "--update", "sharded", "--json", "-"]
+    job = mpirun(2, args, timeout=60, cwd=tmp_path)
+    assert job.returncode == 0, job.stderr
+    result = json.loads(job.stdout)
+    assert (result["update"], result["allreduce_used"], len(result["history"])) == ("sharded", "shared", 2)
+    assert "allreduce: shared (chosen for the sharded update)" in job.stderr
+    assert sum(line.startswith("epoch ") for line in job.stderr.splitlines()) == 2
+    assert not list(tmp_path.iterdir())
 
 
 RAISES = """

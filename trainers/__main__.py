@@ -20,6 +20,7 @@ from trainers.mirrored import MirroredTrainer
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.watching.history import History
 
+STANDARD_OUTPUT = "-"
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes
 
 
@@ -45,27 +46,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(chosen: argparse.Namespace, world: Topology) -> None:
+    shown = sys.stderr if chosen.json == STANDARD_OUTPUT else sys.stdout  # what is read by a program is alone there
+    together(world.world, lambda: _check_nodes(chosen, world.size))
     together(world.world, lambda: _check_targets(chosen) if world.rank == 0 else None)  # it writes alone
     data = together(world.world, lambda: datasets.load(chosen.data))
     topology = Topology(world.world, chosen.ranks_per_node)
     network = together(world.world, lambda: _network(chosen, data, topology))
-    with MirroredTrainer(network, chosen.allreduce, topology) as trainer:
-        backend, why = _backend(trainer)
-        _say(world, f"{topology}, on {network.device}")
-        _say(world, f"allreduce: {backend} ({why})")
-        _say(world, f"data: {data}")
+    with MirroredTrainer(network, chosen.allreduce, topology, update=chosen.update) as trainer:
+        backend, why = _backend(trainer, chosen)
+        _say(world, f"{topology}, on {network.device}", shown)
+        _say(world, f"allreduce: {backend} ({why})", shown)
+        _say(world, f"data: {data}", shown)
         layers = "-".join(map(str, network.sizes))
-        _say(world, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}")
-        history = trainer.fit(data.x_train, data.y_train, chosen.epochs, chosen.batch_size, seed=chosen.seed)
+        _say(world, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}", shown)
+        history = trainer.fit(
+            data.x_train, data.y_train, chosen.epochs, chosen.batch_size, seed=chosen.seed, stream=shown
+        )
         scores = trainer.evaluate(data.x_test, data.y_test)
         _check_loss(scores["loss"], world)
         if chosen.save:
             trainer.save(chosen.save)
-            _say(world, f"saved: {chosen.save}")
+            _say(world, f"saved: {chosen.save}", shown)
         if chosen.json:
             result = _result(chosen, trainer, network, history, scores, backend)
             together(world.world, lambda: _write_json(chosen.json, result, world.rank))
-        _say(world, f"test accuracy: {scores['accuracy']:.4f}")
+        _say(world, f"test accuracy: {scores['accuracy']:.4f}", shown)
 
 
 def _network(chosen: argparse.Namespace, data: datasets.Dataset, topology: Topology) -> NumpyNetwork:
@@ -89,12 +94,13 @@ def _network(chosen: argparse.Namespace, data: datasets.Dataset, topology: Topol
     return network
 
 
-def _backend(trainer: MirroredTrainer) -> tuple[str, str]:
+def _backend(trainer: MirroredTrainer, chosen: argparse.Namespace) -> tuple[str, str]:
     """The backend that reduces the gradients, and why this one."""
     if isinstance(trainer.allreduce, Auto):
         name, why = trainer.allreduce.choice(len(trainer.buffer), trainer.buffer.dtype, trainer.replica.device)
         return name, f"chosen by auto: {why}"
-    return trainer.allreduce.name, "as asked for"
+    why = "as asked for" if chosen.allreduce == trainer.allreduce.name else "chosen for the sharded update"
+    return trainer.allreduce.name, why
 
 
 def _optimizer(network: NumpyNetwork) -> str:
@@ -117,6 +123,7 @@ def _result(
         "history": [epoch.as_dict() for epoch in history],
         "allreduce": chosen.allreduce,
         "allreduce_used": backend,
+        "update": chosen.update,
         "ranks": trainer.size,
         "nodes": trainer.topology.nodes,
         "device": network.device,
@@ -129,12 +136,23 @@ def _result(
     }
 
 
+def _check_nodes(chosen: argparse.Namespace, ranks: int) -> None:
+    given = chosen.ranks_per_node
+    if isinstance(given, int) and given > ranks:
+        raise ArgumentError(
+            f"--ranks-per-node {given}: this job has {ranks} rank{'s' * (ranks != 1)}, so no node has {given}; give at "
+            f"most {ranks}, or start more ranks (mpirun -n {2 * given})"
+        )
+
+
 def _check_targets(chosen: argparse.Namespace) -> None:
     """Find out before the training whether its results can be written."""
     for option in ("save", "json"):
         path = getattr(chosen, option)
-        if not path:
+        if not path or (option, path) == ("json", STANDARD_OUTPUT):
             continue
+        if path == STANDARD_OUTPUT:
+            raise ArgumentError(f"--{option} -: a model is no text for the standard output; name a file")
         written = path if is_special(path) else os.path.dirname(os.path.realpath(path))
         if os.path.isdir(path) or not os.access(written, os.W_OK):
             raise ArgumentError(f"--{option} {path}: this can't be written; give a file in a folder that exists")
@@ -150,9 +168,14 @@ def _check_loss(loss: float, world: Topology) -> None:
 def _write_json(path: str, result: dict[str, Any], rank: int) -> None:
     if rank:
         return
+    text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     try:
+        if path == STANDARD_OUTPUT:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return
         with replacing(path) as file:
-            file.write(json.dumps(result, indent=2, allow_nan=False).encode() + b"\n")
+            file.write(text.encode())
     except OSError as error:
         raise ArgumentError(f"--json {path}: {error.strerror or error}") from error
 

@@ -1,11 +1,13 @@
 """The command line's options: what they mean, what they are when they are not given, and what is wrong with them."""
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import allreduce
 from trainers import datasets
+from trainers.backends import UPDATES
 from trainers.errors import ArgumentError
 from trainers.replicas.numpy.layers import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
@@ -35,6 +37,16 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, shown: bool, **options: Any) -> None:
         super().__init__(**options)
         self._shown = shown
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As always, but an unknown option is told which one it is like."""
+        options, rest = self.parse_known_args(args, namespace)
+        if rest:
+            unknown = next((each for each in rest if each.startswith("-")), rest[0]).partition("=")[0]
+            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return options
 
     def error(self, message: str) -> NoReturn:
         raise ArgumentError(f"{message} (--help shows all options)")
@@ -109,6 +121,11 @@ def _add_machine(group: Any) -> None:
         "--allreduce", default="auto", metavar="NAME",
         help=f"how gradients are averaged: {', '.join(allreduce.NAMES)} (default: auto)",
     )  # fmt: skip
+    add(
+        "--update", choices=UPDATES, default="replicated",
+        help="replicated: every rank updates all parameters; sharded: its own slice, which divides the work "
+        "(default: replicated)",
+    )  # fmt: skip
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs CuPy (default: cpu)")
     add(
         "--ranks-per-node", type=_ranks_per_node, metavar="N", help="simulate nodes of N ranks, or of N,N,... ranks"
@@ -119,7 +136,10 @@ def _add_files(group: Any) -> None:
     add = group.add_argument
     add("--save", metavar="FILE", help="write the trained model (.npz, no pickle)")
     add("--load", metavar="FILE", help="begin with a saved model")
-    add("--json", metavar="FILE", help="write the results: test_accuracy, history, ...")
+    add(
+        "--json", metavar="FILE",
+        help="write the results: test_accuracy, history, ...; - writes them to stdout, and all else to stderr",
+    )  # fmt: skip
 
 
 def _per_set(name: str) -> str:
