@@ -34,9 +34,9 @@ except ImportError as error:
 from benchmarks import cli
 from benchmarks.showing import outputs
 from benchmarks.steps.measures import Bench
-from benchmarks.steps.memory import keep_freed_memory
 from benchmarks.steps.models import WORKLOADS
 from benchmarks.steps.variants import DDP_GLOO, NAMES, PLAIN
+from trainers import malloc
 
 PROGRAM = "benchmarks.training_step"
 
@@ -147,8 +147,8 @@ def _run(topology: allreduce.Topology, options: argparse.Namespace) -> int:
     outputs.check(topology.world, {"--json": None if options.json == "-" else options.json})
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    if options.malloc == "keep":
-        keep_freed_memory()
+    os.environ[malloc.OPTION] = options.malloc
+    malloc.keep_freed_memory()  # from the first step, of all variants
     first = topology.rank == 0
 
     def say(text: str) -> None:

@@ -10,6 +10,7 @@ from allreduce.base import AllReduce
 from allreduce.messages.agreement import together
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase
+from trainers import malloc
 from trainers.backends import UPDATES, backend_for
 from trainers.base import Trainer
 from trainers.data import Batch
@@ -64,6 +65,8 @@ class MirroredTrainer(Trainer):
                 ranks.close()
             raise
         super().__init__(replica, ranks)
+        if replica.allocates and replica.device == "cpu":
+            malloc.keep_freed_memory()
         self.buffer: Any = None
         self._sharded: ShardedUpdate | None = None
         try:

@@ -1,4 +1,4 @@
-"""The memory of a process: its peak while a block runs, and what glibc's malloc does with freed blocks."""
+"""The memory of a process: its peak while a block runs."""
 
 import ctypes
 import gc
@@ -6,16 +6,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-
-
-def keep_freed_memory() -> None:
-    """Have glibc's malloc serve every block from its heap, and never shrink that."""
-    libc = ctypes.CDLL(None)
-    if sys.platform == "linux" and hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
-        libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def trim() -> None:

@@ -16,6 +16,7 @@ from allreduce.errors import ClosedError, OptionError
 from allreduce.messages.agreement import together
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase
+from trainers import malloc
 from trainers.pytorch import checks, choices
 from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
 from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compare
@@ -113,6 +114,7 @@ class MirroredOptimizer(Optimizer):
         self._dropped.atexit = False
         Optimizer.__setstate__(self, {})  # the hooks that every optimizer has; the rest is the wrapped one's
         choices.tell_threads(self.topology)
+        malloc.keep_freed_memory()
 
     def _make(
         self, family: Family, allreduce: str | AllReduce, overlap: bool | str, bucket_mb: tuple[float, float]

@@ -39,6 +39,7 @@ class NumpyNetwork(Replica):
     """
 
     essentials = ("activation", "loss")
+    allocates = False
 
     def __init__(
         self,
