@@ -36,7 +36,7 @@ def faults(**environment: str) -> float:
 
 
 def test_freed_memory_is_kept_unless_the_user_says_otherwise() -> None:
-    """Gradients of 40 MiB are freed in every step, which a malloc that gives them back faults in again, page by page."""
+    """Gradients of 40 MiB are freed in every step; a malloc that gives them back faults them in again."""
     pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
     given_back = faults(ALLREDUCE_MALLOC="default")
     assert faults() < 2500  # those of the fit itself

@@ -92,10 +92,11 @@ class ShardedUpdate:
         for name in self._replica.elementwise:
             array = result[name]
             part = slice(*self._mine.indices(array.size)[:2])
-            gathered = np.zeros(self._buffer.size, array.dtype)
+            fits = array.dtype == self._buffer.dtype  # between two steps nobody needs the gradients
+            gathered = self._buffer if fits else np.zeros(self._buffer.size, array.dtype)
             gathered[part] = array[part]
             self._backend.all_gather(gathered)
-            result[name] = gathered[: array.size]
+            result[name] = gathered[: array.size].copy()
         return result
 
     def close(self) -> None:

@@ -4,38 +4,12 @@ import os
 
 import torch
 
-import allreduce
 from allreduce import notices
-from allreduce.base import AllReduce
-from allreduce.errors import OptionError, UnavailableError
+from allreduce.errors import UnavailableError
 from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
-from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.background import crowded
 from trainers.pytorch.family import Family
-
-
-def backend_for(given: str | AllReduce, topology: Topology, update: str) -> AllReduce:
-    """The backend for an update. "sharded" needs one with two phases, and "auto" names it. Collective."""
-    if update == "replicated":
-        return given if isinstance(given, AllReduce) else allreduce.create(given, topology)
-    if given == "auto":
-        name = "hierarchical_copy" if topology.nodes > 1 else "shared"
-        try:
-            return allreduce.create(name, topology)
-        except UnavailableError as error:
-            notices.once(topology.rank, f'the sharded update uses "ring", because "{name}" can\'t be used: {error}')
-            given = "ring"
-    backend = given if isinstance(given, AllReduce) else allreduce.create(given, topology)
-    if isinstance(backend, TwoPhase):
-        return backend
-    name = backend.name
-    if backend is not given:
-        backend.close()
-    raise OptionError(
-        f'update="sharded" needs a backend with reduce_scatter and all_gather, and {name!r} has none; use "auto", '
-        '"shared", "ring", "halving_doubling" or "hierarchical_copy"'
-    )
 
 
 def lane_of(family: Family, topology: Topology, overlap: bool | str) -> tuple[Lane, bool]:

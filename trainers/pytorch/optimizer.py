@@ -17,6 +17,7 @@ from allreduce.messages.agreement import together
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase
 from trainers import malloc
+from trainers.backends import backend_for
 from trainers.pytorch import checks, choices
 from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
 from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compare
@@ -128,7 +129,7 @@ class MirroredOptimizer(Optimizer):
         checks.together(comm, self.optimizer, self.model, name, self.update, overlap, bucket_mb, self.check_every)
         self._trained, self._frozen = checks.sort(self.optimizer, self.model)
         compare(comm, checks.describe(self.optimizer, self.model))
-        self.backend = together(comm, partial(choices.backend_for, allreduce, self.topology, self.update))
+        self.backend = together(comm, partial(backend_for, allreduce, self.topology, self.update))
         if self.backend is not allreduce:
             made.callback(self.backend.close)
         self._lane, during = choices.lane_of(family, self.topology, overlap)
