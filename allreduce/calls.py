@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from allreduce import ending
 from allreduce.arrays.ops import Op
-from allreduce.arrays.signature import NUMBER, NUMBER_BITS, Signature, unpacked, word
+from allreduce.arrays.signature import AGREEING, NUMBER, NUMBER_BITS, Signature, unpacked, word
 from allreduce.errors import BrokenError, CommunicationError, DisagreementError, OptionError
 from allreduce.messages.agreement import agree
 from allreduce.messages.board import Slot
@@ -21,7 +21,6 @@ from allreduce.topology import Closeable, Topology
 
 Reduction = Callable[[Any, Op], None]  # reduces a 1-D array in place
 TAGS = 32749  # the largest prime below the number that every MPI has at least
-AGREEING = 1 << 8  # the word of all agreements, which find by themselves what differs
 SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5  # how a rank waits for late ones: ever more lightly
 
 

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from allreduce import ending
 from allreduce.arrays import chunks, dtypes, gpu, ops
-from allreduce.arrays.signature import FOREIGN, GPU, NUMBER_BITS, inspect, numbers
+from allreduce.arrays.signature import FOREIGN, GPU, inspect, move_word, numbers
 from allreduce.calls import Call, Calls
 from allreduce.errors import AllReduceError, OptionError
 
@@ -86,7 +86,7 @@ class Moves(ABC):
         self._agree_once((signature, *details), text, [*numbers(signature, op), *details], error)
         assert signature is not None
         move = Call(signature, nothing_to_do, ops.OPS["sum"])
-        move.word ^= zlib.crc32(repr(details).encode()) << NUMBER_BITS  # another root is another call
+        move.word = move_word(signature, *details)
         return move
 
     def _hand_round(self, slices: list[np.ndarray]) -> None:

@@ -1,5 +1,6 @@
 """What the ranks must pass alike in one call, read off an array or refused by name."""
 
+import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +14,11 @@ _MEMORY = {FOREIGN: "ordinary memory", ALLOCATED: "memory from allocate()", GPU:
 _CALLS = ("all_reduce", "reduce_scatter", "all_gather", "allocate", "broadcast", "collect")
 _REDUCING = ("all_reduce", "reduce_scatter")
 _FLAT = ("reduce_scatter", "all_gather")
+_MOVING = ("all_gather", "broadcast", "collect")
 _BITS = (40, 5, 3, 2, 1, 4)  # of length, dtype, op, memory, layout and call in a word
 NUMBER_BITS = 8
+_WITHOUT_ARRAY = {0: "no call", 1: "allocate(), close(), or a call that it has not made before"}
+AGREEING = 1 << NUMBER_BITS  # the word of all agreements, which find by themselves what differs
 NUMBER = (1 << NUMBER_BITS) - 1
 
 
@@ -78,11 +82,20 @@ def word(signature: Signature, op: Op) -> int:
     return packed << NUMBER_BITS
 
 
+def move_word(signature: Signature, *details: int) -> int:
+    """The word of a call that moves an array: which call it is, and a hash of what else has to be alike."""
+    rest = zlib.crc32(repr((signature, details)).encode())
+    return (rest << _BITS[-1] | _CALLS.index(signature.call)) << NUMBER_BITS
+
+
 def unpacked(packed: int) -> str:
     """A word in plain words; 0 is that of a rank that has not come to any call."""
-    if packed >> NUMBER_BITS == 0:
-        return "no call"
     packed >>= NUMBER_BITS
+    if packed in _WITHOUT_ARRAY:
+        return _WITHOUT_ARRAY[packed]
+    moving = _CALLS[packed & ((1 << _BITS[-1]) - 1)]
+    if moving in _MOVING:
+        return f"{moving}, perhaps of another length, dtype, shape or root"
     values = []
     for bits in reversed(_BITS):
         values.append(packed & ((1 << bits) - 1))
