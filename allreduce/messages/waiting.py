@@ -27,11 +27,6 @@ def wait_all(requests: Sequence[MPI.Request]) -> None:
         MPI.Request.Waitall(requests)
 
 
-def meet_asleep(comm: MPI.Intracomm) -> None:
-    """A barrier of the ranks of `comm`, for those that have nothing to do before. Collective."""
-    asleep(comm.Ibarrier().Test)
-
-
 def asleep(done: Callable[[], bool], limit: float = math.inf) -> bool:
     """Call `done`, which lets MPI go on, until it is true, and mostly sleep in between.
 
