@@ -37,6 +37,8 @@ class Trainer(ABC):
     make no sense, and ranks that disagree about them, raise the same ArgumentError or DisagreementError on all.
     """
 
+    tells_errors = True  # whether `_step` sees on all ranks, before it updates, that one of them has failed
+
     def __init__(self, replica: Replica, topology: Topology) -> None:
         self.replica = replica
         self.topology = topology
@@ -48,9 +50,14 @@ class Trainer(ABC):
         self._communication = stopwatch.make(replica.device)
 
     @abstractmethod
-    def _step(self, batch: Batch | None, flags: tuple[float, ...]) -> Any:
-        """Train on one global batch, of which this rank has `batch`, or nothing at all.
+    def _compute(self, batch: Batch | None) -> None:
+        """Compute this rank's part of a step: the gradients of `batch`, or zeros. Local; may raise anything."""
 
+    @abstractmethod
+    def _step(self, flags: tuple[float, ...]) -> Any:
+        """Train on one global batch, of which each rank has computed its part.
+
+        The last flag says that a rank has failed: where a trainer `tells_errors` it updates nothing then.
         Returns the means over the global batch of the replica's metrics, and behind them the sums of the ranks'
         flags: the same bits on all ranks, of at least 32 bits a number, on the replica's device. Runs
         `_communication` while it waits for other ranks.

@@ -28,9 +28,10 @@ FLAGS = ("stop", "failed")  # what travels behind the metrics in every step: on 
 class Fit:
     """A fit of a trainer.
 
-    A rank that has met an error, in a callback or in the data set, keeps it and goes on with an empty batch;
-    a flag that travels with the gradients tells the others, and all ranks raise it after that step. In the same way
-    `trainer.stop_training` reaches all ranks. So neither costs a message of its own.
+    A rank that has met an error, in a callback, the data set or the replica, keeps it and brings gradients of zero;
+    a flag that travels with the gradients tells the others, and all ranks raise it before any of them updates. In
+    the same way `trainer.stop_training` reaches all ranks, after the update. So neither costs a message of its own;
+    only where a trainer can't look at the flag before it updates (`tells_errors`), errors have a small agreement.
 
     validate: evaluates the model after an epoch, on all ranks; None for none.
     callbacks: the user's, this rank's own.
@@ -126,8 +127,12 @@ class Fit:
     def _step(self, step: int, shares: Iterator[Batch]) -> None:
         trainer = self._trainer
         self._guarded(partial(self._all.batch_begin, step))
-        batch = self._guarded(partial(self._fetch, shares))
-        trainer.measured = trainer._step(batch, (float(trainer.stop_training), float(self._error is not None)))
+        self._guarded(lambda: trainer._compute(self._fetch(shares)))
+        if self._error is not None:
+            trainer._compute(None)
+        if not trainer.tells_errors:
+            raise_together(trainer._comm, self._error)
+        trainer.measured = trainer._step((float(trainer.stop_training), float(self._error is not None)))
 
     def _look_at_flags(self) -> None:
         stop, failed = self._trainer.measured[-len(FLAGS) :].tolist()

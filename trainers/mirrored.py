@@ -94,7 +94,12 @@ class MirroredTrainer(Trainer):
     def _allocate(self, length: int, dtype: str) -> Any:
         return self.allreduce.allocate(length, dtype, device=self.replica.device)
 
-    def _step(self, batch: Batch | None, flags: tuple[float, ...]) -> Any:
+    @property
+    def tells_errors(self) -> bool:  # type: ignore[override]
+        """Looking at a GPU's flags makes the host wait; of a sharded update they come back with the parameters."""
+        return self._sharded is None and self.replica.device == "cpu"
+
+    def _compute(self, batch: Batch | None) -> None:
         measured, metrics = self._measured, len(self.replica.metrics)
         if batch is None:
             self.buffer[:] = 0
@@ -102,18 +107,20 @@ class MirroredTrainer(Trainer):
         else:
             measured[:metrics] = self.replica.gradients(batch.x, batch.y, batch.share)
             measured[:metrics] *= batch.share
-        measured[metrics:] = flags
+
+    def _step(self, flags: tuple[float, ...]) -> Any:
+        measured = self._measured
+        measured[len(self.replica.metrics) :] = flags
         # Every rank's part is weighted by its share of the batch already, so the sum is the mean over samples.
-        reduced = self._update_replicated() if self._sharded is None else self._sharded.step()
         if self._beside:
             self._reduce(measured)
+        if self._sharded is None:
+            self._reduce(self.buffer)
+            if not (self.tells_errors and measured[-1]):
+                self.replica.update()
             return measured
-        return reduced
-
-    def _update_replicated(self) -> Any:
-        self._reduce(self.buffer)
-        self.replica.update()
-        return self._measured
+        reduced = self._sharded.step()
+        return measured if self._beside else reduced
 
     def _reduce(self, array: Any) -> None:
         self._communication.start()

@@ -121,6 +121,38 @@ def test_an_exception_of_one_callback_is_raised_on_all_ranks(
     assert len(history) == 3
 
 
+class Fragile(NumpyNetwork):
+    """Its second gradients raise on one rank, as a label that only this rank meets does."""
+
+    steps = 0
+    fails = False
+
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
+        self.steps += 1
+        if self.fails and self.steps == 2:
+            raise IndexError("label 12 of 3")
+        return super().gradients(x, y, share)
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+@pytest.mark.parametrize("place", ["a callback", "the gradients"])
+def test_no_rank_updates_by_a_step_that_one_of_them_has_failed(
+    place: str, update: str, flat: allreduce.Topology
+) -> None:
+    x, y = data()
+    mine, seen = Fragile([FEATURES, 8, 3], seed=1), []
+    last = flat.rank == flat.size - 1
+    mine.fails = last and place == "the gradients"
+    keep = Once("on_train_batch_begin", lambda trainer: seen.append(trainer.replica.parameters.copy()), epoch=0)
+    broken = [Once("on_train_batch_begin", fail, epoch=0)] if last and place == "a callback" else []
+    with MirroredTrainer(mine, "shared", flat, update=update) as trainer:
+        with pytest.raises((OSError, IndexError), match=r"disk is full|label 12") as caught:
+            trainer.fit(x, y, 1, 20, callbacks=[keep, *broken], progress=False)
+        assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[union-attr]
+        np.testing.assert_array_equal(mine.parameters, seen[0])
+        assert len(trainer.fit(x, y, 1, 20, progress=False)) == 1
+
+
 def stop(trainer: MirroredTrainer) -> None:
     trainer.stop_training = True
 

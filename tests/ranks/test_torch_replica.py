@@ -1,6 +1,7 @@
 """TorchReplica under MirroredTrainer: several ranks train as one does, also with uneven parts."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from trainers import MirroredTrainer  # noqa: E402
 from trainers.data import Batches  # noqa: E402
 from trainers.errors import ArgumentError, ModelFileError  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica  # noqa: E402
+from trainers.watching.callback import Callback  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -204,6 +206,27 @@ def test_the_loss_of_a_16_bit_model_is_not_rounded_to_16_bits(flat: allreduce.To
     with MirroredTrainer(made, topology=flat) as trainer:
         history = trainer.fit(np.ones((8, 2), "float32"), np.ones(8), 1, 4, progress=False)
     assert history[0].loss == pytest.approx(1.001, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_label_changes_no_replica(dtype: torch.dtype, world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """It is met by one rank, in the second of 3 batches; the flag of 16-bit gradients travels beside them."""
+    x, y = data(60)
+    y[25] = 12
+    module = nn.Linear(6, 3).to(dtype)
+    mine = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters()))
+    seen: list[np.ndarray] = []
+
+    class Keep(Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            seen.append(mine.state()["parameters"].copy())
+
+    with MirroredTrainer(mine, "ring", flat) as trainer:
+        with pytest.raises(IndexError, match="out of bounds") as caught:
+            trainer.fit(x, y, 1, 20, shuffle=False, callbacks=[Keep()], progress=False)
+        assert caught.value.ranks == tuple(range(world.size))  # type: ignore[attr-defined]
+    assert len(seen) == 2
+    np.testing.assert_array_equal(mine.state()["parameters"], seen[1])
 
 
 def test_what_sharded_refuses(flat: allreduce.Topology) -> None:
