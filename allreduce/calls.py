@@ -8,11 +8,10 @@ from typing import Any
 
 from mpi4py import MPI
 
-from allreduce import ending
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import AGREEING, NUMBER, NUMBER_BITS, Signature, unpacked, word
 from allreduce.errors import BrokenError, CommunicationError, DisagreementError, OptionError
-from allreduce.messages.agreement import agree
+from allreduce.messages.agreement import agree, everywhere
 from allreduce.messages.board import Slot
 from allreduce.messages.notes import Call as Shown
 from allreduce.messages.notes import Said
@@ -159,7 +158,7 @@ class Calls:
 
     def _break_off(self, call: Shown, error: BaseException) -> None:
         """A call has failed: what all ranks raise leaves them in step, anything else (a node's error) does not."""
-        if set(ending.world_ranks(self._topology.world)) <= set(getattr(error, "ranks", None) or ()):
+        if everywhere(error, self._topology.world):
             return
         self.broken = error
         if isinstance(error, MPI.Exception):

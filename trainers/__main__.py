@@ -12,7 +12,7 @@ from allreduce import Topology
 from allreduce.arrays import gpu
 from allreduce.backends.auto import Auto
 from allreduce.errors import AllReduceError
-from allreduce.messages.agreement import known, together
+from allreduce.messages.agreement import everywhere, known, together
 from trainers import datasets, options
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.files.model_file import is_special, replacing
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = together(world.world, lambda: options.parse(arguments, shown=world.rank == 0))
         _run(chosen, world)
     except (AllReduceError, TrainerError) as error:
-        if world.size > 1 and error.ranks is None:
+        if world.size > 1 and not everywhere(error, world.world):
             raise  # the other ranks don't know: the hook of Topology shows the traceback and ends the job
         _say(world, f"error: {error}", sys.stderr)
         code = FAILED if isinstance(error, DivergedError) else BAD_ARGUMENTS

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.messages.agreement import known, raise_together
+from allreduce.messages.agreement import everywhere, raise_together
 from trainers import prefetch
 from trainers.data import Batch, Batches
-from trainers.errors import DivergedError
 from trainers.watching.callback import Callbacks
 from trainers.watching.history import VALIDATION, History
 from trainers.watching.meter import LOOK_EVERY, Meter
@@ -158,11 +157,9 @@ class Fit:
             return None
         try:
             return action()
-        except DivergedError as error:  # by the loss of the global batch, so every rank finds it in the same step
-            raise known(error, self._trainer._comm) from None
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            if getattr(error, "ranks", None) is not None:
-                raise  # all ranks do
+            if everywhere(error, self._trainer._comm):
+                raise
             self._error = error
             return None
 

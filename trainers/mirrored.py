@@ -7,7 +7,7 @@ import numpy as np
 
 from allreduce.arrays import dtypes
 from allreduce.base import AllReduce
-from allreduce.messages.agreement import together
+from allreduce.messages.agreement import everywhere, together
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase
 from trainers import malloc
@@ -61,7 +61,7 @@ class MirroredTrainer(Trainer):
             _agree_on_arguments(ranks, replica, allreduce, topology, update)
             self.allreduce = backend_for(allreduce, ranks, update)
         except Exception as error:
-            if self._owns_topology and _is_everywhere(error):  # so all ranks come to the close
+            if self._owns_topology and everywhere(error, ranks.world):  # so all ranks come to the close
                 ranks.close()
             raise
         super().__init__(replica, ranks)
@@ -72,7 +72,7 @@ class MirroredTrainer(Trainer):
         try:
             self._bind(update)
         except Exception as error:
-            if _is_everywhere(error):
+            if everywhere(error, self._comm):
                 self.close()
             raise
 
@@ -167,10 +167,6 @@ def _agree_on_arguments(
         error = ArgumentError(f"{allreduce!r} has a topology of its own; pass the backend's name, or no topology")
     row = f"MirroredTrainer({type(replica).__name__}, {name!r}, update={update!r})"
     ranks.agree([zlib.crc32(row.encode())], row, error)
-
-
-def _is_everywhere(error: Exception) -> bool:
-    return getattr(error, "ranks", None) is not None
 
 
 def _own_memory(replica: Replica) -> Any:

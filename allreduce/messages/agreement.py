@@ -104,6 +104,11 @@ def known(error: ErrorT, comm: MPI.Comm) -> ErrorT:
     return error
 
 
+def everywhere(error: BaseException, comm: MPI.Comm) -> bool:
+    """Whether all ranks of `comm` raise this error, so that they are in step; others may not know of it. Local."""
+    return set(ending.world_ranks(comm)) <= set(getattr(error, "ranks", None) or ())
+
+
 def wait_for(comm: MPI.Comm, request: MPI.Request, row: str, limit: float = math.inf) -> None:
     """Wait for a control message, and say so when it takes long.
 

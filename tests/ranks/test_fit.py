@@ -11,8 +11,9 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import DisagreementError
+from allreduce.messages.agreement import known
 from trainers import MirroredTrainer, NumpyNetwork
-from trainers.errors import ArgumentError, DataError
+from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.samples import Samples
 from trainers.watching.callback import Callback
 
@@ -119,6 +120,24 @@ def test_an_exception_of_one_callback_is_raised_on_all_ranks(
         assert len(set(trainer.parameters_sha256())) == 1
         history = trainer.fit(x, y, 3, 20, progress=False)
     assert len(history) == 3
+
+
+@pytest.mark.parametrize("event", ["on_train_batch_end", "on_epoch_end"])
+@pytest.mark.parametrize("kind", [OSError, DivergedError])
+def test_an_error_that_only_some_ranks_know_is_raised_on_all(
+    kind: type[Exception], event: str, flat: allreduce.Topology
+) -> None:
+    """One rank's callback brings an error that ranks of another communicator have agreed on, or the meter's kind."""
+
+    def raise_for_some(trainer: MirroredTrainer) -> None:
+        error = kind("only some know")
+        raise known(error, MPI.COMM_SELF) if kind is OSError else error
+
+    callbacks = [Once(event, raise_for_some)] if flat.rank == flat.size - 1 else []
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        with pytest.raises(kind, match="only some know") as caught:
+            trainer.fit(*data(), 3, 20, callbacks=callbacks, progress=False)
+        assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[attr-defined]
 
 
 class Fragile(NumpyNetwork):

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from allreduce.arrays import gpu
+from allreduce.messages.agreement import known
 from trainers.errors import DivergedError
 from trainers.watching.callback import Callback, Logs
 
@@ -41,7 +42,8 @@ class Meter(Callback):
         losses = self._host(self._rows[self._seen : self._done, 0])
         wrong = np.flatnonzero(~np.isfinite(losses))
         if wrong.size:
-            raise _diverged(float(losses[wrong[0]]), self._epoch, self._seen + int(wrong[0]) + 1)
+            error = _diverged(float(losses[wrong[0]]), self._epoch, self._seen + int(wrong[0]) + 1)
+            raise known(error, self.trainer._comm)  # by the loss of the global batch: all ranks find it in this step
         self._seen = self._done
 
     @property
