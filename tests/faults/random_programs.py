@@ -124,6 +124,8 @@ def _calls(chance: random.Random, ranks: int, names: Sequence[str]) -> list[Call
         calls += allocated
         for _ in range(chance.randint(1, 3)):
             choices.append(_move(chance, _reduction(chance, backend, allocated), ranks))
+            if choices[-1].what == "reduce" and chance.random() < 0.4:
+                choices.append(replace(choices[-1], op=_op(chance, choices[-1].dtype)))
     calls += [chance.choice(choices) for _ in range(chance.randint(4, 12))]
     if chance.random() < 0.5:
         calls += [Call("close", backend) for backend in range(backends)]
@@ -204,7 +206,12 @@ def _other_dtype(chance: random.Random, calls: list[Call], place: int) -> list[C
 
 
 def _other_op(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
+    """One that the program uses elsewhere, for the same array, if there is one."""
     call = calls[place]
+    known = [each for each in calls if replace(each, op=call.op) == call and each.op != call.op]
+    if known:
+        calls[place] = chance.choice(known)
+        return calls
     calls[place] = replace(call, op=next(op for op in chance.sample(OPS, 5) if op not in (call.op, "mean")))
     return calls
 
