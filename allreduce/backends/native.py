@@ -1,6 +1,5 @@
 """Native: the MPI library's own MPI_Allreduce, the yardstick for the others."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ from mpi4py import MPI
 from allreduce.arrays import chunks, dtypes, gpu
 from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce
+from allreduce.messages.operations import numpy_operation
 
 LARGEST_COUNT = 1 << 30  # elements in one call: an MPI count is a C int in Open MPI 5
 MEAN_BYTES = 1 << 20  # a mean is reduced in pieces of this size, each scaled while it is in the cache
@@ -53,14 +53,4 @@ def _operation(op: Op, dtype: np.dtype) -> MPI.Op:
     # The maximum and minimum of floats lose a NaN or not by its rank. Open MPI's sums of 8-bit integers don't wrap
     # round where it uses vector instructions: they stop at the largest one.
     saturates = dtype.itemsize == 1 and op.combine is np.add and dtype != dtypes.BOOL
-    return _numpy_operation(op.combine, dtype) if saturates or op.keeps_nan(dtype) else op.mpi
-
-
-@functools.cache
-def _numpy_operation(combine: np.ufunc, dtype: np.dtype) -> MPI.Op:
-    def call(before: Any, after: Any, _: MPI.Datatype) -> None:
-        result = np.frombuffer(after, dtype)
-        combine(np.frombuffer(before, dtype), result, out=result)
-
-    # In the order of the ranks, so that of two NaNs, or of two zeros, all ranks take the same.
-    return MPI.Op.Create(call, commute=False)
+    return numpy_operation(op.combine, dtype) if saturates or op.keeps_nan(dtype) else op.mpi

@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import together
+from allreduce.messages.agreement import together, wait_for
 
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 PAGE_BYTES = mmap.PAGESIZE
@@ -89,7 +89,7 @@ class CommonWindow:
 
     def fence(self) -> None:
         """Everything written to the array before, by any rank, is seen by all ranks afterwards. Collective."""
-        _fence(self._comm)
+        wait_for(self._comm, self._comm.Ibarrier(), "the fence of memory that ranks have in common")  # see _fence
 
     def free(self) -> None:
         """Let go of the memory, which lives as long as the last array in it, of any rank. Local."""

@@ -16,6 +16,7 @@ from allreduce.arrays.workspace import Workspace
 from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import agree
+from allreduce.messages.operations import numpy_operation
 from allreduce.topology import Topology
 from allreduce.torch_backend import gpu
 from allreduce.torch_backend.options import Options
@@ -99,7 +100,7 @@ class Reducer:
             for piece in chunks.segments(slice(0, array.size), LARGEST_COUNT):
                 part = array[piece]
                 self._comm.Allreduce(
-                    MPI.IN_PLACE, [part, part.size, MPI_TYPES[tensor.dtype]], getattr(MPI, reduction.mpi)
+                    MPI.IN_PLACE, [part, part.size, MPI_TYPES[tensor.dtype]], _operation(reduction.mpi, array.dtype)
                 )
         self._divide(tensor, reduction)
 
@@ -166,3 +167,9 @@ class Reducer:
         if name not in self._backends:
             self._backends[name] = allreduce.create(name, self._topology, **settings)
         return self._backends[name]
+
+
+def _operation(name: str, dtype: np.dtype) -> MPI.Op:
+    """MPI's operation; NumPy's for short integers, which Open MPI's vector instructions don't let wrap round."""
+    ufunc = {"SUM": np.add, "PROD": np.multiply}.get(name)
+    return numpy_operation(ufunc, dtype) if ufunc is not None and dtype.itemsize <= 2 else getattr(MPI, name)

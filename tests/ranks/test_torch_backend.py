@@ -529,3 +529,15 @@ def test_counts_beyond_an_int_are_moved_in_larger_units(monkeypatch: pytest.Monk
         same(place, of(rank, 12))
     with pytest.raises(ValueError, match="split the tensors"):
         dist.broadcast(torch.zeros(29, dtype=torch.uint8), src=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16], ids=str)
+def test_sums_of_short_integers_wrap_round(dtype: torch.dtype) -> None:
+    """As torch's own do; Open MPI's vector instructions would stop at the largest one."""
+    largest = torch.iinfo(dtype).max
+    tensor = torch.full((1000,), largest, dtype=torch.int64).to(dtype)
+    dist.all_reduce(tensor)
+    bits = torch.iinfo(dtype).bits
+    wanted = (largest * size()) % 2**bits
+    wanted -= 2**bits * (wanted > largest)
+    assert set(tensor.to(torch.int64).tolist()) == {wanted}
