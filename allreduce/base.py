@@ -40,6 +40,7 @@ class AllReduce(Moves):
     Creating, `allocate`, calling and `close` are collective: every rank does them, in the same order.
     """
 
+    tagged = False  # True: all messages have the tag of their call, so that none is taken for one of another call
     sums_half = True  # False: float16 and bfloat16 are refused by name
     copies_foreign = ""  # what happens to arrays that are not from `allocate`, when that costs a copy
 
@@ -61,7 +62,7 @@ class AllReduce(Moves):
         """Make all that depends on the ranks; algorithms add theirs. Collective. `abandon` drops it."""
         self.topology = topology
         self.rank, self.size = topology.rank, topology.size
-        self._calls = Calls(topology, self, meet=self.check != "never")
+        self._calls = Calls(topology, self, meet=self.check != "never", tagged=self.tagged)
         self._comm = topology.private(self, self._calls.wait)  # data
         self.closed = False
 
@@ -127,6 +128,8 @@ class AllReduce(Moves):
     def abandon(self) -> None:
         """Let go of everything without the other ranks, who may be lost. Local; what they share stays to the end."""
         self.closed = True
+        _abandoned.append(self.workspace)  # messages that are still under way write there
+        self.workspace = Workspace()
         self._forget()
 
     def _forget(self) -> None:
@@ -261,5 +264,7 @@ class AllReduce(Moves):
         asked = f"allocate({length!r}, {dtype!r}, device={device!r})"
         self._calls.agree(allocation_row(size, code, device == "cuda"), asked, error)
 
+
+_abandoned: list[Workspace] = []
 
 children.guard(AllReduce, "__call__", "_check_open", "close")

@@ -1,6 +1,7 @@
 """The calls of one backend: all ranks see that they are in the same one, and one that fails half-way is the last."""
 
 import os
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -42,15 +43,18 @@ class Calls:
     In each call the ranks of a node meet on the topology's board: nobody begins before all have come, with the same
     word. So ranks that differ find out before anything is changed, and wait where they can be told to stop.
 
-    meet: False leaves the meeting out.
+    meet: False leaves the meeting out. tagged: all messages have the tag of their call, so that no rank takes those of
+        another call; otherwise ranks that don't all see the board compare their calls by a message.
     """
 
-    def __init__(self, topology: Topology, backend: Closeable, meet: bool) -> None:
+    def __init__(self, topology: Topology, backend: Closeable, meet: bool, tagged: bool) -> None:
         self._topology, self._backend = topology, backend
         self.broken: BaseException | None = None  # what ended a call half-way
         self.wait = topology.place()
         self._control = topology.private(wait=self.wait)
         self._slot = topology.board.take() if meet else None
+        self._compares = meet and not tagged and topology.size > 1 and not (self._slot and self._slot.complete)
+        self._thread = 0  # the one that called last
         self._met = self._slot.met if self._slot else 0  # how often the ranks have met
         self._sees_all = self._slot is not None and self._slot.complete
 
@@ -59,21 +63,29 @@ class Calls:
         wait = self.wait
         if wait.call is not None or self.broken is not None:
             self.refuse()
-        wait.count += 1
-        wait.call = call
+        self._notice_thread()
         try:
+            wait.count += 1
+            wait.call = call
             if self._slot is not None:
                 words, start, place, ranks = self._slot.turns[self._met & 1]
                 met = self._met = self._met + 1
                 words[start + place] = mine = call.word | (met & NUMBER)
                 if words[start : start + ranks].tolist().count(mine) != ranks:
                     self._meet(self._slot, start, mine, call)
+            if self._compares:
+                agree(self._control, [call.word], str(call), None)
             reduce(flat, call.op)
         except BaseException as error:
             self._break_off(call, error)
             raise
         finally:
             wait.call = None
+
+    def _notice_thread(self) -> None:
+        if (thread := threading.get_ident()) != self._thread:
+            self._thread = thread
+            ending.communicates()
 
     def tag(self) -> int:
         """For messages of the call that is under way: ranks in different ones wait, until the watch tells them.
@@ -91,9 +103,10 @@ class Calls:
         wait = self.wait
         if wait.call is not None or self.broken is not None:
             self.refuse()
+        self._notice_thread()
         said = Said(text, AGREEING)
-        wait.begin(said)
         try:
+            wait.begin(said)
             if self._slot is not None:
                 words, start, place, _ = self._slot.turns[self._met & 1]
                 self._met += 1
@@ -131,6 +144,8 @@ class Calls:
             return
         if slot.complete:  # all ranks see the same words, so all of them come here
             agree(self._control, [zlib.crc32(mine.to_bytes(8, "little"))], str(call), error)
+        if error is not None:
+            raise error
         sides = [f"  rank {rank}: {unpacked(each)}" for rank, each in zip(slot.ranks, words, strict=True)]
         table = "\n".join(sides)
         raise DisagreementError(f"the ranks disagree about this call; it must be the same on all of them:\n{table}")
@@ -139,7 +154,7 @@ class Calls:
         """The words of all ranks, when all have come."""
         board = slot.turns[0][0]
         begin = looked = time.monotonic()
-        self.wait.raises = True
+        self.wait.error, self.wait.raises = None, True
         try:
             while True:
                 words = board[start : start + slot.size].tolist()
@@ -161,5 +176,6 @@ class Calls:
         if everywhere(error, self._topology.world):
             return
         self.broken = error
+        self._topology.watch.leave(f"its call failed ({type(error).__name__}: {error})")
         if isinstance(error, MPI.Exception):
             raise CommunicationError(f"MPI reports an error in {call}: {error}") from error

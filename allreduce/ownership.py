@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from allreduce.messages.agreement import place_of, watched
+from allreduce.messages.agreement import everywhere, place_of, watched
 from allreduce.messages.board import Board
 from allreduce.messages.notes import Wait
 from allreduce.messages.watch import Watch
@@ -57,7 +57,8 @@ class Owner:
         if user is not None and user in self._users:
             self._users.remove(user)
         self._owned.remove(comm)
-        self.watch.forget(place_of(comm))
+        if (place := place_of(comm)) is not None:
+            self.watch.forget(place)
         comm.Free()
 
     @contextmanager
@@ -71,7 +72,7 @@ class Owner:
         try:
             yield
         except Exception as error:
-            if getattr(error, "ranks", None) is not None:
+            if everywhere(error, self.world):
                 for child in [each for each in self._children if each not in children]:
                     child.close()
                 self._users, self.board.free = users, parts | self.board.free

@@ -9,6 +9,7 @@ from typing import Any
 
 from allreduce.base import AllReduce, Recipe
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
+from allreduce.messages.agreement import known
 from allreduce.topology import Topology
 
 BACKENDS = {
@@ -54,7 +55,7 @@ def create(name: str, topology: Topology | None = None, *, check: str = "first",
     try:
         topology.agree([zlib.crc32(row.encode())], row, error)
         with topology.trial():
-            backend = backend_class(topology, **arguments)
+            backend = _constructed(backend_class, topology, arguments)
     except AllReduceError:  # raised on all ranks, so they can close together
         if owned:
             topology.close()
@@ -63,6 +64,15 @@ def create(name: str, topology: Topology | None = None, *, check: str = "first",
     backend.recipe = Recipe(name, {"check": check, **options})
     backend.owns_topology = owned
     return backend
+
+
+def _constructed(kind: type[AllReduce], topology: Topology, arguments: dict[str, Any]) -> AllReduce:
+    try:
+        return kind(topology, **arguments)
+    except AllReduceError as error:
+        if error.ranks is None:  # arguments are alike on all ranks, so what is refused is refused on all
+            known(error, topology.world)
+        raise
 
 
 def available(topology: Topology | None = None) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from allreduce import children, ending, machine, notices
 from allreduce.errors import ClosedError, OptionError
-from allreduce.messages.agreement import agree
+from allreduce.messages.agreement import agree, place_of
 from allreduce.messages.board import Board
 from allreduce.messages.watch import TIMEOUT, Watch, seconds
 from allreduce.messages.worker import Worker
@@ -43,9 +43,9 @@ class Topology(Owner):
         timeout: float | None = None,
     ) -> None:
         children.check()
-        comm = checked(comm, MPI.COMM_WORLD)
-        if comm.size > 1:
+        if MPI.COMM_WORLD.size > 1:
             ending.install()
+        comm = checked(comm, MPI.COMM_WORLD)
         asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
         error = bad_ranks_per_node(ranks_per_node, comm.size) or bad_timeout(timeout)
         agree(comm, [zlib.crc32(asked.encode())], asked, error)
@@ -65,6 +65,7 @@ class Topology(Owner):
         assert isinstance(real, MPI.Intracomm)
         self.board = Board(real, self.rank, self.size)
         self.cores = len(set().union(*real.allgather(machine.cores())))
+        self.sharing = real.size  # ranks that share them
         if real.size > self.cores:
             text = f"{real.size} ranks share the {self.cores} cores of this node: expect no speed-up from more ranks"
             text += ", and times of communication that are mostly waits for a core"
@@ -133,7 +134,7 @@ class Topology(Owner):
         if self._worker is None:
             self.check_open()
             number = self._number()
-            self._worker = Worker(self._own(self.world.Dup()), self.private(), self.watch, number)
+            self._worker = Worker(self.private(), self.private(), self.watch, number)
         return self._worker
 
     def inside(self) -> "Topology":
@@ -204,6 +205,8 @@ class Topology(Owner):
         if self._origin is None:
             self.watch.close()
         for comm in reversed(self._owned):
+            if (place := place_of(comm)) is not None:
+                self.watch.forget(place)
             comm.Free()
         self._owned.clear()
 

@@ -78,13 +78,14 @@ class Auto(AllReduce):
         if choose is not None and not callable(choose):
             raise OptionError(f"choose={choose!r} is no rule: give a function of (topology, nbytes, dtype, memory)")
         self._make, self._rule, self._table = make, choose, table
+        self._parts: dict[str, AllReduce] = {}
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self._ground = topology.duplicate()  # parts are made in the middle of calls, in whichever thread those run
         self._choose = self._rule or rule_for(self._comm, topology, self._table, rule)
-        self._parts: dict[str, AllReduce] = {}
+        self._parts = {}
         self._lacking: dict[str, str] = {}
 
     def abandon(self) -> None:

@@ -38,14 +38,16 @@ class HierarchicalCopy(TwoPhase):
         cross: str = "ring",
         check: str = "first",
     ) -> None:
+        self._made: list[Topology | AllReduce] = []
         self._make, self._parts = make, (node, cross)
+        self.tagged = cross in ("ring", "halving_doubling", "reduce_to_one")
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         make, (node, cross) = self._make, self._parts
         inside, across = topology.inside(), topology.across()
-        self._made: list[Topology | AllReduce] = [inside, across] if across else [inside]
+        self._made = [inside, across] if across else [inside]
         try:
             self._node = together(self._comm, lambda: _two_phase(node, self._keep(make(node, inside))))
             self._cross = together(self._comm, lambda: self._keep(make(cross, across)) if across else None)

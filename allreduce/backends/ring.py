@@ -57,6 +57,8 @@ class Ring(TwoPhase):
     would have to travel as float32.
     """
 
+    tagged = True
+
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self._tag)

@@ -5,6 +5,7 @@ topology's watch (`watched` ties a communicator to it), so it ends in a result o
 """
 
 import functools
+import json
 import math
 import sys
 import time
@@ -22,11 +23,15 @@ from allreduce.notices import log
 
 ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=Exception)
+Portable = tuple[str, str, str]  # an error: its type's module and name, its text
 
 AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to different ones get a table too
 LONE_SECONDS = 60.0  # how long a rank with an error waits for others to hear of it
 EAGER_SECONDS = 0.001  # so long a wait does nothing but look
 LONGEST_SLEEP = 0.01
+
+
+_given_up: list[MPI.Request] = []  # their buffers must live on, because MPI may still write there
 
 
 @functools.cache
@@ -40,10 +45,15 @@ def watched(comm: MPI.Comm, watch: Watch, wait: Wait) -> None:
     comm.Set_attr(_watched(), (watch, wait))
 
 
-def place_of(comm: MPI.Comm) -> Wait:
-    """Where agreements on a watched communicator wait."""
+def place_of(comm: MPI.Comm) -> Wait | None:
+    """Where agreements on a communicator wait, if it is watched."""
     pair: Any = comm.Get_attr(_watched())
-    return pair[1]
+    return pair[1] if pair else None
+
+
+def everywhere(error: BaseException, comm: MPI.Comm) -> bool:
+    """True when all ranks of `comm` raise this same error, so that they are still in step. Local."""
+    return set(ending.world_ranks(comm)) <= set(getattr(error, "ranks", None) or ())
 
 
 def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
@@ -55,7 +65,7 @@ def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
     found = np.array([error is not None], dtype=np.int64)
     wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, found, MPI.SUM), "hear whether all ranks are well")
     if found[0]:
-        raise _first_error(comm, _exchange(comm, _portable(error))) from error
+        raise _first_error(comm, [portable for _, portable in _exchange(comm, "what went wrong", error)]) from error
 
 
 def together(comm: MPI.Comm, step: Callable[[], ResultT]) -> ResultT:
@@ -85,7 +95,7 @@ def agree(comm: MPI.Comm, values: Sequence[int], row: str, error: Exception | No
         raise (error or ended) from ended  # an error of this rank alone, for which the others do not come
     if np.array_equal(low[: mine.size], -low[mine.size :]) and low[0] == 0:
         return
-    sides = _exchange(comm, (row, _portable(error)))
+    sides = _exchange(comm, row, error)
     if any(side_error is not None for _, side_error in sides):
         raise _first_error(comm, [side_error for _, side_error in sides]) from error
     raise disagreement(comm, [side_row for side_row, _ in sides])
@@ -115,8 +125,6 @@ def wait_for(comm: MPI.Comm, request: MPI.Request, row: str, limit: float = math
     limit: seconds after which it is given up; never longer than the topology's timeout.
     Raises CollectiveTimeoutError, RankLeftError or DisagreementError on this rank when the others don't come.
     """
-    if request.Test():
-        return
     pair: Any = comm.Get_attr(_watched())
     watch, wait = pair or (None, Wait(0))
     call: Call | None = wait.call  # of a backend that agrees before it reduces
@@ -124,7 +132,11 @@ def wait_for(comm: MPI.Comm, request: MPI.Request, row: str, limit: float = math
         wait.begin(Said(row))
     inside, wait.raises = wait.raises, True
     try:
-        _look_until(request, watch, wait, row, limit)
+        if not request.Test():
+            _look_until(request, watch, wait, row, limit)
+    except BaseException:
+        _given_up.append(request)
+        raise
     finally:
         wait.raises = inside
         if call is None:
@@ -151,33 +163,49 @@ def _look_until(request: MPI.Request, watch: Watch | None, wait: Wait, row: str,
 
 def _alone(row: str, before: float, waited: float) -> None:
     """A wait of ranks that have no watch yet."""
-    if waited > (limit := seconds(TIMEOUT, 1800.0)):
+    try:
+        limit, stall = seconds(TIMEOUT, 1800.0), seconds(STALL, 30.0)
+    except AllReduceError:  # Topology tells it
+        limit, stall = 1800.0, 30.0
+    if waited > limit:
         raise CollectiveTimeoutError(f"waited {waited:.0f} s for other ranks in: {row} ({TIMEOUT}={limit:g})")
-    if before <= seconds(STALL, 30.0) < waited:
+    if before <= stall < waited:
         log.warning("a rank has waited %.0f s for the other ranks in: %s", waited, row)
 
 
-def _exchange(comm: MPI.Comm, side: ResultT) -> list[ResultT]:
-    """Every rank's side of something that went wrong."""
-    return comm.allgather(side)
+def _exchange(comm: MPI.Comm, row: str, error: Exception | None) -> list[tuple[str, Portable | None]]:
+    """Every rank's side of something that went wrong: in words, and its error. Collective."""
+    mine = np.frombuffer(json.dumps([row, _portable(error)]).encode(), np.uint8)
+    lengths = np.empty(comm.size, np.int64)
+    wait_for(comm, comm.Iallgather(np.array([mine.size]), lengths), row)
+    everyone = np.empty(lengths.sum(), np.uint8)
+    wait_for(comm, comm.Iallgatherv(mine, [everyone, lengths.tolist()]), row)
+    texts = np.split(everyone, np.cumsum(lengths)[:-1])
+    sides = [json.loads(text.tobytes()) for text in texts]
+    return [(side, tuple(portable) if portable else None) for side, portable in sides]
 
 
-def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
-    """An exception as something that any rank can build again: its type and its text."""
+def _portable(error: Exception | None) -> Portable | None:
+    """An exception as something that any rank can build again: its type's module and name, and its text."""
     if error is None:
         return None
     kind = type(error)
     try:
-        importable = getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
-        if importable and isinstance(kind(str(error)), kind):
-            return kind, str(error)
+        if _found(kind.__module__, kind.__qualname__) is kind and isinstance(kind(str(error)), kind):
+            return kind.__module__, kind.__qualname__, str(error)
     except Exception:  # UnicodeDecodeError and the like want more arguments than a text
         log.debug("%s can't be made from a text", kind)
-    return AllReduceError, f"{kind.__name__}: {error}"
+    return AllReduceError.__module__, AllReduceError.__qualname__, f"{kind.__name__}: {error}"
 
 
-def _first_error(comm: MPI.Comm, errors: Sequence[tuple[type[Exception], str] | None]) -> Exception:
+def _found(module: str, name: str) -> type[Exception]:
+    """An exception's type, where this rank has it too."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else AllReduceError
+
+
+def _first_error(comm: MPI.Comm, errors: Sequence[Portable | None]) -> Exception:
     rank, first = next((rank, error) for rank, error in enumerate(errors) if error is not None)
-    kind, text = first
-    error = kind(text if all(error == first for error in errors) else f"rank {rank}: {text}")
+    module, name, text = first
+    error = _found(module, name)(text if all(error == first for error in errors) else f"rank {rank}: {text}")
     return known(error, comm)

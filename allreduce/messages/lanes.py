@@ -86,7 +86,7 @@ class Lane:
 
     def __init__(self, worker: Runs, number: int, name: str, alone: bool) -> None:
         self.worker, self.number, self.name, self.alone = worker, number, name, alone
-        self.wait = worker.watch.place((worker.number << 20) + number, raises=True)
+        self.wait = worker.watch.place(-((worker.number << 20) + number), raises=True)
         self.broken: BaseException | None = None  # a call has failed before all ranks had come to it
         self.closed = False
         self.submitted = 0
@@ -114,9 +114,11 @@ class Lane:
         """No more calls. Collective, as any call of the lane; local when the lane is broken."""
         if self.closed:
             return
-        if self.broken is None and not self.alone:
-            self.submit(lambda: None, "closes").wait()
-        self.abandon()
+        try:
+            if self.broken is None and not self.alone:
+                self.submit(lambda: None, "closes").wait()
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
         """No more calls. Local."""

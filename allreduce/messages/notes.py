@@ -14,6 +14,7 @@ from allreduce.errors import AllReduceError
 
 TEXT_BYTES = 512
 WAITING, WENT_ON, LEFT = range(3)
+NOT_COME = "has not come: it computes, is stopped, or waits for something else"
 
 
 class Call(Protocol):
@@ -90,7 +91,8 @@ class Notes:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
-        self.heard: dict[int, Note] = {}  # the last of each rank
+        self.heard: dict[tuple[int, int], Note] = {}  # the last of each rank and place
+        self.left: dict[int, Note] = {}  # the ranks that wait for nobody any more
         self._sent: list[tuple[MPI.Request, bytearray]] = []
 
     def tell(self, kind: int, wait: Wait, text: str) -> None:
@@ -109,11 +111,14 @@ class Notes:
             buffer = bytearray(status.Get_count(MPI.BYTE))
             message.Recv([buffer, MPI.BYTE])
             kind, number, turn, word = np.frombuffer(buffer[:32], np.int64).tolist()
-            last = self.heard.get(status.source)
-            if kind == WENT_ON and last is not None and (last.kind == LEFT or last.number != number):
-                continue  # it waits in more than one place
             text = buffer[32:].decode(errors="replace")
-            self.heard[status.source] = Note(kind, number, turn, word, text, time.monotonic())
+            note = Note(kind, number, turn, word, text, time.monotonic())
+            if kind == LEFT:
+                self.left[status.source] = note
+            elif kind == WAITING:
+                self.heard[status.source, number] = note
+            else:
+                self.heard.pop((status.source, number), None)
 
     def drain(self) -> None:
         """Take all notes, so that the communicator can be freed. Collective."""
@@ -129,14 +134,12 @@ class Notes:
         """Where all ranks are, as far as this one knows, which is in `call`."""
         lines = []
         for rank in range(self.size):
-            note = self.heard.get(rank)
+            waits = [note.text for (other, _), note in self.heard.items() if other == rank]
             if rank == self.rank:
                 where = f"waits in {call}"
-            elif note is None or note.kind == WENT_ON:
-                where = "has not come: it computes, is stopped, or waits for something else"
-            elif note.kind == LEFT:
-                where = f"has left: {note.text}"
+            elif rank in self.left:
+                where = f"has left: {self.left[rank].text}"
             else:
-                where = f"waits in {note.text}"
+                where = f"waits in {' and in '.join(waits)}" if waits else NOT_COME
             lines.append(f"  rank {rank}: {where}")
         return "\n".join(lines)

@@ -29,7 +29,7 @@ from allreduce.notices import log
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
 NOTE_SECONDS = 1.0  # a wait as long as this is told to the other ranks
 LOOK_SECONDS = 0.25  # how often the waits are looked at
-LEFT_SECONDS = 3.0  # the last messages of a rank that has left may still be on their way
+LEFT_SECONDS = 5.0  # the last messages of a rank that has left may still be on their way
 
 
 def seconds(variable: str, default: float) -> float:
@@ -96,7 +96,7 @@ class Watch:
 
     def leave(self, why: str) -> None:
         """Tell the others that this rank's program ends."""
-        if self.closed or self.notes.size == 1 or not self._from_threads:
+        if self.closed or self.notes.size == 1:
             return
         with self._lock:
             self.notes.tell(LEFT, Wait(0), why)
@@ -122,13 +122,13 @@ class Watch:
     def _judge(self, wait: Wait, call: Call, now: float) -> None:
         waited = now - wait.since
         error: AllReduceError | None = None
-        heard = self.notes.heard.items()
-        left = [rank for rank, note in heard if note.kind == LEFT and now - note.heard > LEFT_SECONDS]
+        patience = min(LEFT_SECONDS, self.timeout / 2)
+        left = [rank for rank, note in self.notes.left.items() if now - note.heard > patience]
         here = wait.number, wait.count
         other = [
             rank
-            for rank, note in heard
-            if note.kind == WAITING and (note.number, note.turn) == here and note.word != call.word
+            for (rank, _), note in self.notes.heard.items()
+            if (note.number, note.turn) == here and note.word != call.word
         ]
         if other:
             error = DisagreementError(
@@ -136,7 +136,7 @@ class Watch:
             )
         elif left:
             error = RankLeftError(
-                f"rank {left[0]} has left: {self.notes.heard[left[0]].text}, while this rank waits for it in {call}"
+                f"rank {left[0]} has left: {self.notes.left[left[0]].text}, while this rank waits for it in {call}"
             )
         elif waited > self.timeout:
             error = CollectiveTimeoutError(

@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from allreduce import ending
 from allreduce.errors import AllReduceError, BrokenError, ClosedError, UnavailableError
-from allreduce.messages.agreement import agree, disagreement, raise_together
+from allreduce.messages.agreement import agree, raise_together
 from allreduce.messages.lanes import Lane, Pending
 from allreduce.messages.notes import Said
 from allreduce.messages.watch import LOOK_SECONDS, Watch
@@ -139,8 +139,11 @@ class Worker:
             while self._wake.get():
                 self._work_until(lambda: self._open == 0, None)
         except BaseException as error:  # nothing may end this thread in silence: others wait for its calls
+            self._thread = None
             for lane in list(self._lanes.values()):
                 self._fail(lane, error)
+            while self._ready:
+                self._ready.popleft()[2].finish(error)
 
     def _work_until(self, done: Callable[[], bool], deadline: float | None) -> None:
         looks, pause, looked = 0, SHORTEST_SLEEP, time.monotonic()
@@ -225,7 +228,11 @@ class Worker:
 
     def _refuse(self, lane: Lane, pending: Pending) -> None:
         """All ranks came, with different calls."""
-        error = disagreement(self._control, self._control.allgather(pending.what))
+        error: BaseException = BrokenError(f"the ranks disagreed about {pending.what}")
+        try:
+            agree(self._comm, [pending.digest], pending.what, None)  # the control communicator is the main thread's
+        except BaseException as told:
+            error = told
         self._fail(lane, error)
         pending.finish(error)
 

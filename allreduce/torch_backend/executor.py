@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from allreduce import children, notices
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import disagreement, place_of
+from allreduce.messages.agreement import disagreement
 from allreduce.messages.lanes import Lane
 from allreduce.messages.notes import Said
 from allreduce.messages.waiting import asleep
@@ -41,8 +41,9 @@ class Executor:
         self.broken: Exception | None = None  # set when an operation has timed out or the group is destroyed
         self.submitted = 0
         self._notes = topology.watch.notes
-        self._comm = topology.private()
-        self._place = place_of(self._comm)
+        self._place = topology.place()
+        self._place.raises = True
+        self._comm = topology.private(wait=self._place)
         self._left: list[object] = []  # a meeting that was given up, of which MPI still knows
         self._threaded = threaded
         self._lane = self._enter(topology, f"process group {name}")

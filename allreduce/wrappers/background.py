@@ -7,7 +7,9 @@ collectives match by their order, so one thread runs them all, in an order that 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
+from numpy.typing import DTypeLike
 
 from allreduce.base import AllReduce
 from allreduce.messages.worker import Pending
@@ -17,7 +19,7 @@ from allreduce.wrappers.wrapper import Wrapper
 
 def crowded(topology: Topology) -> bool:
     """True where some node has no core to spare for a second thread of each of its ranks. Collective."""
-    return bool(topology.world.allreduce(topology.cores < 2 * topology.node_size, MPI.LOR))
+    return bool(topology.world.allreduce(topology.cores < 2 * topology.sharing, MPI.LOR))
 
 
 class Background(Wrapper):
@@ -41,7 +43,25 @@ class Background(Wrapper):
         return self._lane.submit(work, what, numbers)
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
-        self.submit(lambda: self.inner(buffer, op)).wait()
+        self._in_lane(lambda: self.inner(buffer, op))
+
+    def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
+        return self._in_lane(lambda: self.inner.allocate(length, dtype, device))
+
+    def broadcast(self, array: Any, root: int = 0) -> None:
+        self._in_lane(lambda: self.inner.broadcast(array, root))
+
+    def collect(self, array: Any) -> np.ndarray:
+        return self._in_lane(lambda: self.inner.collect(array))
+
+    def all_gather(self, buffer: np.ndarray) -> None:
+        self._in_lane(lambda: self.inner.all_gather(buffer))
+
+    def _in_lane(self, call: Callable[[], Any]) -> Any:
+        """What `call` of the inner backend returns: in its turn, and in the thread that communicates."""
+        results: list[Any] = []
+        self.submit(lambda: results.append(call())).wait()
+        return results[0]
 
     def abandon(self) -> None:
         super().abandon()
