@@ -9,6 +9,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from allreduce import ending
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import AGREEING, NUMBER, NUMBER_BITS, Signature, unpacked, word
 from allreduce.errors import BrokenError, CommunicationError, DisagreementError, OptionError

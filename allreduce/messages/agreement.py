@@ -51,11 +51,6 @@ def place_of(comm: MPI.Comm) -> Wait | None:
     return pair[1] if pair else None
 
 
-def everywhere(error: BaseException, comm: MPI.Comm) -> bool:
-    """True when all ranks of `comm` raise this same error, so that they are still in step. Local."""
-    return set(ending.world_ranks(comm)) <= set(getattr(error, "ranks", None) or ())
-
-
 def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
     """Raise on every rank when at least one rank brings an error. Collective.
 
