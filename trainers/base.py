@@ -70,6 +70,9 @@ class Trainer(ABC):
     def _complete(self) -> None:  # noqa: B027, most replicas always have all of it
         """Have rank 0's replica hold its whole state. Collective."""
 
+    def _check_edits(self) -> None:  # noqa: B027, most ranks have parameters of their own
+        """Raise, on this rank, when the replica was edited in a way that several ranks may have done."""
+
     def _settle(self) -> None:  # noqa: B027
         """The ranks have written the same parameters: go on when all have done so. Collective."""
 
@@ -264,6 +267,8 @@ class Trainer(ABC):
         whole: collect first what of rank 0's state other ranks have; false when rank 0 has just loaded all of it.
         """
         replica = self.replica
+        if whole:
+            together(self._comm, self._check_edits)
         config, held = together(self._comm, lambda: (json.dumps(replica.config(), sort_keys=True), replica.state()))
         state = {
             name: np.asarray(array, order="C") for name, array in sorted((self._whole(held) if whole else held).items())

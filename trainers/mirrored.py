@@ -1,6 +1,7 @@
 """MirroredTrainer: average the gradients, then every replica applies them, so that replicas stay identical."""
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,10 @@ class MirroredTrainer(Trainer):
     Also an attribute: `buffer`, the array that is reduced in every step: the gradients, and behind them the
     replica's metrics and the trainer's flags, so that the loss costs no message of its own. Behind 16-bit
     gradients there is nothing: what must be exact travels in an array of float32.
+
+    With update="sharded" the ranks of a node have ONE copy of the parameters: what each of them edits in place
+    (NumpyNetwork.parameters *= 0.5, p.mul_(0.5)) is applied once a rank. Use `edit`, which does it once. Edits of
+    a PyTorch module are seen in the next step and refused on all ranks; those of NumPy arrays can't be seen.
 
         with MirroredTrainer(NumpyNetwork([64, 32, 10]), allreduce="ring") as trainer:
             history = trainer.fit(x, y, epochs=10, batch_size=100)
@@ -105,6 +110,7 @@ class MirroredTrainer(Trainer):
             self.buffer[:] = 0
             measured[:metrics] = 0
         else:
+            self._check_edits()
             measured[:metrics] = self.replica.gradients(batch.x, batch.y, batch.share)
             measured[:metrics] *= batch.share
 
@@ -126,6 +132,22 @@ class MirroredTrainer(Trainer):
         self._communication.start()
         self.allreduce(array, "sum")
         self._communication.stop()
+
+    def edit(self, change: Callable[[], object]) -> None:
+        """Change the model's parameters in place by `change()`, the same on all ranks. Collective.
+
+        It is called on every rank, or, where the ranks of a node have one copy of the parameters, on one rank of
+        each node, while the others wait. An error of it is raised on all ranks.
+        """
+        self._enter("edit")
+        once = self._sharded is not None and self._sharded.in_common
+        self._settle()
+        together(self._comm, lambda: change() if not once or self.topology.node_rank == 0 else None)
+        self._settle()
+
+    def _check_edits(self) -> None:
+        if self._sharded is not None:
+            self._sharded.check_edits()
 
     def _whole(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return state if self._sharded is None else self._sharded.whole(state)

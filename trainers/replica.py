@@ -74,6 +74,13 @@ class Replica(ABC):
     def refresh(self) -> None:  # noqa: B027, nothing to do where parameters are views
         """Take on the bound parameters, of which others have updated the rest."""
 
+    def edited(self) -> str:
+        """A bound parameter that was edited in place since `accept_edits`; "" for none, and where nobody can see it."""
+        return ""
+
+    def accept_edits(self) -> None:  # noqa: B027, nothing to do where edits can't be seen
+        """The parameters are what they should be: forget the edits until now."""
+
     @abstractmethod
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> Any:
         """One number for each of `metrics`, SUMS over these rows (at least one): sums of counts stay exact.

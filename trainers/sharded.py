@@ -18,6 +18,7 @@ from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import together
 from allreduce.messages.window import CommonWindow
 from allreduce.two_phase import TwoPhase
+from trainers.errors import ArgumentError
 from trainers.replica import Replica
 from trainers.watching.stopwatch import Stopwatch
 
@@ -85,6 +86,21 @@ class ShardedUpdate:
         """Afterwards all ranks of the node see what any of them has written, and none of them still writes."""
         if self._window is not None:
             self._window.fence()
+            self._replica.accept_edits()
+
+    @property
+    def in_common(self) -> bool:
+        """Whether the ranks of a node have one copy of the parameters."""
+        return self._window is not None
+
+    def check_edits(self) -> None:
+        """Raise ArgumentError, on this rank, when parameters that ranks have in common were edited in place."""
+        if self._window is not None and (name := self._replica.edited()):
+            raise ArgumentError(
+                f'{name} was edited in place (p.mul_(...), say), and with update="sharded" the parameters of all ranks '
+                "of a node are the same memory, so it may have been edited several times; load the model again, and "
+                "edit it by trainer.edit(function)"
+            )
 
     def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """A replica's state, with what belongs to the slices collected from their owners."""

@@ -229,6 +229,28 @@ def test_a_wrong_label_changes_no_replica(dtype: torch.dtype, world: MPI.Intraco
     np.testing.assert_array_equal(mine.state()["parameters"], seen[1])
 
 
+def halve(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+
+
+def test_parameters_in_common_are_edited_once_or_refused(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    x, y = data(60)
+    mine = replica()
+    with MirroredTrainer(mine, "shared", flat, update="sharded") as trainer:
+        trainer.fit(x, y, 1, 20, progress=False)
+        before = mine.state()["parameters"].copy()
+        trainer.edit(lambda: halve(mine.module))
+        np.testing.assert_array_equal(mine.state()["parameters"], before / 2)
+        trainer.fit(x, y, 1, 20, progress=False)
+        if world.size > 1:
+            halve(mine.module)
+            with pytest.raises(ArgumentError, match=r"edited in place.*trainer\.edit") as caught:
+                trainer.fit(x, y, 1, 20, progress=False)
+            assert caught.value.ranks == tuple(range(world.size))
+
+
 def test_what_sharded_refuses(flat: allreduce.Topology) -> None:
     if flat.size == 1:
         pytest.skip("with one rank nothing is divided")

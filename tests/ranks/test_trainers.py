@@ -420,6 +420,16 @@ class Bare(NumpyNetwork):
     bind_parameters = Replica.bind_parameters
 
 
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_an_edit_is_applied_once(update: str, flat: allreduce.Topology) -> None:
+    mine = network()
+    with MirroredTrainer(mine, "shared", flat, update=update) as trainer:
+        before = mine.parameters.copy()
+        trainer.edit(lambda: np.multiply(mine.parameters, 0.5, out=mine.parameters))
+        np.testing.assert_array_equal(mine.parameters, before / 2)
+        assert len(set(trainer.parameters_sha256())) == 1
+
+
 def test_refused_trainers_leave_nothing_behind(flat: allreduce.Topology) -> None:
     """Communicators and topologies are counted, after more than 1,000 refusals on two ranks."""
     refusals: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -66,6 +66,7 @@ class TorchReplica(Replica):
         self._state = TorchState(module, optimizer, self._trained)
         self._length = sum(each.numel() for each in self._trained)
         self.gradient_length = self._length + sum(each.numel() for each in self._statistics)
+        self._versions: dict[Tensor, int] = {}
         self._parameters: Tensor | None = None  # what bind_parameters was given, and the parameters' places there
         self._places: list[Tensor] = []
         self._sliced: SliceOptimizer | None = None
@@ -135,6 +136,13 @@ class TorchReplica(Replica):
         if self._parameters is not None:
             self._take_statistics(self._parameters)
 
+    def edited(self) -> str:
+        names = (name for name, each in self.module.named_parameters() if each._version != self._versions.get(each))
+        return next(names, "") if self._versions else ""
+
+    def accept_edits(self) -> None:
+        self._versions = {each: each._version for each in self.module.parameters()}
+
     @torch.no_grad()
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> list[float]:
         self.module.eval()
@@ -160,6 +168,7 @@ class TorchReplica(Replica):
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         self._state.load(state)
         self._sliced = None  # made again from what was loaded
+        self.accept_edits()
 
     def local_state(self) -> dict[str, np.ndarray]:
         """PyTorch's random state, and the buffers that are not averaged (those are rank 0's in `state`)."""
