@@ -45,7 +45,7 @@ def test_a_bad_array_on_one_rank(mpirun: JobRunner, tmp_path: Path, mpi: str) ->
     """The others are in the middle of a call that they know, so it waits for them a while and then ends the job."""
     code, text, seconds = run_loop(mpirun, tmp_path, mpi, action="grads = [1.0]")
     assert code != 0
-    assert "NotAnArrayError: a NumPy or CuPy array is needed, not builtins.list" in text  # whoever ends the job
+    assert "NotAnArrayError: rank 1: a NumPy or CuPy array is needed, not builtins.list" in text
     assert seconds < 20
 
 
