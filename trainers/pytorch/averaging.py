@@ -11,7 +11,7 @@ DistributedDataParallel, so what a loop does between backward and step (clipping
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,27 +23,17 @@ from allreduce.base import AllReduce
 from allreduce.messages.agreement import raise_together
 from allreduce.messages.worker import Lane
 from trainers.pytorch.backward import Backward, GradientError, meet
+from trainers.pytorch.buffers import Memory, allocate
 from trainers.pytorch.family import Family
-from trainers.pytorch.layout import Bucket, plan
-from trainers.pytorch.ownership import refuse
+from trainers.pytorch.layout import plan
+from trainers.pytorch.ownership import CLOSED, refuse
 from trainers.pytorch.report import Clock
 from trainers.pytorch.rows import Rows
-from trainers.replicas.pytorch.tensors import DTYPES, TORCH, as_tensor, shaped
+from trainers.replicas.pytorch.tensors import DTYPES, shaped
 
 LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # what the buffers hold; see Averager.state
 
-CLOSED = (
-    "backward after close(): the MirroredOptimizer of this model is closed, so its gradients are averaged "
-    "no longer; make a new MirroredOptimizer, or train a copy.deepcopy(model)"
-)
-
-
-class Memory(NamedTuple):
-    """A bucket and its memory, as an array for the backend and as a tensor."""
-
-    bucket: Bucket
-    array: np.ndarray
-    tensor: Tensor
+ResultT = TypeVar("ResultT")
 
 
 class Averager:
@@ -77,15 +67,11 @@ class Averager:
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.family, self.number = family, family.newest
         self.lane, self.comm, self.during = lane, comm, during
+        self.ranks = comm.size  # also known after close()
         self._reduce, self._reduces_to = reduce, reduces_to
         sizes = [(each.numel(), DTYPES[each.dtype], each.element_size()) for each in self.parameters]
         self.plan, lengths = plan(sizes, *(bucket_bytes if during else (math.inf, math.inf)))
-        arrays = {dtype: backend.allocate(length, dtype) for dtype, length in lengths.items()}
-        self.flats = {dtype: as_tensor(array, TORCH[dtype]) for dtype, array in arrays.items()}
-        self.buckets = [
-            Memory(each, arrays[each.dtype][each.start : each.stop], self.flats[each.dtype][each.start : each.stop])
-            for each in self.plan
-        ]
+        self.flats, self.buckets = allocate(backend, self.plan, lengths)
         self.sizes = tuple(memory.array.nbytes for memory in self.buckets)
         self._slots = {slot.parameter: (at, slot) for at, bucket in enumerate(self.plan) for slot in bucket.slots}
         self.views = [self.place(index, self.flats) for index in range(len(self.parameters))]
@@ -117,6 +103,13 @@ class Averager:
     def call(self, what: str) -> str:
         """What this rank is about to do, with all that must be alike on the ranks."""
         return f"{what}, after {self.steps} steps and {self._begun} averages"
+
+    def together(self, what: str, work: Callable[[], ResultT]) -> ResultT:
+        """Do `work` when all ranks have come to it, after all that was submitted before. Collective."""
+        self.abandon()
+        results: list[ResultT] = []
+        self.lane.submit(lambda: results.append(work()), self.call(what)).wait()
+        return results[0]
 
     def count_rows(self, mine: float, active: bool = True) -> Rows:
         """Begin to count the rows of this step. active: False when this rank has no batches left. Collective."""

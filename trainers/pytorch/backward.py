@@ -13,7 +13,8 @@ from allreduce.messages.agreement import raise_together
 from allreduce.messages.worker import Pending
 
 if TYPE_CHECKING:
-    from trainers.pytorch.averaging import Averager, Memory
+    from trainers.pytorch.averaging import Averager
+    from trainers.pytorch.buffers import Memory
     from trainers.pytorch.family import Family
 
 

@@ -1,13 +1,15 @@
-"""What MirroredOptimizer refuses, by name and on all ranks, before it changes anything."""
+"""What MirroredOptimizer refuses: when it is made, on all ranks before it changes anything; and when it is used."""
 
 import zlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from allreduce.base import AllReduce
 from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
 from allreduce.messages.agreement import agree, raise_together
 from trainers.pytorch import sharded
@@ -15,27 +17,33 @@ from trainers.pytorch.ownership import owner_of
 from trainers.replicas.pytorch.tensors import DTYPES
 
 UPDATES = ("replicated", "sharded")
+AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
+GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so their gradients have no place; {AGAIN}"
 
 
-def together(
-    comm: MPI.Intracomm,
-    optimizer: Optimizer,
-    model: Module,
-    backend: str,
-    update: str,
-    overlap: bool | str,
-    bucket_mb: tuple[float, float],
-    check_every: int,
-) -> None:
+class Options(NamedTuple):
+    """How a MirroredOptimizer averages and updates; see there. bucket_mb: of the first bucket, and of the others."""
+
+    allreduce: str | AllReduce
+    update: str
+    overlap: bool | str
+    bucket_mb: tuple[float, float]
+    check_every: int
+
+    def __str__(self) -> str:
+        """What must be alike on the ranks."""
+        name = self.allreduce.name if isinstance(self.allreduce, AllReduce) else self.allreduce
+        return (
+            f"MirroredOptimizer(allreduce={name!r}, update={self.update!r}, overlap={self.overlap!r}, "
+            f"first_bucket_mb={float(self.bucket_mb[0])!r}, bucket_mb={float(self.bucket_mb[1])!r}, "
+            f"check_every={self.check_every!r})"
+        )
+
+
+def together(comm: MPI.Intracomm, optimizer: Optimizer, model: Module, options: Options) -> None:
     """Raise on all ranks when the arguments of any rank make no sense, or the ranks' options differ. Collective."""
-    problems = _problems(optimizer, model, update, overlap, bucket_mb, check_every)
-    raise_together(comm, next(problems, None))
-    options = (
-        f"MirroredOptimizer(allreduce={backend!r}, update={update!r}, overlap={overlap!r}, "
-        f"first_bucket_mb={float(bucket_mb[0])!r}, bucket_mb={float(bucket_mb[1])!r}, "
-        f"check_every={check_every!r})"
-    )
-    agree(comm, [zlib.crc32(options.encode())], options, None)
+    raise_together(comm, next(_problems(optimizer, model, options), None))
+    agree(comm, [zlib.crc32(str(options).encode())], str(options), None)
 
 
 def sort(optimizer: Optimizer, model: Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
@@ -60,14 +68,20 @@ def describe(optimizer: Optimizer, model: Module) -> list[str]:
     return lines
 
 
-def _problems(
-    optimizer: Optimizer,
-    model: Module,
-    update: str,
-    overlap: bool | str,
-    bucket_mb: tuple[float, float],
-    check_every: int,
-) -> Iterator[AllReduceError]:
+def still_fit(optimizer: Optimizer, trained: dict[str, Parameter], frozen: dict[str, Parameter]) -> None:
+    """Raise an OptionError when parameters are trained now that were not when the optimizer was made. Local."""
+    for name, parameter in frozen.items():
+        if parameter.requires_grad and parameter.grad is not None:
+            raise OptionError(
+                f"{name} was frozen when MirroredOptimizer was made, so its gradient has no place to be "
+                f"averaged in; set requires_grad before, or {AGAIN}"
+            )
+    if sum(len(group["params"]) for group in optimizer.param_groups) != len(trained) + len(frozen):
+        raise OptionError(GROUP_ADDED)
+
+
+def _problems(optimizer: Optimizer, model: Module, options: Options) -> Iterator[AllReduceError]:
+    _, update, overlap, bucket_mb, check_every = options
     if not isinstance(optimizer, Optimizer) or not isinstance(model, Module):
         yield OptionError(
             "MirroredOptimizer(optimizer, model) takes a torch.optim.Optimizer and a torch.nn.Module, not "

@@ -2,39 +2,33 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
-from mpi4py import MPI
 from torch.optim import Optimizer
 
 from allreduce.base import AllReduce
 from allreduce.errors import ClosedError, OptionError
-from allreduce.messages.agreement import together
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase
 from trainers import malloc
-from trainers.backends import backend_for
-from trainers.pytorch import checks, choices
-from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
-from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compare
+from trainers.pytorch import choices
+from trainers.pytorch.averaging import SCATTERED
+from trainers.pytorch.checks import GROUP_ADDED, Options, still_fit
+from trainers.pytorch.closures import mean_loss
 from trainers.pytorch.comparing import compare_replicas
-from trainers.pytorch.family import DROPPED, Family, family_of
+from trainers.pytorch.editing import editing
+from trainers.pytorch.family import family_of
+from trainers.pytorch.joining import leave
 from trainers.pytorch.loading import load_of_root
+from trainers.pytorch.making import drop, make
 from trainers.pytorch.ownership import take_over
-from trainers.pytorch.placement import AfterLoading
-from trainers.pytorch.report import Report
+from trainers.pytorch.report import Report, report_of
 from trainers.pytorch.sharded import ShardedUpdate
 
-MIB = 1 << 20
-AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
-GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so their gradients have no place; {AGAIN}"
 CHECK_EVERY = 1000  # steps
-
-ResultT = TypeVar("ResultT")
 
 
 class MirroredOptimizer(Optimizer):
@@ -98,84 +92,18 @@ class MirroredOptimizer(Optimizer):
     ) -> None:
         self.closed = False
         self.optimizer, self.model, self.update, self.check_every = optimizer, model, update, check_every
+        options = Options(allreduce, update, overlap, (first_bucket_mb, bucket_mb), check_every)
         given = allreduce.topology if isinstance(allreduce, AllReduce) else topology
         family = family_of(given)
         self.topology = given or family.topology
-        self._ranks = self.topology.size
-        self._sharded: ShardedUpdate | None = None
-        # What is given back in the end, by all ranks together. Nothing in it may hold on to this object.
-        self._made = ExitStack()
-        try:
-            number = self._make(family, allreduce, overlap, (first_bucket_mb, bucket_mb))
-        except Exception as error:
-            if getattr(error, "ranks", None) is not None:  # all ranks are here
-                self._made.close()
-            raise
-        self._dropped = weakref.finalize(self, _drop, family, number, self._averager, self._made)
+        parts = make(optimizer, model, options, self.topology, family)
+        self.backend, self._averager, self._sharded, self._trained, self._frozen, self._made = parts
+        take_over(self._trained.values(), self)
+        self._dropped = weakref.finalize(self, drop, family, self._averager, self._made)
         self._dropped.atexit = False
         Optimizer.__setstate__(self, {})  # the hooks that every optimizer has; the rest is the wrapped one's
         choices.tell_threads(self.topology)
         malloc.keep_freed_memory()
-
-    def _make(
-        self, family: Family, allreduce: str | AllReduce, overlap: bool | str, bucket_mb: tuple[float, float]
-    ) -> int:
-        """Make all that communicates, and the averager; the number of this optimizer in its family. Collective."""
-        comm, made = self.topology.private(), self._made
-        number = family.enter(comm)
-        made.callback(family.leave, number)
-        made.callback(self.topology.release, comm)
-        name = allreduce.name if isinstance(allreduce, AllReduce) else allreduce
-        checks.together(comm, self.optimizer, self.model, name, self.update, overlap, bucket_mb, self.check_every)
-        self._trained, self._frozen = checks.sort(self.optimizer, self.model)
-        compare(comm, checks.describe(self.optimizer, self.model))
-        self.backend = together(comm, partial(backend_for, allreduce, self.topology, self.update))
-        if self.backend is not allreduce:
-            made.callback(self.backend.close)
-        self._lane, during = choices.lane_of(family, self.topology, overlap)
-        made.callback(self._lane.abandon)
-        if comm.size > 1:
-            broadcast_tensors(comm, [*self.model.parameters(), *self.model.buffers()])
-            broadcast_state(comm, self.optimizer)
-        self._averager = self._make_averager(family, comm, during, (bucket_mb[0] * MIB, bucket_mb[1] * MIB))
-        made.callback(self._averager.close)
-        if self.update == "sharded":
-            assert isinstance(self.backend, TwoPhase)
-            self._sharded = ShardedUpdate(self.optimizer, self._averager, self.backend, comm)
-            made.callback(self._sharded.close)
-            for module in self.model.modules():
-                made.callback(module.register_load_state_dict_post_hook(AfterLoading(self._sharded.placement)).remove)
-        take_over(self._trained.values(), self)
-        family.add(self._averager)
-        return number
-
-    def _make_averager(
-        self, family: Family, comm: MPI.Intracomm, during: bool, bucket_bytes: tuple[float, float]
-    ) -> Averager:
-        backend = self.backend
-        reduce: Callable[[np.ndarray], object] = partial(backend, op="mean")
-        reduces_to = AVERAGED
-        if self.update == "sharded":
-            assert isinstance(backend, TwoPhase)
-            reduce, reduces_to = partial(backend.reduce_scatter, op="mean"), SCATTERED
-        return Averager(
-            self._trained,
-            backend,
-            family,
-            self._lane,
-            comm,
-            reduce=reduce,
-            reduces_to=reduces_to,
-            during=during,
-            bucket_bytes=bucket_bytes,
-        )
-
-    def _together(self, what: str, work: Callable[[], ResultT]) -> ResultT:
-        """Do `work` when all ranks have come to it, after all that was submitted before. Collective."""
-        self._averager.abandon()
-        results: list[ResultT] = []
-        self._lane.submit(lambda: results.append(work()), self._averager.call(what)).wait()
-        return results[0]
 
     # What an optimizer has
 
@@ -206,7 +134,7 @@ class MirroredOptimizer(Optimizer):
 
     def _step_replicated(self, closure: Callable[[], Any] | None) -> Any:
         if closure is not None:
-            return self.optimizer.step(partial(self._mean_loss, closure))
+            return self.optimizer.step(partial(mean_loss, self._averager, closure))
         self._averager.average()
         return self.optimizer.step()
 
@@ -214,37 +142,17 @@ class MirroredOptimizer(Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad():
-                loss = self._mean_loss(closure)
+                loss = mean_loss(self._averager, closure)
         self._averager.average()
-        moved = sharded.placement.moved()
-        what = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self.param_groups)}"
-        if moved:
-            what += f" after {', '.join(moved)} got other memory"
-        settle = partial(sharded.placement.settle, bool(moved), self._averager.edited())
-        clock = self._averager.clock
-        used = clock.wait(partial(self._together, what, settle))
-        sharded.step(used)
-        what, count = "shares parameters", clock.wait if sharded.placement.in_common else clock.communicate
-        count(partial(self._together, what, sharded.placement.share))
+        sharded.update()
         return loss
 
     def _stepped(self) -> None:
-        self._averager.stepped(release=self._sharded is not None)
-        if self.check_every and self._averager.steps % self.check_every == 0:
-            self._together(
-                "compares the replicas",
-                partial(compare_replicas, self._averager.comm, self.optimizer, self._trained),
-            )
-
-    def _mean_loss(self, closure: Callable[[], Any]) -> Any:
-        """What a closure returns, averaged: optimizers decide by it, and must decide alike on all ranks."""
-        loss = closure()
-        self._averager.average()
-        if loss is None or self._ranks == 1:
-            return loss
-        value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
-        mean = self._together("averages the loss of a closure", partial(self._averager.mean, value))
-        return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
+        averager = self._averager
+        averager.stepped(release=self._sharded is not None)
+        if self.check_every and averager.steps % self.check_every == 0:
+            compare = partial(compare_replicas, averager.comm, self.optimizer, self._trained)
+            averager.together("compares the replicas", compare)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. model.zero_grad() does as well, except with update="sharded" and False."""
@@ -262,7 +170,7 @@ class MirroredOptimizer(Optimizer):
         if self._averager.state == SCATTERED:
             assert isinstance(self.backend, TwoPhase)
             gather = partial(self._averager.gathered, self.backend.all_gather, self._averager.edited())
-            self._averager.clock.communicate(partial(self._together, "gathers gradients", gather))
+            self._averager.clock.communicate(partial(self._averager.together, "gathers gradients", gather))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -308,30 +216,9 @@ class MirroredOptimizer(Optimizer):
         self._averager.joining = True
         try:
             yield
-            self._take_part()
+            leave(self._averager, self.optimizer, self._trained, self._sharded, self._stepped)
         finally:
             self._averager.joining = False
-
-    def _take_part(self) -> None:
-        """Take part in the steps of ranks that have batches left, until none has."""
-        mine = self._averager.steps
-        while self._averager.count_rows(0, active=False).ranks():
-            self._averager.forget(release=True)
-            self._averager.average()
-            if self._sharded is not None:
-                self._step_sharded(self._sharded, None)
-            self._stepped()
-        self._averager.rows = None
-        self._together("leaves join()", partial(self._follow, mine))
-
-    def _follow(self, mine: int) -> None:
-        """Take over from the first of the ranks that have done the most steps. Runs in the lane."""
-        comm = self._averager.comm
-        steps = comm.allgather(mine)
-        if self._sharded is None and min(steps) < max(steps):
-            root = steps.index(max(steps))
-            broadcast_tensors(comm, self._trained.values(), root)
-            broadcast_state(comm, self.optimizer, root)
 
     @contextmanager
     def editing(self) -> Iterator[None]:
@@ -342,23 +229,15 @@ class MirroredOptimizer(Optimizer):
                 parameter.mul_(0.5)
         """
         self._check_usable()
-        if self._sharded is not None:
-            self._sharded.placement.move_out()
-        yield
-        self._together("edits parameters", self._edited)
-
-    def _edited(self) -> None:
-        if self._averager.comm.size > 1:
-            broadcast_tensors(self._averager.comm, self.model.parameters())
-        if self._sharded is not None:
-            self._sharded.placement.move_in()
+        with editing(self._averager, self.model, self._sharded):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of the plain optimizer, equal on all ranks. Collective when sharded."""
         if self._sharded is None:
             return self.optimizer.state_dict()
         self._check_usable()
-        return self._together("gathers the optimizer's state", self._sharded.state_dict)
+        return self._averager.together("gathers the optimizer's state", self._sharded.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load a state_dict of the plain optimizer: rank 0's, which all ranks get. Collective.
@@ -367,7 +246,7 @@ class MirroredOptimizer(Optimizer):
         """
         self._check_usable()
         load = partial(load_of_root, self._averager.comm, self.optimizer, state_dict)
-        self._together("loads the optimizer's state", load)
+        self._averager.together("loads the optimizer's state", load)
         if self._sharded is not None:
             self._sharded.load()
 
@@ -377,20 +256,7 @@ class MirroredOptimizer(Optimizer):
 
     def report(self) -> Report:
         """What averaging has cost this rank so far. Print it."""
-        clock, sizes = self._averager.clock, self._averager.sizes
-        return Report(
-            backend=self.backend.name,
-            update=self.update,
-            overlap=self._averager.during,
-            ranks=self._ranks,
-            steps=self._averager.steps,
-            averages=self._averager.averages,
-            communication=clock.communication,
-            exposed=clock.exposed,
-            waiting=clock.waiting,
-            bytes=sum(sizes) * self._averager.averages,
-            buckets=sizes,
-        )
+        return report_of(self._averager, self.backend.name, self.update)
 
     def close(self) -> None:
         """Give memory and communicators back. Collective; closing twice does nothing.
@@ -400,7 +266,7 @@ class MirroredOptimizer(Optimizer):
         """
         if self.closed:
             return
-        self._together("closes the optimizer", lambda: None)
+        self._averager.together("closes the optimizer", lambda: None)
         self.closed = True
         self._dropped.detach()
         self._made.close()
@@ -421,17 +287,4 @@ class MirroredOptimizer(Optimizer):
     def _check_usable(self) -> None:
         if self.closed:
             raise ClosedError("this MirroredOptimizer is closed; make it again to go on")
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad and parameter.grad is not None:
-                raise OptionError(
-                    f"{name} was frozen when MirroredOptimizer was made, so its gradient has no place to be "
-                    f"averaged in; set requires_grad before, or {AGAIN}"
-                )
-        if sum(len(group["params"]) for group in self.param_groups) != len(self._trained) + len(self._frozen):
-            raise OptionError(GROUP_ADDED)
-
-
-def _drop(family: Family, number: int, averager: Averager, made: ExitStack) -> None:
-    """An optimizer was dropped by the program. Its model must not go on as if it were averaged. Local."""
-    averager.close(DROPPED)
-    family.keep(number, made)
+        still_fit(self.optimizer, self._trained, self._frozen)

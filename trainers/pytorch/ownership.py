@@ -11,6 +11,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from allreduce.errors import ClosedError
 
+CLOSED = (
+    "backward after close(): the MirroredOptimizer of this model is closed, so its gradients are averaged "
+    "no longer; make a new MirroredOptimizer, or train a copy.deepcopy(model)"
+)
+
 # By parameter: a weak reference to its owner, and the hook that refuses backward after the owner was closed.
 # They are kept here, as attributes of a parameter would be pickled with its model.
 _OWNERS = WeakTensorKeyDictionary()

@@ -3,9 +3,12 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from allreduce.messages.worker import Pending
+
+if TYPE_CHECKING:
+    from trainers.pytorch.averaging import Averager
 
 ResultT = TypeVar("ResultT")
 
@@ -92,3 +95,21 @@ class Report:
                 f"  {len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)} of {sizes} MiB",
             ]
         )
+
+
+def report_of(averager: "Averager", backend: str, update: str) -> Report:
+    """What averaging has cost so far, by a backend and for an update. Also after close()."""
+    clock = averager.clock
+    return Report(
+        backend=backend,
+        update=update,
+        overlap=averager.during,
+        ranks=averager.ranks,
+        steps=averager.steps,
+        averages=averager.averages,
+        communication=clock.communication,
+        exposed=clock.exposed,
+        waiting=clock.waiting,
+        bytes=sum(averager.sizes) * averager.averages,
+        buckets=averager.sizes,
+    )

@@ -7,6 +7,7 @@ S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion param
 """
 
 import inspect
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class ShardedUpdate:
     face: the user's optimizer: the source of the hyperparameters; it keeps the state of frozen parameters only.
     comm: a communicator of all ranks.
 
-    An update is `placement.settle`, `step` and `placement.share`.
+    `update` is `placement.settle`, `step` and `placement.share`.
     """
 
     def __init__(self, face: Optimizer, averager: Averager, backend: TwoPhase, comm: MPI.Intracomm) -> None:
@@ -93,6 +94,19 @@ class ShardedUpdate:
     def _of_group(self, group: int) -> list[Tensor]:
         own = zip(self.pieces, self._parts, strict=True)
         return [part for piece, part in own if self._groups[piece.parameter] == group]
+
+    def update(self) -> None:
+        """Update the parameters from gradients that are averaged, in this rank's part of them at least. Collective."""
+        averager, placement = self._averager, self.placement
+        moved = placement.moved()
+        what = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self._face.param_groups)}"
+        if moved:
+            what += f" after {', '.join(moved)} got other memory"
+        settle = partial(placement.settle, bool(moved), averager.edited())
+        used = averager.clock.wait(partial(averager.together, what, settle))
+        self.step(used)
+        count = averager.clock.wait if placement.in_common else averager.clock.communicate
+        count(partial(averager.together, "shares parameters", placement.share))
 
     def step(self, used: np.ndarray) -> None:
         """Update this rank's pieces. Local.

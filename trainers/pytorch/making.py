@@ -1,0 +1,126 @@
+"""What a MirroredOptimizer is made of: made by all ranks together, and given back by all of them together."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from allreduce.base import AllReduce
+from allreduce.messages.agreement import together
+from allreduce.messages.worker import Lane
+from allreduce.topology import Topology
+from allreduce.two_phase import TwoPhase
+from trainers.backends import backend_for
+from trainers.pytorch import checks, choices
+from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
+from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compare
+from trainers.pytorch.family import DROPPED, Family
+from trainers.pytorch.placement import AfterLoading
+from trainers.pytorch.sharded import ShardedUpdate
+
+MIB = 1 << 20
+
+
+class Parts(NamedTuple):
+    """What a MirroredOptimizer is made of.
+
+    sharded: None with update="replicated". trained, frozen: the optimizer's parameters by name.
+    made: what is given back in the end, by all ranks together. Nothing in it may hold on to the MirroredOptimizer.
+    """
+
+    backend: AllReduce
+    averager: Averager
+    sharded: ShardedUpdate | None
+    trained: dict[str, Parameter]
+    frozen: dict[str, Parameter]
+    made: ExitStack
+
+
+def make(
+    optimizer: Optimizer, model: torch.nn.Module, options: checks.Options, topology: Topology, family: Family
+) -> Parts:
+    """Check the arguments, give all ranks rank 0's model and state, and make the parts. Collective.
+
+    family: gets a new member. Raises on all ranks, before anything is changed, as MirroredOptimizer says.
+    """
+    made = ExitStack()
+    try:
+        return _make(optimizer, model, options, topology, family, made)
+    except Exception as error:
+        if getattr(error, "ranks", None) is not None:  # all ranks are here
+            made.close()
+        raise
+
+
+def drop(family: Family, averager: Averager, made: ExitStack) -> None:
+    """An optimizer was dropped by the program. Its model must not go on as if it were averaged. Local."""
+    averager.close(DROPPED)
+    family.keep(averager.number, made)
+
+
+def _make(
+    optimizer: Optimizer,
+    model: torch.nn.Module,
+    options: checks.Options,
+    topology: Topology,
+    family: Family,
+    made: ExitStack,
+) -> Parts:
+    comm = topology.private()
+    made.callback(family.leave, family.enter(comm))
+    made.callback(topology.release, comm)
+    checks.together(comm, optimizer, model, options)
+    trained, frozen = checks.sort(optimizer, model)
+    compare(comm, checks.describe(optimizer, model))
+    backend = together(comm, partial(backend_for, options.allreduce, topology, options.update))
+    if backend is not options.allreduce:
+        made.callback(backend.close)
+    lane, during = choices.lane_of(family, topology, options.overlap)
+    made.callback(lane.abandon)
+    if comm.size > 1:
+        broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
+        broadcast_state(comm, optimizer)
+    averager = _averager(trained, backend, family, lane, comm, during, options)
+    made.callback(averager.close)
+    sharded = None
+    if options.update == "sharded":
+        assert isinstance(backend, TwoPhase)
+        sharded = ShardedUpdate(optimizer, averager, backend, comm)
+        made.callback(sharded.close)
+        for module in model.modules():
+            made.callback(module.register_load_state_dict_post_hook(AfterLoading(sharded.placement)).remove)
+    family.add(averager)
+    return Parts(backend, averager, sharded, trained, frozen, made)
+
+
+def _averager(
+    trained: dict[str, Parameter],
+    backend: AllReduce,
+    family: Family,
+    lane: Lane,
+    comm: MPI.Intracomm,
+    during: bool,
+    options: checks.Options,
+) -> Averager:
+    reduce: Callable[[np.ndarray], object] = partial(backend, op="mean")
+    reduces_to = AVERAGED
+    if options.update == "sharded":
+        assert isinstance(backend, TwoPhase)
+        reduce, reduces_to = partial(backend.reduce_scatter, op="mean"), SCATTERED
+    return Averager(
+        trained,
+        backend,
+        family,
+        lane,
+        comm,
+        reduce=reduce,
+        reduces_to=reduces_to,
+        during=during,
+        bucket_bytes=(options.bucket_mb[0] * MIB, options.bucket_mb[1] * MIB),
+    )
