@@ -39,6 +39,8 @@ def look_at(
         replica.check(*checked)
     except (TrainerError, ValueError, TypeError) as refused:
         error = refused if isinstance(refused, TrainerError) else ArgumentError(f"{call}: {refused}")
+    except Exception as refused:  # whatever a data set or a model raises, the other ranks must not wait for this one
+        error = ArgumentError(f"{call}: {type(refused).__name__}: {refused}")
     return (x, y), row, error
 
 

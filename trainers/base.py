@@ -147,13 +147,18 @@ class Trainer(ABC):
         For a NumpyNetwork: (rows, outputs) float32, probabilities with a cross-entropy loss.
         """
         x, _ = self._admit("predict", x, NO_TARGETS)
+        outputs = together(self._comm, lambda: self._predict_mine(x))
+        self._gather_rows(outputs)
+        return outputs
+
+    def _predict_mine(self, x: np.ndarray) -> np.ndarray:
+        """An array for the output of every row, of which this rank has filled its chunk."""
         mine = chunk(len(x), self.size, self.rank)
         parts = [self.replica.predict(x[part]) for part in segments(mine, FORWARD_ROWS)]
-        like = parts[0] if parts else self.replica.predict(x[:0])
+        like = parts[0] if parts else self.replica.predict(x[:1])  # not every model can be fed with no rows
         outputs = np.empty((len(x), *like.shape[1:]), like.dtype)
         if parts:
             np.concatenate(parts, out=outputs[mine])
-        self._gather_rows(outputs)
         return outputs
 
     def save(self, path: str) -> None:
@@ -213,10 +218,7 @@ class Trainer(ABC):
                 sums[:] += [float(value) for value in values]
 
         with np.errstate(all="ignore"):  # a model that has diverged has a loss that says so
-            if isinstance(x, Samples):
-                together(self._comm, measure)  # a data set may fail in any row
-            else:
-                measure()
+            together(self._comm, measure)  # a data set, or a model, may fail in any row
         self._comm.Allreduce(MPI.IN_PLACE, sums)
         return dict(zip(names, (sums / rows).tolist(), strict=True))
 

@@ -345,6 +345,11 @@ class Empty(Pairs):
         return 0
 
 
+class Gone(Pairs):
+    def __len__(self) -> int:
+        raise OSError("the disk is gone")
+
+
 class Uneven(Pairs):
     def __len__(self) -> int:
         return ROWS - MPI.COMM_WORLD.rank
@@ -360,6 +365,7 @@ BAD_SETS: dict[str, tuple[dict[str, Any], str]] = {
     "rows": ({"x": Text()}, "a row is a str, not a pair"),
     "dictionaries": ({"x": Words()}, "pass collate="),
     "empty": ({"x": Empty()}, "the Empty is empty"),
+    "length": ({"x": Gone()}, "OSError: the disk is gone"),
     "first row": ({"x": Pairs(0)}, "OSError: this row is damaged"),
     "collate with y": ({"x": data()[0], "y": data()[1], "collate": collate}, "leave out collate"),
     "features": ({"x": Pairs(), "collate": lambda rows: made_up(len(rows), 9)}, "6 features"),

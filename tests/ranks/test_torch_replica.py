@@ -251,6 +251,41 @@ def test_parameters_in_common_are_edited_once_or_refused(flat: allreduce.Topolog
             assert caught.value.ranks == tuple(range(world.size))
 
 
+class Flattens(nn.Module):
+    """A model that can't be fed with no rows, nor with a negative number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x < -1e6).any():
+            raise KeyError("no such word")
+        return self.last(x.reshape(x.shape[0], 2, -1).reshape(x.shape[0], -1))
+
+
+def test_ranks_without_rows_predict_and_a_model_that_fails_fails_on_all(
+    flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    module = Flattens()
+    mine = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1))
+    x, y = data(9)
+    bad = x.copy()
+    bad[1] = -1e9  # in the rows of one rank
+    everyone = tuple(range(world.size))
+    with MirroredTrainer(mine, "ring", flat) as trainer:
+        assert trainer.predict(x[:1]).shape == (1, 3)
+        with pytest.raises(KeyError) as predicted:
+            trainer.predict(bad)
+        with pytest.raises(KeyError) as evaluated:
+            trainer.evaluate(bad, y)
+        assert predicted.value.ranks == evaluated.value.ranks == everyone  # type: ignore[attr-defined]
+        first = bad[1:] if world.rank == 0 else x[1:]
+        with pytest.raises(ArgumentError, match="no such word") as admitted:
+            trainer.predict(first)
+        assert admitted.value.ranks == everyone
+
+
 def test_what_sharded_refuses(flat: allreduce.Topology) -> None:
     if flat.size == 1:
         pytest.skip("with one rank nothing is divided")
