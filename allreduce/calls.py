@@ -88,6 +88,11 @@ class Calls:
             self._thread = thread
             ending.communicates()
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether all ranks meet on the board, which tells at once those that differ."""
+        return self._sees_all
+
     def tag(self) -> int:
         """For messages of the call that is under way: ranks in different ones wait, until the watch tells them.
 

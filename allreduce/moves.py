@@ -23,6 +23,7 @@ class Moves(ABC):
     size: int
     _comm: MPI.Intracomm
     _calls: Calls
+    _agreed: set[Any]
 
     def broadcast(self, array: Any, root: int = 0) -> None:
         """Overwrite `array` on every rank with what rank `root` has in it. Collective.
@@ -83,7 +84,10 @@ class Moves(ABC):
             error = refused
         op = ops.OPS["sum"] if error is None else None
         text = f"{signature}, shape {array.shape}, root {root}" if error is None else ""
-        self._agree_once((signature, *details), text, [*numbers(signature, op), *details], error)
+        key = (signature, *details)
+        if not self._calls.sees_all:  # an MPI broadcast has no tag that would keep it from meeting another
+            self._agreed.discard(key)
+        self._agree_once(key, text, [*numbers(signature, op), *details], error)
         assert signature is not None
         move = Call(signature, nothing_to_do, ops.OPS["sum"])
         move.word = move_word(signature, *details)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
 
 import numpy as np
 import random_programs
@@ -25,6 +26,7 @@ import allreduce
 from allreduce.errors import AllReduceError
 
 # isort: split
+from hosts import Hosts
 from mpi4py import MPI
 
 HUNG = 86  # the exit code of a rank that has waited longer than the limit
@@ -36,16 +38,6 @@ class InjectedError(Exception):
 
 class WrongResultError(Exception):
     """A call came back with other numbers than it had to."""
-
-
-class Hosts(MPI.Intracomm):
-    """A communicator whose ranks are on several hosts, by its own account; what is made from it is one, too."""
-
-    sizes: tuple[int, ...] = ()  # of the hosts of the program that runs now
-
-    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:  # noqa: N802
-        host = [index for index, size in enumerate(type(self).sizes) for _ in range(size)][self.rank]
-        return self.Split(host, key)
 
 
 class Run:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hosts import Hosts
 from mpi4py import MPI
 
 import allreduce
@@ -87,3 +88,20 @@ def test_subclasses_of_arrays(topology_of: Callable[..., allreduce.Topology], wo
         assert (np.asarray(matrix) == SIZE * np.arange(6).reshape(2, 3)).all()
         with pytest.raises(NotAnArrayError):
             reduce(np.ma.masked_less(np.ones(4, np.float32), 0), "sum")
+
+
+@several
+@pytest.mark.parametrize("name", ["ring", "native", "auto"])
+def test_a_broadcast_is_not_taken_for_another_call_on_hosts(name: str, world: MPI.Intracomm) -> None:
+    """MPI's broadcasts have no tags, so those of calls that all ranks know could meet and give wrong numbers."""
+    Hosts.sizes = (1,) * SIZE
+    topology = allreduce.Topology(Hosts(world))
+    reduce = allreduce.create(name, topology)
+    array = np.ones(1)
+    for _ in range(2):
+        reduce.broadcast(array)
+        reduce.collect(array)
+    call = reduce.broadcast if world.rank == 0 else reduce.collect
+    with pytest.raises(DisagreementError, match=r"rank 0: broadcast: (.*\n)+.*rank 1: collect"):
+        call(array)
+    topology.close()
