@@ -1,5 +1,6 @@
 """Bad use of MirroredOptimizer raises one named error on every rank."""
 
+import collections
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from trained import Raises  # noqa: E402
 
 import allreduce  # noqa: E402
 from allreduce import errors  # noqa: E402
-from trainers.pytorch import MirroredOptimizer, placement  # noqa: E402
+from trainers.pytorch import MirroredOptimizer, choices, placement  # noqa: E402
 from trainers.pytorch.averaging import GradientError  # noqa: E402
 
 SIZE = MPI.COMM_WORLD.size
@@ -61,6 +62,7 @@ def test_memory_that_one_node_can_not_have(
     make = lambda: MirroredOptimizer(sgd(model), model, topology=topology_of(1), update="sharded")  # noqa: E731
     assert "shared memory is too small" in raised_everywhere(world, errors.UnavailableError, make)
     monkeypatch.undo()
+    backward(model)  # nobody has taken it over
     make().close()
 
 
@@ -99,6 +101,15 @@ def test_twice(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
         assert "0.weight belongs to another MirroredOptimizer" in text
         text = raised_everywhere(world, errors.OptionError, lambda: MirroredOptimizer(optimizer, model, topology=flat))
         assert "a MirroredOptimizer already" in text
+
+
+def test_two_topologies(world: MPI.Intracomm, topology_of: Callable[..., allreduce.Topology]) -> None:
+    model = model_of(3, 2)
+    with allreduce.create("ring", topology_of(None)) as backend:
+        make = lambda: MirroredOptimizer(sgd(model), model, backend, topology=topology_of(1))  # noqa: E731
+        text = raised_everywhere(world, errors.OptionError, make)
+        assert "has a topology of its own; pass the backend's name, or no topology" in text
+        MirroredOptimizer(sgd(model), model, backend, topology=backend.topology).close()
 
 
 @several
@@ -280,3 +291,45 @@ def test_not_offered(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
         raised_everywhere(world, errors.OptionError, lambda: optimizer.add_param_group({"params": []}))
         text = raised_everywhere(world, errors.OptionError, lambda: optimizer.load_state_dict(None))
         assert "load_state_dict(None) on rank 0" in text
+
+
+class Unloved(torch.optim.SGD):
+    """Its state can't be sent: a lambda can't be pickled, and a named tuple is not made from an iterable."""
+
+    value: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "more": self.value}
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@several
+@pytest.mark.parametrize("value", [lambda: None, Pair(1, 2)], ids=["a lambda", "a named tuple"])
+def test_state_that_can_not_be_sent(world: MPI.Intracomm, flat: allreduce.Topology, value: Any) -> None:
+    """Rank 0 alone finds out, and the others wait for what it does not send."""
+    model = model_of(3, 2)
+    plain = Unloved(model.parameters(), lr=0.1)
+    plain.value = value if world.rank == 0 else None
+    make = lambda: MirroredOptimizer(plain, model, topology=flat)  # noqa: E731
+    with pytest.raises(Exception, match="rank 0: ") as caught:
+        make()
+    assert len(set(world.allgather((type(caught.value).__name__, str(caught.value))))) == 1
+    plain.value = None
+    make().close()
+
+
+def test_threads_are_compared_with_the_cores_that_there_are(
+    flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with those of the machine, of which a container or a job may have a few only."""
+    texts: list[str] = []
+    monkeypatch.setattr(choices.notices, "once", lambda rank, text: texts.append(text))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(flat, "cores", 2 * SIZE)
+    choices.tell_threads(flat)
+    assert not texts
+    monkeypatch.setattr(flat, "cores", 2 * SIZE - 1)
+    choices.tell_threads(flat)
+    assert ["threads each on" in text for text in texts] == [True] * (SIZE > 1)

@@ -20,6 +20,7 @@ from trained import (  # noqa: E402
     OPTIMIZERS,
     SIZE,
     SMALL_BUCKETS,
+    Raises,
     assert_close,
     assert_mirrored,
     data,
@@ -163,6 +164,42 @@ def test_no_rows_anywhere(world: MPI.Intracomm, flat: allreduce.Topology) -> Non
             model[4].bias.sum().backward()
 
         assert "no rank has rows" in raised_everywhere(world, errors.OptionError, step)
+
+
+@both_overlaps
+@pytest.mark.parametrize("how", ["bad rows", "a backward that raised", "a step left out"])
+def test_rows_end_with_their_average(world: MPI.Intracomm, flat: allreduce.Topology, how: str, overlap: bool) -> None:
+    """The next average, for which nobody tells rows, is the plain mean again."""
+    model = network()
+
+    def step() -> None:
+        hidden = torch.tanh(model[0](mine(data()[0][0])))
+        raises = how == "a backward that raised" and world.rank == 0
+        model[4](model[2](Raises.apply(hidden) if raises else hidden)).sum().backward()
+
+    if how == "a backward that raised" and not overlap:
+        pytest.skip("nothing was sent, so the others wait for this rank's next backward")
+    with mirrored(sgd(model), model, topology=flat, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+        optimizer.rows(-1 if how == "bad rows" else 1 + world.rank)
+        if how == "a step left out":
+            step()
+        else:
+            with pytest.raises((errors.OptionError, GradientError, ZeroDivisionError)):
+                step()
+        optimizer.zero_grad()
+        ((1.0 + world.rank) * model[4].bias.sum()).backward()
+        assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
+
+
+def test_rows_told_before_zero_grad(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(sgd(model), model, topology=flat) as optimizer:
+        for _ in range(2):
+            optimizer.rows(1 if world.rank == 0 else 0)
+            optimizer.zero_grad()
+            ((1.0 + world.rank) * model[4].bias.sum()).backward()
+            assert model[4].bias.grad.tolist() == pytest.approx([1.0] * 3)
+            optimizer.step()
 
 
 # Join
@@ -329,6 +366,28 @@ def test_common_memory_edited_by_one(world: MPI.Intracomm, flat: allreduce.Topol
         train(model, optimizer, mine, steps=1)
         assert_mirrored(world, model)
         assert model[0].weight.abs().max() < 0.5
+
+
+@pytest.mark.skipif(SIZE < 2, reason="needs two nodes")
+@pytest.mark.parametrize("editors", [[0], [0, SIZE - 1]], ids=["one node", "every node"])
+def test_common_memory_of_one_node_edited(
+    world: MPI.Intracomm, topology_of: Callable[..., allreduce.Topology], editors: list[int]
+) -> None:
+    """One rank of a node may edit its memory where one of every other node does so too, or replicas differ."""
+    model = network()
+    options = {"topology": topology_of((SIZE - 1, 1)), "update": "sharded"}
+    with mirrored(sgd(model), model, "hierarchical_copy", **options) as optimizer:
+        train(model, optimizer, mine, steps=1)
+        if world.rank in editors:
+            with torch.no_grad():
+                model[0].weight.mul_(0)
+        model[4].bias.sum().backward()
+        if len(editors) == 2:
+            optimizer.step()
+        else:
+            text = raised_everywhere(world, errors.OptionError, optimizer.step)
+            assert "0.weight was edited in place on 1 of 2 nodes" in text
+            assert "`with optimizer.editing():`" in text
 
 
 @both_updates

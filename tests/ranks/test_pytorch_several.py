@@ -13,6 +13,7 @@ from torch.nn import functional  # noqa: E402
 from trained import OPTIMIZERS, SIZE, SMALL_BUCKETS, assert_close, assert_mirrored, data, mine, network  # noqa: E402
 
 import allreduce  # noqa: E402
+from allreduce import errors  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
 
 STEPS = 60
@@ -111,3 +112,43 @@ def test_gan(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> N
         assert_mirrored(world, generator)
         assert_mirrored(world, judge)
         assert of_generator.report().steps == of_judge.report().steps == 10
+
+
+@pytest.mark.parametrize("loop", ["in one backward", "one of them alone"])
+def test_join_with_two_optimizers_is_refused(world: MPI.Intracomm, flat: allreduce.Topology, loop: str) -> None:
+    """A rank without batches would not know whose average comes next: it counted as a batch of zeros."""
+    models = [network(1), network(2)]
+    batches = 1 if world.rank == SIZE - 1 else 3
+    with contextlib.ExitStack() as stack:
+        optimizers = wrapped(stack, models, "one topology", flat)
+
+        def train() -> None:
+            with contextlib.ExitStack() as joins:
+                for optimizer in optimizers if loop == "in one backward" else optimizers[:1]:
+                    joins.enter_context(optimizer.join())
+                for _ in range(batches):
+                    sum(model[4].bias.sum() for model in models).backward()
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+        with pytest.raises(errors.OptionError, match="join") as caught:
+            train()
+        assert "2 MirroredOptimizers" in str(caught.value)
+        assert caught.value.ranks == tuple(range(SIZE))
+        optimizers[1].close()
+        with optimizers[0].join():  # alone it may
+            for _ in range(batches):
+                models[0][4].bias.sum().backward()
+                optimizers[0].step()
+        assert_mirrored(world, models[0])
+
+
+def test_join_beside_a_dropped_optimizer(flat: allreduce.Topology) -> None:
+    """As in a loop over models that closes none: the former one is dropped when the next one was made."""
+    for model in (network(1), network(2)):
+        optimizer = MirroredOptimizer(adamw(model), model, topology=flat)
+    with optimizer.join():
+        model[4].bias.sum().backward()
+        optimizer.step()
+    optimizer.close()

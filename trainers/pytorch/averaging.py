@@ -26,7 +26,7 @@ from trainers.pytorch.backward import Backward, GradientError, meet
 from trainers.pytorch.buffers import Memory, allocate
 from trainers.pytorch.family import Family
 from trainers.pytorch.layout import plan
-from trainers.pytorch.ownership import CLOSED, refuse
+from trainers.pytorch.ownership import CLOSED, refuse, take_over
 from trainers.pytorch.report import Clock
 from trainers.pytorch.rows import Rows
 from trainers.replicas.pytorch.tensors import DTYPES, shaped
@@ -77,9 +77,11 @@ class Averager:
         self.views = [self.place(index, self.flats) for index in range(len(self.parameters))]
         self._addresses = [view.data_ptr() for view in self.views]
         self.state = LOCAL
+        self._in_charge = False  # of the model's gradients; see take_over
         self.enabled = True  # False inside of no_sync()
         self.clock = Clock()
         self.rows: Rows | None = None  # of the batches of this step, where they were told
+        self._spent: Rows | None = None  # the rows of the last average
         self.joining = False  # inside of join(): ranks that tell no rows count as one each
         self.steps = self.averages = self._begun = 0
         self.leftover: set[int] = set()  # parameters whose .grad holds the leftovers of a SCATTERED reduction
@@ -90,6 +92,11 @@ class Averager:
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
             for index, each in enumerate(self.parameters)
         ]
+
+    def take_over(self, owner: object) -> None:
+        """From now on nobody else averages these parameters, and `close` makes backward refuse. Local."""
+        take_over(self.parameters, owner)
+        self._in_charge = True
 
     def bucket_of(self, index: int) -> int:
         """The number of the bucket of a parameter."""
@@ -175,11 +182,12 @@ class Averager:
             if self.rows is not None:
                 self.rows.wait()
         except Exception:  # not an interrupt: what was submitted still goes on then
-            self._backward = None
+            self._backward = self.rows = None  # the rows were those of the gradients that have failed
             raise
         self._backward = None
         self.clock.add(backward.pending, begin)
         self.averages += 1
+        self._spent = self.rows
         self._of_others = [index for index in backward.unused if backward.used(index)]
         self._set(self._reduces_to)
 
@@ -191,6 +199,7 @@ class Averager:
         self._backward = None
         if backward.pending or self.during:
             backward.abandon()
+            self.rows = None
         else:
             self._begun -= 1
 
@@ -270,6 +279,8 @@ class Averager:
         """The gradients are used up: the next ones are new. release: .grad of every parameter becomes None."""
         self.abandon()
         self.state = LOCAL
+        if self.rows is self._spent:  # not those that are told already for the next average
+            self.rows = None
         if release:
             self.leftover = set()
             for parameter in self.parameters:
@@ -289,8 +300,9 @@ class Averager:
         for parameter, view in zip(self.parameters, self.views, strict=False):
             if parameter.grad is view:
                 parameter.grad = None
-        if self.views:
+        if self._in_charge:
             refuse(self.parameters, why)
+            self._in_charge = False
         self._backward = None
         self.views.clear()
         self.flats.clear()

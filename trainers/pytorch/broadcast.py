@@ -1,5 +1,6 @@
 """The same start on every rank: models are compared, and rank 0's values go to all others."""
 
+import pickle
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +10,7 @@ from mpi4py import MPI
 
 from allreduce.arrays.chunks import segments
 from allreduce.errors import DisagreementError
-from allreduce.messages.agreement import raise_together
+from allreduce.messages.agreement import raise_together, together
 from trainers.replicas.pytorch.tensors import as_bytes
 
 LARGEST_MESSAGE = 1 << 30  # bytes; an MPI count is a C int
@@ -49,9 +50,10 @@ def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[torch.Tensor], root
 
 def broadcast_state(comm: MPI.Intracomm, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
     """Give every rank the state and the hyperparameters of the root's optimizer. Collective."""
-    tensors: list[torch.Tensor] = []
-    skeleton = comm.bcast(_taken_out(optimizer.state_dict(), tensors) if comm.rank == root else None, root)
-    shapes = comm.bcast([(each.shape, each.dtype) for each in tensors], root)
+    # Before anybody waits for it: the root alone finds out that a state can't be taken apart or pickled.
+    tensors, payload = together(comm, lambda: _packed(optimizer) if comm.rank == root else ([], b""))
+    payload = comm.bcast(payload, root)
+    skeleton, shapes = together(comm, lambda: pickle.loads(payload))
     if comm.rank != root:
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
     broadcast_tensors(comm, tensors, root)
@@ -62,6 +64,13 @@ def broadcast_state(comm: MPI.Intracomm, optimizer: torch.optim.Optimizer, root:
         except Exception as refused:
             error = refused
     raise_together(comm, error)
+
+
+def _packed(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], bytes]:
+    """An optimizer's tensors, and all else: its state around them, their shapes and dtypes."""
+    tensors: list[torch.Tensor] = []
+    skeleton = _taken_out(optimizer.state_dict(), tensors)
+    return tensors, pickle.dumps((skeleton, [(each.shape, each.dtype) for each in tensors]))
 
 
 class _Place(int):

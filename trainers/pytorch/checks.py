@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 from allreduce.base import AllReduce
 from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
 from allreduce.messages.agreement import agree, raise_together
+from allreduce.topology import Topology
+from trainers.backends import UPDATES
 from trainers.pytorch import sharded
 from trainers.pytorch.ownership import owner_of
 from trainers.replicas.pytorch.tensors import DTYPES
 
-UPDATES = ("replicated", "sharded")
 AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
 GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so their gradients have no place; {AGAIN}"
 
@@ -25,6 +26,7 @@ class Options(NamedTuple):
     """How a MirroredOptimizer averages and updates; see there. bucket_mb: of the first bucket, and of the others."""
 
     allreduce: str | AllReduce
+    topology: Topology | None
     update: str
     overlap: bool | str
     bucket_mb: tuple[float, float]
@@ -81,12 +83,14 @@ def still_fit(optimizer: Optimizer, trained: dict[str, Parameter], frozen: dict[
 
 
 def _problems(optimizer: Optimizer, model: Module, options: Options) -> Iterator[AllReduceError]:
-    _, update, overlap, bucket_mb, check_every = options
+    backend, topology, update, overlap, bucket_mb, check_every = options
     if not isinstance(optimizer, Optimizer) or not isinstance(model, Module):
         yield OptionError(
             "MirroredOptimizer(optimizer, model) takes a torch.optim.Optimizer and a torch.nn.Module, not "
             f"{type(optimizer).__name__} and {type(model).__name__}"
         )
+    if isinstance(backend, AllReduce) and topology is not None and topology is not backend.topology:
+        yield OptionError(f"{backend!r} has a topology of its own; pass the backend's name, or no topology")
     if update not in UPDATES:
         yield OptionError(f'update={update!r} is unknown; use "replicated" or "sharded"')
     if overlap not in (True, False, "auto"):

@@ -1,6 +1,4 @@
-"""What MirroredOptimizer decides by ranks and cores: the backend, overlap, and whether threads are too many."""
-
-import os
+"""What MirroredOptimizer decides by ranks and cores: overlap, and whether threads are too many."""
 
 import torch
 
@@ -36,7 +34,7 @@ def _overlap_pays(topology: Topology) -> bool:
 
 def tell_threads(topology: Topology) -> None:
     """A notice when the ranks of a node compute with more threads than it has cores."""
-    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    cores, threads = topology.cores, torch.get_num_threads()
     if topology.node_size > 1 and topology.node_size * threads > max(cores, topology.node_size):
         notices.once(
             topology.rank,

@@ -10,7 +10,8 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.ending import world_ranks
-from allreduce.errors import ClosedError
+from allreduce.errors import ClosedError, OptionError
+from allreduce.messages.agreement import known
 from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
 
@@ -98,6 +99,21 @@ class Family:
         if any(number not in self._averagers for number in others):
             raise ClosedError(DROPPED)
         return [self._averagers[number] for number in others]
+
+    def only_one(self) -> None:
+        """Raise an OptionError on all ranks when there are several members. Runs in a member's lane.
+
+        In join() a rank without batches follows the steps of others, and of several members it does not know
+        whose average or step comes next. Those that a rank has dropped don't count: they can't be used any more.
+        """
+        everyone = self._comm.allgather(set(self._lanes) - set(self._remains))
+        members = len(set.intersection(*everyone))
+        if members > 1:
+            text = (
+                f"join() is for one optimizer, and there are {members} MirroredOptimizers on these ranks; close() the "
+                "others, or make one optimizer of all parameters, with an nn.ModuleList of the models"
+            )
+            raise known(OptionError(text), self._comm)
 
     def leave(self, number: int) -> None:
         """A member is closed. Collective."""

@@ -24,7 +24,6 @@ from trainers.pytorch.family import family_of
 from trainers.pytorch.joining import leave
 from trainers.pytorch.loading import load_of_root
 from trainers.pytorch.making import drop, make
-from trainers.pytorch.ownership import take_over
 from trainers.pytorch.report import Report, report_of
 from trainers.pytorch.sharded import ShardedUpdate
 
@@ -92,13 +91,13 @@ class MirroredOptimizer(Optimizer):
     ) -> None:
         self.closed = False
         self.optimizer, self.model, self.update, self.check_every = optimizer, model, update, check_every
-        options = Options(allreduce, update, overlap, (first_bucket_mb, bucket_mb), check_every)
+        options = Options(allreduce, topology, update, overlap, (first_bucket_mb, bucket_mb), check_every)
         given = allreduce.topology if isinstance(allreduce, AllReduce) else topology
         family = family_of(given)
         self.topology = given or family.topology
         parts = make(optimizer, model, options, self.topology, family)
         self.backend, self._averager, self._sharded, self._trained, self._frozen, self._made = parts
-        take_over(self._trained.values(), self)
+        self._averager.take_over(self)
         self._dropped = weakref.finalize(self, drop, family, self._averager, self._made)
         self._dropped.atexit = False
         Optimizer.__setstate__(self, {})  # the hooks that every optimizer has; the rest is the wrapped one's
@@ -210,9 +209,11 @@ class MirroredOptimizer(Optimizer):
         A rank that leaves it takes part in the others' steps, with no rows, until all have left. Then all get the
         parameters and the state of a rank that was among the last, since what a loop does besides (clipping,
         schedulers) was not done here; with update="sharded", where every rank is needed for its slice, ranks that
-        would update differently raise a DisagreementError.
+        would update differently raise a DisagreementError. Raises an OptionError on all ranks when there is another
+        MirroredOptimizer on them.
         """
         self._check_usable()
+        self._averager.together("enters join()", self._averager.family.only_one)
         self._averager.joining = True
         try:
             yield

@@ -141,12 +141,19 @@ class Placement:
         return [name for name, parameter, version in own if parameter._version != version]
 
     def _refuse_edits(self, edited: list[str]) -> None:
-        """Raise on all ranks when several ranks of a node have edited its memory. Collective."""
+        """Raise on all ranks unless one rank of every node has edited its memory. Collective."""
+        topology = self._backend.topology
+        editors = topology.node.allreduce(bool(edited))
+        most = self._comm.allreduce(editors, MPI.MAX)
+        nodes = self._comm.allreduce(topology.node_rank == 0 and editors > 0)
         error = None
-        if self._backend.topology.node.allreduce(bool(edited)) > 1 and edited:
+        if edited and (most > 1 or nodes < topology.nodes):
+            where, hence = "several ranks", "it may have been edited several times"
+            if most == 1:
+                where, hence = f"{nodes} of {topology.nodes} nodes", "the replicas of the nodes differ now"
             error = OptionError(
-                f'{edited[0]} was edited in place on several ranks (p.mul_(...), say), and with update="sharded" the '
-                "parameters of all ranks of a node are the same memory, so it may have been edited several times; "
+                f'{edited[0]} was edited in place on {where} (p.mul_(...), say), and with update="sharded" the '
+                f"parameters of all ranks of a node are the same memory, so {hence}; "
                 "do it inside of `with optimizer.editing():`, which keeps what rank 0 makes of it"
             )
         raise_together(self._comm, error)
