@@ -89,8 +89,8 @@ class MirroredTrainer(Trainer):
         self._measured = self._allocate(extra, "float32") if beside else buffer[length:]
         self._beside = beside
         self.measured = self._measured
+        self.buffer = buffer  # before ranks are bound to it, of which one may fail: closing unbinds all
         together(self._comm, lambda: replica.bind(buffer[:length]))
-        self.buffer = buffer
         self._mirror()  # evaluate and predict share their work, so they need equal replicas before any fit
         if update == "sharded" and self.size > 1:
             assert isinstance(self.allreduce, TwoPhase)
@@ -161,14 +161,23 @@ class MirroredTrainer(Trainer):
         if self._sharded is not None:
             self._sharded.fence()
 
-    def _close(self) -> None:
-        self.measured = None
+    def abandon(self) -> None:
+        super().abandon()
         if self._sharded is not None:
-            self._sharded.close()
-            self._sharded = None
-        if self.buffer is not None:  # it must not keep the backend's memory
+            self._sharded.abandon()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Keep no memory of the backend, in the replica neither. Local."""
+        self._sharded = self.measured = None
+        if self.buffer is not None:
             self.replica.bind(_own_memory(self.replica))
             self.buffer = self._measured = None
+
+    def _close(self) -> None:
+        if self._sharded is not None:
+            self._sharded.close()
+        self._let_go()
         if self._owns_backend:
             self.allreduce.close()
         if self._owns_topology:

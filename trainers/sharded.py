@@ -123,6 +123,12 @@ class ShardedUpdate:
         del state  # may hold views of the window
         self._free()
 
+    def abandon(self) -> None:
+        """Give the replica parameters of its own, without what other ranks have of its state. Local."""
+        self._replica.bind_parameters(np.empty(self._length, self._array.dtype))
+        self._array, self._buffer = np.empty(0, np.uint8), np.empty(0, np.uint8)
+        self._window = None
+
     def _free(self) -> None:
         """Collective over the node."""
         self._array = np.empty(0, np.uint8)

@@ -478,6 +478,42 @@ def test_a_closed_trainer_keeps_no_memory_of_the_backend(flat: allreduce.Topolog
         mine.update()
 
 
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_an_abandoned_trainer_keeps_no_memory_of_the_backend(
+    update: str, flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    mine = network()
+    with allreduce.create("shared", flat) as backend:
+        trainer = MirroredTrainer(mine, backend, update=update)
+        buffer = trainer.buffer
+        trainer.abandon()
+        assert trainer.closed
+        assert trainer.buffer is None
+        assert not np.shares_memory(mine._gradients, buffer)
+        mine.gradients(np.ones((2, 64), np.float32), np.zeros(2, int), 1.0)
+        mine.update()
+        world.Barrier()
+
+
+class BadBind(NumpyNetwork):
+    """Can't be bound by a trainer on the last rank."""
+
+    binds = 0
+
+    def bind(self, buffer: Any) -> None:
+        self.binds += 1
+        if self.binds == 2 and MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
+            raise ArgumentError("no such memory")
+        super().bind(buffer)
+
+
+def test_replicas_keep_no_memory_of_a_trainer_that_one_rank_has_refused(flat: allreduce.Topology) -> None:
+    mine = BadBind([4, 3])
+    with pytest.raises(ArgumentError, match="no such memory"):
+        MirroredTrainer(mine, "ring", flat)
+    assert mine.binds == 3  # the last one is to memory of its own
+
+
 def test_shares_are_a_partition(world: MPI.Intracomm) -> None:
     """Every row is seen once an epoch by one rank, and the shares of a batch add up to 1."""
     x = np.arange(23)
