@@ -415,3 +415,29 @@ def test_parts_of_a_topology_are_on_their_own(world: MPI.Intracomm) -> None:
             assert (values == sum(range(topology.rank % 2, topology.size, 2))).all()
         with pytest.raises(errors.OptionError, match="colour=-1"):
             topology.split(-1)
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [(KeyboardInterrupt(), KeyboardInterrupt), (MPI.Exception(MPI.ERR_TRUNCATE), errors.CommunicationError)],
+    ids=["ctrl-c", "mpi"],
+)
+def test_a_call_that_failed_half_way_is_the_last(
+    raised: BaseException, seen: type[BaseException], monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
+) -> None:
+    """Its ranks may be anywhere, so the next call says so, `close` is local, and a new backend works."""
+    with allreduce.Topology() as topology:
+        reduce = allreduce.create("ring", topology)
+        reduce(np.ones(10), "sum")
+
+        def fail(*_: Any) -> None:
+            raise raised
+
+        (call,) = {id(each): each for each in reduce._known.values()}.values()
+        monkeypatch.setattr(call, "reduce", fail)
+        with pytest.raises(seen):
+            reduce(np.ones(10), "sum")
+        with pytest.raises(errors.BrokenError, match="has failed half-way"):
+            reduce(np.ones(10), "sum")
+        reduce.close()
+        world.Barrier()

@@ -526,3 +526,21 @@ def test_shares_are_a_partition(world: MPI.Intracomm) -> None:
         assert sum(len(part.x) for part in parts) == size == parts[0].rows
     rows = np.concatenate([batch.x for of_rank in everyone for batch in of_rank])
     assert np.array_equal(np.sort(rows), x)
+
+
+class ReadOnly(NumpyNetwork):
+    """Its states can't be written to, as those of a framework whose arrays never change (JAX)."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        held = {name: np.array(array) for name, array in super().state().items()}
+        for array in held.values():
+            array.flags.writeable = False
+        return held
+
+
+def test_states_may_be_read_only(digits: datasets.Dataset, flat: allreduce.Topology, tmp_path: Path) -> None:
+    replica = ReadOnly([64, 8, 10], seed=flat.rank)
+    with MirroredTrainer(replica, topology=flat) as trainer:
+        trainer.fit(digits.x_train[:200], digits.y_train[:200], epochs=1, progress=False)
+        trainer.save(str(tmp_path / f"model{flat.rank}.npz"))
+        assert len(set(trainer.parameters_sha256())) == 1
