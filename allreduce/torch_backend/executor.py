@@ -135,10 +135,11 @@ class Executor:
         """Wait asleep until all ranks have come to this operation, or until this one gives it up."""
         if self._comm.size == 1:
             return
-        word = zlib.crc32(work.name.encode())
+        what = work.described()
+        word = zlib.crc32(what.encode())
         sides = np.array([word, -word])  # the minimum of -x is minus the maximum
         request = self._comm.Iallreduce(MPI.IN_PLACE, sides, MPI.MIN)
-        self._place.begin(Said(f"{work.name} of {self._lane.name}"))
+        self._place.begin(Said(f"{what} of {self._lane.name}"))
         if not asleep(lambda: request.Test() or self.broken is not None, work.limit):
             self.fail(self._late(work))
         self._place.end()
@@ -146,7 +147,7 @@ class Executor:
             self._left = [request, sides]
             raise self.broken
         if sides[0] != -sides[1]:
-            raise disagreement(self._comm, self._comm.allgather(work.name))
+            raise disagreement(self._comm, self._comm.allgather(what))
 
     def _ended(self, work: Work, error: BaseException | None) -> None:
         """The lane is done with an operation, or has given it up."""

@@ -128,28 +128,48 @@ def barrier_tag(comm: MPI.Intracomm) -> int:
     return largest
 
 
-def monitored_barrier(comm: MPI.Intracomm, limit: float) -> None:
-    """Let every rank report to rank 0 and wait for its answer; after `limit` seconds say on rank 0 who did not."""
-    tag = barrier_tag(comm)
-    token = torch.zeros(1, dtype=torch.uint8)
-    if comm.rank:
-        _step("telling rank 0", token, limit).send(comm, 0, tag).wait_for(limit)
-        _step("waiting for rank 0", token.clone(), limit).receive(comm, 0, tag).wait_for(limit)
-        return
-    reports = [_step(f"rank {rank}", token.clone(), limit).receive(comm, rank, tag) for rank in range(1, comm.size)]
-    deadline = time.monotonic() + limit
-    missing = []
-    for rank, report in enumerate(reports, start=1):
-        try:
-            report.wait_for(max(deadline - time.monotonic(), 0))
-        except TimedOut:
-            report.cancel()
-            missing.append(rank)
-    if missing:
-        raise TimedOut(f"monitored_barrier: ranks {missing} of the group did not come within {limit:g} s")
-    for rank in range(1, comm.size):
-        _step("answering", token, limit).send(comm, rank, tag).wait_for(limit)
+class MonitoredBarrier:
+    """Every rank reports to rank 0 and waits for its answer. What is left of one that timed out is passed over."""
 
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._number = 0  # of this barrier; travels in the messages
 
-def _step(what: str, token: torch.Tensor, limit: float) -> Message:
-    return Message("monitored_barrier", f"monitored_barrier ({what})", token, limit)
+    def __call__(self, limit: float) -> None:
+        """After `limit` seconds raise TimedOut, on rank 0 with the ranks that did not come."""
+        self._number += 1
+        deadline = time.monotonic() + limit
+        if self._comm.rank:
+            self._send("telling rank 0", 0, limit)
+            self._receive("waiting for rank 0", 0, deadline, limit)
+            return
+        missing = []
+        for rank in range(1, self._comm.size):
+            try:
+                self._receive(f"rank {rank}", rank, deadline, limit)
+            except TimedOut:
+                missing.append(rank)
+        if missing:
+            raise TimedOut(f"monitored_barrier: ranks {missing} of the group did not come within {limit:g} s")
+        for rank in range(1, self._comm.size):
+            self._send("answering", rank, limit)
+
+    def _send(self, what: str, rank: int, limit: float) -> None:
+        self._step(what, limit).send(self._comm, rank, barrier_tag(self._comm)).wait_for(limit)
+
+    def _receive(self, what: str, rank: int, deadline: float, limit: float) -> None:
+        """Wait for the message of this barrier; older ones are of barriers that were given up."""
+        while True:
+            step = self._step(what, limit)
+            message = step.receive(self._comm, rank, barrier_tag(self._comm))
+            try:
+                message.wait_for(max(deadline - time.monotonic(), 0))
+            except TimedOut:
+                message.cancel()
+                raise
+            if int(message.result()[0]) >= self._number:
+                return
+
+    def _step(self, what: str, limit: float) -> Message:
+        token = torch.tensor([self._number], dtype=torch.int64)
+        return Message("monitored_barrier", f"monitored_barrier ({what})", token, limit)

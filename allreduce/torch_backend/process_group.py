@@ -17,7 +17,7 @@ from allreduce.torch_backend import checks, gpu
 from allreduce.torch_backend.arguments import Tensors, not_offered, only
 from allreduce.torch_backend.collectives import Collectives
 from allreduce.torch_backend.executor import Executor
-from allreduce.torch_backend.messages import Message, barrier_tag, monitored_barrier
+from allreduce.torch_backend.messages import Message, MonitoredBarrier, barrier_tag
 from allreduce.torch_backend.moving import Mover
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.reducing import Reducer
@@ -51,6 +51,7 @@ class AllReduceProcessGroup(Collectives):
         self._topology = topology
         self._timeout = timeout.total_seconds()
         self._messages = topology.private()
+        self._monitored_barrier = MonitoredBarrier(self._messages)
         comm = topology.private()
         self._comm = comm
         self._mover = Mover(comm)
@@ -100,7 +101,7 @@ class AllReduceProcessGroup(Collectives):
         """
         limit = self._timeout if timeout is None else exact_seconds(timeout)
         try:
-            monitored_barrier(self._messages, limit if limit >= 0 else self._timeout)
+            self._monitored_barrier(limit if limit >= 0 else self._timeout)
         except TimedOut:
             self._alone = True
             raise

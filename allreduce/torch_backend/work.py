@@ -31,6 +31,9 @@ def exact_seconds(timeout: timedelta | float) -> float:
     return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
 
 
+ALIKE = ("all_reduce", "broadcast", "reduce")  # their tensors have one size and dtype on all ranks
+
+
 @untraced
 class Work(dist.Work):
     """One operation of a group, from its submission to its end.
@@ -49,6 +52,12 @@ class Work(dist.Work):
         self._future: torch.futures.Future | None = None
         self._event = events.begin(name)
         self._lock = threading.Lock()
+
+    def described(self) -> str:
+        """The operation and what must be alike on all ranks, where that can be told from the tensors it writes."""
+        if self.name not in ALIKE or not self._result:
+            return self.name
+        return f"{self.name} of {self._result[0].numel()} elements of {self._result[0].dtype}"
 
     # What PyTorch calls
 

@@ -1,6 +1,7 @@
 """How a group may be called: PyTorch's several forms of each call, compiled and profiled; and what it refuses."""
 
 import re
+import time
 from collections.abc import Callable, Generator
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import allreduce.torch_backend  # noqa: E402, F401
+from allreduce.errors import DisagreementError  # noqa: E402
 
 Op = dist.ReduceOp
 Tensor = torch.Tensor
@@ -346,3 +348,37 @@ def test_times_in_seconds() -> None:
     assert work.wait(30.0)
     dist.group.WORLD.monitored_barrier(30.0)
     dist.group.WORLD.set_timeout(60.0)
+
+
+def test_broadcasts_of_different_sizes_are_told() -> None:
+    """MPI takes a shorter message for a longer one, and the rest would keep what it held."""
+    if dist.get_world_size() == 1:
+        pytest.skip("one rank agrees with itself")
+    with pytest.raises(DisagreementError, match=r"broadcast of 10 elements of torch\.float32\n.*broadcast of 20"):
+        dist.broadcast(torch.zeros(20 if dist.get_rank() else 10), src=0)
+    tensor = torch.full((3,), float(dist.get_rank()))
+    dist.broadcast(tensor, src=0)
+    assert tensor.tolist() == [0, 0, 0]
+
+
+def test_a_monitored_barrier_after_one_that_timed_out() -> None:
+    """What is left of the first is not taken for the second: nobody passes before all have come."""
+    if dist.get_world_size() == 1:
+        pytest.skip("one rank waits for nobody")
+    group = dist.new_group(backend="allreduce")
+    backend = group._get_backend(torch.device("cpu"))
+    rank = dist.get_rank()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="monitored_barrier"):
+            backend.monitored_barrier(0.2)
+    dist.barrier()
+    if rank:
+        with pytest.raises(RuntimeError, match="monitored_barrier"):
+            backend.monitored_barrier(0.2)
+    dist.barrier()
+    came = time.monotonic()
+    if rank:
+        time.sleep(0.5)
+    backend.monitored_barrier(30)
+    assert rank or time.monotonic() - came >= 0.5
+    dist.barrier()
