@@ -101,7 +101,7 @@ print("finished")
 def run(mpirun: JobRunner, folder: Path, program: str, ranks: int, method: str, mpi: str) -> None:
     script = folder / "program.py"
     script.write_text(program)
-    job = mpirun(ranks, [script, method], mpi=mpi, timeout=100)  # ranks 0: without mpirun
+    job = mpirun(ranks, [script, method], mpi=mpi, timeout=250)  # ranks 0: without mpirun
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("finished") == max(ranks, 1)
 
