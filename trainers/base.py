@@ -4,7 +4,7 @@ import hashlib
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
@@ -17,6 +17,7 @@ from allreduce.messages.agreement import agree, together
 from allreduce.topology import Topology
 from trainers.admission import NO_TARGETS, look_at
 from trainers.data import Batch, Batches
+from trainers.exchange import gather_rows, pieces
 from trainers.fitting import Fit
 from trainers.prefetch import AHEAD
 from trainers.replica import Replica
@@ -26,7 +27,6 @@ from trainers.watching.history import History
 
 TrainerT = TypeVar("TrainerT", bound="Trainer")
 FORWARD_ROWS = 1024  # rows that a replica evaluates or predicts at a time
-MESSAGE_BYTES = 1 << 30  # an MPI count is a C int in Open MPI 5
 
 
 class Trainer(ABC):
@@ -148,7 +148,7 @@ class Trainer(ABC):
         """
         x, _ = self._admit("predict", x, NO_TARGETS)
         outputs = together(self._comm, lambda: self._predict_mine(x))
-        self._gather_rows(outputs)
+        gather_rows(self._comm, outputs)
         return outputs
 
     def _predict_mine(self, x: np.ndarray) -> np.ndarray:
@@ -280,26 +280,10 @@ class Trainer(ABC):
         if self.rank:  # a state may be live views, or read-only
             state = {name: np.empty_like(array) for name, array in state.items()}
         for array in state.values():
-            for piece in _pieces(array):
+            for piece in pieces(array):
                 self._comm.Bcast(piece)
         together(self._comm, lambda: replica.load_state(state) if self.rank else None)
         self._settle()
-
-    def _gather_rows(self, rows: np.ndarray) -> None:
-        """Complete an array of which every rank has filled its chunk of rows."""
-        spans = [chunk(len(rows), self.size, rank) for rank in range(self.size)]
-        counts, starts = [span.stop - span.start for span in spans], [span.start for span in spans]
-        width = rows.itemsize * int(np.prod(rows.shape[1:]))
-        row = MPI.BYTE.Create_contiguous(width).Commit()  # so that counts are rows, which keeps them small
-        self._comm.Allgatherv(MPI.IN_PLACE, [rows.reshape(-1).view(np.uint8), counts, starts, row])
-        row.Free()
-
-
-def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """An array's memory as bytes, in pieces that MPI can count."""
-    memory = array.reshape(-1).view(np.uint8)
-    for span in segments(slice(0, memory.size), MESSAGE_BYTES):
-        yield memory[span]
 
 
 def _is_mapped(array: Any) -> bool:

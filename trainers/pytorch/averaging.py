@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from allreduce.base import AllReduce
 from allreduce.messages.agreement import raise_together
 from allreduce.messages.worker import Lane
-from trainers.pytorch.backward import Backward, GradientError, meet
+from trainers.pytorch.backward import EDITED, Backward, GradientError, meet
 from trainers.pytorch.buffers import Memory, allocate
 from trainers.pytorch.family import Family
 from trainers.pytorch.layout import plan
@@ -74,6 +74,7 @@ class Averager:
         self.flats, self.buckets = allocate(backend, self.plan, lengths)
         self.sizes = tuple(memory.array.nbytes for memory in self.buckets)
         self._slots = {slot.parameter: (at, slot) for at, bucket in enumerate(self.plan) for slot in bucket.slots}
+        self.bucket_of = {parameter: at for parameter, (at, _) in self._slots.items()}
         self.views = [self.place(index, self.flats) for index in range(len(self.parameters))]
         self._addresses = [view.data_ptr() for view in self.views]
         self.state = LOCAL
@@ -97,10 +98,6 @@ class Averager:
         """From now on nobody else averages these parameters, and `close` makes backward refuse. Local."""
         take_over(self.parameters, owner)
         self._in_charge = True
-
-    def bucket_of(self, index: int) -> int:
-        """The number of the bucket of a parameter."""
-        return self._slots[index][0]
 
     def place(self, index: int, flats: dict[str, Tensor]) -> Tensor:
         """The place of a parameter in `flats` (by dtype), which are laid out like the gradients: a view."""
@@ -269,11 +266,7 @@ class Averager:
         """What is wrong when SCATTERED gradients were edited: clipped by a norm of leftovers, for example."""
         if self.state != SCATTERED or self._versions == [each._version for each in self.flats.values()]:
             return None
-        return GradientError(
-            'gradients were changed between backward and step(), and with update="sharded" a rank has the '
-            "averages of its own slice only; call optimizer.synchronize() first (before clipping, before "
-            "GradScaler.unscale_ or GradScaler.step), which gathers them"
-        )
+        return GradientError(EDITED)
 
     def forget(self, release: bool) -> None:
         """The gradients are used up: the next ones are new. release: .grad of every parameter becomes None."""
@@ -288,8 +281,7 @@ class Averager:
 
     def stepped(self, release: bool) -> None:
         """The parameters were updated."""
-        self.steps += 1
-        self.rows = None
+        self.steps, self.rows = self.steps + 1, None
         self.forget(release)
 
     def close(self, why: str = CLOSED) -> None:
@@ -304,6 +296,5 @@ class Averager:
             refuse(self.parameters, why)
             self._in_charge = False
         self._backward = None
-        self.views.clear()
-        self.flats.clear()
-        self.buckets.clear()
+        for held in (self.views, self.flats, self.buckets):
+            held.clear()

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from trainers.pytorch.family import Family
 
 
+EDITED = (
+    'gradients were changed between backward and step(), and with update="sharded" a rank has the averages of its own '
+    "slice only; call optimizer.synchronize() first (before clipping, before GradScaler.unscale_ or GradScaler.step), "
+    "which gathers them"
+)
+
+
 class GradientError(AllReduceError, RuntimeError):
     """Gradients were produced, changed or left out in a way in which they can't be averaged."""
 
@@ -57,7 +64,7 @@ class Backward:
 
     def arrived(self, index: int) -> None:
         """The gradient of a parameter is complete: launch what is complete with it."""
-        missing = self._missing[self.averager.bucket_of(index)]
+        missing = self._missing[self.averager.bucket_of[index]]
         if index not in missing:
             raise GradientError(
                 f"{self.averager.names[index]} received its gradient twice in one backward, so it may be half "

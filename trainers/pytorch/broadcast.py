@@ -1,6 +1,5 @@
 """The same start on every rank: models are compared, and rank 0's values go to all others."""
 
-import pickle
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -53,7 +52,7 @@ def broadcast_state(comm: MPI.Intracomm, optimizer: torch.optim.Optimizer, root:
     # Before anybody waits for it: the root alone finds out that a state can't be taken apart or pickled.
     tensors, payload = together(comm, lambda: _packed(optimizer) if comm.rank == root else ([], b""))
     payload = comm.bcast(payload, root)
-    skeleton, shapes = together(comm, lambda: pickle.loads(payload))
+    skeleton, shapes = together(comm, lambda: MPI.pickle.loads(payload))
     if comm.rank != root:
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
     broadcast_tensors(comm, tensors, root)
@@ -70,7 +69,7 @@ def _packed(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], bytes
     """An optimizer's tensors, and all else: its state around them, their shapes and dtypes."""
     tensors: list[torch.Tensor] = []
     skeleton = _taken_out(optimizer.state_dict(), tensors)
-    return tensors, pickle.dumps((skeleton, [(each.shape, each.dtype) for each in tensors]))
+    return tensors, MPI.pickle.dumps((skeleton, [(each.shape, each.dtype) for each in tensors]))
 
 
 class _Place(int):

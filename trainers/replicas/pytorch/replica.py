@@ -19,6 +19,7 @@ except ImportError as error:
 from torch import Tensor, nn
 
 from trainers.replicas.pytorch import elementwise
+from trainers.replicas.pytorch.parts import statistics_of, trained_of
 from trainers.replicas.pytorch.slices import SliceOptimizer
 from trainers.replicas.pytorch.state import TorchState, array_of
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, numpy_dtype, views
@@ -53,7 +54,7 @@ class TorchReplica(Replica):
         metrics: Mapping[str, Metric] | None = None,
     ) -> None:
         self.module, self.loss, self.optimizer = module, loss, optimizer
-        self._trained = _trained(module, optimizer)
+        self._trained = trained_of(module, optimizer)
         if getattr(loss, "reduction", "mean") != "mean":
             raise ArgumentError(f'the loss has reduction={loss.reduction!r}; rows are weighted here, so use "mean"')  # type: ignore[attr-defined]
         self._metrics = {"accuracy": accuracy} if isinstance(loss, nn.CrossEntropyLoss) else {}
@@ -61,7 +62,7 @@ class TorchReplica(Replica):
         self.metrics = ("loss", *self._metrics)
         self._dtype = self._trained[0].dtype
         self.gradient_dtype = DTYPES[self._dtype]
-        self._statistics = _statistics(module, self._dtype)
+        self._statistics = statistics_of(module, self._dtype)
         self._embeds = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in module.modules())
         self._state = TorchState(module, optimizer, self._trained)
         self._length = sum(each.numel() for each in self._trained)
@@ -271,32 +272,3 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
     """The share of rows whose largest output is at the target; targets are class numbers, or one-hot."""
     wanted = target if target.dim() < output.dim() else target.argmax(1)
     return (output.argmax(1) == wanted).float().mean()
-
-
-def _trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The trained parameters in the order of the module, or the reason why they can't be replicated."""
-    chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    inside = {id(each) for each in module.parameters()}
-    if not chosen <= inside:
-        raise ArgumentError(
-            f"the optimizer is of another model: {len(chosen - inside)} of its {len(chosen)} parameters are not in "
-            f"this {type(module).__name__}; make it from module.parameters()"
-        )
-    trained = [each for each in module.parameters() if id(each) in chosen and each.requires_grad]
-    kinds = {(each.dtype, each.device.type) for each in trained}
-    if len(kinds) != 1 or (kind := next(iter(kinds)))[1] != "cpu" or kind[0] not in DTYPES:
-        found = ", ".join(f"{dtype} on {device}" for dtype, device in sorted((str(a), b) for a, b in kinds))
-        raise ArgumentError(
-            f"the trained parameters must have one dtype of {', '.join(DTYPES.values())} on the CPU, and are "
-            f"{found or 'none'}; MirroredOptimizer of trainers.pytorch takes mixed dtypes"
-        )
-    return trained
-
-
-def _statistics(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
-    """The running statistics of batch norm, which every rank forms from its own rows."""
-    kinds = nn.modules.batchnorm._BatchNorm
-    found = [
-        each for part in module.modules() if isinstance(part, kinds) for each in (part.running_mean, part.running_var)
-    ]
-    return [each for each in found if each is not None and each.dtype == dtype]

@@ -1,0 +1,27 @@
+"""What trainers hand from rank to rank besides gradients: rows of a result, and states of any size."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.arrays.chunks import chunk, segments
+
+MESSAGE_BYTES = 1 << 30  # an MPI count is a C int in Open MPI 5
+
+
+def gather_rows(comm: MPI.Intracomm, rows: np.ndarray) -> None:
+    """Complete an array of which every rank has filled its chunk of rows, in place. Collective."""
+    spans = [chunk(len(rows), comm.size, rank) for rank in range(comm.size)]
+    counts, starts = [span.stop - span.start for span in spans], [span.start for span in spans]
+    width = rows.itemsize * int(np.prod(rows.shape[1:]))
+    row = MPI.BYTE.Create_contiguous(width).Commit()  # so that counts are rows, which keeps them small
+    comm.Allgatherv(MPI.IN_PLACE, [rows.reshape(-1).view(np.uint8), counts, starts, row])
+    row.Free()
+
+
+def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    """An array's memory as bytes, in pieces that MPI can count."""
+    memory = array.reshape(-1).view(np.uint8)
+    for span in segments(slice(0, memory.size), MESSAGE_BYTES):
+        yield memory[span]

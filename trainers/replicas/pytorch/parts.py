@@ -1,0 +1,36 @@
+"""The parts of a module that ranks have in common: trained parameters, and running statistics."""
+
+import torch
+from torch import Tensor, nn
+
+from trainers.errors import ArgumentError
+from trainers.replicas.pytorch.tensors import DTYPES
+
+
+def trained_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The trained parameters in the order of the module, or the reason why they can't be replicated."""
+    chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    inside = {id(each) for each in module.parameters()}
+    if not chosen <= inside:
+        raise ArgumentError(
+            f"the optimizer is of another model: {len(chosen - inside)} of its {len(chosen)} parameters are not in "
+            f"this {type(module).__name__}; make it from module.parameters()"
+        )
+    trained = [each for each in module.parameters() if id(each) in chosen and each.requires_grad]
+    kinds = {(each.dtype, each.device.type) for each in trained}
+    if len(kinds) != 1 or (kind := next(iter(kinds)))[1] != "cpu" or kind[0] not in DTYPES:
+        found = ", ".join(f"{dtype} on {device}" for dtype, device in sorted((str(a), b) for a, b in kinds))
+        raise ArgumentError(
+            f"the trained parameters must have one dtype of {', '.join(DTYPES.values())} on the CPU, and are "
+            f"{found or 'none'}; MirroredOptimizer of trainers.pytorch takes mixed dtypes"
+        )
+    return trained
+
+
+def statistics_of(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+    """The running statistics of batch norm, which every rank forms from its own rows."""
+    kinds = nn.modules.batchnorm._BatchNorm
+    found = [
+        each for part in module.modules() if isinstance(part, kinds) for each in (part.running_mean, part.running_var)
+    ]
+    return [each for each in found if each is not None and each.dtype == dtype]
