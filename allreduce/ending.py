@@ -47,7 +47,7 @@ def install() -> None:
         if MPI.Is_finalized():
             previous(kind, error, trace)
             return
-        leave_to_lowest(error)
+        leave_to_teller(error)
         interrupted = issubclass(kind, KeyboardInterrupt)
         text = "interrupted\n" if interrupted else "".join(traceback.format_exception(kind, error, trace))
         if previous is not sys.__excepthook__ and not interrupted:
@@ -75,13 +75,14 @@ def on_leaving(tell: Callable[[str], object]) -> None:
     _leaving.append(tell)
 
 
-def leave_to_lowest(error: BaseException) -> None:
-    """Return at once on the rank that tells an error; others that have it too wait for the job to end."""
+def leave_to_teller(error: BaseException) -> None:
+    """Return at once on the one rank that tells an error; others that have it too wait for the job to end."""
     ranks = getattr(error, "ranks", None)
     rank = MPI.COMM_WORLD.rank
     if isinstance(error, KeyboardInterrupt):
         ranks = range(MPI.COMM_WORLD.size)
-    if ranks and rank != min(ranks):
+    teller = getattr(error, "teller", None)  # the rank that brought it
+    if ranks and rank != (min(ranks) if teller is None else teller):
         time.sleep(TOLD_SECONDS)
 
 
@@ -104,7 +105,7 @@ def _at_exit(hook: object) -> None:
         return
     died = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if died is not None and sys.excepthook is not hook and MPI.COMM_WORLD.size > 1:
-        leave_to_lowest(died)
+        leave_to_teller(died)
         end_job(f"{type(died).__name__}: {died}\n", 1)
     for tell in _leaving:
         tell("it has ended its program")

@@ -202,5 +202,8 @@ def _found(module: str, name: str) -> type[Exception]:
 def _first_error(comm: MPI.Comm, errors: Sequence[Portable | None]) -> Exception:
     rank, first = next((rank, error) for rank, error in enumerate(errors) if error is not None)
     module, name, text = first
-    error = _found(module, name)(text if all(error == first for error in errors) else f"rank {rank}: {text}")
-    return known(error, comm)
+    error = known(
+        _found(module, name)(text if all(error == first for error in errors) else f"rank {rank}: {text}"), comm
+    )
+    error.teller = error.ranks[rank]  # type: ignore[attr-defined]  # whose traceback shows where it comes from
+    return error
