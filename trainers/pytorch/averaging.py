@@ -79,7 +79,7 @@ class Averager:
         self._addresses = [view.data_ptr() for view in self.views]
         self.state = LOCAL
         self._in_charge = False  # of the model's gradients; see take_over
-        self.enabled = True  # False inside of no_sync()
+        self.enabled, self.keeps_rows = True, False  # otherwise inside of no_sync(); of a step with a closure
         self.clock = Clock()
         self.rows: Rows | None = None  # of the batches of this step, where they were told
         self._spent: Rows | None = None  # the rows of the last average
@@ -272,7 +272,7 @@ class Averager:
         """The gradients are used up: the next ones are new. release: .grad of every parameter becomes None."""
         self.abandon()
         self.state = LOCAL
-        if self.rows is self._spent:  # not those that are told already for the next average
+        if self.rows is self._spent and not self.keeps_rows:  # not those that are told already for the next average
             self.rows = None
         if release:
             self.leftover = set()

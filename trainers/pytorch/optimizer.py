@@ -133,7 +133,11 @@ class MirroredOptimizer(Optimizer):
 
     def _step_replicated(self, closure: Callable[[], Any] | None) -> Any:
         if closure is not None:
-            return self.optimizer.step(partial(mean_loss, self._averager, closure))
+            self._averager.keeps_rows = True  # for all calls of the closure, which begins with zero_grad()
+            try:
+                return self.optimizer.step(partial(mean_loss, self._averager, closure))
+            finally:
+                self._averager.keeps_rows = False
         self._averager.average()
         return self.optimizer.step()
 
