@@ -1,5 +1,6 @@
 """Topology: who is where, communicators that are owned and freed, simulated nodes."""
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -129,3 +130,10 @@ def test_backends_of_one_topology_do_not_mix(flat: allreduce.Topology) -> None:
             assert set(array.tolist()) == {(index + turn) * SIZE * (SIZE + 1) // 2}
     for reduce in reversed(several):
         reduce.close()
+
+
+def test_cores_are_those_that_ranks_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By affinity, all ranks of a node together; not what the machine has."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {MPI.COMM_WORLD.rank % 2})
+    with allreduce.Topology() as topology:
+        assert topology.cores == min(2, topology.size)

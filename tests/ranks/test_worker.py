@@ -123,3 +123,50 @@ def test_two_backgrounds_on_one_backend(name: str, topology: allreduce.Topology)
         user.close()
     inner.close()
     topology.close()
+
+
+def test_a_thread_that_dies_leaves_nobody_waiting(
+    topology: allreduce.Topology, monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
+) -> None:
+    """Whatever ends it, on all ranks here: who waits for a call gets that error, and the next call is refused."""
+    if topology.size == 1:
+        pytest.skip("one rank hears of no announcements")
+    lane = topology.worker.lane("user", threaded=True)
+    lane.submit(lambda: None).wait()
+
+    def die() -> None:
+        raise MemoryError("on purpose")
+
+    monkeypatch.setattr(topology.worker, "_listen", die)
+    world.Barrier()
+    with pytest.raises(MemoryError, match="on purpose"):
+        lane.submit(lambda: None).wait(20)
+    with pytest.raises(BrokenError, match="MemoryError: on purpose"):
+        lane.submit(lambda: None)
+    world.Barrier()
+    topology.abandon()
+
+
+def test_two_auto_backends_in_two_threads(topology: allreduce.Topology) -> None:
+    """Each makes its parts in the middle of its calls, on communicators that the other one does not use."""
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        pytest.skip("this MPI has no MPI_THREAD_MULTIPLE")
+    backends = [allreduce.create("auto", topology) for _ in range(2)]
+    wrong: list[object] = []
+
+    def train(number: int) -> None:
+        for length in (10, 5_000, 300_000, 3_000_000) * 2:
+            array = np.full(length, float(topology.rank + number))
+            backends[number](array, "sum")
+            wanted = topology.size * (topology.size - 1) / 2 + topology.size * number
+            if not (array == wanted).all():
+                wrong.append((number, length))
+
+    threads = [threading.Thread(target=train, args=[number]) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+    topology.close()
