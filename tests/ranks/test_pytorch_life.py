@@ -1,5 +1,6 @@
 """MirroredOptimizer: batches of different size and number, edits, drops, refusals, and the check of replicas."""
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -167,10 +168,13 @@ def test_no_rows_anywhere(world: MPI.Intracomm, flat: allreduce.Topology) -> Non
 
 
 @both_overlaps
+@pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("how", ["bad rows", "a backward that raised", "a step left out"])
-def test_rows_end_with_their_average(world: MPI.Intracomm, flat: allreduce.Topology, how: str, overlap: bool) -> None:
-    """The next average, for which nobody tells rows, is the plain mean again."""
-    model = network()
+def test_rows_end_with_their_average(
+    world: MPI.Intracomm, flat: allreduce.Topology, how: str, members: int, overlap: bool
+) -> None:
+    """The next average, for which nobody tells rows, is the plain mean again, beside another optimizer too."""
+    model, other = network(), network()
 
     def step() -> None:
         hidden = torch.tanh(model[0](mine(data()[0][0])))
@@ -179,7 +183,10 @@ def test_rows_end_with_their_average(world: MPI.Intracomm, flat: allreduce.Topol
 
     if how == "a backward that raised" and not overlap:
         pytest.skip("nothing was sent, so the others wait for this rank's next backward")
-    with mirrored(sgd(model), model, topology=flat, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+    with contextlib.ExitStack() as stack:
+        optimizer = stack.enter_context(mirrored(sgd(model), model, topology=flat, overlap=overlap, **SMALL_BUCKETS))
+        if members == 2:
+            stack.enter_context(mirrored(sgd(other), other, topology=flat))
         optimizer.rows(-1 if how == "bad rows" else 1 + world.rank)
         if how == "a step left out":
             step()

@@ -43,6 +43,7 @@ class Backward:
         self._missing = [{slot.parameter for slot in memory.bucket.slots} for memory in averager.buckets]
         self._launched = 0
         self._error: Exception | None = None
+        self.failures = averager.family.failures
         self._facts = np.zeros(1 + len(averager.parameters), np.uint8)
         self.unused: list[int] = []  # parameters without a gradient on this rank
         self.pending: list[Pending] = []
@@ -156,6 +157,7 @@ class Backward:
         if comm.size > 1:
             comm.Allreduce(MPI.IN_PLACE, facts, MPI.MAX)
         if facts[0]:
+            self.averager.family.failed()
             raise_together(comm, self._error)
 
 
@@ -180,4 +182,6 @@ def meet(backwards: list[Backward]) -> None:
 def _late(family: "Family", own: list[Backward]) -> list[Backward]:
     """The averages that other ranks have begun beside `own`, begun here as well. Collective."""
     here = {each.averager.number for each in own}
-    return [each.join_in() for each in family.taking_part(here, lambda: any(each.failed() for each in own))]
+    failures = min(each.failures for each in own)
+    others = family.taking_part(here, failures, lambda: any(each.failed() for each in own))
+    return [each.join_in() for each in others]

@@ -47,7 +47,7 @@ class Family:
         self.newest = self._members = 0
         self._averagers: weakref.WeakValueDictionary[int, Averager] = weakref.WeakValueDictionary()
         self._lanes: dict[int, Lane] = {}  # of the members
-        self._failures = 0  # of lanes of former members
+        self._failures = 0  # of backwards, and of lanes of former members
         self._remains: dict[int, ExitStack] = {}
 
     def lane(self, threaded: bool) -> Lane:
@@ -70,18 +70,28 @@ class Family:
         """The averager of the newest member. Local."""
         self._averagers[self.newest] = averager
 
-    def taking_part(self, here: set[int], failed: Callable[[], bool]) -> "list[Averager]":
+    @property
+    def failures(self) -> int:
+        """How much has failed, on all ranks, so far."""
+        return self._failures + sum(map(_failed, self._lanes.values()))
+
+    def failed(self) -> None:
+        """Count a backward that has failed on all ranks."""
+        self._failures += 1
+
+    def taking_part(self, here: set[int], failures: int, failed: Callable[[], bool]) -> "list[Averager]":
         """Of the members that average their gradients on some rank now, those that do not do so here. Collective.
 
-        here: the numbers of those that do. failed: whether one of them has failed, so that nobody may come here.
+        here: the numbers of those that do. failures: `failures` when the first of them began, which tells those that
+        come now from a rank that came for a backward that failed meanwhile; its call is still in the lane.
+        failed: whether one of them has failed, so that nobody may come here.
         """
         if self._members < 2:
             return []
         agreed = False
         while not agreed:
-            # What failed on all ranks is counted on all of them, so a rank that had come before, and has given up,
-            # is told from those that come now.
-            failures = self._failures + sum(map(_failed, self._lanes.values()))
+            if failed():
+                return []  # who waits for its average gets the error
             taking = np.zeros(self.newest + 3, np.int64)
             taking[[number - 1 for number in here]] = 1
             taking[-2:] = failures, -failures
@@ -92,7 +102,7 @@ class Family:
                     pending.wait(PATIENCE)
                 except TimeoutError:
                     if failed():
-                        return []  # who waits for its average gets the error
+                        return []
             pending.wait()
             agreed = taking[-2] == -taking[-1]
         others = [int(at) + 1 for at in np.flatnonzero(taking[:-2]) if at + 1 not in here]
