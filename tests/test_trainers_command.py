@@ -17,6 +17,7 @@ from conftest import JobRunner, lacking
 from trainers import NumpyNetwork, datasets
 from trainers.errors import ArgumentError
 from trainers.options import parse
+from trainers.strategies import STRATEGIES
 
 MPI = pytest.mark.parametrize("mpi", launch.MPIS)
 
@@ -264,11 +265,39 @@ def test_defaults_depend_on_the_data() -> None:
         (["--ranks-per-node", "0"], "'0' is no number of ranks"),
         (["--optimizer", "lion"], "invalid choice: 'lion'"),
         (["--load", "m.npz", "--hidden", "3", "--lr", "1"], "leave out --hidden, --lr"),
+        (["--spare", "2"], "--spare 2: --strategy mirrored has no use for it; .* --strategy spare_replicas"),
+        (["--strategy", "spare_replicas", "--allreduce", "ring"], "--allreduce ring: --strategy spare_replicas has no"),
+        (["--strategy", "central_storage", "--servers", "1"], "--servers 1: .* take --strategy parameter_server"),
+        (["--strategy", "parameter_server", "--storage-rank", "1"], "--storage-rank 1: .* --strategy central_storage"),
+        (
+            ["--strategy", "parameter_server", "--updates", "sync", "--stale", "drop"],
+            "--stale drop: with --updates sync",
+        ),
+        (["--strategy", "parameter_server", "--servers", "0"], "'0' is no integer of at least 1"),
+        (["--strategy", "mirorred"], "invalid choice: 'mirorred'"),
     ],
 )
 def test_bad_options(args: list[str], text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
         parse(args, True)
+
+
+def test_every_option_of_a_strategy_is_refused_by_those_that_have_no_use_for_it() -> None:
+    values = {"allreduce": "ring", "update": "sharded", "updates": "async", "stale": "keep"}
+    for name in {name for strategy in STRATEGIES.values() for name in strategy.options}:
+        given = ["--" + name.replace("_", "-"), values.get(name, "1")]
+        for other, strategy in STRATEGIES.items():
+            if name in strategy.options:
+                assert str(getattr(parse(["--strategy", other, *given], True), name)) == given[1]
+            else:
+                with pytest.raises(ArgumentError, match=f"{given[0]} {given[1]}: --strategy {other} has no use for it"):
+                    parse(["--strategy", other, *given], True)
+
+
+def test_options_of_other_strategies_have_no_value() -> None:
+    assert (parse([], True).allreduce, parse([], True).servers) == ("auto", None)
+    servers = parse(["--strategy", "parameter_server"], True)
+    assert (servers.updates, servers.stale, servers.max_staleness, servers.allreduce) == ("async", "keep", None, None)
 
 
 def test_results_are_numbers_that_json_knows() -> None:

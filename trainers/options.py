@@ -1,14 +1,12 @@
 """The command line's options: what they mean, what they are when they are not given, and what is wrong with them."""
 
 import argparse
-import difflib
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-import allreduce
-from trainers import datasets
-from trainers.backends import UPDATES
+from trainers import datasets, strategies
 from trainers.errors import ArgumentError
+from trainers.parsing import Parser, integer, layer_sizes, positive, ranks_per_node
 from trainers.replicas.numpy.layers import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
 
@@ -25,35 +23,9 @@ EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --batch-size 512 --save model.npz
   mpirun -n 4 python -m trainers --data mnist/ --load model.npz --epochs 0       (only test a saved model)
   mpirun -n 4 python -m trainers --allreduce hierarchical_copy --ranks-per-node 2  (two simulated nodes)
+  mpirun -n 5 python -m trainers --strategy parameter_server --servers 1 --updates async
+  mpirun -n 4 python -m trainers --strategy spare_replicas --spare 1
 """
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ArgumentError for bad arguments, and is silent on all ranks but one.
-
-    shown: whether this rank prints.
-    """
-
-    def __init__(self, shown: bool, **options: Any) -> None:
-        super().__init__(**options)
-        self._shown = shown
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As always, but an unknown option is told which one it is like."""
-        options, rest = self.parse_known_args(args, namespace)
-        if rest:
-            unknown = next((each for each in rest if each.startswith("-")), rest[0]).partition("=")[0]
-            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-        return options
-
-    def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message} (--help shows all options)")
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        if self._shown:
-            super()._print_message(message, file)
 
 
 def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
@@ -63,6 +35,7 @@ def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
     if options.load and given:
         names = ", ".join(f"--{name}" for name in given)
         raise ArgumentError(f"--load takes the network and its optimizer from the file; leave out {names}")
+    strategies.settle(options)
     defaults = {**FILE_DEFAULTS, **NETWORK, **DEFAULTS.get(options.data, {})}
     if options.optimizer not in (None, NETWORK["optimizer"]):
         defaults["lr"] = OPTIMIZERS[options.optimizer].default_lr
@@ -76,11 +49,14 @@ def _parser(shown: bool) -> Parser:
     parser = Parser(
         shown,
         prog="python -m trainers",
-        description="Train a small network on all ranks together, averaging gradients by AllReduce, and test it.",
+        description="Train a small network on all ranks together, and test it.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_training(parser.add_argument_group("training"))
+    strategies.add_options(
+        parser.add_argument_group("strategy: which ranks hold the parameters, and who waits for whom")
+    )
     _add_network(parser.add_argument_group("network"))
     _add_machine(parser.add_argument_group("machine"))
     _add_files(parser.add_argument_group("files"))
@@ -95,40 +71,31 @@ def _add_training(group: Any) -> None:
         help=f"{names}, a folder of MNIST-format files, an .npz, or a .csv with the label in the last column "
         "(default: digits)",
     )  # fmt: skip
-    add("--epochs", type=_integer(0), metavar="N", help=f"passes over the data ({_per_set('epochs')})")
+    add("--epochs", type=integer(0), metavar="N", help=f"passes over the data ({_per_set('epochs')})")
     add(
-        "--batch-size", type=_integer(1), metavar="N",
+        "--batch-size", type=integer(1), metavar="N",
         help=f"samples in a global batch, divided among the ranks ({_per_set('batch_size')})",
     )  # fmt: skip
-    add("--seed", type=_integer(0), default=0, metavar="N", help="of the weights and of the shuffling (default: 0)")
+    add("--seed", type=integer(0), default=0, metavar="N", help="of the weights and of the shuffling (default: 0)")
 
 
 def _add_network(group: Any) -> None:
     add = group.add_argument
     add(
-        "--hidden", type=_sizes, metavar="N,N,...",
+        "--hidden", type=layer_sizes, metavar="N,N,...",
         help=f'sizes of the hidden layers, or "none" ({_per_set("hidden")})',
     )  # fmt: skip
     add("--activation", choices=list(ACTIVATIONS), help="of the hidden layers (default: relu)")
     add("--optimizer", choices=list(OPTIMIZERS), help="(default: adam)")
     others = ", ".join(f"{name} {kind.default_lr}" for name, kind in OPTIMIZERS.items() if name != "adam")
-    add("--lr", type=_positive, metavar="X", help=f"learning rate ({_per_set('lr')}; {others})")
+    add("--lr", type=positive, metavar="X", help=f"learning rate ({_per_set('lr')}; {others})")
 
 
 def _add_machine(group: Any) -> None:
     add = group.add_argument
-    add(
-        "--allreduce", default="auto", metavar="NAME",
-        help=f"how gradients are averaged: {', '.join(allreduce.NAMES)} (default: auto)",
-    )  # fmt: skip
-    add(
-        "--update", choices=UPDATES, default="replicated",
-        help="replicated: every rank updates all parameters; sharded: its own slice, which divides the work "
-        "(default: replicated)",
-    )  # fmt: skip
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs CuPy (default: cpu)")
     add(
-        "--ranks-per-node", type=_ranks_per_node, metavar="N", help="simulate nodes of N ranks, or of N,N,... ranks"
+        "--ranks-per-node", type=ranks_per_node, metavar="N", help="simulate nodes of N ranks, or of N,N,... ranks"
     )  # fmt: skip
 
 
@@ -150,38 +117,3 @@ def _per_set(name: str) -> str:
 
     each = [f"{text(values[name])} for {data}" for data, values in DEFAULTS.items()]
     return f"default: {', '.join(each)}, {text(FILE_DEFAULTS[name])} for files"
-
-
-def _integer(least: int) -> Any:
-    def convert(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least {least}")
-        return int(text)
-
-    return convert
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return value
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    if text == "none":
-        return ()
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f'{text!r} is no list of layer sizes such as 64,32, nor "none"')
-    return tuple(map(int, parts))
-
-
-def _ranks_per_node(text: str) -> int | tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks such as 2, and no list such as 3,1")
-    return int(text) if len(parts) == 1 else tuple(map(int, parts))

@@ -1,0 +1,77 @@
+"""The command line's parser, and what turns an option's text into a value."""
+
+import argparse
+import difflib
+from typing import Any, NoReturn
+
+from trainers.errors import ArgumentError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ArgumentError for bad arguments, and is silent on all ranks but one.
+
+    shown: whether this rank prints.
+    """
+
+    def __init__(self, shown: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self._shown = shown
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As always, but an unknown option is told which one it is like."""
+        options, rest = self.parse_known_args(args, namespace)
+        if rest:
+            unknown = next((each for each in rest if each.startswith("-")), rest[0]).partition("=")[0]
+            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} (--help shows all options)")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if self._shown:
+            super()._print_message(message, file)
+
+
+def flag(name: str) -> str:
+    """An option as the command line spells it: "--max-staleness" of "max_staleness"."""
+    return "--" + name.replace("_", "-")
+
+
+def integer(least: int) -> Any:
+    """Converts to an integer of at least `least`."""
+
+    def convert(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and len(text) <= 18) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least {least}")
+        return int(text)
+
+    return convert
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def layer_sizes(text: str) -> tuple[int, ...]:
+    if text == "none":
+        return ()
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f'{text!r} is no list of layer sizes such as 64,32, nor "none"')
+    return tuple(map(int, parts))
+
+
+def ranks_per_node(text: str) -> int | tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks such as 2, and no list such as 3,1")
+    return int(text) if len(parts) == 1 else tuple(map(int, parts))

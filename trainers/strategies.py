@@ -1,0 +1,166 @@
+"""The strategies of training by name: what each is, which options it has use for, and how its trainer is made.
+
+A new strategy is one line of STRATEGIES: the command line and its help pick it up from there.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import allreduce
+import trainers
+from allreduce.topology import Topology
+from trainers.backends import UPDATES
+from trainers.base import Trainer
+from trainers.errors import ArgumentError
+from trainers.parsing import flag, integer
+from trainers.replica import Replica
+
+Make = Callable[[argparse.Namespace, Replica, Topology, int], Trainer]
+
+
+class Strategy(NamedTuple):
+    """help: in a few words. options: those that it has use for, with their defaults.
+
+    make: the trainer, of the options, this rank's replica, the ranks that train, and how many of them, the last,
+        are servers. Collective over the ranks that train.
+    """
+
+    help: str
+    options: dict[str, Any]
+    make: Make
+
+
+def _mirrored(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
+    return trainers.MirroredTrainer(replica, chosen.allreduce, topology, update=chosen.update)
+
+
+def _central_storage(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
+    return _named("CentralStorageTrainer")(replica, topology, storage=chosen.storage_rank)
+
+
+def _parameter_server(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
+    return _named("ParameterServerTrainer")(
+        replica,
+        topology,
+        servers=tuple(range(topology.size - servers, topology.size)),
+        updates=chosen.updates,
+        stale=chosen.stale,
+        max_staleness=chosen.max_staleness,
+        warm_up=chosen.warm_up,
+    )
+
+
+def _spare_replicas(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
+    return _named("SpareReplicasTrainer")(replica, topology, spare=chosen.spare)
+
+
+def _named(name: str) -> Any:
+    return getattr(trainers, name)
+
+
+STRATEGIES = {
+    "mirrored": Strategy(
+        "all ranks hold the model and average their gradients in every step",
+        {"allreduce": "auto", "update": "replicated"},
+        _mirrored,
+    ),
+    "central_storage": Strategy(
+        "one rank holds the parameters and updates them; all compute", {"storage_rank": 0}, _central_storage
+    ),
+    "parameter_server": Strategy(
+        "server ranks hold the parameters; workers fetch them and send gradients",
+        {"servers": 1, "updates": "async", "stale": "keep", "max_staleness": None, "warm_up": 0},
+        _parameter_server,
+    ),
+    "spare_replicas": Strategy(
+        "as mirrored, but a step takes the first gradients and drops those of the slowest ranks",
+        {"spare": 1},
+        _spare_replicas,
+    ),
+}
+ASYNC_ONLY = ("stale", "max_staleness")
+
+
+def add_options(group: Any) -> None:
+    """The options that choose a strategy, and those of single strategies; all of them are None when not given."""
+    add = group.add_argument
+    each = "; ".join(f"{name}: {strategy.help}" for name, strategy in STRATEGIES.items())
+    add("--strategy", choices=list(STRATEGIES), default="mirrored", help=f"{each} (default: mirrored)")
+    add(
+        "--allreduce", metavar="NAME",
+        help=f"how gradients are averaged: {', '.join(allreduce.NAMES)} (default: auto; {_of('allreduce')})",
+    )  # fmt: skip
+    add(
+        "--update", choices=UPDATES,
+        help="replicated: every rank updates all parameters; sharded: its own slice, which divides the work "
+        f"(default: replicated; {_of('update')})",
+    )  # fmt: skip
+    add(
+        "--storage-rank", type=integer(0), metavar="R",
+        help=f"the rank that holds the parameters (default: 0; {_of('storage_rank')})",
+    )  # fmt: skip
+    add(
+        "--servers", type=integer(1), metavar="N",
+        help=f"how many ranks, the last ones, are servers (default: 1; {_of('servers')})",
+    )  # fmt: skip
+    add(
+        "--updates", choices=["sync", "async"],
+        help="async: a server applies each gradient as it comes; sync: it waits for all workers' "
+        f"(default: async; {_of('updates')})",
+    )  # fmt: skip
+    add(
+        "--stale", choices=["keep", "drop", "scale"],
+        help="what becomes of a gradient whose parameters others have updated meanwhile: applied, dropped, or "
+        "divided by how many updates behind it is (default: keep; with --updates async)",
+    )  # fmt: skip
+    add(
+        "--max-staleness", type=integer(0), metavar="N",
+        help="no gradient is more than N updates behind: a worker that is ahead waits for the slowest (default: no "
+        "bound; with --updates async)",
+    )  # fmt: skip
+    add(
+        "--warm-up", type=integer(0), metavar="N",
+        help=f"the first N epochs are trained by one worker (default: 0; {_of('warm_up')})",
+    )  # fmt: skip
+    add(
+        "--spare", type=integer(0), metavar="N",
+        help=f"a step does not wait for the N slowest ranks (default: 1; {_of('spare')})",
+    )  # fmt: skip
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Fill in the defaults of the chosen strategy. Raises ArgumentError for options that it has no use for."""
+    own = STRATEGIES[options.strategy].options
+    for name in dict.fromkeys(name for strategy in STRATEGIES.values() for name in strategy.options):
+        given = getattr(options, name)
+        if given is not None and name not in own:
+            raise ArgumentError(
+                f"{flag(name)} {given}: --strategy {options.strategy} has no use for it; leave it out, or take "
+                f"--strategy {' or '.join(_users(name))}"
+            )
+    if options.updates == "sync":
+        for name in ASYNC_ONLY:
+            if getattr(options, name) is not None:
+                raise ArgumentError(
+                    f"{flag(name)} {getattr(options, name)}: with --updates sync no gradient is stale; leave it out, "
+                    "or take --updates async"
+                )
+    for name, default in own.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+
+
+def described(options: argparse.Namespace) -> dict[str, Any]:
+    """The strategy and its options, as --json has them."""
+    return {"strategy": options.strategy} | {
+        name: getattr(options, name) for name in STRATEGIES[options.strategy].options
+    }
+
+
+def _users(name: str) -> list[str]:
+    return [each for each, strategy in STRATEGIES.items() if name in strategy.options]
+
+
+def _of(name: str) -> str:
+    return f"with {' or '.join(_users(name))}"
