@@ -27,5 +27,9 @@ class ModelFileError(TrainerError, ValueError):
     """A model file is missing, damaged or holds another model."""
 
 
+class CheckpointError(ModelFileError):
+    """A checkpoint can't be written, or there is none that this training can go on from."""
+
+
 class DivergedError(TrainerError, ArithmeticError):
     """The loss became NaN or infinite in training."""
