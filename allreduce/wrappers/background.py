@@ -57,6 +57,9 @@ class Background(Wrapper):
     def all_gather(self, buffer: np.ndarray) -> None:
         self._in_lane(lambda: self.inner.all_gather(buffer))
 
+    def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
+        return self._in_lane(lambda: self.inner.reduce_scatter(buffer, op))  # type: ignore[attr-defined]
+
     def _in_lane(self, call: Callable[[], Any]) -> Any:
         """What `call` of the inner backend returns: in its turn, and in the thread that communicates."""
         results: list[Any] = []

@@ -1,41 +1,108 @@
 """Wrapper: a backend around a backend. What it does not change, the inner one does."""
 
+import functools
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import Signature
 from allreduce.base import AllReduce, Reduction
+from allreduce.errors import ClosedError
 from allreduce.topology import Topology
+from allreduce.two_phase import TwoPhase
 
 
 class Wrapper(AllReduce):
     """Forwards everything to `inner`, which stays its owner's, who closes it after the wrapper.
 
-    What an inner backend offers beyond a backend's methods (the phases of a TwoPhase, `choice` of "auto") is
-    found here too.
+    Checks, communicators, memory and tags are the inner backend's, so making a wrapper is local and cheap. What
+    an inner backend offers beyond a backend's methods is found here too: the phases of a TwoPhase (a wrapper of
+    one is a TwoPhase itself), `choice` of "auto".
     """
 
-    def __init__(self, topology: Topology, *, inner: AllReduce, check: str = "never") -> None:
-        super().__init__(topology, check=check)  # the inner backend checks
-        self.inner = inner
-        self.name = inner.name
+    def __new__(cls, topology: Topology, *, inner: AllReduce, **options: Any) -> "Wrapper":
+        kind = _two_phase(cls) if isinstance(inner, TwoPhase) and not issubclass(cls, TwoPhase) else cls
+        return object.__new__(kind)
+
+    def __init__(self, topology: Topology, *, inner: AllReduce) -> None:
+        self.inner = inner  # first: attributes that are not here are looked up in it
+        self.topology, self.rank, self.size = topology, topology.rank, topology.size
+        self.name, self.tagged = inner.name, inner.tagged
         self.sums_half, self.copies_foreign = inner.sums_half, inner.copies_foreign
+        self._shut = self.owns_topology = False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "inner" not in self.__dict__:
+        if "inner" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.inner, name)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
 
+    @property
+    def closed(self) -> bool:  # type: ignore[override]
+        return self._shut or self.inner.closed
+
+    @property
+    def part_of(self) -> AllReduce | None:
+        """The inner backend asks whose part it is: for its tags, and for what it tells of copies."""
+        return self.inner.part_of
+
+    @part_of.setter
+    def part_of(self, whole: AllReduce | None) -> None:
+        self.inner.part_of = whole
+
+    # What users call
+
+    def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
+        self._check_open()
+        return self.inner.allocate(length, dtype, device)
+
+    def __call__(self, buffer: Any, op: str = "mean") -> None:
+        self._check_open()
+        self.inner(buffer, op)
+
+    def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
+        """As the inner backend's, which must be a TwoPhase."""
+        self._check_open()
+        return self.inner.reduce_scatter(buffer, op)  # type: ignore[attr-defined]
+
+    def all_gather(self, buffer: np.ndarray) -> None:
+        self._check_open()
+        self.inner.all_gather(buffer)
+
+    def broadcast(self, array: Any, root: int = 0) -> None:
+        self._check_open()
+        self.inner.broadcast(array, root)
+
+    def collect(self, array: Any) -> np.ndarray:
+        self._check_open()
+        return self.inner.collect(array)
+
     def owned(self, length: int, rank: int | None = None) -> slice:
         return self.inner.owned(length, rank)
 
-    def all_gather(self, buffer: np.ndarray) -> None:
-        self.inner.all_gather(buffer)
+    def close(self) -> None:
+        """Give back what the wrapper has of its own. Collective; closing twice does nothing."""
+        if self._shut:
+            return
+        self._shut = True
+        self._close()
+        if self.owns_topology:
+            self.topology.close()
+
+    def abandon(self) -> None:
+        """Let go of what the wrapper has of its own. Local; the inner backend is its owner's."""
+        self._shut = True
+
+    # What a backend of several parts calls in those parts
+
+    def _check_open(self) -> None:
+        if self._shut:
+            raise ClosedError(f"this {type(self).__name__} of {self.name} is closed; make it again to go on")
+        self.inner._check_open()
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         return self.inner._allocate(length, dtype, device)
@@ -46,8 +113,26 @@ class Wrapper(AllReduce):
     def _route(self, signature: Signature) -> Reduction:
         return self.inner._route(signature)
 
+    def _tag(self) -> int:
+        return self.inner._tag()
+
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         self.inner._reduce(buffer, op)
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
         self.inner._reduce_gpu(buffer, op)
+
+    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
+        self.inner._scatter_rounded(buffer, op)  # type: ignore[attr-defined]
+
+    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
+        self.inner._reduce_scatter(buffer, op)  # type: ignore[attr-defined]
+
+    def _all_gather(self, buffer: np.ndarray) -> None:
+        self.inner._all_gather(buffer)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _two_phase(kind: type[Wrapper]) -> type[Wrapper]:
+    """A kind of wrapper that is a TwoPhase too, as a sharded update asks; its methods are the wrapper's."""
+    return type(kind.__name__, (kind, TwoPhase), {"__module__": kind.__module__, "__doc__": kind.__doc__})
