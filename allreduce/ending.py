@@ -9,7 +9,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from mpi4py import MPI
 
@@ -20,6 +20,15 @@ TOLD_SECONDS = 2.0  # how long a rank leaves an error that many have to the lowe
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # those that have called a collective
 _leaving: list[Callable[[str], object]] = []
 _installed: list[bool] = []
+
+
+class Part(Protocol):
+    """A topology of some ranks, whose errors are no other part's concern."""
+
+    closed: bool
+
+
+_parts: "weakref.WeakSet[Part]" = weakref.WeakSet()
 
 
 def world_ranks(comm: MPI.Comm) -> tuple[int, ...]:
@@ -47,13 +56,19 @@ def install() -> None:
         if MPI.Is_finalized():
             previous(kind, error, trace)
             return
-        leave_to_teller(error)
         interrupted = issubclass(kind, KeyboardInterrupt)
+        part_alone = in_part() and not interrupted
+        if part_alone and not _tells(error):
+            return
+        leave_to_teller(error)
         text = "interrupted\n" if interrupted else "".join(traceback.format_exception(kind, error, trace))
         if previous is not sys.__excepthook__ and not interrupted:
             previous(kind, error, trace)
             text = f"{kind.__name__}\n"
-        end_job(text, 130 if interrupted else 1)
+        if part_alone:
+            say(text)  # and the end of MPI waits for the other parts
+        else:
+            end_job(text, 130 if interrupted else 1)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         previous_thread(args)
@@ -75,27 +90,44 @@ def on_leaving(tell: Callable[[str], object]) -> None:
     _leaving.append(tell)
 
 
+def contain(part: "Part") -> None:
+    """From now on an uncaught exception ends this rank's program but not the job, until `part` is closed. Local."""
+    _parts.add(part)
+
+
+def in_part() -> bool:
+    """Whether an uncaught exception leaves the other parts alone."""
+    return any(not part.closed for part in _parts)
+
+
 def leave_to_teller(error: BaseException) -> None:
     """Return at once on the one rank that tells an error; others that have it too wait for the job to end."""
-    ranks = getattr(error, "ranks", None)
-    rank = MPI.COMM_WORLD.rank
-    if isinstance(error, KeyboardInterrupt):
-        ranks = range(MPI.COMM_WORLD.size)
-    teller = getattr(error, "teller", None)  # the rank that brought it
-    if ranks and rank != (min(ranks) if teller is None else teller):
+    if not _tells(error):
         time.sleep(TOLD_SECONDS)
 
 
-def end_job(text: str, code: int) -> NoReturn:
-    """Say why, with the rank, and end all ranks. From any thread."""
+def _tells(error: BaseException) -> bool:
+    """Whether this is the one rank that tells an error: the one that brought it, of those that have it."""
+    ranks = range(MPI.COMM_WORLD.size) if isinstance(error, KeyboardInterrupt) else getattr(error, "ranks", None)
+    teller = getattr(error, "teller", None)
+    return not ranks or MPI.COMM_WORLD.rank == (min(ranks) if teller is None else teller)
+
+
+def say(text: str) -> None:
+    """Print an error's text, with the rank, behind what the program has printed."""
     world = MPI.COMM_WORLD
     sys.stdout.flush()
     # Not sys.stderr: torch.distributed wraps the hook and prints what it wrote there afterwards, too late.
     stderr = sys.__stderr__ or sys.stderr
     stderr.write(f"rank {world.rank} of {world.size}: {text}")
     stderr.flush()
+
+
+def end_job(text: str, code: int) -> NoReturn:
+    """Say why, with the rank, and end all ranks. From any thread."""
+    say(text)
     time.sleep(0.5)  # MPICH's launcher drops what it has not passed on when it hears of the end
-    world.Abort(code)
+    MPI.COMM_WORLD.Abort(code)
     os._exit(code)
 
 
@@ -104,8 +136,8 @@ def _at_exit(hook: object) -> None:
     if MPI.Is_finalized() or children.forked():
         return
     died = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if died is not None and sys.excepthook is not hook and MPI.COMM_WORLD.size > 1:
+    if died is not None and sys.excepthook is not hook and MPI.COMM_WORLD.size > 1 and not in_part():
         leave_to_teller(died)
         end_job(f"{type(died).__name__}: {died}\n", 1)
     for tell in _leaving:
-        tell("it has ended its program")
+        tell("it has ended its program" if died is None else f"{type(died).__name__}: {died}")

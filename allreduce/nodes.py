@@ -39,6 +39,14 @@ def bad_ranks_per_node(given: int | Sequence[int] | None, ranks: int) -> OptionE
     )
 
 
+def bad_split(colour: int, on_error: str) -> OptionError | None:
+    if isinstance(colour, bool) or not isinstance(colour, int) or not 0 <= colour < 2**31:
+        return OptionError(f"colour={colour!r}: give an integer of at least 0, the same on the ranks of a part")
+    if on_error not in ("job", "part"):
+        return OptionError(f'on_error={on_error!r} is unknown; use "job" or "part"')
+    return None
+
+
 def bad_timeout(timeout: float | None) -> OptionError | None:
     try:
         seconds(TIMEOUT, 1800.0)

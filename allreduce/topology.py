@@ -11,7 +11,7 @@ from allreduce.messages.agreement import agree, place_of
 from allreduce.messages.board import Board
 from allreduce.messages.watch import TIMEOUT, Watch, seconds
 from allreduce.messages.worker import Worker
-from allreduce.nodes import bad_ranks_per_node, bad_timeout, checked, number_nodes, simulated_node
+from allreduce.nodes import bad_ranks_per_node, bad_split, bad_timeout, checked, number_nodes, simulated_node
 from allreduce.ownership import Closeable, Owner
 
 TAGS = 1 << 15  # every MPI has at least this many
@@ -158,23 +158,31 @@ class Topology(Owner):
         self.check_open()
         agree(self._control, values, text, error)
 
-    def split(self, colour: int, ranks_per_node: int | Sequence[int] | None = None) -> "Topology":
+    def split(
+        self, colour: int, ranks_per_node: int | Sequence[int] | None = None, on_error: str = "job"
+    ) -> "Topology":
         """The topology of the ranks that bring the same `colour`, in the order of their ranks here. Collective.
 
         It belongs to its user, who closes it before this one (or leaves that to this one's `close`). Its waits,
-        agreements and errors are its own: an error that all its ranks raise, and catch, is no other part's concern;
-        one that nobody catches ends the job.
+        agreements and errors are its own: an error that all its ranks raise, and catch, is no other part's concern.
+
+        on_error: what an exception ends that nobody catches: the whole "job", or the programs of this "part" alone
+            (alike on its ranks) while the part is open. Its other ranks, which wait for the one that has left, get a
+            RankLeftError; other parts go on, and the job's exit code says in the end that one has failed. A wait
+            inside of MPI, a thread that dies, and Ctrl-C end the job all the same.
         """
         self.check_open()
-        bad = isinstance(colour, bool) or not isinstance(colour, int) or not 0 <= colour < 2**31
-        error = OptionError(f"colour={colour!r}: give an integer of at least 0, the same on the ranks of a part")
-        agree(self._control, [], "Topology.split", error if bad else None)
-        part = self.world.Split(colour, self.rank)
-        assert isinstance(part, MPI.Intracomm)
+        agree(self._control, [], "Topology.split", bad_split(colour, on_error))
+        comm = self.world.Split(colour, self.rank)
+        assert isinstance(comm, MPI.Intracomm)
         try:
-            return self._child(Topology(part, ranks_per_node, self.timeout))
+            part = self._child(Topology(comm, ranks_per_node, self.timeout))
         finally:
-            part.Free()
+            comm.Free()
+        part.agree([on_error == "part"], f"split(on_error={on_error!r})")
+        if on_error == "part":
+            ending.contain(part)
+        return part
 
     def duplicate(self) -> "Topology":
         """The same ranks and nodes on communicators of its own. Collective.

@@ -4,9 +4,3 @@ mpirun -n 4 python -m benchmarks.bandwidth   which backend is fastest at which s
 python -m benchmarks.compare a.json b.json   did a change make anything slower?
 mpirun -n 4 python -m benchmarks.tune        measure once, so that "auto" decides by measurement
 """
-
-import os
-
-# As `import allreduce` does, which comes too late where a module imports mpi4py first: the wheel of Open MPI
-# says at every window that its UCX component fails, which nothing here needs.
-os.environ.setdefault("OMPI_MCA_osc", "^ucx")

@@ -148,3 +148,28 @@ def test_a_hook_that_was_set_later(mpirun: JobRunner, tmp_path: Path, mpi: str) 
 def test_seconds_that_are_no_number(mpirun: JobRunner, variable: str, value: str) -> None:
     job = mpirun(2, ["-c", "import allreduce; allreduce.Topology()"], env={variable: value})
     assert f"OptionError: {variable}={value!r} is no number of seconds" in job.stderr
+
+
+@BOTH
+def test_an_exception_in_one_part(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    """It ends the programs of its part; the other one goes on, here until the first has ended."""
+    code = (
+        "import allreduce, atexit, numpy as np, time\n"
+        "from pathlib import Path\n"
+        "topology = allreduce.Topology()\n"
+        "part = topology.split(topology.rank % 2, on_error='part')\n"
+        "reduce = allreduce.create('ring', part)\n"
+        "if topology.rank == 2: atexit.register(Path('ended').touch)\n"
+        "ended = np.zeros(1)\n"
+        "while not ended[0]:\n"
+        "    if topology.rank == 0: raise ValueError('on purpose')\n"
+        "    ended[0] = Path('ended').exists()\n"
+        "    reduce(ended, 'max')\n"
+        "part.close()\n"
+        "print('went on', flush=True)\n"
+    )
+    job = mpirun(4, ["-c", code], mpi=mpi, cwd=tmp_path, env={**LIMITS, "ALLREDUCE_TIMEOUT_SECONDS": "3"})
+    assert job.returncode != 0
+    assert job.stdout.count("went on") == 2, job.stderr
+    assert job.stderr.count("Traceback") == 2, job.stderr
+    assert "RankLeftError: rank 0 has left: ValueError: on purpose" in job.stderr

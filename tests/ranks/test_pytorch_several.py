@@ -145,9 +145,15 @@ def test_join_with_two_optimizers_is_refused(world: MPI.Intracomm, flat: allredu
 
 
 def test_join_beside_a_dropped_optimizer(flat: allreduce.Topology) -> None:
-    """As in a loop over models that closes none: the former one is dropped when the next one was made."""
+    """As in a loop over models that closes none: the former one is dropped when the next one was made.
+
+    It is held by a cycle, as by the traceback of an error, until Python collects such garbage.
+    """
     for model in (network(1), network(2)):
         optimizer = MirroredOptimizer(adamw(model), model, topology=flat)
+        held: list[object] = [optimizer]
+        held.append(held)
+    held = []
     with optimizer.join():
         model[4].bias.sum().backward()
         optimizer.step()

@@ -1,5 +1,6 @@
 """The optimizers on the same ranks: one worker runs the calls of all of them, and buries those that were dropped."""
 
+import gc
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -116,6 +117,8 @@ class Family:
         In join() a rank without batches follows the steps of others, and of several members it does not know
         whose average or step comes next. Those that a rank has dropped don't count: they can't be used any more.
         """
+        if len(self._lanes) - len(self._remains) > 1:
+            gc.collect()  # a traceback, say, holds one that the program has dropped
         everyone = self._comm.allgather(set(self._lanes) - set(self._remains))
         members = len(set.intersection(*everyone))
         if members > 1:

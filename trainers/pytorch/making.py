@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from allreduce.base import AllReduce
-from allreduce.messages.agreement import together
+from allreduce.messages.agreement import everywhere, together
 from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase
@@ -53,7 +53,7 @@ def make(
     try:
         return _make(optimizer, model, options, topology, family, made)
     except Exception as error:
-        if getattr(error, "ranks", None) is not None:  # all ranks are here
+        if everywhere(error, topology.world):
             made.close()
         raise
 
