@@ -24,6 +24,7 @@ from trainers.replica import Replica
 from trainers.samples import Collate, Samples
 from trainers.watching import stopwatch
 from trainers.watching.history import History
+from trainers.watching.meter import Meter
 
 TrainerT = TypeVar("TrainerT", bound="Trainer")
 FORWARD_ROWS = 1024  # rows that a replica evaluates or predicts at a time
@@ -43,6 +44,8 @@ class Trainer(ABC):
         self.replica = replica
         self.topology = topology
         self.rank, self.size = topology.rank, topology.size
+        self.part: int | None = topology.rank  # which part of every batch this rank takes; None for none
+        self.parts = topology.size
         self.closed = False
         self.stop_training = False  # set by a callback, on any rank
         self.measured: Any = None  # what the last step returned
@@ -62,6 +65,18 @@ class Trainer(ABC):
         flags: the same bits on all ranks, of at least 32 bits a number, on the replica's device. Runs
         `_communication` while it waits for other ranks.
         """
+
+    def _run_epoch(self, fit: Fit, number: int) -> None:
+        """Do this rank's part of the steps of epoch `number`. Errors that `fit.guarded` keeps are raised after it."""
+        fit.together(number)
+
+    def _end_epoch(self) -> dict[str, Any]:
+        """All ranks have done the steps of an epoch, without an error; what they have to say of it. Collective."""
+        return {}
+
+    def _meter(self, batches: Batches) -> Meter:
+        """What measures the epochs of a fit."""
+        return Meter(self.replica.metrics, batches.sizes(), self.measured.dtype, self.replica.device)
 
     def _whole(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """A state of the replica with what other ranks have of it. Collective."""
@@ -120,7 +135,7 @@ class Trainer(ABC):
             validation = partial(self._evaluate, *self._admit_validation(validation_data, collate))
         self._mirror(whole=True)
         ahead = AHEAD if fetches_ahead else 0
-        batches = Batches(x, y, batch_size, self.rank, self.size, seed, shuffle, ahead)
+        batches = Batches(x, y, batch_size, self.part, self.parts, seed, shuffle, ahead)
         fit = Fit(
             self,
             batches,

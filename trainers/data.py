@@ -34,6 +34,7 @@ class Batches:
 
     x, y: the whole data, the same on every rank (memory maps will do); or `Samples`, and None.
     batch_size: rows in a global batch.
+    part, parts: every batch is cut into so many, and the shares are that one; None for shares without rows.
     ahead: how many batches may be fetched before they are asked for; so long a batch's arrays stay as they are.
     """
 
@@ -42,16 +43,16 @@ class Batches:
         x: Any,
         y: np.ndarray | None,
         batch_size: int,
-        rank: int,
-        ranks: int,
+        part: int | None,
+        parts: int,
         seed: int = 0,
         shuffle: bool = True,
         ahead: int = 0,
     ) -> None:
         self.rows, self.batch_size = len(x), min(batch_size, len(x))
-        self._rank, self._ranks = rank, ranks
+        self._part, self._parts = part, parts
         self._seed, self._shuffle = seed, shuffle
-        most = -(-self.batch_size // ranks)
+        most = -(-self.batch_size // parts)
         self.checked = not isinstance(x, Samples)  # all rows could be checked before
         self._source = x if isinstance(x, Samples) else _Arrays(x, y, most, ahead + 1)
 
@@ -68,12 +69,20 @@ class Batches:
 
     def epoch(self, number: int) -> Generator[Batch]:
         """This rank's shares of all batches of epoch `number`. Raises DataError when a data set fails."""
-        visited = order(self.rows, self._seed, number, self._shuffle)
-        for start in range(0, self.rows, self.batch_size):
-            batch = visited[start : start + self.batch_size]
-            mine = batch[chunk(batch.size, self._ranks, self._rank)]
-            x, y = self._source.take(mine)
-            yield Batch(x, y, batch.size, mine.size / batch.size)
+        visited = self.order(number)
+        for step in range(self.steps):
+            yield self.share(visited, step, self._part)
+
+    def order(self, number: int) -> np.ndarray:
+        """The rows in the order of epoch `number`."""
+        return order(self.rows, self._seed, number, self._shuffle)
+
+    def share(self, visited: np.ndarray, step: int, part: int | None) -> Batch:
+        """A part of batch `step` of an epoch that visits the rows in this order. Raises DataError."""
+        batch = visited[step * self.batch_size : (step + 1) * self.batch_size]
+        mine = batch[:0] if part is None else batch[chunk(batch.size, self._parts, part)]
+        x, y = self._source.take(mine)
+        return Batch(x, y, batch.size, mine.size / batch.size)
 
 
 class _Arrays:

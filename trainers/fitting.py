@@ -14,7 +14,7 @@ from trainers import prefetch
 from trainers.data import Batch, Batches
 from trainers.watching.callback import Callbacks
 from trainers.watching.history import VALIDATION, History
-from trainers.watching.meter import LOOK_EVERY, Meter
+from trainers.watching.meter import LOOK_EVERY
 from trainers.watching.progress import Progress
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ class Fit:
     the same way `trainer.stop_training` reaches all ranks, after the update. So neither costs a message of its own;
     only where a trainer can't look at the flag before it updates (`tells_errors`), errors have a small agreement.
 
+    How the steps of an epoch are run is the trainer's (`_run_epoch`): `together` is the usual way, in which every rank
+    takes every step; another way uses `guarded`, `begin_batch` and `end_batch`, and ends when this rank's part is done.
+
+    batches: of the training, from which a trainer takes its rank's.
     validate: evaluates the model after an epoch, on all ranks; None for none.
     callbacks: the user's, this rank's own.
     fetches_ahead: whether a thread fetches batches before they are needed.
@@ -49,16 +53,16 @@ class Fit:
         progress: bool,
         stream: TextIO | None,
     ) -> None:
-        self._trainer, self._batches, self._epochs = trainer, batches, epochs
+        self._trainer, self.batches, self._epochs = trainer, batches, epochs
         self._validate, self._fetches_ahead = validate, fetches_ahead
         replica = trainer.replica
-        self._meter = Meter(replica.metrics, batches.sizes(), trainer.measured.dtype, replica.device)
+        self._meter = trainer._meter(batches)
         self._history = History()
         self._progress = Progress(progress and trainer.rank == 0, batches.steps, epochs, stream)
         self._callbacks: Callbacks | None = None
         self._users = callbacks
         self._look_every = 1 if replica.device == "cpu" else LOOK_EVERY  # looking makes the host wait for a GPU
-        self._error: Exception | None = None  # this rank's, until the others have heard of it
+        self.error: Exception | None = None  # this rank's, until the others have heard of it
         self._stopped = False  # all ranks know that one of them wants to stop
         self._logs: dict[str, Any] = {}
 
@@ -66,13 +70,13 @@ class Fit:
         """All epochs, or those until a callback stops the training. Collective."""
         self._trainer.stop_training = False
         try:
-            self._guarded(self._begin)
+            self.guarded(self._begin)
             self._agree("before the first epoch")
             for number in range(self._epochs):
                 self._epoch(number)
                 if self._trainer.stop_training:
                     break
-            self._guarded(lambda: self._all.train_end(self._logs))
+            self.guarded(lambda: self._all.train_end(self._logs))
             self._agree("after the last epoch")
         finally:
             self._progress.close()
@@ -87,7 +91,7 @@ class Fit:
 
     def _begin(self) -> None:
         watchers = [self._meter, self._history, self._progress, *self._users]
-        self._callbacks = Callbacks(watchers, self._trainer, self._epochs, self._batches.steps)
+        self._callbacks = Callbacks(watchers, self._trainer, self._epochs, self.batches.steps)
         self._callbacks.train_begin()
 
     def _epoch(self, number: int) -> None:
@@ -95,14 +99,13 @@ class Fit:
         trainer = self._trainer
         trainer._communication.read()  # the rest of an epoch that an error has ended
         begin = time.perf_counter()
-        self._guarded(lambda: self._all.epoch_begin(number))
-        batches = self._batches.epoch(number)
-        with closing(prefetch.ahead(batches) if self._fetches_ahead else batches) as shares:
-            self._steps(shares)
+        self.guarded(lambda: self._all.epoch_begin(number))
+        trainer._run_epoch(self, number)
         spent = time.perf_counter() - begin, trainer._communication.read()
         seconds, communication = self._agree(f"after the steps of epoch {number + 1}", *spent)
-        self._guarded(self._meter.look)
-        self._logs = self._meter.means()
+        self._logs = trainer._end_epoch()
+        self.guarded(self._meter.look)
+        self._logs |= self._meter.means()
         if self._validate is not None:
             self._logs |= {f"{VALIDATION}{name}": value for name, value in self._validate().items()}
         self._logs |= {
@@ -110,63 +113,77 @@ class Fit:
             "samples_per_second": self._meter.rows / seconds,
             "communication_share": communication / seconds,
         }
-        self._guarded(lambda: self._all.epoch_end(number, self._logs))
+        self.guarded(lambda: self._all.epoch_end(number, self._logs))
         self._agree(f"after epoch {number + 1}")
 
+    def together(self, number: int) -> None:
+        """The steps of epoch `number`, each taken by all ranks together."""
+        batches = self.batches.epoch(number)
+        with closing(prefetch.ahead(batches) if self._fetches_ahead else batches) as shares:
+            self._steps(shares)
+
     def _steps(self, shares: Iterator[Batch]) -> None:
-        last = self._batches.steps - 1
-        for step in range(self._batches.steps):
+        last = self.batches.steps - 1
+        for step in range(self.batches.steps):
             self._step(step, shares)
             if (step + 1) % self._look_every == 0 or step == last:
                 self._look_at_flags()
-            self._guarded(partial(self._end_batch, step))
+            self.guarded(partial(self.end_batch, step))
             if self._stopped:
                 break
 
     def _step(self, step: int, shares: Iterator[Batch]) -> None:
         trainer = self._trainer
-        self._guarded(partial(self._all.batch_begin, step))
-        self._guarded(lambda: trainer._compute(self._fetch(shares)))
-        if self._error is not None:
+        self.guarded(partial(self.begin_batch, step))
+        self.guarded(lambda: trainer._compute(self._fetch(shares)))
+        if self.error is not None:
             trainer._compute(None)
         if not trainer.tells_errors:
-            raise_together(trainer._comm, self._error)
-        trainer.measured = trainer._step((float(trainer.stop_training), float(self._error is not None)))
+            raise_together(trainer._comm, self.error)
+        trainer.measured = trainer._step((float(trainer.stop_training), float(self.error is not None)))
 
     def _look_at_flags(self) -> None:
         stop, failed = self._trainer.measured[-len(FLAGS) :].tolist()
         if failed:
-            raise_together(self._trainer._comm, self._error)
+            raise_together(self._trainer._comm, self.error)
         self._stopped = bool(stop)
 
     def _fetch(self, shares: Iterator[Batch]) -> Batch:
-        batch = next(shares)
-        if not self._batches.checked:
+        return self.checked(next(shares))
+
+    def checked(self, batch: Batch) -> Batch:
+        """A batch that the replica can be fed with; raises ArgumentError."""
+        if not self.batches.checked:
             self._trainer.replica.check_batch(batch.x, batch.y)
         return batch
 
-    def _end_batch(self, step: int) -> None:
+    def begin_batch(self, step: int) -> None:
+        """Tell the callbacks; they may raise anything."""
+        self._all.batch_begin(step)
+
+    def end_batch(self, step: int) -> None:
+        """Tell the callbacks, with the trainer's `measured`; they may raise anything."""
         names, logs = self._trainer.replica.metrics, {}
         if self._all.read_batches:
             logs = dict(zip(names, self._trainer.measured[: len(names)].tolist(), strict=True))
         self._all.batch_end(step, logs)
 
-    def _guarded(self, action: Callable[[], Any]) -> Any:
+    def guarded(self, action: Callable[[], Any]) -> Any:
         """What `action` returns, or None when it fails or this rank has failed before: the error is kept."""
-        if self._error is not None:
+        if self.error is not None:
             return None
         try:
             return action()
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
             if everywhere(error, self._trainer._comm):
                 raise
-            self._error = error
+            self.error = error
             return None
 
     def _agree(self, where: str, *times: float) -> list[float]:
         """Raise on all ranks an error that no step has carried, hear of a stop; the ranks' mean times. Collective."""
         trainer = self._trainer
-        trainer._agree(f"fit, {where}", self._error)
+        trainer._agree(f"fit, {where}", self.error)
         sums = np.array([trainer.stop_training or self._stopped, *times], np.float64)
         trainer._comm.Allreduce(MPI.IN_PLACE, sums)
         trainer.stop_training = bool(sums[0])
