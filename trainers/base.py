@@ -11,7 +11,6 @@ from typing import Any, TextIO, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.arrays.chunks import chunk, segments
 from allreduce.errors import ClosedError
 from allreduce.messages.agreement import agree, together
 from allreduce.topology import Topology
@@ -19,15 +18,15 @@ from trainers.admission import NO_TARGETS, look_at
 from trainers.data import Batch, Batches
 from trainers.exchange import gather_rows, pieces
 from trainers.fitting import Fit
+from trainers.forward import evaluated, predicted
 from trainers.prefetch import AHEAD
 from trainers.replica import Replica
-from trainers.samples import Collate, Samples
+from trainers.samples import Collate
 from trainers.watching import stopwatch
 from trainers.watching.history import History
 from trainers.watching.meter import Meter
 
 TrainerT = TypeVar("TrainerT", bound="Trainer")
-FORWARD_ROWS = 1024  # rows that a replica evaluates or predicts at a time
 
 
 class Trainer(ABC):
@@ -162,18 +161,8 @@ class Trainer(ABC):
         For a NumpyNetwork: (rows, outputs) float32, probabilities with a cross-entropy loss.
         """
         x, _ = self._admit("predict", x, NO_TARGETS)
-        outputs = together(self._comm, lambda: self._predict_mine(x))
+        outputs = together(self._comm, lambda: predicted(self.replica, x, self.size, self.rank))
         gather_rows(self._comm, outputs)
-        return outputs
-
-    def _predict_mine(self, x: np.ndarray) -> np.ndarray:
-        """An array for the output of every row, of which this rank has filled its chunk."""
-        mine = chunk(len(x), self.size, self.rank)
-        parts = [self.replica.predict(x[part]) for part in segments(mine, FORWARD_ROWS)]
-        like = parts[0] if parts else self.replica.predict(x[:1])  # not every model can be fed with no rows
-        outputs = np.empty((len(x), *like.shape[1:]), like.dtype)
-        if parts:
-            np.concatenate(parts, out=outputs[mine])
         return outputs
 
     def save(self, path: str) -> None:
@@ -224,25 +213,10 @@ class Trainer(ABC):
     # Inside
 
     def _evaluate(self, x: Any, y: np.ndarray | None) -> dict[str, float]:
-        names, rows = self.replica.metrics, len(x)
-        sums = np.zeros(len(names))
-
-        def measure() -> None:
-            for part in segments(chunk(rows, self.size, self.rank), FORWARD_ROWS):
-                values = self.replica.evaluate(*self._rows(x, y, part))
-                sums[:] += [float(value) for value in values]
-
         with np.errstate(all="ignore"):  # a model that has diverged has a loss that says so
-            together(self._comm, measure)  # a data set, or a model, may fail in any row
+            sums = together(self._comm, lambda: evaluated(self.replica, x, y, self.size, self.rank))
         self._comm.Allreduce(MPI.IN_PLACE, sums)
-        return dict(zip(names, (sums / rows).tolist(), strict=True))
-
-    def _rows(self, x: Any, y: Any, part: slice) -> tuple[np.ndarray, np.ndarray]:
-        if not isinstance(x, Samples):
-            return x[part], y[part]
-        batch = x.take(np.arange(part.start, part.stop))
-        self.replica.check_batch(*batch)
-        return batch
+        return dict(zip(self.replica.metrics, (sums / len(x)).tolist(), strict=True))
 
     # Agreement
 
