@@ -13,13 +13,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainers.central_storage import CentralStorageTrainer
     from trainers.mirrored import MirroredTrainer
     from trainers.replica import Replica
     from trainers.replicas.numpy.network import NumpyNetwork
 
-__all__ = ["MirroredTrainer", "NumpyNetwork", "Replica"]
+__all__ = ["CentralStorageTrainer", "MirroredTrainer", "NumpyNetwork", "Replica"]
 
 _HOMES = {
+    "CentralStorageTrainer": "trainers.central_storage",
     "MirroredTrainer": "trainers.mirrored",
     "NumpyNetwork": "trainers.replicas.numpy.network",
     "Replica": "trainers.replica",

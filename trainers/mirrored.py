@@ -18,7 +18,7 @@ from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.fitting import FLAGS
 from trainers.replica import Replica
-from trainers.sharded import ShardedUpdate
+from trainers.sharded import ShardedUpdate, Update
 
 
 class MirroredTrainer(Trainer):
@@ -37,6 +37,8 @@ class MirroredTrainer(Trainer):
         with MirroredTrainer(NumpyNetwork([64, 32, 10]), allreduce="ring") as trainer:
             history = trainer.fit(x, y, epochs=10, batch_size=100)
     """
+
+    shares_updates_on: tuple[str, ...] = ("cpu",)  # devices on which ranks can divide an update
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class MirroredTrainer(Trainer):
         self._owns_backend, self._owns_topology = not given, not given and topology is None
         ranks = allreduce.topology if isinstance(allreduce, AllReduce) else topology or Topology()
         try:
-            _agree_on_arguments(ranks, replica, allreduce, topology, update)
+            self._agree_on_arguments(ranks, replica, allreduce, topology, update)
             self.allreduce = backend_for(allreduce, ranks, update)
         except Exception as error:
             if self._owns_topology and everywhere(error, ranks.world):  # so all ranks come to the close
@@ -73,13 +75,28 @@ class MirroredTrainer(Trainer):
         if replica.allocates and replica.device == "cpu":
             malloc.keep_freed_memory()
         self.buffer: Any = None
-        self._sharded: ShardedUpdate | None = None
+        self._sharded: Update | None = None
         try:
             self._bind(update)
         except Exception as error:
             if everywhere(error, self._comm):
                 self.close()
             raise
+
+    def _agree_on_arguments(
+        self, ranks: Topology, replica: Replica, allreduce: str | AllReduce, topology: Topology | None, update: str
+    ) -> None:
+        """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective."""
+        name = allreduce.name if isinstance(allreduce, AllReduce) else allreduce
+        error = None
+        if update not in UPDATES:
+            error = ArgumentError(f"update={update!r} is unknown; use one of {', '.join(UPDATES)}")
+        elif update == "sharded" and replica.device not in self.shares_updates_on:
+            error = ArgumentError(f'update="sharded" works on the CPU, and this replica is on {replica.device}')
+        elif isinstance(allreduce, AllReduce) and topology is not None and topology is not allreduce.topology:
+            error = ArgumentError(f"{allreduce!r} has a topology of its own; pass the backend's name, or no topology")
+        row = f"MirroredTrainer({type(replica).__name__}, {name!r}, update={update!r})"
+        ranks.agree([zlib.crc32(row.encode())], row, error)
 
     def _bind(self, update: str) -> None:
         replica, length = self.replica, self.replica.gradient_length
@@ -92,9 +109,14 @@ class MirroredTrainer(Trainer):
         self.buffer = buffer  # before ranks are bound to it, of which one may fail: closing unbinds all
         together(self._comm, lambda: replica.bind(buffer[:length]))
         self._mirror()  # evaluate and predict share their work, so they need equal replicas before any fit
-        if update == "sharded" and self.size > 1:
+        if update == "sharded":
+            self._share_update()
+
+    def _share_update(self) -> None:
+        """From now on each rank updates what it owns, and the ranks hand each other the parameters. Collective."""
+        if self.size > 1:
             assert isinstance(self.allreduce, TwoPhase)
-            self._sharded = ShardedUpdate(replica, self.allreduce, self.buffer, self._comm, self._communication)
+            self._sharded = ShardedUpdate(self.replica, self.allreduce, self.buffer, self._comm, self._communication)
 
     def _allocate(self, length: int, dtype: str) -> Any:
         return self.allreduce.allocate(length, dtype, device=self.replica.device)
@@ -182,22 +204,6 @@ class MirroredTrainer(Trainer):
             self.allreduce.close()
         if self._owns_topology:
             self.topology.close()
-
-
-def _agree_on_arguments(
-    ranks: Topology, replica: Replica, allreduce: str | AllReduce, topology: Topology | None, update: str
-) -> None:
-    """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective."""
-    name = allreduce.name if isinstance(allreduce, AllReduce) else allreduce
-    error = None
-    if update not in UPDATES:
-        error = ArgumentError(f"update={update!r} is unknown; use one of {', '.join(UPDATES)}")
-    elif update == "sharded" and replica.device != "cpu":
-        error = ArgumentError(f'update="sharded" works on the CPU, and this replica is on {replica.device}')
-    elif isinstance(allreduce, AllReduce) and topology is not None and topology is not allreduce.topology:
-        error = ArgumentError(f"{allreduce!r} has a topology of its own; pass the backend's name, or no topology")
-    row = f"MirroredTrainer({type(replica).__name__}, {name!r}, update={update!r})"
-    ranks.agree([zlib.crc32(row.encode())], row, error)
 
 
 def _own_memory(replica: Replica) -> Any:

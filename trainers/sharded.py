@@ -8,6 +8,7 @@ S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion param
 """
 
 from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -21,6 +22,25 @@ from allreduce.two_phase import TwoPhase
 from trainers.errors import ArgumentError
 from trainers.replica import Replica
 from trainers.watching.stopwatch import Stopwatch
+
+
+class Update(Protocol):
+    """An update that the ranks divide: what a trainer calls in the place of its replica's `update`. Collective."""
+
+    @property
+    def in_common(self) -> bool: ...
+
+    def step(self) -> Any: ...
+
+    def fence(self) -> None: ...
+
+    def check_edits(self) -> None: ...
+
+    def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]: ...
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
 class ShardedUpdate:
@@ -70,7 +90,7 @@ class ShardedUpdate:
         self._clock.start()
         self._backend.reduce_scatter(self._buffer, "sum")
         self._clock.stop()
-        self._replica.update(self._part)
+        self._update()
         measured = slice(max(self._mine.start, self._length), max(self._mine.stop, self._length))
         self._array[measured] = self._buffer[measured]
         self._clock.start()
@@ -80,7 +100,15 @@ class ShardedUpdate:
             self.fence()
         self._clock.stop()
         self._replica.refresh()
+        self._after(self._array[self._length :])
         return self._array[self._length :]
+
+    def _update(self) -> None:
+        """Update what this rank owns."""
+        self._replica.update(self._part)
+
+    def _after(self, measured: np.ndarray) -> None:
+        """All parameters are updated, and this was measured."""
 
     def fence(self) -> None:
         """Afterwards all ranks of the node see what any of them has written, and none of them still writes."""

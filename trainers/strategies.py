@@ -36,7 +36,7 @@ def _mirrored(chosen: argparse.Namespace, replica: Replica, topology: Topology, 
 
 
 def _central_storage(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
-    return _named("CentralStorageTrainer")(replica, topology, storage=chosen.storage_rank)
+    return trainers.CentralStorageTrainer(replica, topology, storage=chosen.storage_rank)
 
 
 def _parameter_server(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:

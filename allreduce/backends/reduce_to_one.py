@@ -10,6 +10,7 @@ from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce
 from allreduce.errors import OptionError
 from allreduce.messages.transfer import Transfer
+from allreduce.messages.tree import binomial
 from allreduce.topology import Topology
 
 
@@ -40,14 +41,5 @@ class ReduceToOne(AllReduce):
 
     def _copy_back(self, buffer: np.ndarray) -> None:
         """Binomial tree, segment by segment: a segment is passed on while the next one arrives."""
-        parent, children = self._tree()
+        parent, children = binomial(self.rank, self.root, self.size)
         self._transfer.relay(buffer, parent, children)
-
-    def _tree(self) -> tuple[int | None, list[int]]:
-        """The rank that this one gets the result from, and those that it hands it to, farthest first."""
-        place = (self.rank - self.root) % self.size  # the root is at place 0
-        lowest = place & -place if place else self.size
-        reach = [1 << k for k in reversed(range(self.size.bit_length())) if 1 << k < lowest]
-        children = [(place + step + self.root) % self.size for step in reach if place + step < self.size]
-        parent = (place - lowest + self.root) % self.size if place else None
-        return parent, children

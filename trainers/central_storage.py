@@ -1,0 +1,133 @@
+"""CentralStorageTrainer: one rank holds the parameters and the optimizer, all ranks compute.
+
+The gradients are added up on that rank, it updates, and the parameters go back into the memory of all replicas. On one
+node that memory is one, so nothing goes back: who computes reads where the storage rank has written.
+"""
+
+import zlib
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.backends.central import Central
+from allreduce.messages.agreement import everywhere
+from allreduce.topology import Topology
+from trainers.copied import CopiedUpdate
+from trainers.errors import ArgumentError
+from trainers.mirrored import MirroredTrainer
+from trainers.replica import Replica
+from trainers.sharded import ShardedUpdate
+from trainers.watching.stopwatch import Stopwatch
+
+DEVICES = ("cpu", "cuda")
+
+
+class CentralStorageTrainer(MirroredTrainer):
+    """Synchronous training with the parameters and the optimizer on one rank.
+
+    It keeps MirroredTrainer's promises: the results are the same to float tolerance, and all replicas hold the same
+    bits. Optimizer state takes memory on the storage rank alone; on one node the parameters do too. Edits of
+    parameters in place are for `edit`, as with update="sharded".
+
+    A replica without `bind_parameters`, or on a GPU, gets its whole state after each step instead, by a copy.
+
+        with CentralStorageTrainer(NumpyNetwork([64, 32, 10]), storage=0) as trainer:
+            history = trainer.fit(x, y, epochs=10, batch_size=100)
+    """
+
+    shares_updates_on = DEVICES
+
+    def __init__(
+        self, replica: Replica, topology: Topology | None = None, *, storage: int = 0, device: str | None = None
+    ) -> None:
+        """Make the replicas equal and move their parameters to the storage rank. Collective.
+
+        replica: this rank's copy of the model.
+        topology: of the ranks that train together; all ranks by default.
+        storage: the rank that holds the parameters and updates them. It computes too.
+        device: where they are: "cpu" or "cuda", that of the replicas, which None stands for.
+
+        Raises on all ranks, and leaves nothing behind: ArgumentError, DisagreementError (models that differ).
+        """
+        self.storage = storage
+        ranks = topology or Topology()
+        backend: Central | None = None
+        try:
+            _agree_on_arguments(ranks, replica, storage, device)
+            with ranks.trial():
+                backend = Central(ranks, root=storage)
+            super().__init__(replica, backend, update="sharded")
+        except Exception as error:
+            if everywhere(error, ranks.world):  # so all ranks come to the close
+                if backend is not None:
+                    backend.close()
+                if topology is None:
+                    ranks.close()
+            raise
+        self._owns_backend, self._owns_topology = True, topology is None
+
+    def _share_update(self) -> None:
+        assert isinstance(self.allreduce, Central)
+        parts = self.replica, self.allreduce, self.buffer, self._comm, self._communication
+        if self.size == 1:
+            return
+        if self.replica.device == "cpu":
+            try:
+                self._sharded = CentralUpdate(*parts, self._measured)
+                return
+            except ArgumentError:  # on all ranks
+                pass
+        self._sharded = CopiedUpdate(*parts, self._measured)
+
+    @property
+    def tells_errors(self) -> bool:  # type: ignore[override]
+        """The storage rank sees the flags of all before it updates."""
+        return self.replica.device == "cpu"
+
+
+class CentralUpdate(ShardedUpdate):
+    """The sharded update whose one owner, the backend's root, sees before it updates that a rank has failed.
+
+    measured: where the flags are, the last of which says that: behind the gradients, or an array that is reduced
+        before the step.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        backend: Central,
+        buffer: np.ndarray,
+        comm: MPI.Intracomm,
+        clock: Stopwatch,
+        measured: np.ndarray,
+    ) -> None:
+        super().__init__(replica, backend, buffer, comm, clock)
+        self._owner = backend.rank == backend.root
+        self._measured = measured
+        self._beside = measured.size > 0 and buffer.size == self._length
+
+    def _update(self) -> None:
+        if self._owner and not self._measured[-1]:
+            self._replica.update(self._part)
+
+    def _after(self, measured: np.ndarray) -> None:
+        flags = self._measured if self._beside else measured
+        if not self._owner and not flags[-1]:
+            self._replica.update(self._part)  # of nothing: an optimizer counts its steps
+
+
+def _agree_on_arguments(ranks: Topology, replica: Replica, storage: Any, device: str | None) -> None:
+    """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective."""
+    error = None
+    if isinstance(storage, bool) or not isinstance(storage, int) or not 0 <= storage < ranks.size:
+        error = ArgumentError(f"storage={storage!r} is no rank of this training; give one from 0 to {ranks.size - 1}")
+    elif device not in (None, *DEVICES):
+        error = ArgumentError(f"device={device!r} is unknown; use one of {', '.join(DEVICES)}, or None")
+    elif device not in (None, replica.device):
+        error = ArgumentError(
+            f'device="{device}": this {type(replica).__name__} is on {replica.device}, and a replica updates where it '
+            f"is; make all replicas on {device}, or leave out device"
+        )
+    row = f"CentralStorageTrainer({type(replica).__name__}, storage={storage!r}, device={device!r})"
+    ranks.agree([zlib.crc32(row.encode())], row, error)

@@ -1,0 +1,103 @@
+"""The update of one rank whose whole state is copied to the others: for replicas whose parameters can't be shared."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.arrays import gpu
+from allreduce.messages.agreement import together
+from allreduce.two_phase import TwoPhase
+from trainers.exchange import pieces
+from trainers.replica import Replica
+from trainers.watching.stopwatch import Stopwatch
+
+MEASURED = "measured"  # the name by which the means of a step travel with the state
+
+
+class CopiedUpdate:
+    """Stands in for ShardedUpdate where one rank owns everything. All methods are collective.
+
+    backend: whose `owned` is all of a buffer on one rank. buffer: the gradients, then what is measured, on the
+        replica's device. measured: the latter; an array of its own, reduced before the step, behind 16-bit gradients.
+    """
+
+    in_common = False
+
+    def __init__(
+        self,
+        replica: Replica,
+        backend: TwoPhase,
+        buffer: Any,
+        comm: MPI.Intracomm,
+        clock: Stopwatch,
+        measured: Any,
+    ) -> None:
+        self._replica, self._backend, self._buffer = replica, backend, buffer
+        self._comm, self._clock, self._measured = comm, clock, measured
+        roots = comm.allgather(backend.owned(1).stop)
+        self._root = roots.index(1)
+
+    def step(self) -> Any:
+        """Reduce the buffer, update on one rank, copy its state; returns what was measured, reduced, a view."""
+        self._clock.start()
+        self._reduce()
+        self._clock.stop()
+        owner = self._comm.rank == self._root
+        failed = owner and bool(self._measured[-1])
+        together(self._comm, lambda: self._replica.update() if owner and not failed else None)
+        self._clock.start()
+        self._copy(owner)
+        self._clock.stop()
+        return self._measured
+
+    def _reduce(self) -> None:
+        if not gpu.is_gpu_array(self._buffer):
+            self._backend.reduce_scatter(self._buffer, "sum")
+            return
+        host = self._buffer.get()
+        self._backend.reduce_scatter(host, "sum")
+        self._buffer.set(host)
+
+    def _copy(self, owner: bool) -> None:
+        """The owner's state and what was measured, to all ranks."""
+        state: dict[str, np.ndarray] = {}
+        if owner:
+            held = self._replica.state() | {MEASURED: _on_host(self._measured)}
+            state = {name: np.asarray(array, order="C") for name, array in held.items()}
+        described = json.dumps([[name, array.dtype.str, array.shape] for name, array in state.items()])
+        shapes = json.loads(self._comm.bcast(described, self._root))
+        if not owner:
+            state = {name: np.empty(shape, dtype) for name, dtype, shape in shapes}
+        for array in state.values():
+            for piece in pieces(array):
+                self._comm.Bcast(piece, self._root)
+        measured = state.pop(MEASURED)
+        if gpu.is_gpu_array(self._measured):
+            self._measured.set(measured)
+        else:
+            self._measured[:] = measured
+        together(self._comm, lambda: None if owner else self._replica.load_state(state))
+
+    def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A replica's state, of which every rank has all."""
+        return dict(state)
+
+    def fence(self) -> None:
+        """Nothing: every rank has parameters of its own."""
+
+    def check_edits(self) -> None:
+        """Nothing: every rank has parameters of its own."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def abandon(self) -> None:
+        """Let go of the backend's memory. Local."""
+        self._buffer = self._measured = np.empty(0, np.uint8)
+
+
+def _on_host(array: Any) -> np.ndarray:
+    return array.get() if gpu.is_gpu_array(array) else array
