@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import notices
 from allreduce.backends.central import Central
 from allreduce.messages.agreement import everywhere
 from allreduce.topology import Topology
@@ -76,8 +77,8 @@ class CentralStorageTrainer(MirroredTrainer):
             try:
                 self._sharded = CentralUpdate(*parts, self._measured)
                 return
-            except ArgumentError:  # on all ranks
-                pass
+            except ArgumentError as refusal:  # on all ranks
+                notices.once(self.rank, f"central storage copies the model's whole state in every step: {refusal}")
         self._sharded = CopiedUpdate(*parts, self._measured)
 
     @property

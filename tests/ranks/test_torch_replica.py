@@ -12,7 +12,7 @@ from mpi4py import MPI  # noqa: E402
 from torch import nn  # noqa: E402
 
 import allreduce  # noqa: E402
-from trainers import MirroredTrainer  # noqa: E402
+from trainers import CentralStorageTrainer, MirroredTrainer  # noqa: E402
 from trainers.data import Batches  # noqa: E402
 from trainers.errors import ArgumentError, ModelFileError  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica  # noqa: E402
@@ -194,6 +194,34 @@ def test_sharded_batch_norm_and_16_bits(world: MPI.Intracomm, flat: allreduce.To
         assert loss == pytest.approx(other_loss, rel=1e-5)
         assert torch.allclose(mean, other_mean, atol=1e-6)
         assert torch.allclose(weight, other_weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Whole", "bfloat16"])
+def test_central_storage_is_mirrored(kind: str, world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """With running statistics; an optimizer that is not known to be elementwise is copied whole."""
+    x, y = data(50)
+
+    def make() -> TorchReplica:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        module = module.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+        optimizer = Whole(module.parameters(), 0.1, 0.9) if kind == "Whole" else torch.optim.AdamW(module.parameters())
+        return TorchReplica(module, nn.CrossEntropyLoss(), optimizer)
+
+    mirrored, central = make(), make()
+    with MirroredTrainer(mirrored, "reduce_to_one", topology=flat) as trainer:
+        expected = trainer.fit(x, y, epochs=2, batch_size=20, progress=False).column("loss")
+    with CentralStorageTrainer(central, flat, storage=flat.size - 1) as trainer:
+        assert trainer.fit(x, y, epochs=2, batch_size=20, progress=False).column("loss") == expected
+        hashes = world.allgather([bytes(each.view(torch.uint8).numpy()) for each in _bits(central)])
+        assert all(each == hashes[0] for each in hashes)
+    for here, there in zip(_bits(central), _bits(mirrored), strict=True):
+        assert torch.equal(here, there)
+    assert central.state().keys() == mirrored.state().keys()
+
+
+def _bits(made: TorchReplica) -> list[torch.Tensor]:
+    return [each.detach().contiguous() for each in made.module.state_dict().values() if each.dim()]
 
 
 def test_the_loss_of_a_16_bit_model_is_not_rounded_to_16_bits(flat: allreduce.Topology) -> None:
