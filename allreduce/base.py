@@ -106,6 +106,10 @@ class AllReduce(Moves):
             buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
         self._calls.run(call, call.reduce, buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
 
+    def chosen(self, array: Any) -> str:
+        """The name of the backend that has reduced `array`: this one's, unless it passes calls on to others. Local."""
+        return self.name
+
     def close(self) -> None:
         """Free communicators, windows and scratch memory. Collective; closing twice does nothing.
 

@@ -48,14 +48,23 @@ class Owner:
         watched(comm, self.watch, wait or self.watch.place(self._number(), raises=True))
         return comm
 
+    def use(self, user: Closeable) -> None:
+        """`user` is closed before the topology, before those that began to use it earlier. Local."""
+        self._users.append(user)
+
+    def let_go(self, user: Closeable) -> None:
+        """`user` was closed. Local."""
+        if user in self._users:
+            self._users.remove(user)
+
     def place(self) -> Wait:
         """A place in which a user's calls wait for other ranks. All ranks ask for theirs in the same order."""
         return self.watch.place(self._number())
 
     def release(self, comm: MPI.Intracomm, user: Closeable | None = None) -> None:
         """Free a communicator that `private` gave to `user`. Collective."""
-        if user is not None and user in self._users:
-            self._users.remove(user)
+        if user is not None:
+            self.let_go(user)
         self._owned.remove(comm)
         if (place := place_of(comm)) is not None:
             self.watch.forget(place)

@@ -11,6 +11,8 @@ from allreduce.base import AllReduce, Recipe
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
 from allreduce.messages.agreement import known
 from allreduce.topology import Topology
+from allreduce.tracing.trace import Trace
+from allreduce.wrappers.traced import Traced
 
 BACKENDS = {
     "ring": "allreduce.backends.ring:Ring",
@@ -24,12 +26,21 @@ BACKENDS = {
 }
 
 
-def create(name: str, topology: Topology | None = None, *, check: str = "first", **options: Any) -> AllReduce:
+def create(
+    name: str,
+    topology: Topology | None = None,
+    *,
+    check: str = "first",
+    trace: str | os.PathLike[str] | Trace | None = None,
+    **options: Any,
+) -> AllReduce:
     """The backend called `name` on the ranks of `topology`. Collective.
 
     name: one of `allreduce.NAMES`.
     topology: all ranks of MPI.COMM_WORLD when none is given; such a topology is closed with the backend.
     check: when ranks compare what they were given: "first" time of a signature, "always" or "never".
+    trace: records all calls (see allreduce.wrappers.traced.Traced): the path of a file for Perfetto, which `close`
+        writes, or an allreduce.tracing.trace.Trace that others use too.
     options: the backend's own: root=0 of "reduce_to_one", node="shared" and cross="ring" of
         "hierarchical_copy".
 
@@ -51,16 +62,20 @@ def create(name: str, topology: Topology | None = None, *, check: str = "first",
         arguments = _arguments(name, backend_class, check, options)
     except AllReduceError as refused:
         error = refused
-    row = f"create({name!r}, check={check!r}{''.join(f', {key}={_shown(options[key])}' for key in sorted(options))})"
+    traced = "" if trace is None else ", trace=..."  # the paths of the ranks may differ; rank 0 writes
+    shown = "".join(f", {key}={_shown(options[key])}" for key in sorted(options))
+    row = f"create({name!r}, check={check!r}{traced}{shown})"
     try:
         topology.agree([zlib.crc32(row.encode())], row, error)
         with topology.trial():
             backend = _constructed(backend_class, topology, arguments)
+        backend.name = name
+        if trace is not None:
+            backend, options = _traced(backend, trace), {**options, "trace": trace}
     except AllReduceError:  # raised on all ranks, so they can close together
         if owned:
             topology.close()
         raise
-    backend.name = name
     backend.recipe = Recipe(name, {"check": check, **options})
     backend.owns_topology = owned
     return backend
@@ -72,6 +87,15 @@ def _constructed(kind: type[AllReduce], topology: Topology, arguments: dict[str,
     except AllReduceError as error:
         if error.ranks is None:  # arguments are alike on all ranks, so what is refused is refused on all
             known(error, topology.world)
+        raise
+
+
+def _traced(backend: AllReduce, trace: str | os.PathLike[str] | Trace) -> AllReduce:
+    """`backend` with its calls recorded; closing it closes the backend. Collective."""
+    try:
+        return Traced(backend.topology, inner=backend, trace=trace, owns_inner=True)
+    except AllReduceError:  # on all ranks
+        backend.close()
         raise
 
 

@@ -5,6 +5,7 @@ import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
@@ -14,6 +15,7 @@ from mpi4py import MPI
 from allreduce.errors import ClosedError
 from allreduce.messages.agreement import agree, together
 from allreduce.topology import Topology
+from allreduce.tracing.trace import Trace
 from trainers.admission import NO_TARGETS, look_at
 from trainers.data import Batch, Batches
 from trainers.exchange import gather_rows, pieces
@@ -27,6 +29,7 @@ from trainers.watching.history import History
 from trainers.watching.meter import Meter
 
 TrainerT = TypeVar("TrainerT", bound="Trainer")
+UNTRACED = nullcontext()
 
 
 class Trainer(ABC):
@@ -48,6 +51,7 @@ class Trainer(ABC):
         self.closed = False
         self.stop_training = False  # set by a callback, on any rank
         self.measured: Any = None  # what the last step returned
+        self.trace: Trace | None = None  # while a callback records what is done
         self._comm = topology.private(self)
         self._communication = stopwatch.make(replica.device)
 
@@ -179,6 +183,14 @@ class Trainer(ABC):
         self._enter("load")
         self._on_one(lambda: self.replica.restore(path))
         self._mirror(whole=False)
+
+    def record(self, trace: Trace | None) -> None:
+        """Record what this rank does in `trace` from now on, or, with None, no more. Local, on all ranks or on none."""
+        self.trace = self._communication.trace = trace
+
+    def span(self, kind: str) -> AbstractContextManager[None]:
+        """What is done inside is "data", "compute", "update", ... in the trace, if there is one. Local."""
+        return UNTRACED if self.trace is None else self.trace.span(kind)
 
     def parameters_sha256(self) -> list[str]:
         """The SHA-256 of every rank's parameters, by rank, the same on all ranks; mirrored replicas have equal ones."""

@@ -1,17 +1,21 @@
 """The update of one rank whose whole state is copied to the others: for replicas whose parameters can't be shared."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import gpu
+from allreduce.base import AllReduce
 from allreduce.messages.agreement import together
+from allreduce.tracing.trace import Series, Trace, now
 from allreduce.two_phase import TwoPhase
 from trainers.exchange import pieces
 from trainers.replica import Replica
+from trainers.sharded import nothing
 from trainers.watching.stopwatch import Stopwatch
 
 MEASURED = "measured"  # the name by which the means of a step travel with the state
@@ -37,6 +41,8 @@ class CopiedUpdate:
     ) -> None:
         self._replica, self._backend, self._buffer = replica, backend, buffer
         self._comm, self._clock, self._measured = comm, clock, measured
+        self._span: Callable[[str], AbstractContextManager[None]] = nothing
+        self._copies: Series | None = None
         roots = comm.allgather(backend.owned(1).stop)
         self._root = roots.index(1)
 
@@ -47,9 +53,13 @@ class CopiedUpdate:
         self._clock.stop()
         owner = self._comm.rank == self._root
         failed = owner and bool(self._measured[-1])
-        together(self._comm, lambda: self._replica.update() if owner and not failed else None)
+        with self._span("update"):
+            together(self._comm, lambda: self._replica.update() if owner and not failed else None)
         self._clock.start()
+        begin = now()
         self._copy(owner)
+        if self._copies is not None:
+            self._copies.note("copy of the state", begin, {})
         self._clock.stop()
         return self._measured
 
@@ -80,6 +90,12 @@ class CopiedUpdate:
         else:
             self._measured[:] = measured
         together(self._comm, lambda: None if owner else self._replica.load_state(state))
+
+    def record(self, backend: AllReduce, trace: Trace | None) -> None:
+        """As ShardedUpdate.record."""
+        assert isinstance(backend, TwoPhase)
+        self._backend, self._span = backend, nothing if trace is None else trace.span
+        self._copies = None if trace is None else trace.series("copies")
 
     def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """A replica's state, of which every rank has all."""

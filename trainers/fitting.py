@@ -61,6 +61,7 @@ class Fit:
         self._progress = Progress(progress and trainer.rank == 0, batches.steps, epochs, stream)
         self._callbacks: Callbacks | None = None
         self._users = callbacks
+        self._collective: list[str] = []  # which of them have to be given on all ranks
         self._look_every = 1 if replica.device == "cpu" else LOOK_EVERY  # looking makes the host wait for a GPU
         self.error: Exception | None = None  # this rank's, until the others have heard of it
         self._stopped = False  # all ranks know that one of them wants to stop
@@ -71,6 +72,8 @@ class Fit:
         self._trainer.stop_training = False
         try:
             self.guarded(self._begin)
+            self._agree(f"with callbacks that communicate: {', '.join(self._collective) or 'none'}")
+            self.guarded(lambda: self._all.train_begin())
             self._agree("before the first epoch")
             for number in range(self._epochs):
                 self._epoch(number)
@@ -92,7 +95,7 @@ class Fit:
     def _begin(self) -> None:
         watchers = [self._meter, self._history, self._progress, *self._users]
         self._callbacks = Callbacks(watchers, self._trainer, self._epochs, self.batches.steps)
-        self._callbacks.train_begin()
+        self._collective = self._callbacks.collective
 
     def _epoch(self, number: int) -> None:
         """One epoch, its evaluation, and what callbacks make of it."""
@@ -135,12 +138,19 @@ class Fit:
     def _step(self, step: int, shares: Iterator[Batch]) -> None:
         trainer = self._trainer
         self.guarded(partial(self.begin_batch, step))
-        self.guarded(lambda: trainer._compute(self._fetch(shares)))
+        self.guarded(lambda: self._compute(shares))
         if self.error is not None:
             trainer._compute(None)
         if not trainer.tells_errors:
             raise_together(trainer._comm, self.error)
         trainer.measured = trainer._step((float(trainer.stop_training), float(self.error is not None)))
+
+    def _compute(self, shares: Iterator[Batch]) -> None:
+        trainer = self._trainer
+        with trainer.span("data"):
+            batch = self._fetch(shares)
+        with trainer.span("compute"):
+            trainer._compute(batch)
 
     def _look_at_flags(self) -> None:
         stop, failed = self._trainer.measured[-len(FLAGS) :].tolist()

@@ -10,7 +10,9 @@ from allreduce.arrays import dtypes
 from allreduce.base import AllReduce
 from allreduce.messages.agreement import everywhere, together
 from allreduce.topology import Topology
+from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
+from allreduce.wrappers.traced import Traced
 from trainers import malloc
 from trainers.backends import UPDATES, backend_for
 from trainers.base import Trainer
@@ -75,6 +77,7 @@ class MirroredTrainer(Trainer):
         if replica.allocates and replica.device == "cpu":
             malloc.keep_freed_memory()
         self.buffer: Any = None
+        self._untraced: AllReduce | None = None  # the backend, while another around it records its calls
         self._sharded: Update | None = None
         try:
             self._bind(update)
@@ -145,7 +148,8 @@ class MirroredTrainer(Trainer):
         if self._sharded is None:
             self._reduce(self.buffer)
             if not (self.tells_errors and measured[-1]):
-                self.replica.update()
+                with self.span("update"):
+                    self.replica.update()
             return measured
         reduced = self._sharded.step()
         return measured if self._beside else reduced
@@ -154,6 +158,15 @@ class MirroredTrainer(Trainer):
         self._communication.start()
         self.allreduce(array, "sum")
         self._communication.stop()
+
+    def record(self, trace: Trace | None) -> None:
+        self.trace = trace
+        plain, self._untraced = self._untraced or self.allreduce, None
+        if trace is not None:
+            self._untraced = plain
+        self.allreduce = plain if trace is None else Traced(self.topology, inner=plain, trace=trace)
+        if self._sharded is not None:
+            self._sharded.record(self.allreduce, trace)
 
     def edit(self, change: Callable[[], object]) -> None:
         """Change the model's parameters in place by `change()`, the same on all ranks. Collective.

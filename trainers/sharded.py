@@ -7,7 +7,8 @@ it comes back to all ranks, without a message of its own.
 S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,9 +16,11 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import dtypes
+from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import together
 from allreduce.messages.window import CommonWindow
+from allreduce.tracing.trace import Series, Trace, now
 from allreduce.two_phase import TwoPhase
 from trainers.errors import ArgumentError
 from trainers.replica import Replica
@@ -42,6 +45,13 @@ class Update(Protocol):
 
     def abandon(self) -> None: ...
 
+    def record(self, backend: AllReduce, trace: Trace | None) -> None: ...
+
+
+def nothing(kind: str) -> AbstractContextManager[None]:
+    """No trace."""
+    return nullcontext()
+
 
 class ShardedUpdate:
     """Moves a replica's parameters into memory of this object's. Creating and all methods are collective.
@@ -58,6 +68,8 @@ class ShardedUpdate:
     ) -> None:
         self._replica, self._backend, self._buffer = replica, backend, buffer
         self._comm, self._clock = comm, clock
+        self._span: Callable[[str], AbstractContextManager[None]] = nothing
+        self._fences: Series | None = None
         self._length = replica.gradient_length
         self._mine = backend.owned(buffer.size)
         self._part = slice(*self._mine.indices(self._length)[:2])
@@ -90,14 +102,18 @@ class ShardedUpdate:
         self._clock.start()
         self._backend.reduce_scatter(self._buffer, "sum")
         self._clock.stop()
-        self._update()
+        with self._span("update"):
+            self._update()
         measured = slice(max(self._mine.start, self._length), max(self._mine.stop, self._length))
         self._array[measured] = self._buffer[measured]
         self._clock.start()
         if self._window is None:
             self._backend.all_gather(self._array)
         else:
+            begin = now()
             self.fence()
+            if self._fences is not None:
+                self._fences.note("meet in common memory", begin, {})
         self._clock.stop()
         self._replica.refresh()
         self._after(self._array[self._length :])
@@ -109,6 +125,12 @@ class ShardedUpdate:
 
     def _after(self, measured: np.ndarray) -> None:
         """All parameters are updated, and this was measured."""
+
+    def record(self, backend: AllReduce, trace: Trace | None) -> None:
+        """Record in `trace` what is done here; the calls of `backend` are recorded there. Local."""
+        assert isinstance(backend, TwoPhase)
+        self._backend, self._span = backend, nothing if trace is None else trace.span
+        self._fences = None if trace is None else trace.series("fences")
 
     def fence(self) -> None:
         """Afterwards all ranks of the node see what any of them has written, and none of them still writes."""

@@ -99,6 +99,11 @@ class Auto(AllReduce):
         parsed = dtypes.parse(dtype)
         return self._decide(length * parsed.itemsize, parsed, GPU if device == "cuda" else ALLOCATED)
 
+    def chosen(self, array: Any) -> str:
+        if array.size == 0 or self.size == 1:
+            return self.name
+        return self._decide(array.nbytes, array.dtype, self._where(array))[0]
+
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         if device == "cuda":
             return super()._allocate(length, dtype, device)

@@ -84,6 +84,9 @@ class Wrapper(AllReduce):
     def owned(self, length: int, rank: int | None = None) -> slice:
         return self.inner.owned(length, rank)
 
+    def chosen(self, array: Any) -> str:
+        return self.inner.chosen(array)
+
     def close(self) -> None:
         """Give back what the wrapper has of its own. Collective; closing twice does nothing."""
         if self._shut:

@@ -18,6 +18,7 @@ class Callback:
     """
 
     trainer: Any = None
+    collective = False  # True: it communicates, when an epoch or the fit begins or ends; given on all ranks or on none
     reads_batches = True  # False: on_train_batch_end does not look at logs
 
     def set_trainer(self, trainer: Any) -> None:
@@ -51,6 +52,7 @@ class Callbacks:
             _tell_trainer(callback, trainer)
         self._batch_begin = [each for each in self._all if _overrides(each, "on_train_batch_begin")]
         self._batch_end = [each for each in self._all if _overrides(each, "on_train_batch_end")]
+        self.collective = [type(each).__name__ for each in self._all if getattr(each, "collective", False)]
         self.read_batches = any(getattr(each, "reads_batches", True) for each in self._batch_end)
 
     def train_begin(self) -> None:

@@ -4,10 +4,18 @@ import time
 from typing import Any, Protocol
 
 from allreduce.arrays import gpu
+from allreduce.tracing.trace import Trace
+
+COMMUNICATION = "communication"  # the kind of these spans
 
 
 class Stopwatch(Protocol):
-    """Adds up the time between `start` and `stop`; `read` returns the seconds and begins anew."""
+    """Adds up the time between `start` and `stop`; `read` returns the seconds and begins anew.
+
+    trace: gets each of these times as a span, as the host sees them, when it is given.
+    """
+
+    trace: Trace | None
 
     def start(self) -> None: ...
 
@@ -18,6 +26,7 @@ class Stopwatch(Protocol):
 
 class HostStopwatch:
     def __init__(self) -> None:
+        self.trace: Trace | None = None
         self._total = self._began = 0.0
 
     def start(self) -> None:
@@ -25,6 +34,8 @@ class HostStopwatch:
 
     def stop(self) -> None:
         self._total += time.perf_counter() - self._began
+        if self.trace is not None:
+            self.trace.note(COMMUNICATION, int(self._began * 1e9))
 
     def read(self) -> float:
         total, self._total = self._total, 0.0
@@ -35,6 +46,8 @@ class StreamStopwatch:
     """By events on the current CUDA stream, so that nothing waits until `read`."""
 
     def __init__(self) -> None:
+        self.trace: Trace | None = None
+        self._launched = 0.0
         self._cuda = gpu.cupy().cuda
         self._laps: list[tuple[Any, Any]] = []  # pairs of events, used again after `read`
         self._used = 0
@@ -43,10 +56,13 @@ class StreamStopwatch:
         if self._used == len(self._laps):
             self._laps.append((self._cuda.Event(), self._cuda.Event()))
         self._laps[self._used][0].record()
+        self._launched = time.perf_counter()
 
     def stop(self) -> None:
         self._laps[self._used][1].record()
         self._used += 1
+        if self.trace is not None:
+            self.trace.note(COMMUNICATION, int(self._launched * 1e9))
 
     def read(self) -> float:
         total = 0.0

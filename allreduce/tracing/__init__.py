@@ -1,0 +1,1 @@
+"""When each rank did what, for Perfetto."""

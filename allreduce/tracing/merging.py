@@ -1,0 +1,128 @@
+"""The spans of all ranks as one list of events, in the Trace Event Format that Perfetto and chrome://tracing read.
+
+A process is a rank, and a thread one of its rows. Nothing travels with a call: who came last to it, and how long
+the others waited for that rank, comes out here, where the times of all ranks lie on one clock.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import count
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+
+from allreduce.tracing.clocks import Comparison, aligned
+
+Span = tuple[int, str, int, int]  # row, kind, begin, end
+Call = tuple[int, int, int, str, int, int, int, dict[str, Any]]  # row, series, number, name, came, begin, end, about
+Event = dict[str, Any]
+
+WAITED = "waited"  # a span of this kind names the series and the number of the call that was waited for
+WAIT, REDUCE = "wait", "reduce"  # categories, as are the kinds of spans
+ROWS = ("training", "in the background")
+
+
+class Recorded(NamedTuple):
+    """What one rank has recorded; times in nanoseconds."""
+
+    spans: list[Span]
+    calls: list[Call]
+    left_out: int = 0
+
+
+class Arrival(NamedTuple):
+    """Who came last to a call, and when."""
+
+    rank: int
+    time: int
+
+
+def on_one_clock(recorded: Recorded, first: Comparison, last: Comparison) -> Recorded:
+    """The same with the times of rank 0's clock."""
+    spans, calls = recorded.spans, recorded.calls
+    span_times = aligned(np.array([span[2:] for span in spans], np.int64).reshape(-1), first, last).tolist()
+    call_times = aligned(np.array([call[4:7] for call in calls], np.int64).reshape(-1), first, last).tolist()
+    return Recorded(
+        [(*span[:2], *span_times[2 * at : 2 * at + 2]) for at, span in enumerate(spans)],
+        [(*call[:4], *call_times[3 * at : 3 * at + 3], call[7]) for at, call in enumerate(calls)],
+        recorded.left_out,
+    )
+
+
+def events(ranks: list[Recorded], series: list[str]) -> list[Event]:
+    """All events, sorted by time; the earliest is at 0."""
+    last = _last_to_come(ranks)
+    found = [event for rank, recorded in enumerate(ranks) for event in _of_rank(rank, recorded, last, series)]
+    begin = min((event["ts"] for event in found), default=0)
+    for event in found:
+        event["ts"], event["dur"] = (event["ts"] - begin) / 1e3, event["dur"] / 1e3
+    rows = sorted({(event["pid"], event["tid"]) for event in found})
+    return [*_names(len(ranks), rows), *sorted(found, key=lambda event: event["ts"])]
+
+
+def write(file: TextIO, made: Iterable[Event], about: dict[str, Any]) -> None:
+    """An event a line."""
+    file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [')
+    for number, event in zip(count(), made):
+        file.write(("," if number else "") + "\n" + json.dumps(event, allow_nan=False))
+    file.write("\n]}\n")
+
+
+def _last_to_come(ranks: list[Recorded]) -> dict[tuple[int, int], Arrival]:
+    """For each call that all ranks have recorded; those of which one had no room left are unknown."""
+    came: dict[tuple[int, int], list[Arrival]] = {}
+    for rank, recorded in enumerate(ranks):
+        for call in recorded.calls:
+            came.setdefault((call[1], call[2]), []).append(Arrival(rank, call[4]))
+    return {
+        call: max(arrivals, key=lambda arrival: arrival.time)
+        for call, arrivals in came.items()
+        if len(arrivals) == len(ranks) > 1
+    }
+
+
+def _of_rank(rank: int, recorded: Recorded, last: dict[tuple[int, int], Arrival], series: list[str]) -> Iterator[Event]:
+    where = {(call[1], call[2]): call[0] for call in recorded.calls}
+    for row, kind, begin, end in recorded.spans:
+        if not kind.startswith(WAITED):
+            yield _event(rank, row, kind, kind, begin, end, {})
+            continue
+        number, turn = map(int, kind.split()[1:])
+        call = number, turn
+        if where.get(call, row) != row:  # in this row the call itself is shown
+            yield from _divided(rank, row, last.get(call), begin, end, "not hidden", {})
+    ends: dict[int, int] = {}
+    for row, number, turn, name, came, begin, end, about in recorded.calls:
+        # Calls of the background wait for their turn behind others; what is left is a wait for other ranks.
+        start = max(came, ends.get(row, came)) if came < begin else begin
+        ends[row] = end
+        details = {**about, "series": series[number], "call": turn}
+        yield from _divided(rank, row, last.get((number, turn)), start, end, name, details)
+
+
+def _divided(
+    rank: int, row: int, last: Arrival | None, begin: int, end: int, name: str, about: dict[str, Any]
+) -> Iterator[Event]:
+    """A call: first the wait for the rank that came last, then what was done together."""
+    turn = begin
+    if last is not None:
+        about = {**about, "last": last.rank}
+        if last.rank != rank:
+            turn = min(max(begin, last.time), end)
+    if turn > begin:
+        yield _event(rank, row, f"wait for rank {about['last']}", WAIT, begin, turn, about)
+    yield _event(rank, row, name, REDUCE, turn, end, about)
+
+
+def _event(rank: int, row: int, name: str, kind: str, begin: int, end: int, about: dict[str, Any]) -> Event:
+    event = {"name": name, "cat": kind, "ph": "X", "ts": begin, "dur": max(end - begin, 0), "pid": rank, "tid": row}
+    return {**event, "args": about} if about else event
+
+
+def _names(ranks: int, rows: list[tuple[int, int]]) -> Iterator[Event]:
+    for rank in range(ranks):
+        yield {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+        yield {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    for rank, row in rows:
+        name = ROWS[row] if row < len(ROWS) else f"thread {row}"
+        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}

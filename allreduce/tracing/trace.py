@@ -1,0 +1,200 @@
+"""Trace: what this rank did when, kept in memory, and written for all ranks together as Perfetto's JSON."""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from allreduce.arrays.chunks import segments
+from allreduce.errors import OptionError
+from allreduce.messages.agreement import together
+from allreduce.notices import log
+from allreduce.topology import Topology
+from allreduce.tracing import clocks, merging
+from allreduce.tracing.merging import Call, Recorded, Span
+
+MOST_SPANS = 200_000  # a rank; about 30 MB
+PIECE = 1 << 28  # bytes in a message
+now = time.perf_counter_ns
+
+
+class Trace:
+    """A file for https://ui.perfetto.dev: a row for each rank, and one more for what it does in the background.
+
+    path: of the file, which rank 0 writes. topology: of the ranks that are traced. most: spans that a rank keeps;
+        what comes later is left out, and that is said.
+
+    Creating and `close`, which writes the file, are collective; all else is local and costs about a microsecond.
+    Every rank uses the trace in the same way: the n-th call of a series on one rank is that on all.
+    Raises OptionError on all ranks when the file can't be written, which is tried at once.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], topology: Topology, most: int = MOST_SPANS) -> None:
+        self.path, self.topology, self.most = os.fspath(path), topology, most
+        self.closed = False
+        self._comm = topology.private(self)
+        self._threads = {threading.get_ident(): 0}
+        self._series: list[str] = []
+        self._spans: list[Span] = []
+        self._calls: list[Call] = []
+        self._left_out = 0
+        try:
+            together(self._comm, lambda: _try(self.path) if topology.rank == 0 else None)
+        except Exception:
+            self.closed = True
+            topology.release(self._comm, self)
+            raise
+        self._first = clocks.compare(self._comm)
+
+    def span(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        """What is done inside is a span of this kind: "data", "compute", "update", ... Local."""
+        return self._span(kind)
+
+    @contextlib.contextmanager
+    def _span(self, kind: str) -> Iterator[None]:
+        begin = now()
+        try:
+            yield
+        finally:
+            self.note(kind, begin)
+
+    def note(self, kind: str, begin: int, end: int | None = None) -> None:
+        """A span of this kind from `begin` on, until `end` or now; times of time.perf_counter_ns(). Local."""
+        if self._has_room():
+            self._spans.append((self._row(), kind, begin, now() if end is None else end))
+
+    def series(self, name: str) -> "Series":
+        """Calls that ranks make together, each of which ends when all have come to it. Local."""
+        self._series.append(name)
+        return Series(self, len(self._series) - 1)
+
+    def close(self) -> None:
+        """Collect what the ranks have recorded, and write the file. Collective; closing twice does nothing.
+
+        Raises OptionError on all ranks when the file can't be written after all.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            together(self._comm, lambda: None)  # nobody waits inside of MPI for a rank that comes late
+            last = clocks.compare(self._comm)
+            everyone = self._collect()
+            together(self._comm, lambda: self._write(everyone, last) if everyone else None)
+        finally:
+            self.topology.release(self._comm, self)
+
+    def abandon(self) -> None:
+        """Forget everything; nothing is written. Local."""
+        self.closed = True
+        self._spans, self._calls = [], []
+
+    def __enter__(self) -> "Trace":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # after an exception the other ranks may not come to a collective close
+            self.close()
+
+    def _row(self) -> int:
+        """0 for the thread that made the trace, 1, 2, ... for others."""
+        return self._threads.setdefault(threading.get_ident(), len(self._threads))
+
+    def _has_room(self) -> bool:
+        if len(self._spans) + len(self._calls) < self.most:
+            return True
+        if not self._left_out and self.topology.rank == 0:
+            log.warning("%s: the first %d spans of each rank are kept, later ones left out", self.path, self.most)
+        self._left_out += 1
+        return False
+
+    def _collect(self) -> list[Recorded]:
+        """What all ranks have recorded, on rank 0. Collective."""
+        mine = Recorded(self._spans, self._calls, self._left_out)
+        self._spans, self._calls = [], []
+        if self._comm.rank:
+            message = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+            self._comm.Send(np.array([message.size]), 0)
+            for part in segments(slice(0, message.size), PIECE):
+                self._comm.Send(message[part], 0)
+            return []
+        return [mine, *(self._receive(rank) for rank in range(1, self._comm.size))]
+
+    def _receive(self, rank: int) -> Recorded:
+        size = np.empty(1, np.int64)
+        self._comm.Recv(size, rank)
+        message = np.empty(int(size[0]), np.uint8)
+        for part in segments(slice(0, message.size), PIECE):
+            self._comm.Recv(message[part], rank)
+        return Recorded(*json.loads(message.tobytes()))
+
+    def _write(self, everyone: list[Recorded], last: list[clocks.Comparison]) -> None:
+        ranks = [
+            merging.on_one_clock(recorded, *ends) for recorded, *ends in zip(everyone, self._first, last, strict=True)
+        ]
+        events = merging.events(ranks, self._series)
+        errors = [max(ends).error / 1e3 for ends in zip(self._first, last, strict=True)]
+        about = {
+            "ranks": len(ranks),
+            "topology": str(self.topology),
+            "clock_error_us": errors,
+            "left_out": [recorded.left_out for recorded in everyone],
+        }
+        with _replacing(self.path) as file:
+            merging.write(file, events, about)
+
+
+class Series:
+    """The calls of one backend, or of something else that all ranks come to in the same order."""
+
+    def __init__(self, trace: Trace, number: int) -> None:
+        self._trace, self._number = trace, number
+        self.count = 0
+        self._came = 0
+
+    def came(self, at: int) -> None:
+        """The next call is one to which this rank has come at `at`, before its turn. For calls in the background."""
+        self._came = at
+
+    def note(self, name: str, begin: int, about: dict[str, Any]) -> None:
+        """A call was made, from `begin` until now. about: what is shown of it, the same object for equal calls."""
+        end, came, self._came = now(), self._came or begin, 0
+        trace, number = self._trace, self.count
+        self.count += 1
+        if trace._has_room():
+            trace._calls.append((trace._row(), self._number, number, name, came, begin, end, about))
+
+    def waited(self, begin: int) -> None:
+        """This rank has done nothing but wait, from `begin` until now, for the last call that was made."""
+        trace = self._trace
+        if trace._has_room():
+            trace._spans.append((trace._row(), f"{merging.WAITED} {self._number} {self.count - 1}", begin, now()))
+
+
+def of(given: "str | os.PathLike[str] | Trace", topology: Topology) -> tuple[Trace, bool]:
+    """The trace that an option `trace=` means, and whether it was made here, for its maker to close. Collective."""
+    return (given, False) if isinstance(given, Trace) else (Trace(given, topology), True)
+
+
+def _try(path: str) -> None:
+    if os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+        raise OptionError(f"the trace can't be written to {path}: give a file in a folder that exists")
+
+
+@contextlib.contextmanager
+def _replacing(path: str) -> Iterator[Any]:
+    """A text file that becomes `path` when it is complete. Raises OptionError."""
+    aside = f"{path}.{os.getpid()}.part"
+    try:
+        with open(aside, "w", encoding="ascii") as file:
+            yield file
+        os.replace(aside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise OptionError(f"the trace can't be written to {path}: {error.strerror or error}") from error

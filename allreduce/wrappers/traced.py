@@ -1,0 +1,95 @@
+"""Traced: a backend whose calls are recorded: when this rank came, when they ended, what they reduced and how.
+
+For who waited for whom nothing is exchanged in a call: ranks know a call by its number, and compare the times at
+which they came to it when the trace is written.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from allreduce.base import AllReduce
+from allreduce.topology import Topology
+from allreduce.tracing import trace as tracing
+from allreduce.tracing.trace import Trace, now
+from allreduce.wrappers.wrapper import Wrapper
+
+
+class Traced(Wrapper):
+    """Records the calls of a backend in a trace. Creating it is collective, as every use.
+
+    trace: a Trace, which its owner closes, or the path of a file, which is written when this is closed.
+    owns_inner: whether `close` closes the backend too.
+
+    A call on a GPU's arrays may end before the GPU is done (NCCL); what is recorded is what the host spent on it.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        inner: AllReduce,
+        trace: str | os.PathLike[str] | Trace,
+        owns_inner: bool = False,
+    ) -> None:
+        super().__init__(topology, inner=inner)
+        self.trace, self._owns_trace = tracing.of(trace, topology)
+        self._owns_inner = owns_inner
+        self.calls = self.trace.series(inner.name)
+        self._shown: dict[tuple, tuple[str, dict[str, Any]]] = {}
+        if owns_inner:
+            topology.use(self)
+
+    def __call__(self, buffer: Any, op: str = "mean") -> None:
+        begin = now()
+        super().__call__(buffer, op)
+        self._note("all_reduce", buffer, begin, op)
+
+    def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
+        begin = now()
+        part = super().reduce_scatter(buffer, op)
+        self._note("reduce_scatter", buffer, begin, op)
+        return part
+
+    def all_gather(self, buffer: np.ndarray) -> None:
+        begin = now()
+        super().all_gather(buffer)
+        self._note("all_gather", buffer, begin)
+
+    def broadcast(self, array: Any, root: int = 0) -> None:
+        begin = now()
+        super().broadcast(array, root)
+        self._note("broadcast", array, begin)
+
+    def collect(self, array: Any) -> np.ndarray:
+        begin = now()
+        table = super().collect(array)
+        self._note("collect", table, begin)
+        return table
+
+    def _note(self, call: str, array: Any, begin: int, op: str = "") -> None:
+        key = (call, array.size, array.dtype, op, self.inner._memory(array) if type(array) is np.ndarray else -1)
+        shown = self._shown.get(key)
+        if shown is None:
+            shown = self._shown[key] = self._describe(call, array, op)
+        self.calls.note(shown[0], begin, shown[1])
+
+    def _describe(self, call: str, array: Any, op: str) -> tuple[str, dict[str, Any]]:
+        backend = self.inner.chosen(array) if call == "all_reduce" else self.inner.name
+        about: dict[str, Any] = {"bytes": int(array.nbytes), "dtype": str(array.dtype), "backend": backend}
+        return f"{call}, {backend}", {**about, "op": op} if op else about
+
+    def _close(self) -> None:
+        if self._owns_trace:
+            self.trace.close()
+        if self._owns_inner:
+            self.topology.let_go(self)
+            self.inner.close()
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self._owns_trace:
+            self.trace.abandon()
+        if self._owns_inner:
+            self.inner.abandon()
