@@ -9,6 +9,7 @@ from allreduce import children, ending, machine, notices
 from allreduce.errors import ClosedError, OptionError
 from allreduce.messages.agreement import agree, place_of
 from allreduce.messages.board import Board
+from allreduce.messages.reach import Reach
 from allreduce.messages.watch import TIMEOUT, Watch, seconds
 from allreduce.messages.worker import Worker
 from allreduce.nodes import bad_ranks_per_node, bad_split, bad_timeout, checked, number_nodes, simulated_node
@@ -71,6 +72,7 @@ class Topology(Owner):
             text += ", and times of communication that are mostly waits for a core"
             notices.once(self.rank, text)
         self.node: MPI.Intracomm = self._own(self._divide(real, ranks_per_node))
+        self.reach = Reach(self.node)
         self.node_sizes, self.node_index = number_nodes(self.world, self.node)
         self.cross: MPI.Intracomm = self._own(self.world.Split(self.node.rank, self.node_index))
 

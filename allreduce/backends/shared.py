@@ -1,8 +1,9 @@
-"""Shared: the ranks of a node reduce straight in the memory that they share (a file in memory that all map).
+"""Shared: the ranks of a node reduce straight in each other's memory.
 
-Each rank finishes its own chunk from all ranks' buffers, in blocks that fit its cache, and writes the
-result to all of them. Steps: 2 barriers. Messages: none. Memory traffic: 2 n S a node for arrays from
-`allocate`; other arrays go through a small stage (see messages/stage.py), at the cost of two more copies in the cache.
+Each rank finishes its own chunk from all ranks' buffers, in blocks that fit its cache, and writes the result to all of
+them. Steps: 2 barriers. Messages: none. Memory traffic: 2 n S a node. Arrays from `allocate` lie in a file in memory
+that all ranks map. Other arrays are reached by the system's calls (messages/reach.py), at the cost of one more copy in
+the cache; where those are forbidden they go through a small stage (messages/stage.py), which costs two.
 T. Hoefler et al.: MPI + MPI: a new hybrid approach to parallel programming with MPI plus shared memory, 2013.
 """
 
@@ -26,31 +27,40 @@ from allreduce.two_phase import TwoPhase
 
 WORD = np.dtype(np.int64)
 BLOCK_BYTES = 256 * 1024  # what a rank adds at a time, from each rank
+REACHED_BYTES = 1024 * 1024  # the same for memory that is reached by calls, which take a while each,
+FETCHED_BYTES = 4 * 1024 * 1024  # and in all what is fetched at a time
+STAGES = '"shared" stages arrays that are not from its allocate(): two more copies'
 
 
 class Shared(TwoPhase):
-    """Ranks of one node only. `allocate` gives memory that all of them reach."""
+    """Ranks of one node only. `allocate` gives memory that all of them reach.
 
-    copies_foreign = '"shared" stages arrays that are not from its allocate(): two more copies'
+    staged: True: other arrays go through the stage, also where ranks can reach each other's memory.
+    """
 
-    def __init__(self, topology: Topology, *, check: str = "first") -> None:
+    def __init__(self, topology: Topology, *, staged: bool = False, check: str = "first") -> None:
         if topology.nodes > 1:
             raise UnavailableError(
                 f'"shared" needs all ranks on one node, and this is {topology}; '
                 'use "hierarchical_copy", which uses "shared" inside each node'
             )
+        self._staged_only = staged
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
+        self._reach = topology.reach
+        self._reaches = self._reach.works and not self._staged_only
+        self.copies_foreign = "" if self._reaches else STAGES
         self._arrays: dict[int, Window] = {}  # what `allocate` gave, by number; numbers are not used again
         self._numbers = itertools.count()
         self._meetings = 0
         self._stage = Stage(self._comm, LEAST_BYTES)
         self._may_grow = True
-        words = Window(self._comm, 2 * WORD.itemsize)
+        words = Window(self._comm, 4 * WORD.itemsize)
         assert words.ranks is not None
-        self._words = words.ranks.view(WORD).T  # of two calls, of all ranks
+        # Of two calls, of all ranks: what it is, and where the memory is that others may reach.
+        self._words, self._addresses = words.ranks.view(WORD).T.reshape(2, 2, self.size)
         self._fence = words.fence
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> np.ndarray:
@@ -66,14 +76,17 @@ class Shared(TwoPhase):
     def _close(self) -> None:
         """Let go of the memory; an array that is still in use keeps its own."""
         self._arrays.clear()
-        del self._stage, self._words, self._fence
+        del self._stage, self._words, self._addresses, self._fence
 
     # Arrays from allocate(): no staging, every rank reaches into every rank's array
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         place = self._find(buffer)
         if place is None:
-            self._reduce_staged(buffer, op)
+            if addresses := self._meet_outside(buffer, op.name):
+                self._reduce_reached(buffer, op, addresses)
+            else:
+                self._reduce_staged(buffer, op)
             return
         everyone = self._meet(buffer, op.name, place)
         for block in _blocks(self.owned(buffer.size), buffer.itemsize):
@@ -87,11 +100,14 @@ class Shared(TwoPhase):
         self._reduce_scatter(buffer, op)  # _combine sums 16-bit floats in float32, so nothing is widened before
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        place = self._find(buffer)
+        place, call = self._find(buffer), f"reduce_scatter {op.name}"
         if place is None:
-            self._reduce_scatter_staged(buffer, op)
+            if addresses := self._meet_outside(buffer, call):
+                self._reduce_scatter_reached(buffer, op, addresses)
+            else:
+                self._reduce_scatter_staged(buffer, op, call)
             return
-        everyone = self._meet(buffer, f"reduce_scatter {op.name}", place)
+        everyone = self._meet(buffer, call, place)
         for block in _blocks(self.owned(buffer.size), buffer.itemsize):
             self._combine([array[block] for array in everyone], buffer[block], op)
         self._fence()
@@ -99,7 +115,10 @@ class Shared(TwoPhase):
     def _all_gather(self, buffer: np.ndarray) -> None:
         place = self._find(buffer)
         if place is None:
-            self._all_gather_staged(buffer)
+            if addresses := self._meet_outside(buffer, "all_gather"):
+                self._all_gather_reached(buffer, addresses)
+            else:
+                self._all_gather_staged(buffer)
             return
         everyone = self._meet(buffer, "all_gather", place)
         for rank, array in enumerate(everyone):
@@ -108,7 +127,55 @@ class Shared(TwoPhase):
                 np.copyto(buffer[span], array[span])
         self._fence()
 
-    # Other arrays: by way of the stage, one fence a turn
+    # Other arrays: every rank reaches into every rank's memory, by calls
+
+    def _meet_outside(self, buffer: np.ndarray, call: str) -> list[int]:
+        """Where all ranks have their buffers, when all have come; nothing when some can't be reached."""
+        if not self._reaches:
+            return []
+        meeting = (self._meetings + 1) % 2
+        self._addresses[meeting, self.rank] = self._reach.address(buffer)
+        self._meet(buffer, call, None)
+        addresses = self._addresses[meeting].tolist()
+        return addresses if all(addresses) else []
+
+    def _reduce_reached(self, buffer: np.ndarray, op: Op, addresses: list[int]) -> None:
+        for block in self._reached_blocks(buffer):
+            mine = self._combine_reached(buffer, block, op, addresses)
+            for rank in self._others():
+                self._reach.write(rank, addresses[rank] + block.start * buffer.itemsize, mine)
+        self._fence()
+
+    def _reduce_scatter_reached(self, buffer: np.ndarray, op: Op, addresses: list[int]) -> None:
+        for block in self._reached_blocks(buffer):
+            self._combine_reached(buffer, block, op, addresses)
+        self._fence()
+
+    def _all_gather_reached(self, buffer: np.ndarray, addresses: list[int]) -> None:
+        for rank in self._others():
+            span = self.owned(buffer.size, rank)
+            if span.start < span.stop:
+                self._reach.read(rank, addresses[rank] + span.start * buffer.itemsize, buffer[span])
+        self._fence()
+
+    def _combine_reached(self, buffer: np.ndarray, block: slice, op: Op, addresses: list[int]) -> np.ndarray:
+        """This rank's block of `buffer`, combined from all ranks'."""
+        mine = buffer[block]
+        fetched = self.workspace.array("fetched", mine.size * (self.size - 1), mine.dtype).reshape(-1, mine.size)
+        parts = [*fetched[: self.rank], mine, *fetched[self.rank :]]
+        for rank in self._others():
+            self._reach.read(rank, addresses[rank] + block.start * buffer.itemsize, parts[rank])
+        self._combine(parts, mine, op)
+        return mine
+
+    def _reached_blocks(self, buffer: np.ndarray) -> Iterator[slice]:
+        nbytes = min(REACHED_BYTES, FETCHED_BYTES // (self.size - 1))
+        return segments(self.owned(buffer.size), max(nbytes // buffer.itemsize, 1))
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    # Other arrays that can't be reached: by way of the stage, one fence a turn
 
     def _reduce_staged(self, buffer: np.ndarray, op: Op) -> None:
         staged = self._staged(buffer, op.name)
@@ -122,10 +189,10 @@ class Shared(TwoPhase):
             staged.get_others(turn)
         staged.end()
 
-    def _reduce_scatter_staged(self, buffer: np.ndarray, op: Op) -> None:
-        staged = self._staged(buffer, f"reduce_scatter {op.name}")
+    def _reduce_scatter_staged(self, buffer: np.ndarray, op: Op, call: str) -> None:
+        staged = self._staged(buffer, call)
         staged.put_others(0)
-        self._meet(buffer, f"reduce_scatter {op.name}", None)
+        self._meet(buffer, call, None)
         for turn in range(staged.turns):
             if turn:
                 self._fence()

@@ -28,7 +28,6 @@ from benchmarks.predicting.cost_parts import (
     hop,
     in_two_phases,
     message,
-    rounds,
     swap,
     waiting,
     walk,
@@ -87,12 +86,10 @@ def reduce_to_one(k: Machine, at: Place, s: float, allocated: bool = True) -> fl
 
 
 def shared(k: Machine, at: Place, s: float, allocated: bool = True) -> float:
-    """2 fences; each rank adds S/n from n ranks and writes it to n. Staged: 2 S copied and 2 fences a round."""
+    """2 fences; each rank adds S/n from n ranks and writes it to n. Others' ordinary memory: both by a copy."""
     n = at.n
-    if allocated:
-        return k.call + 2 * fence(k, at) + work(k, at, (n - 1) / n * s * k.gamma, 2 * s)
-    staged = rounds(n, s) * k.alpha + (n - 1) / n * s * k.gamma + (2 - 1 / n) * s * k.beta
-    return k.call + (1 + 2 * rounds(n, s)) * fence(k, at) + work(k, at, staged, 2 * s)
+    copied = 0.0 if allocated else 2 * (n - 1) / n * s
+    return k.call + 2 * fence(k, at) + work(k, at, (n - 1) / n * s * k.gamma + copied * k.beta, 2 * s)
 
 
 def hierarchical_copy(k: Machine, at: Place, s: float, allocated: bool = True) -> float:

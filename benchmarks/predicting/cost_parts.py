@@ -9,7 +9,6 @@ from functools import cache, cached_property
 from math import ceil, log2
 
 SEGMENT = 1024 * 1024  # bytes in one message (allreduce/messages/transfer.py)
-STAGE, LEAST_PART = 1024 * 1024, 16 * 1024  # bytes staged in a round (allreduce/backends/shared.py)
 EAGER, NET_EAGER = 4096, 65536  # bytes; longer messages need a handshake first (Open MPI: in a node, by TCP)
 MAPPED = 32 << 20  # bytes; a longer temporary is fresh memory in every call (the most that glibc's malloc keeps)
 HALF = 0.5  # of a turn of the ranks on a core: so long waits, on average, who waits for one that waits for others
@@ -23,7 +22,7 @@ class Machine:
     call: float = 5e-6  # what a call of ours costs before anything moves
     alpha: float = 5e-6  # a message of ours between ranks of a node: Python and MPI, both sides
     handshake: float = 4e-6  # more for a message longer than EAGER
-    beta: float = 1.5e-10  # a byte copied from or to another rank's memory, or through the staging window
+    beta: float = 1.5e-10  # a byte copied from or to another rank's memory, by a message or by the system
     gamma: float = 1e-10  # a byte added, and the sum written where it belongs
     fence: float = 2e-6  # one round of a node's barrier; it has log2 n
     switch: float = 2e-5  # until a rank that others wait for gets the core, by ranks that poll on it before
@@ -177,16 +176,8 @@ def walk(k: Machine, at: Place, n: int, s: float, sharing: int = 1) -> float:
 def in_two_phases(k: Machine, node: Place, s: float, allocated: bool) -> float:
     """reduce_scatter and all_gather of `shared`: a pass each through the memory, and a fence before and after."""
     n = node.n
-    turns = 0 if allocated else rounds(n, s)
-    copied = (n - 1 if allocated else 2 * n - 1) / n * s
-    passing = 2 * turns * k.alpha + (n - 1) / n * s * k.gamma + copied * k.beta
-    fences = 4 if allocated else 2 + 2 * turns
-    return fences * fence(k, node) + work(k, node, passing, 3 * s)
-
-
-def rounds(n: int, s: float) -> int:
-    """In how many rounds n ranks stage s bytes."""
-    return ceil(s / n / max(STAGE / n, LEAST_PART))
+    copied = (1 if allocated else 2) * (n - 1) / n * s
+    return 4 * fence(k, node) + work(k, node, (n - 1) / n * s * k.gamma + copied * k.beta, 3 * s)
 
 
 def work(k: Machine, at: Place, seconds: float, touched: float) -> float:

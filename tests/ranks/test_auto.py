@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ several = pytest.mark.skipif(SIZE == 1, reason="one rank has nothing to reduce")
 
 
 class _Nodes:
-    def __init__(self, nodes: int, size: int) -> None:
+    def __init__(self, nodes: int, size: int, reaches: bool = True) -> None:
         self.nodes, self.size = nodes, size
+        self.reach = SimpleNamespace(works=reaches)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ class _Nodes:
         (1, 1 << 30, FLOAT32, ALLOCATED, "shared"),
         (1, 1000, FLOAT32, FOREIGN, "native"),
         (1, 1 << 20, FLOAT32, FOREIGN, "shared"),
-        (1, 1 << 25, FLOAT32, FOREIGN, "ring"),
+        (1, 1 << 25, FLOAT32, FOREIGN, "shared"),
         (2, 1000, FLOAT32, ALLOCATED, "native"),
         (2, 1000, FLOAT16, FOREIGN, "hierarchical_copy"),
         (2, 1 << 24, FLOAT32, FOREIGN, "hierarchical_copy"),
@@ -46,6 +48,12 @@ def test_rule(nodes: int, nbytes: int, dtype: np.dtype, memory: int, chosen: str
     name, why = auto.rule(_Nodes(nodes, 2 * nodes), nbytes, dtype, memory)  # type: ignore[arg-type]
     assert name == chosen
     assert why
+
+
+@pytest.mark.parametrize(("nbytes", "chosen"), [(1 << 20, "shared"), (1 << 25, "ring")])
+def test_rule_where_ranks_can_not_reach_memory(nbytes: int, chosen: str) -> None:
+    """Through the stage go arrays that fit it; a longer one would wait for its turns."""
+    assert auto.rule(_Nodes(1, 2, reaches=False), nbytes, FLOAT32, FOREIGN)[0] == chosen  # type: ignore[arg-type]
 
 
 @several
@@ -66,6 +74,7 @@ def test_copies_are_told_to_who_has_chosen_them(
     name: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setattr(flat.reach, "works", False)
     with caplog.at_level(logging.WARNING, "allreduce"), allreduce.create(name, flat) as reduce:
         reduce(np.zeros(1 << 18, "float32"), "sum")
     said = [record.message for record in caplog.records if "two more copies" in record.message]

@@ -25,6 +25,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "hierarchical_copy",
         {"node": "halving_doubling", "cross": "reduce_to_one"},
     ),
+    "shared+staged": ("shared", {"staged": True}),
     "reduce_to_one+root": ("reduce_to_one", {"root": SIZE - 1}),
 }
 PLACES = [(variant, shape) for variant in VARIANTS for shape in SHAPES]

@@ -1,0 +1,113 @@
+"""Reach: the memory of other ranks, and what happens where it can't be reached."""
+
+import mmap
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from grid import expected, values
+from mpi4py import MPI
+
+import allreduce
+from allreduce.errors import CommunicationError
+from allreduce.messages import reach
+from allreduce.messages.reach import Reach
+
+SIZE = MPI.COMM_WORLD.size
+several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
+
+
+@several
+def test_reads_and_writes(world: MPI.Intracomm) -> None:
+    reached = Reach(world)
+    if not reached.works:
+        pytest.skip("this system forbids it")
+    mine = np.full(3, world.rank, np.int64)
+    addresses = world.allgather(reached.address(mine))
+    found = np.zeros(3, np.int64)
+    for rank in range(SIZE):
+        reached.read(rank, addresses[rank], found)
+        assert found.tolist() == [rank] * 3
+    world.Barrier()
+    other = (world.rank + 1) % SIZE
+    reached.write(other, addresses[other], np.array([100 + world.rank]))
+    world.Barrier()
+    assert mine.tolist() == [100 + (world.rank - 1) % SIZE, world.rank, world.rank]
+
+
+@several
+def test_memory_that_is_gone(world: MPI.Intracomm) -> None:
+    reached = Reach(world)
+    if not reached.works:
+        pytest.skip("this system forbids it")
+    with pytest.raises(CommunicationError, match="can't be reached any more: Bad address"):
+        reached.read((world.rank + 1) % SIZE, 8, np.zeros(3))
+
+
+@several
+@pytest.mark.parametrize("lacking", ["everywhere", "one rank"])
+def test_forbidden(world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    """Then nobody uses it."""
+    if lacking == "everywhere" or world.rank == SIZE - 1:
+        monkeypatch.setattr(reach, "_read", lambda *_: -1)
+    assert not Reach(world).works
+
+
+@several
+def test_memory_that_nobody_reaches(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a device, say, on one rank: the array goes through the stage on all of them."""
+    if not flat.reach.works:
+        pytest.skip("this system forbids it")
+    with allreduce.create("shared", flat) as reduce:
+        stage = reduce._stage.table  # type: ignore[attr-defined]
+        array = values(np.dtype("float32"), 1000, world.rank, 0).copy()
+        reduce(array, "sum")
+        assert not stage.any()
+        with monkeypatch.context() as patch:
+            if world.rank == SIZE - 1:
+                patch.setattr(flat.reach, "address", lambda _: 0)
+            again = values(np.dtype("float32"), 1000, world.rank, 0).copy()
+            reduce(again, "sum")
+        assert stage.any()
+        assert expected(np.dtype("float32"), 1000, "sum", SIZE, 0).hold(again)
+        assert np.array_equal(array, again)
+
+
+@several
+@pytest.mark.parametrize("kind", ["untouched", "a file", "across two mappings"])
+def test_foreign_memory(
+    kind: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Pages that nobody has touched yet, a memory map of a file, and a mapping with other pages behind it."""
+    length = 300_000
+    if kind == "a file":
+        path = tmp_path_factory.mktemp("reach") / f"{os.getpid()}.bin"
+        array = np.memmap(path, np.float32, "w+", shape=length)
+    else:
+        area = mmap.mmap(-1, 8 * length)
+        begin = 4 * length if kind == "untouched" else 2 * length
+        array = np.frombuffer(area, np.float32)[begin // 4 :][:length]
+    with allreduce.create("shared", flat) as reduce:
+        reduce(array, "sum")
+        assert not array.any()
+        array[:] = world.rank
+        reduce(array, "max")
+        assert (array == SIZE - 1).all()
+
+
+@several
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_same_bits_as_allocated(op: str, topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm) -> None:
+    """Whether an array is from `allocate` or not, the ranks are summed in one order."""
+    generator = np.random.default_rng(world.rank)
+    with allreduce.create("shared", topology_of(None)) as reduce:
+        for dtype in ("float32", "bfloat16"):
+            given = reduce.allocate(100_003, dtype)
+            given[:] = generator.standard_normal(100_003)
+            foreign = given.copy()
+            reduce(given, op)
+            reduce(foreign, op)
+            assert given.tobytes() == foreign.tobytes()
