@@ -4,14 +4,16 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TextIO
 
 from allreduce import Topology
 from allreduce.arrays import gpu
 from allreduce.errors import AllReduceError
-from allreduce.messages.agreement import everywhere, known, together
-from trainers import datasets, options, results, strategies
+from allreduce.messages.agreement import everywhere, known, raise_together, together
+from trainers import datasets, options, results, roles, strategies
 from trainers.errors import ArgumentError, DivergedError, TrainerError
+from trainers.evaluator import Ending, Evaluator
 from trainers.replicas.numpy.network import NumpyNetwork
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes
@@ -39,32 +41,90 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(chosen: argparse.Namespace, world: Topology) -> None:
-    shown = (
-        sys.stderr if chosen.json == results.STANDARD_OUTPUT else sys.stdout
-    )  # what is read by a program is alone there
-    together(world.world, lambda: _check_nodes(chosen, world.size))
-    together(world.world, lambda: results.check_targets(chosen) if world.rank == 0 else None)  # it writes alone
+    shown = sys.stderr if chosen.json == results.STANDARD_OUTPUT else sys.stdout  # what a program reads is alone there
+    assigned = roles.assign(world, strategies.servers(chosen), chosen.evaluator)
+    if chosen.strategy in strategies.with_option("servers"):
+        chosen.servers = len(assigned.servers)
+    together(world.world, lambda: _check(chosen, assigned))
+    together(world.world, lambda: results.check_targets(chosen) if world.rank == assigned.chief else None)
     data = together(world.world, lambda: datasets.load(chosen.data))
-    topology = Topology(world.world, chosen.ranks_per_node)
+    topology = roles.training(world, assigned, chosen.ranks_per_node)
     network = together(world.world, lambda: _network(chosen, data, topology))
-    with strategies.STRATEGIES[chosen.strategy].make(chosen, network, topology, chosen.servers or 0) as trainer:
-        _say(world, f"{topology}, on {network.device}", shown)
-        _say(world, results.how(trainer, chosen), shown)
-        _say(world, f"data: {data}", shown)
+    job = _Job(chosen, assigned, data, network, shown)
+    if assigned.evaluator is None:
+        _train(job, topology)
+    else:
+        _train_and_evaluate(job, world, topology)
+
+
+class _Job(NamedTuple):
+    """What a rank needs for its part."""
+
+    chosen: argparse.Namespace
+    roles: roles.Roles
+    data: datasets.Dataset
+    network: NumpyNetwork
+    shown: TextIO
+
+
+def _train(job: _Job, topology: Topology) -> None:
+    """The part of the ranks that train. Collective over them."""
+    chosen, data, network, shown = job.chosen, job.data, job.network, job.shown
+    make = strategies.STRATEGIES[chosen.strategy].make
+    with make(chosen, network, topology, len(job.roles.servers)) as trainer:
+        _say(topology, f"{topology}, on {network.device}", shown)
+        if job.roles.servers or job.roles.evaluator is not None:
+            _say(topology, f"roles: {job.roles}", shown)
+        _say(topology, results.how(trainer, chosen), shown)
+        _say(topology, f"data: {data}", shown)
         layers = "-".join(map(str, network.sizes))
-        _say(world, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}", shown)
+        _say(topology, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}", shown)
         history = trainer.fit(
             data.x_train, data.y_train, chosen.epochs, chosen.batch_size, seed=chosen.seed, stream=shown
         )
         scores = trainer.evaluate(data.x_test, data.y_test)
-        _check_loss(scores["loss"], world)
+        _check_loss(scores["loss"], topology)
         if chosen.save:
             trainer.save(chosen.save)
-            _say(world, f"saved: {chosen.save}", shown)
+            _say(topology, f"saved: {chosen.save}", shown)
         if chosen.json:
             result = results.result(chosen, trainer, network, history, scores)
-            together(world.world, lambda: results.write_json(chosen.json, result) if world.rank == 0 else None)
-        _say(world, f"test accuracy: {scores['accuracy']:.4f}", shown)
+            written = partial(results.write_json, chosen.json, result)
+            together(topology.world, lambda: written() if topology.rank == 0 else None)
+        _say(topology, f"test accuracy: {scores['accuracy']:.4f}", shown)
+
+
+def _train_and_evaluate(job: _Job, world: Topology, topology: Topology) -> None:
+    """The parts of all ranks, of which one evaluates. Collective; an error of either part is raised on all ranks."""
+    chosen, evaluates = job.chosen, world.rank == job.roles.evaluator
+    evaluator = together(world.world, lambda: _evaluator(job) if evaluates else None)
+    error: Exception | None = None
+    try:
+        with Ending(world.private(), job.roles.chief, job.roles.evaluator) as ending:
+            if evaluator is not None:
+                evaluator.run(ending.heard)
+            else:
+                _train(job, topology)
+    except Exception as met:
+        if not (evaluates or everywhere(met, topology.world)):
+            raise  # the others who train don't know
+        error = met
+    raise_together(world.world, error)
+    if chosen.evaluations:
+        _say(world, f"evaluations: {chosen.evaluations}", job.shown)
+
+
+def _evaluator(job: _Job) -> Evaluator:
+    chosen, data = job.chosen, job.data
+    return Evaluator(
+        job.network,
+        getattr(chosen, "checkpoint", ""),
+        data.x_test,
+        data.y_test,
+        output=chosen.evaluations,
+        append=getattr(chosen, "resume", False),
+        stream=job.shown,
+    )
 
 
 def _network(chosen: argparse.Namespace, data: datasets.Dataset, topology: Topology) -> NumpyNetwork:
@@ -92,13 +152,18 @@ def _optimizer(network: NumpyNetwork) -> str:
     return f"{network.config()['optimizer']}, learning rate {network.optimizer.lr:g}"
 
 
-def _check_nodes(chosen: argparse.Namespace, ranks: int) -> None:
-    given = chosen.ranks_per_node
+def _check(chosen: argparse.Namespace, assigned: roles.Roles) -> None:
+    """Find out before the training what the options ask of ranks that are not there. Raises ArgumentError."""
+    given, ranks = chosen.ranks_per_node, len(assigned.training)
     if isinstance(given, int) and given > ranks:
         raise ArgumentError(
             f"--ranks-per-node {given}: this job has {ranks} rank{'s' * (ranks != 1)}, so no node has {given}; give at "
             f"most {ranks}, or start more ranks (mpirun -n {2 * given})"
         )
+    if assigned.evaluator is not None and not getattr(chosen, "checkpoint", None):
+        raise ArgumentError("an evaluator evaluates checkpoints: add --checkpoint DIR")
+    if assigned.evaluator is None and chosen.evaluations:
+        raise ArgumentError(f"--evaluations {chosen.evaluations}: nobody evaluates; add --evaluator")
 
 
 def _check_loss(loss: float, world: Topology) -> None:

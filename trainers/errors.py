@@ -19,6 +19,10 @@ class ArgumentError(TrainerError, ValueError):
     """An argument makes no sense: shapes that do not fit, a batch size below 1, an unknown name."""
 
 
+class RoleError(ArgumentError):
+    """The roles of the ranks make no sense: no worker left, a TF_CONFIG that does not describe these ranks."""
+
+
 class DataError(TrainerError, ValueError):
     """A data set is missing, truncated, mislabelled, empty or not numeric; the message names the file."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainers import datasets, strategies
 from trainers.errors import ArgumentError
-from trainers.parsing import Parser, integer, layer_sizes, positive, ranks_per_node
+from trainers.parsing import Parser, integer, layer_sizes, positive, ranks_per_node, table_file
 from trainers.replicas.numpy.layers import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
 
@@ -101,6 +101,14 @@ def _add_machine(group: Any) -> None:
 
 def _add_files(group: Any) -> None:
     add = group.add_argument
+    add(
+        "--evaluator", action="store_true", default=None,
+        help="the last rank does not train: it evaluates each checkpoint as it comes (with --checkpoint)",
+    )  # fmt: skip
+    add(
+        "--evaluations", type=table_file, metavar="FILE",
+        help="where the evaluator writes its metrics: JSON lines in FILE.jsonl, a table in FILE.csv",
+    )  # fmt: skip
     add("--save", metavar="FILE", help="write the trained model (.npz, no pickle)")
     add("--load", metavar="FILE", help="begin with a saved model")
     add(

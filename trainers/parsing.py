@@ -75,3 +75,9 @@ def ranks_per_node(text: str) -> int | tuple[int, ...]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks such as 2, and no list such as 3,1")
     return int(text) if len(parts) == 1 else tuple(map(int, parts))
+
+
+def table_file(text: str) -> str:
+    if not text.endswith((".jsonl", ".csv")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file that ends in .jsonl or .csv")
+    return text

@@ -17,7 +17,7 @@ from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.watching.history import History
 
 STANDARD_OUTPUT = "-"
-WRITTEN = ("save", "json")  # options that name a file
+WRITTEN = ("save", "json", "evaluations")  # options that name a file
 
 
 def check_targets(chosen: argparse.Namespace) -> None:

@@ -70,7 +70,7 @@ STRATEGIES = {
     ),
     "parameter_server": Strategy(
         "server ranks hold the parameters; workers fetch them and send gradients",
-        {"servers": 1, "updates": "async", "stale": "keep", "max_staleness": None, "warm_up": 0},
+        {"servers": None, "updates": "async", "stale": "keep", "max_staleness": None, "warm_up": 0},
         _parameter_server,
     ),
     "spare_replicas": Strategy(
@@ -137,7 +137,7 @@ def settle(options: argparse.Namespace) -> None:
         if given is not None and name not in own:
             raise ArgumentError(
                 f"{flag(name)} {given}: --strategy {options.strategy} has no use for it; leave it out, or take "
-                f"--strategy {' or '.join(_users(name))}"
+                f"--strategy {' or '.join(with_option(name))}"
             )
     if options.updates == "sync":
         for name in ASYNC_ONLY:
@@ -151,6 +151,11 @@ def settle(options: argparse.Namespace) -> None:
             setattr(options, name, default)
 
 
+def servers(options: argparse.Namespace) -> int | None:
+    """How many servers the options ask for; None: those of TF_CONFIG, or else one."""
+    return options.servers if options.strategy in with_option("servers") else 0
+
+
 def described(options: argparse.Namespace) -> dict[str, Any]:
     """The strategy and its options, as --json has them."""
     return {"strategy": options.strategy} | {
@@ -158,9 +163,10 @@ def described(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _users(name: str) -> list[str]:
+def with_option(name: str) -> list[str]:
+    """The strategies that have use for an option."""
     return [each for each, strategy in STRATEGIES.items() if name in strategy.options]
 
 
 def _of(name: str) -> str:
-    return f"with {' or '.join(_users(name))}"
+    return f"with {' or '.join(with_option(name))}"

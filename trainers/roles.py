@@ -1,0 +1,168 @@
+"""Who does what in a job: chief, workers, parameter servers, and an evaluator, each a rank of MPI.
+
+Without TF_CONFIG roles go by rank: rank 0 is the chief, the last rank the evaluator where there is one, the ranks
+before it are the servers, and all between are workers. 6 ranks with 2 servers and an evaluator:
+
+    rank    0      1       2       3     4     5
+    role    chief  worker  worker  ps    ps    evaluator
+
+With TF_CONFIG a rank has the role that its task says; where no rank names a task, the chief, the workers, the ps and
+the evaluator of the cluster are ranks 0, 1, ... in this order. A cluster without a chief has worker 0 as its chief, as
+in TensorFlow. The chief trains like a worker; it also prints, and writes models and checkpoints.
+
+Ranks that train are numbered anew, whatever their ranks in the job: the chief is 0, then come workers, then servers.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.messages.agreement import together
+from allreduce.topology import Topology
+from trainers import tf_config
+from trainers.errors import RoleError
+from trainers.tf_config import CHIEF, EVALUATOR, NAME, SERVER, TYPES, WORKER, Task, TFConfig
+
+
+class Roles(NamedTuple):
+    """The ranks of each role, in the order of their numbers there. Every rank has one role."""
+
+    chief: int
+    workers: tuple[int, ...] = ()
+    servers: tuple[int, ...] = ()
+    evaluator: int | None = None
+
+    @property
+    def training(self) -> tuple[int, ...]:
+        """The ranks that train: all but the evaluator, in the order of their ranks in training."""
+        return (self.chief, *self.workers, *self.servers)
+
+    def of(self, rank: int) -> str:
+        """The role of a rank: one of trainers.tf_config.TYPES."""
+        if rank == self.evaluator:
+            return EVALUATOR
+        return CHIEF if rank == self.chief else SERVER if rank in self.servers else WORKER
+
+    def __str__(self) -> str:
+        named = {
+            WORKER: self.workers,
+            SERVER: self.servers,
+            EVALUATOR: () if self.evaluator is None else (self.evaluator,),
+        }
+        others = [f"{role} rank {', '.join(map(str, ranks))}" for role, ranks in named.items() if ranks]
+        return "; ".join([f"chief rank {self.chief}", *others])
+
+
+def assign(
+    topology: Topology,
+    servers: int | None = 0,
+    evaluator: bool | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Roles:
+    """The roles of the ranks of `topology`, the same on all of them. Collective.
+
+    servers: how many ranks are parameter servers; None: as many as in TF_CONFIG, and one where that is not set.
+    evaluator: whether a rank evaluates; None: when TF_CONFIG has one.
+    environment: where TF_CONFIG is looked up.
+
+    Raises RoleError on all ranks when TF_CONFIG is damaged, does not describe these ranks or says something other than
+    the arguments; or when nobody is left to work. DisagreementError when ranks have different clusters.
+    """
+    config = together(topology.world, lambda: tf_config.read(environment.get(NAME)))
+    error = None
+    if servers is not None and (isinstance(servers, bool) or not isinstance(servers, int) or servers < 0):
+        servers, error = 0, RoleError(f"servers={servers!r}: give a number of ranks, or None")
+    trained = (0, 0, 0) if config is None else config.tasks[:3]
+    values = [config is not None, *trained, -1 if servers is None else servers, -1 if evaluator is None else evaluator]
+    topology.agree(values, f"roles: {servers} servers, evaluator {evaluator}, {NAME}: {config or 'not set'}", error)
+    mine = np.full(3, -1, np.int64)  # the type and the index of this rank's task; whether an evaluator is known of
+    if config is not None:
+        mine[2] = config.tasks[3]
+        if config.task is not None:
+            mine[:2] = TYPES.index(config.task[0]), config.task[1]
+    everyone = np.empty((topology.size, 3), np.int64)
+    topology.world.Allgather(mine, everyone)
+
+    def decide() -> Roles:
+        if config is None:
+            return by_rank(topology.size, 1 if servers is None else servers, bool(evaluator))
+        named = [None if kind < 0 else (TYPES[kind], index) for kind, index, _ in everyone.tolist()]
+        counts = (*config.tasks[:3], int(everyone[:, 2].max()))
+        roles = by_task(TFConfig(counts, None), named)
+        _check_clash(roles, servers, evaluator)
+        return roles
+
+    return together(topology.world, decide)
+
+
+def training(topology: Topology, roles: Roles, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
+    """The topology of the ranks that train, chief first; on the evaluator one of this rank alone. Collective."""
+    if roles.training == tuple(range(topology.size)):
+        return Topology(topology.world, ranks_per_node, topology.timeout)
+    evaluates = topology.rank == roles.evaluator
+    part = topology.world.Split(int(evaluates), 0 if evaluates else roles.training.index(topology.rank))
+    assert isinstance(part, MPI.Intracomm)
+    try:
+        return Topology(part, None if evaluates else ranks_per_node, topology.timeout)
+    finally:
+        part.Free()
+
+
+def by_rank(ranks: int, servers: int = 0, evaluator: bool = False) -> Roles:
+    """The roles of so many ranks without TF_CONFIG. Raises RoleError when nobody is left to work."""
+    trained = ranks - evaluator
+    workers = trained - servers
+    if workers < 1:
+        wanted = [f"{servers} server{'s' * (servers != 1)}"] * (servers > 0) + ["an evaluator"] * evaluator
+        raise RoleError(
+            f"{' and '.join(wanted)} of {ranks} rank{'s' * (ranks != 1)} leave no worker: start at least "
+            f"{servers + evaluator + 1} ranks (mpirun -n {servers + evaluator + 1})"
+        )
+    return Roles(0, tuple(range(1, workers)), tuple(range(workers, trained)), ranks - 1 if evaluator else None)
+
+
+def by_task(config: TFConfig, named: Sequence[Task | None]) -> Roles:
+    """The roles of ranks that have named these tasks of a cluster. Raises RoleError unless each has one of its own."""
+    tasks = [(kind, index) for kind, count in zip(TYPES, config.tasks, strict=True) for index in range(count)]
+    silent = [rank for rank, task in enumerate(named) if task is None]
+    if len(tasks) != len(named):
+        raise RoleError(
+            f"{NAME} describes {len(tasks)} task{'s' * (len(tasks) != 1)} ({config}), and this job has {len(named)} "
+            f"rank{'s' * (len(named) != 1)}; every task is a rank: start mpirun -n {len(tasks)}, or change the cluster"
+        )
+    if silent and len(silent) < len(named):
+        raise RoleError(f"{NAME} of rank {silent[0]} names no task, and that of others does; all must, or none")
+    holders: dict[Task, int] = {}
+    for rank, task in enumerate(tasks if silent else named):
+        assert task is not None
+        if task in holders:
+            raise RoleError(
+                f"{NAME}: ranks {holders[task]} and {rank} both say that they are {task[0]} {task[1]}; give every rank "
+                "a task of its own (mpirun -n 1 -x TF_CONFIG=... : -n 1 ...), or leave out the task on all of them"
+            )
+        holders[task] = rank
+    ranks = {kind: [holders[task] for task in tasks if task[0] == kind] for kind in TYPES}
+    chief, *workers = ranks[CHIEF] + ranks[WORKER]
+    return Roles(chief, tuple(workers), tuple(ranks[SERVER]), next(iter(ranks[EVALUATOR]), None))
+
+
+def _check_clash(roles: Roles, servers: int | None, evaluator: bool | None) -> None:
+    """Raise RoleError when TF_CONFIG and the arguments say different things."""
+    there = len(roles.servers)
+    if servers is None and not there:
+        raise RoleError(f"{NAME} has no ps, and this training needs a server: add one to the cluster")
+    if servers == 0 and there:
+        raise RoleError(
+            f"{NAME} has {there} ps, for which this training has no use: take --strategy parameter_server, or remove "
+            "them from the cluster"
+        )
+    if servers not in (None, there):
+        raise RoleError(f"{servers} servers are asked for, and {NAME} has {there} ps; leave out one of the two")
+    if evaluator is not None and evaluator != (roles.evaluator is not None):
+        has = "has one" if roles.evaluator is not None else "has none"
+        raise RoleError(
+            f"{'an' if evaluator else 'no'} evaluator is asked for, and {NAME} {has}; leave out one of the two"
+        )
