@@ -77,6 +77,7 @@ BAD = {
     "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
     "saved to stdout": (["--save", "-"], "--save -: a model is no text"),
     "one phase": (["--update", "sharded", "--allreduce", "native"], "'native' has none; use"),
+    "no worker": (["--strategy", "parameter_server", "--servers", "2"], "2 servers of 2 ranks leave no worker: start"),
     "target": (["--save", "/no/such/folder/m.npz"], "--save /no/such/folder/m.npz: this can't be written"),
     "model": (["--load", "missing.npz"], "missing.npz can't be read"),
 }
@@ -92,6 +93,13 @@ def test_bad_arguments_end_with_one_line(bad: str, mpi: str, mpirun: JobRunner) 
     assert text in errors[0]
     assert "Traceback" not in job.stderr
     assert job.stdout == ""
+
+
+def test_tf_config_that_does_not_describe_the_job_ends_with_one_line(mpirun: JobRunner) -> None:
+    job = mpirun(2, ["-m", "trainers"], timeout=30, env={"TF_CONFIG": '{"cluster": {"worker": ["a"], "ps": ["b"]}}'})
+    assert job.returncode == 2
+    assert job.stderr.count("error: TF_CONFIG has 1 ps, for which this training has no use: take --strategy") == 1
+    assert "Traceback" not in job.stderr
 
 
 @MPI
