@@ -1,6 +1,7 @@
 """Seam 2: what a framework gives a trainer. It knows arrays and no MPI."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,18 @@ class Replica(ABC):
         part: only this slice of the bound parameters, start and stop given; it may be empty, and is the same in
             every step. All parameters when none is given. Only a replica with `bind_parameters` needs it.
         """
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """The learning rate of every group of parameters; none where an optimizer has no such thing.
+
+        Setting as many changes the next updates; equally on all ranks, or replicas drift apart.
+        """
+        return []
+
+    @learning_rates.setter
+    def learning_rates(self, rates: Sequence[float]) -> None:
+        raise ArgumentError(f"{type(self).__name__} has no learning rate that can be set")
 
     def refresh(self) -> None:  # noqa: B027, nothing to do where parameters are views
         """Take on the bound parameters, of which others have updated the rest."""

@@ -105,6 +105,14 @@ class NumpyNetwork(Replica):
     def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(f"optimizer.{name}" for name in self.optimizer.slots)
 
+    @property
+    def learning_rates(self) -> list[float]:
+        return [self.optimizer.lr]
+
+    @learning_rates.setter
+    def learning_rates(self, rates: Sequence[float]) -> None:
+        (self.optimizer.lr,) = rates
+
     def bind(self, buffer: Any) -> None:
         self._check_buffer("gradient", buffer)
         self._gradients = buffer

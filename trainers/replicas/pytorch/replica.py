@@ -1,7 +1,7 @@
 """Any PyTorch module as a replica, so that trainers can train it. No MPI here."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,18 @@ class TorchReplica(Replica):
     @property
     def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(f"optimizer.{key}" for key in sorted(self._state.elementwise))
+
+    @property
+    def learning_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
+
+    @learning_rates.setter
+    def learning_rates(self, rates: Sequence[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def bind(self, buffer: Any) -> None:
         self._check_buffer("gradient", buffer)

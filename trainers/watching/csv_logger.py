@@ -1,0 +1,81 @@
+"""CSVLogger: a line for each epoch."""
+
+import csv
+import os
+from contextlib import suppress
+from typing import IO, Any
+
+from trainers.errors import ArgumentError
+from trainers.watching.callback import Callback, Logs
+
+
+class CSVLogger(Callback):
+    """Writes what was measured in each epoch to a file, by rank 0; on other ranks it does nothing. Keras' arguments.
+
+    filename: of the file. separator: between the columns. append: go on with a file that is there.
+
+    The columns are the epoch, from 0, and the logs by name; what an epoch lacks is NA. Raises ArgumentError on all
+    ranks when the file can't be written.
+    """
+
+    reads_batches = False
+
+    def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
+        if not isinstance(separator, str) or len(separator) != 1:
+            raise ArgumentError(f"separator={separator!r}: give one character")
+        self.filename, self.separator, self.append = os.fspath(filename), separator, append
+        self._file: IO[str] | None = None
+        self._writer: csv.DictWriter | None = None
+        self._columns: list[str] = []
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        if self.trainer.rank:
+            return
+        try:
+            self._columns = self._header() if self.append else []
+            self._file = open(self.filename, "a" if self.append else "w", newline="", encoding="utf-8")  # noqa: SIM115
+        except (OSError, UnicodeDecodeError) as error:
+            raise self._refused(error) from error
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if self._file is None:
+            return
+        logs = logs or {}
+        try:
+            if self._writer is None:
+                columns = self._columns or ["epoch", *sorted(logs)]
+                style: dict[str, Any] = {"delimiter": self.separator, "lineterminator": "\n"}
+                self._writer = csv.DictWriter(self._file, columns, restval="NA", extrasaction="ignore", **style)
+                if not self._columns:
+                    self._writer.writeheader()
+            self._writer.writerow({"epoch": epoch, **logs})
+            self._file.flush()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        try:
+            self._close()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def set_trainer(self, trainer: Any) -> None:
+        super().set_trainer(trainer)
+        if trainer is None:
+            with suppress(OSError):  # the fit has ended in an error already
+                self._close()
+
+    def _header(self) -> list[str]:
+        """The columns of the file that is there, if there is one."""
+        if not os.path.exists(self.filename):
+            return []
+        with open(self.filename, newline="", encoding="utf-8") as file:
+            return next(csv.reader([file.readline(1 << 16)], delimiter=self.separator), [])
+
+    def _close(self) -> None:
+        file, self._file, self._writer = self._file, None, None
+        if file is not None:
+            file.close()
+
+    def _refused(self, error: Exception) -> ArgumentError:
+        return ArgumentError(f"{self.filename} can't be written: {getattr(error, 'strerror', None) or error}")

@@ -1,0 +1,99 @@
+"""EarlyStopping: the training ends when a metric has stopped improving."""
+
+import sys
+from typing import Any
+
+from trainers import snapshot
+from trainers.errors import ArgumentError
+from trainers.watching.callback import Callback, Logs
+from trainers.watching.monitor import Monitor, is_number
+
+
+class EarlyStopping(Callback):
+    """Ends the fit, on all ranks, after `patience` epochs in which `monitor` did not improve. Keras' arguments.
+
+    monitor: a name in the logs of an epoch: "val_loss", "loss", "accuracy", ...
+    min_delta: a change that is no larger is no improvement.
+    patience: epochs to wait for one.
+    verbose: 1 to say on rank 0 when it stops.
+    mode: "min", "max", or "auto", which goes by the name of the metric.
+    baseline: what the metric has to be better than, or else it stops too.
+    restore_best_weights: in the end the model is that of the best epoch, with the optimizer's state. It is given on
+        all ranks or on none then, because ranks restore together, and rank 0 keeps a copy of the state.
+    start_from_epoch: epochs before it do not count.
+
+    Raises ArgumentError, in the fit on all ranks when `monitor` is not measured there.
+    """
+
+    reads_batches = False
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0.0,
+        patience: int = 0,
+        verbose: int = 0,
+        mode: str = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+        start_from_epoch: int = 0,
+    ) -> None:
+        self._monitor = Monitor(monitor, mode, min_delta)
+        for name, number in (("patience", patience), ("start_from_epoch", start_from_epoch)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ArgumentError(f"{name}={number!r} is no number of epochs")
+        if baseline is not None and not is_number(baseline):
+            raise ArgumentError(f"baseline={baseline!r} is no number")
+        self.monitor, self.patience, self.verbose = monitor, patience, verbose
+        self.baseline, self.start_from_epoch = baseline, start_from_epoch
+        self.restore_best_weights = restore_best_weights
+        self.collective = restore_best_weights
+        self._begin()
+
+    def _begin(self) -> None:
+        self.wait = self.stopped_epoch = self.best_epoch = 0
+        self.best: float | None = None
+        self._state: snapshot.State | None = None  # of the best epoch; empty on ranks other than 0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._begin()
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        value = self._monitor.value(logs)
+        if epoch < self.start_from_epoch:
+            return
+        if self.restore_best_weights and self._state is None:  # there may be no improvement at all: value is NaN
+            self._keep(epoch)
+        self.wait += 1
+        if self._monitor.better(value, self.best):
+            self.best = value
+            if self.restore_best_weights and self.best_epoch != epoch:
+                self._keep(epoch)
+            self.best_epoch = epoch
+            if self.baseline is None or self._monitor.better(value, self.baseline):
+                self.wait = 0
+            return
+        if self.wait >= self.patience and epoch > 0:
+            self.stopped_epoch = epoch
+            self.trainer.stop_training = True
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        if self.stopped_epoch:
+            self._say(f"epoch {self.stopped_epoch + 1}: early stopping, {self.monitor} has not improved")
+        if self._state is not None:
+            self._say(f"the model is that of the best epoch, {self.best_epoch + 1}")
+            state, self._state = self._state, None
+            snapshot.give_back(self.trainer, state)
+
+    def _keep(self, epoch: int) -> None:
+        self._state, self.best_epoch = None, epoch  # one copy at a time
+        self._state = snapshot.take(self.trainer)
+
+    def _say(self, text: str) -> None:
+        if self.verbose and self.trainer.rank == 0:
+            print(text, file=sys.stdout, flush=True)
+
+    def set_trainer(self, trainer: Any) -> None:
+        super().set_trainer(trainer)
+        if trainer is None:
+            self._state = None

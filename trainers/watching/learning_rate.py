@@ -1,0 +1,101 @@
+"""LearningRateSchedule: learning rates that follow the epochs, scaled to large batches, with a warm-up.
+
+P. Goyal et al.: Accurate, large minibatch SGD: training ImageNet in 1 hour, 2017: when the batch is k times as large,
+make the learning rate k times as large; and since that is too much at first, come to it from the original one in equal
+steps over the first five epochs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from trainers.errors import ArgumentError
+from trainers.watching.callback import Callback, Logs
+from trainers.watching.monitor import is_number
+
+Schedule = Callable[[int, float], float]
+WARM_UP = 5  # epochs
+
+
+class LearningRateSchedule(Callback):
+    """Sets the learning rate of the replicas. Given on all ranks or on none, since replicas must stay equal.
+
+    schedule: schedule(epoch, rate) -> rate, as Keras' LearningRateScheduler takes it: asked at the beginning of each
+        epoch (0, 1, ...) with the rate so far, of an optimizer's first group of parameters; other groups keep their
+        ratio to it. None for a constant rate.
+    scale: by how much the global batch is larger than the one for which the rate was chosen; or "ranks": the rate was
+        chosen for one rank's share of a batch.
+    warmup_epochs: so long the rate goes up to what the schedule says, after every step: from rate / scale, or from
+        0 when scale is 1. By default 5 when there is a scale, else 0.
+    verbose: 1 to print the rate of each epoch on rank 0.
+
+    When the fit is over the rates are as they were before it. Raises ArgumentError, in the fit on all ranks.
+    """
+
+    collective = True
+    reads_batches = False
+
+    def __init__(
+        self,
+        schedule: Schedule | None = None,
+        *,
+        scale: float | str = 1.0,
+        warmup_epochs: float | None = None,
+        verbose: int = 0,
+    ) -> None:
+        if schedule is not None and not callable(schedule):
+            raise ArgumentError(f"schedule={schedule!r} is no function of epoch and learning rate")
+        if scale != "ranks" and not _positive(scale):
+            raise ArgumentError(f'scale={scale!r}: give a number above 0, or "ranks"')
+        if warmup_epochs is not None and not (warmup_epochs == 0 or _positive(warmup_epochs)):
+            raise ArgumentError(f"warmup_epochs={warmup_epochs!r} is no number of epochs")
+        self.schedule, self.scale, self.warmup_epochs, self.verbose = schedule, scale, warmup_epochs, verbose
+        self._before: list[float] = []  # the rates of the groups before the fit
+        self._steps = 1
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        self._steps = params["steps"]
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._before = list(self.trainer.replica.learning_rates)
+        if not self._before or not self._before[0] > 0:
+            kind = type(self.trainer.replica).__name__
+            raise ArgumentError(f"the learning rates of this {kind} are {self._before}; a schedule needs one above 0")
+        self._scale = float(self.trainer.size if self.scale == "ranks" else self.scale)
+        given = self.warmup_epochs
+        self._warm_up = (WARM_UP if self._scale > 1 else 0) if given is None else given
+        self._rate = self._before[0] * self._scale
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if self.schedule is not None:
+            rate = self.schedule(epoch, self._rate)
+            if not is_number(rate) or rate < 0:
+                raise ArgumentError(f"schedule({epoch}, {self._rate:g}) returned {rate!r}, which is no learning rate")
+            self._rate = float(rate)
+        self._epoch = epoch
+        self._set(self._warmed(0))
+        if self.verbose and self.trainer.rank == 0:
+            print(f"epoch {epoch + 1}: learning rate {self.trainer.replica.learning_rates[0]:g}", flush=True)
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        if self._epoch < self._warm_up:
+            self._set(self._warmed(batch))
+
+    def set_trainer(self, trainer: Any) -> None:
+        if trainer is None and self._before:
+            self.trainer.replica.learning_rates = self._before
+            self._before = []
+        super().set_trainer(trainer)
+
+    def _warmed(self, batch: int) -> float:
+        """The part of the rate that the warm-up allows in a step."""
+        done = (self._epoch + (batch + 1) / self._steps) / self._warm_up if self._warm_up else 1.0
+        least = 1 / self._scale if self._scale > 1 else 0.0
+        return least + (1 - least) * min(done, 1.0)
+
+    def _set(self, part: float) -> None:
+        factor = part * self._rate / self._before[0]
+        self.trainer.replica.learning_rates = [rate * factor for rate in self._before]
+
+
+def _positive(value: Any) -> bool:
+    return is_number(value) and value > 0

@@ -1,0 +1,138 @@
+"""TensorBoard: event files of a training, written by rank 0."""
+
+import numbers
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from trainers.errors import ArgumentError
+from trainers.watching.callback import Callback, Logs
+from trainers.watching.history import VALIDATION
+
+FREQUENCIES = ("epoch", "batch")
+
+
+class TensorBoard(Callback):
+    """Shows the training in TensorBoard: `tensorboard --logdir logs`. Rank 0 writes; on others it does nothing.
+
+    log_dir: gets the folders "train" and, with validation data, "validation", as Keras writes them.
+    update_freq: "epoch"; "batch", or a number of steps, to write loss and metrics of batches too, which makes the host
+        wait for a GPU.
+
+    By epoch: epoch_loss and the other metrics, epoch_learning_rate, epoch_samples_per_second,
+    epoch_communication_share, epoch_seconds, and what else a trainer measures: numbers as such, lists of how often 0,
+    1, 2, ... came (staleness) as histograms. By batch: batch_loss, ... Raises ArgumentError on all ranks when the
+    package that writes is missing (the extra "tensorboard"), or the folder can't be written.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: str | int = "epoch") -> None:
+        every = update_freq if isinstance(update_freq, int) else {"epoch": 0, "batch": 1}.get(update_freq, -1)
+        if isinstance(update_freq, bool) or every < (1 if isinstance(update_freq, int) else 0):
+            raise ArgumentError(f'update_freq={update_freq!r}: use "epoch", "batch", or a number of steps')
+        self.log_dir, self._every = os.fspath(log_dir), every
+        self.reads_batches = every > 0
+        self._writers: dict[str, EventFile] = {}
+        self._step = 0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._step = 0
+        if self.trainer.rank == 0:
+            self._writers = {"train": EventFile(os.path.join(self.log_dir, "train"))}
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self._step += 1
+        if self._writers and self._every and self._step % self._every == 0:
+            self._write("train", {f"batch_{name}": value for name, value in (logs or {}).items()}, self._step)
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if not self._writers:
+            return
+        trained: dict[str, Any] = {}
+        validated: dict[str, Any] = {}
+        for name, value in (logs or {}).items():
+            side = validated if name.startswith(VALIDATION) else trained
+            side[f"epoch_{name.removeprefix(VALIDATION)}"] = value
+        for rate in self.trainer.replica.learning_rates[:1]:
+            trained["epoch_learning_rate"] = rate
+        self._write("train", trained, epoch)
+        if validated:
+            if "validation" not in self._writers:
+                self._writers["validation"] = EventFile(os.path.join(self.log_dir, "validation"))
+            self._write("validation", validated, epoch)
+        for writer in self._writers.values():
+            writer.flush()
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._close()
+
+    def set_trainer(self, trainer: Any) -> None:
+        super().set_trainer(trainer)
+        if trainer is None:
+            with suppress(ArgumentError):  # the fit has ended in an error already
+                self._close()
+
+    def _write(self, side: str, values: Mapping[str, Any], step: int) -> None:
+        for tag, value in values.items():
+            if isinstance(value, numbers.Real):
+                self._writers[side].scalar(tag, float(value), step)
+            elif isinstance(value, list | tuple) and value:
+                self._writers[side].histogram(tag, value, step)
+
+    def _close(self) -> None:
+        writers, self._writers = self._writers, {}
+        for writer in writers.values():
+            writer.close()
+
+
+class EventFile:
+    """An event file in `folder`, which is made. Raises ArgumentError."""
+
+    def __init__(self, folder: str) -> None:
+        try:
+            from tensorboardX import summary
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event
+        except ImportError as error:
+            raise ArgumentError(
+                f'TensorBoard needs tensorboardX ({error}): pip install ".[tensorboard]" in the checkout'
+            ) from error
+        self._summary, self._event, self._folder = summary, Event, folder
+        try:
+            os.makedirs(folder, exist_ok=True)
+            self._writer = EventsWriter(os.path.join(folder, "events"), f".{os.getpid()}.{time.time_ns()}")
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        self._add(self._summary.scalar(tag, value), step)
+
+    def histogram(self, tag: str, counts: Any, step: int) -> None:
+        """counts: how often 0, 1, 2, ... came."""
+        number = sum(counts)
+        sums = [sum(n * at**power for at, n in enumerate(counts)) for power in (1, 2)]
+        limits = [at + 0.5 for at in range(len(counts))]
+        largest = max((at for at, n in enumerate(counts) if n), default=0)
+        self._add(self._summary.histogram_raw(tag, 0, largest, number, *sums, limits, list(counts)), step)
+
+    def flush(self) -> None:
+        try:
+            self._writer.flush()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def close(self) -> None:
+        try:
+            self._writer.close()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _add(self, made: Any, step: int) -> None:
+        try:
+            self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=made))
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> ArgumentError:
+        return ArgumentError(f"TensorBoard's events can't be written to {self._folder}: {error.strerror or error}")
