@@ -1,10 +1,10 @@
 """The calls of one backend: all ranks see that they are in the same one, and one that fails half-way is the last."""
 
 import os
-import threading
 import time
 import zlib
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 from mpi4py import MPI
@@ -22,6 +22,7 @@ from allreduce.topology import Closeable, Topology
 
 Reduction = Callable[[Any, Op], None]  # reduces a 1-D array in place
 TAGS = 32749  # the largest prime below the number that every MPI has at least
+LOOKS = 20  # at the board, in a row; then
 SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5  # how a rank waits for late ones: ever more lightly
 
 
@@ -55,6 +56,8 @@ class Calls:
         self._control = topology.private(wait=self.wait)
         self._slot = topology.board.take() if meet else None
         self._compares = meet and not tagged and topology.size > 1 and not (self._slot and self._slot.complete)
+        crowded = topology.sharing > topology.cores  # then a late rank needs the core on which this one looks
+        self._looks, self._spin = range(1 if crowded else LOOKS), 0.0 if crowded else SPIN_SECONDS
         self._thread = 0  # the one that called last
         self._met = self._slot.met if self._slot else 0  # how often the ranks have met
         self._sees_all = self._slot is not None and self._slot.complete
@@ -64,16 +67,20 @@ class Calls:
         wait = self.wait
         if wait.call is not None or self.broken is not None:
             self.refuse()
-        self._notice_thread()
+        if get_ident() != self._thread:
+            self._notice_thread()
         try:
             wait.count += 1
             wait.call = call
-            if self._slot is not None:
-                words, start, place, ranks = self._slot.turns[self._met & 1]
+            if (slot := self._slot) is not None:
                 met = self._met = self._met + 1
-                words[start + place] = mine = call.word | (met & NUMBER)
-                if words[start : start + ranks].tolist().count(mine) != ranks:
-                    self._meet(self._slot, start, mine, call)
+                words = slot.turns[met & 1]
+                words[slot.place] = mine = call.word | (met & NUMBER)
+                for _ in self._looks:
+                    if words.tolist().count(mine) == slot.size:
+                        break
+                else:
+                    self._meet(slot, words, mine, call)
             if self._compares:
                 agree(self._control, [call.word], str(call), None)
             reduce(flat, call.op)
@@ -84,9 +91,8 @@ class Calls:
             wait.call = None
 
     def _notice_thread(self) -> None:
-        if (thread := threading.get_ident()) != self._thread:
-            self._thread = thread
-            ending.communicates()
+        self._thread = get_ident()
+        ending.communicates()
 
     @property
     def sees_all(self) -> bool:
@@ -109,15 +115,16 @@ class Calls:
         wait = self.wait
         if wait.call is not None or self.broken is not None:
             self.refuse()
-        self._notice_thread()
+        if get_ident() != self._thread:
+            self._notice_thread()
         said = Said(text, AGREEING)
         try:
             wait.begin(said)
             if self._slot is not None:
-                words, start, place, _ = self._slot.turns[self._met & 1]
                 self._met += 1
-                words[start + place] = mine = AGREEING | (self._met & NUMBER)
-                self._meet(self._slot, start, mine, said, error)
+                words = self._slot.turns[self._met & 1]
+                words[self._slot.place] = mine = AGREEING | (self._met & NUMBER)
+                self._meet(self._slot, words, mine, said, error)
             agree(self._control, values, text, error)
         except BaseException as refused:
             self._break_off(said, refused)
@@ -143,9 +150,9 @@ class Calls:
             self._topology.board.give_back(self._slot.part, self._met)
         self._topology.release(self._control)
 
-    def _meet(self, slot: Slot, start: int, mine: int, call: Shown, error: Exception | None = None) -> None:
+    def _meet(self, slot: Slot, board: memoryview, mine: int, call: Shown, error: Exception | None = None) -> None:
         """Wait until all ranks of the board have come, and see that they came to the same call."""
-        words = self._come(slot, start, mine & NUMBER)
+        words = self._come(board, mine & NUMBER)
         if words.count(mine) == slot.size:
             return
         if slot.complete:  # all ranks see the same words, so all of them come here
@@ -156,20 +163,19 @@ class Calls:
         table = "\n".join(sides)
         raise DisagreementError(f"the ranks disagree about this call; it must be the same on all of them:\n{table}")
 
-    def _come(self, slot: Slot, start: int, number: int) -> list[int]:
+    def _come(self, board: memoryview, number: int) -> list[int]:
         """The words of all ranks, when all have come."""
-        board = slot.turns[0][0]
         begin = looked = time.monotonic()
         self.wait.error, self.wait.raises = None, True
         try:
             while True:
-                words = board[start : start + slot.size].tolist()
+                words = board.tolist()
                 if all(each & NUMBER == number for each in words):
                     return words
                 now = time.monotonic()
                 if now - begin > YIELD_SECONDS:
                     time.sleep(SLEEP_SECONDS)
-                elif now - begin > SPIN_SECONDS:
+                elif now - begin >= self._spin:
                     os.sched_yield()
                 if now - looked > LOOK_SECONDS:
                     looked = now

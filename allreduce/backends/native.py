@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.arrays import chunks, dtypes, gpu
+from allreduce.arrays import chunks, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
-from allreduce.base import AllReduce
+from allreduce.arrays.signature import Signature
+from allreduce.base import AllReduce, Reduction
 from allreduce.messages.operations import numpy_operation
 
 LARGEST_COUNT = 1 << 30  # elements in one call: an MPI count is a C int in Open MPI 5
@@ -24,6 +25,18 @@ class Native(AllReduce):
     recommends it, and Open MPI and MPICH do it."""
 
     sums_half = False
+
+    def _route(self, signature: Signature) -> Reduction:
+        route, dtype = super()._route(signature), signature.dtype
+        op = ops.resolve(signature.op, dtype, self.size)
+        one_piece = op.scale is None and signature.length <= LARGEST_COUNT
+        if route == self._reduce and one_piece and dtype != dtypes.BOOL and _operation(op, dtype) is op.mpi:
+            return self._reduce_plain
+        return route
+
+    def _reduce_plain(self, buffer: np.ndarray, op: Op) -> None:
+        """What the MPI library does by itself: nothing is left to decide in each call."""
+        self._comm.Allreduce(MPI.IN_PLACE, buffer, op.mpi)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         operation = _operation(op, buffer.dtype)

@@ -18,21 +18,18 @@ USERS = 64  # of one topology at a time; any more do without
 TURNS = 2
 
 
-Turn = tuple[memoryview, int, int, int]
-
-
 class Slot(NamedTuple):
     """A user's part of the board.
 
     part: its number. met: how often ranks have met there before.
-    turns: for calls in turn, the board's words, where those of all ranks begin, this rank's place among them and
-        how many they are.
+    turns: for calls in turn, the words of all ranks. place: of this rank's.
     ranks: the topology's ranks that are on the board, in the order of their words.
     """
 
     part: int
     met: int
-    turns: tuple[Turn, Turn]
+    turns: tuple[memoryview, memoryview]
+    place: int
     ranks: tuple[int, ...]
     size: int  # of `ranks`
     complete: bool  # all of the topology's ranks are on the board
@@ -64,10 +61,11 @@ class Board:
         if self._words is None or not self.free:
             return None
         part = min(self.free)
-        size, place = len(self._ranks), self._node.rank
+        size = len(self._ranks)
         even = part * TURNS * size
-        turns = (self._words, even, place, size), (self._words, even + size, place, size)
-        return Slot(part, self.free.pop(part), turns, self._ranks, size, self._complete)
+        odd = even + size
+        turns = self._words[even:odd], self._words[odd : odd + size]
+        return Slot(part, self.free.pop(part), turns, self._node.rank, self._ranks, size, self._complete)
 
     def give_back(self, part: int, met: int) -> None:
         """The user is closed. The next one goes on counting, so that it can't take old words for new ones."""
