@@ -15,16 +15,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainers.central_storage import CentralStorageTrainer
     from trainers.mirrored import MirroredTrainer
+    from trainers.parameter_server import ParameterServerTrainer
     from trainers.replica import Replica
     from trainers.replicas.numpy.network import NumpyNetwork
+    from trainers.spare_replicas import SpareReplicasTrainer
 
-__all__ = ["CentralStorageTrainer", "MirroredTrainer", "NumpyNetwork", "Replica"]
+__all__ = [
+    "CentralStorageTrainer",
+    "MirroredTrainer",
+    "NumpyNetwork",
+    "ParameterServerTrainer",
+    "Replica",
+    "SpareReplicasTrainer",
+]
 
 _HOMES = {
     "CentralStorageTrainer": "trainers.central_storage",
     "MirroredTrainer": "trainers.mirrored",
     "NumpyNetwork": "trainers.replicas.numpy.network",
+    "ParameterServerTrainer": "trainers.parameter_server",
     "Replica": "trainers.replica",
+    "SpareReplicasTrainer": "trainers.spare_replicas",
 }
 
 

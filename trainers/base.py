@@ -77,8 +77,8 @@ class Trainer(ABC):
         """All ranks have done the steps of an epoch, without an error; what they have to say of it. Collective."""
         return {}
 
-    def _meter(self, batches: Batches) -> Meter:
-        """What measures the epochs of a fit."""
+    def _meter(self, batches: Batches) -> Any:
+        """What measures the epochs of a fit, as a Meter does."""
         return Meter(self.replica.metrics, batches.sizes(), self.measured.dtype, self.replica.device)
 
     def _whole(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ class Replica(ABC):
     gradient_length, gradient_dtype: the buffers that `bind` and `bind_parameters` want.
     elementwise: names in `state` of arrays with one number for each parameter, in the order of "parameters".
         After updates of a slice alone only that slice of them is right here; the trainer collects the rest.
+    updated: names in `state` of all that an update changes besides "parameters": those, and what is counted.
     allocates: whether a step makes and frees memory of its own; the trainer then tells malloc to keep it.
     essentials: names in `config` whose values a saved model must share to be restored here.
 
@@ -30,6 +31,7 @@ class Replica(ABC):
     gradient_length: int
     gradient_dtype: str = "float32"
     elementwise: tuple[str, ...] = ()
+    updated: tuple[str, ...] = ()
     allocates: bool = True
     essentials: tuple[str, ...] = ()
 

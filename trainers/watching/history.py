@@ -19,6 +19,9 @@ class Epoch:
     samples_per_second: of all ranks together.
     communication_share: the part of that time spent in AllReduce, waiting for slower ranks included;
         the mean of the ranks, from 0 to 1.
+    staleness: how many gradients were applied 0, 1, 2, ... updates after their parameters had been read; empty
+        where every step is taken by all ranks together.
+    dropped: how many gradients were computed and not used.
     """
 
     epoch: int
@@ -28,6 +31,8 @@ class Epoch:
     samples_per_second: float
     communication_share: float
     validation: dict[str, float] = field(default_factory=dict)
+    staleness: tuple[int, ...] = ()
+    dropped: int = 0
 
     @classmethod
     def of_logs(cls, epoch: int, logs: Logs) -> "Epoch":
@@ -41,6 +46,8 @@ class Epoch:
             samples_per_second=measured.pop("samples_per_second"),
             communication_share=measured.pop("communication_share"),
             loss=measured.pop("loss"),
+            staleness=tuple(measured.pop("staleness", ())),
+            dropped=measured.pop("dropped", 0),
             metrics=measured,
         )
 
@@ -54,6 +61,8 @@ class Epoch:
             "seconds": self.seconds,
             "samples_per_second": self.samples_per_second,
             "communication_share": self.communication_share,
+            **({"staleness": list(self.staleness)} if self.staleness else {}),
+            **({"dropped": self.dropped} if self.dropped else {}),
         }
 
     def __str__(self) -> str:

@@ -35,7 +35,7 @@ class Progress(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if self._bar is not None:
-            self._bar.update()
+            self._bar.update(batch + 1 - self._bar.n)  # some ranks do not come to every batch
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         self.close()

@@ -113,6 +113,10 @@ class NumpyNetwork(Replica):
     def learning_rates(self, rates: Sequence[float]) -> None:
         (self.optimizer.lr,) = rates
 
+    @property
+    def updated(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self.elementwise, "optimizer.steps")
+
     def bind(self, buffer: Any) -> None:
         self._check_buffer("gradient", buffer)
         self._gradients = buffer

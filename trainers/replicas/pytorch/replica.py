@@ -91,6 +91,10 @@ class TorchReplica(Replica):
             else:
                 group["lr"] = rate
 
+    @property
+    def updated(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self._state.updated
+
     def bind(self, buffer: Any) -> None:
         self._check_buffer("gradient", buffer)
         self._whole_optimizer()

@@ -21,6 +21,7 @@ class TorchState:
         self._module, self._optimizer, self._trained = module, optimizer, trained
         self._keys = _state_keys(optimizer)
         self.elementwise = {key for key, is_elementwise in self._keys.items() if is_elementwise}
+        self.updated = ("optimizer.present", *(f"optimizer.{key}" for key in sorted(self._keys)))
 
     def pack(self) -> dict[str, np.ndarray]:
         """Copies, which look alike before and after the optimizer's first step."""

@@ -1,0 +1,216 @@
+"""The rules of servers, without MPI: who is dealt what, how stale gradients may be, and what a server makes of them."""
+
+import random
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from trainers import NumpyNetwork
+from trainers.replicas.numpy.optimizers import SGD, Adam
+from trainers.serving import desk as desks
+from trainers.serving.dealer import END, Dealer
+from trainers.serving.desk import Arrival
+from trainers.serving.parcels import GRADIENTS, NOTHING, PUSH, UNIT, Head, Parcel, unit_type
+from trainers.serving.rounds import collect
+from trainers.serving.shard import Shard
+from trainers.serving.staleness import Counts, Rule
+
+
+def play(dealer: Dealer, workers: int, seed: int, ahead: bool) -> tuple[list[int], list[int]]:
+    """An epoch in a random order of events; returns the staleness of the updates in turn, and who made them."""
+    chance = random.Random(seed)
+    speed = [chance.choice([1, 1, 5, 40]) for _ in range(workers)]
+    version, parts = 0, list[int]()
+    reads: list[list[int]] = [[] for _ in range(workers)]  # versions of the parts in hand
+    arrived: list[int] = []  # workers whose oldest gradients wait for the server
+    ended: set[int] = set()
+    staleness, who = [], []
+    while len(ended) < workers or any(reads):
+        moved = False
+        for worker in sorted(range(workers), key=lambda each: chance.random() * speed[each]):
+            if worker not in ended and len(reads[worker]) < (2 if ahead else 1):
+                part = dealer.deal(worker, version)
+                if part is not None:
+                    moved = True
+                    if part == END:
+                        ended.add(worker)
+                    else:
+                        parts.append(part)
+                        reads[worker].append(version)
+            if reads[worker] and worker not in arrived and chance.random() < 1 / speed[worker]:
+                arrived.append(worker)
+                moved = True
+            if worker in arrived and dealer.may_apply(worker, version):
+                arrived.remove(worker)
+                dealer.done(worker)
+                staleness.append(version - reads[worker].pop(0))
+                who.append(worker)
+                version += 1
+                moved = True
+        waits = [worker for worker in range(workers) if reads[worker] and worker not in arrived]
+        assert moved or waits, "nobody can go on"
+    assert parts == list(range(len(parts)))
+    return staleness, who
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("bound", [None, 0, 1, 2, 5])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_every_part_is_dealt_once_and_no_gradient_is_beyond_the_bound(
+    workers: int, bound: int | None, ahead: bool
+) -> None:
+    for seed in range(20):
+        staleness, _ = play(Dealer(60, range(workers), bound, ahead), workers, seed, ahead)
+        assert len(staleness) == 60
+        assert bound is None or max(staleness) <= bound
+        assert workers > 1 or not any(staleness)  # the only worker has always seen its own updates
+
+
+def test_a_bound_is_used_as_far_as_it_goes() -> None:
+    """It would be kept as well by letting nobody compute beside another."""
+    assert max(max(play(Dealer(60, range(4), 3), 4, seed, True)[0]) for seed in range(5)) == 3
+
+
+def test_a_warm_up_is_one_workers() -> None:
+    staleness, who = play(Dealer(30, range(1)), 3, 1, True)
+    assert set(who) == {0}
+    assert not any(staleness)
+
+
+def test_near_the_end_nobody_is_dealt_a_part_ahead() -> None:
+    dealer = Dealer(4, range(2))
+    assert [dealer.deal(0, 0), dealer.deal(0, 0)] == [0, 1]
+    assert dealer.deal(0, 0) is None
+    assert [dealer.deal(1, 0), dealer.deal(1, 0)] == [2, None]
+    dealer.done(0)
+    dealer.done(0)
+    assert [dealer.deal(0, 2), dealer.deal(1, 2)] == [3, END]
+
+
+def test_a_stop_ends_the_dealing() -> None:
+    dealer = Dealer(4, range(2))
+    dealer.deal(0, 0)
+    dealer.stop()
+    assert dealer.deal(1, 0) == END
+
+
+def test_what_becomes_of_stale_gradients() -> None:
+    assert [Rule("keep").factor(each) for each in (0, 7)] == [1, 1]
+    assert [Rule("scale").factor(each) for each in (0, 1, 3)] == [1, 0.5, 0.25]
+    assert [Rule("drop", 2).factor(each) for each in (0, 2, 3)] == [1, 1, 0]
+    assert Rule("scale", None, 0.5).factor(1) == 0.25
+    assert [Rule("keep", 3).bound, Rule("scale", 3).bound, Rule("drop", 3).bound] == [3, 3, None]
+
+
+def test_a_histogram_grows() -> None:
+    counts = Counts()
+    for staleness in (0, 2, 2, 1):
+        counts.apply(staleness)
+    assert counts.behind == [1, 1, 2]
+
+
+@pytest.fixture
+def unit() -> Any:
+    made = unit_type()
+    yield made
+    made.Free()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("length", [0, 1, 1001])
+def test_a_parcel_is_one_message(length: int, dtype: Any, unit: MPI.Datatype) -> None:
+    sent, received = (Parcel(3, length, np.dtype(dtype), unit) for _ in range(2))
+    sent.head = head = Head(2, 1 << 40, 7, 1)
+    sent.measures[:] = 1.5, -2, np.nan
+    sent.body[:] = np.arange(length) % 50
+    request = MPI.COMM_SELF.Irecv(received.message(), 0, 1)
+    MPI.COMM_SELF.Send(sent.message(), 0, 1)
+    request.Wait()
+    assert received.head == head
+    np.testing.assert_array_equal(received.measures, sent.measures)
+    np.testing.assert_array_equal(received.body, sent.body)
+    assert sent.message()[1] * UNIT < 3 * UNIT + length * np.dtype(dtype).itemsize
+    assert sent.message(whole=False)[1] == 1
+
+
+def shard_of(optimizer: Any) -> tuple[NumpyNetwork, Shard]:
+    replica = NumpyNetwork([3, 5, 2], optimizer=optimizer, seed=4)
+    parameters, gradients = (np.zeros(replica.gradient_length, np.float32) for _ in range(2))
+    replica.bind_parameters(parameters)
+    replica.bind(gradients)
+    return replica, Shard(replica, parameters, gradients, slice(4, 20))
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_a_factor_is_one_of_the_learning_rate(kind: Any) -> None:
+    """Also where the optimizer takes no notice of how large gradients are."""
+    gradients = np.random.default_rng(1).normal(size=16).astype(np.float32)
+    (scaled, shard), (slow, other) = shard_of(kind(lr=0.1)), shard_of(kind(lr=0.025))
+    before = scaled.parameters.copy()
+    for turn in range(3):
+        shard.apply(gradients * turn, 0.25)
+        other.apply(gradients * turn, 1.0)
+    np.testing.assert_allclose(scaled.parameters, slow.parameters, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(scaled.parameters[:4], before[:4])
+    assert shard.version == 3
+    assert not np.array_equal(scaled.parameters, before)
+
+
+def test_sums_of_16_bit_floats_are_rounded_once() -> None:
+    _, shard = shard_of("sgd")
+    shard.gradients = np.ones(16, ml_dtypes.bfloat16)
+    shard._accumulator = np.dtype(np.float32)
+    few = np.full(16, 2**-8, ml_dtypes.bfloat16)  # is lost when it is added to one in bfloat16
+    shard.add_up([shard.gradients, few, few])
+    np.testing.assert_array_equal(shard.gradients.astype(np.float32), 1 + 2**-7)
+
+
+class Script(desks.Desk):
+    """A desk on which these messages come, one after the other; the first `early` of them are there already."""
+
+    def __init__(self, messages: list[tuple[int, Head]], early: int = 0) -> None:
+        self.messages, self.early = messages, early
+
+    def come(self) -> Arrival | None:
+        if not self.early:
+            return None
+        self.early -= 1
+        return self.next("")
+
+    def next(self, text: str) -> Arrival:
+        worker, head = self.messages.pop(0)
+        parcel = Parcel(0, 0, np.dtype(np.float32), MPI.BYTE)
+        parcel.head = head
+        return Arrival(worker, PUSH, parcel)
+
+
+def test_a_step_takes_the_first_gradients_and_drops_late_ones() -> None:
+    late: list[int] = []
+    script = [(3, Head(GRADIENTS, 4)), (1, Head(GRADIENTS, 3)), (2, Head(NOTHING, 4)), (0, Head(GRADIENTS, 4))]
+    desk = Script([*script, (1, Head(GRADIENTS, 4))])
+    found = collect(desk, 4, 2, lambda arrival: late.append(arrival.worker))
+    assert [arrival.worker for arrival in found.used] == [0, 3]  # in one order, whoever was first
+    assert late == [1]
+    assert [arrival.worker for arrival in found.others] == [2]
+    assert found.dropped == 0
+    assert len(desk.messages) == 1
+
+
+@pytest.mark.parametrize(("early", "own"), [(0, True), (1, True), (2, False)])
+def test_a_server_that_computes_comes_after_what_is_there(early: int, own: bool) -> None:
+    desk = Script([(worker, Head(GRADIENTS, 0)) for worker in range(3)], early)
+    found = collect(desk, 0, 2, lambda arrival: None, own=True)
+    assert found.own is own
+    assert len(found.used) + found.own == 2
+    assert found.dropped == 0
+
+
+def test_an_error_of_a_worker_ends_a_step() -> None:
+    found = collect(Script([(0, Head(NOTHING, 0, halt=1))]), 0, 2, lambda arrival: None)
+    assert found.failed
+    found = collect(Script([(0, Head(GRADIENTS, 0, halt=1)), (1, Head(GRADIENTS, 0))]), 0, 2, lambda arrival: None)
+    assert found.stop
+    assert not found.failed

@@ -1,0 +1,70 @@
+"""What travels between workers and servers: a head of whole numbers, a few measures, and a piece of a flat buffer.
+
+A parcel is one message in memory that is used again and again, so nothing is allocated, packed or pickled on the way.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+ASK, PUSH, REPLY = 1, 2, 3  # tags
+UNIT = 64  # bytes: messages are counted in them, so that no count passes a C int
+
+
+class Head(NamedTuple):
+    """The first numbers of a parcel.
+
+    kind: what it is for; which, depends on the tag: one of those below.
+    step: the step, or the number of the dealt part of a batch.
+    version: how many updates the parameters have had that it holds, or that the gradients were computed with.
+    halt: not zero when the sender wants the epoch to end: an error, or a stop that was asked for.
+    """
+
+    kind: int = 0
+    step: int = 0
+    version: int = 0
+    halt: int = 0
+
+
+GRADIENTS, NOTHING, BYE = range(3)  # of a push: with gradients, without any, and the last one of an epoch
+WORK, END = range(2)  # of a reply: with parameters, or that there is nothing to do any more
+
+
+class Parcel:
+    """One message's memory.
+
+    measures: how many numbers (float64) travel behind the head. length, dtype: of `body`, the 1-D array behind them.
+    unit: the datatype of UNIT bytes.
+    """
+
+    def __init__(self, measures: int, length: int, dtype: np.dtype, unit: MPI.Datatype) -> None:
+        heads = len(Head._fields)
+        self._front = _units(8 * (heads + measures))
+        self._memory = np.zeros(UNIT * (self._front + _units(length * dtype.itemsize)), np.uint8)
+        self._head = self._memory[: 8 * heads].view(np.int64)
+        self.measures = self._memory[8 * heads : 8 * (heads + measures)].view(np.float64)
+        start = UNIT * self._front
+        self.body = self._memory[start : start + length * dtype.itemsize].view(dtype)
+        self._unit = unit
+
+    @property
+    def head(self) -> Head:
+        return Head(*self._head.tolist())
+
+    @head.setter
+    def head(self, head: Head) -> None:
+        self._head[:] = head
+
+    def message(self, whole: bool = True) -> tuple[np.ndarray, int, MPI.Datatype]:
+        """As MPI takes it; not whole: without the body. Whoever receives posts it whole."""
+        return self._memory, self._memory.size // UNIT if whole else self._front, self._unit
+
+
+def unit_type() -> MPI.Datatype:
+    """UNIT bytes as a datatype, which its user frees."""
+    return MPI.BYTE.Create_contiguous(UNIT).Commit()
+
+
+def _units(size: int) -> int:
+    return -(-size // UNIT)

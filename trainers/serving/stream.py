@@ -1,0 +1,97 @@
+"""The server's side of an asynchronous epoch: every gradient is applied as it comes."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from trainers.serving.dealer import END, Dealer
+from trainers.serving.desk import Arrival, Desk
+from trainers.serving.parcels import ASK, BYE, GRADIENTS, PUSH, WORK, Head
+from trainers.serving.parcels import END as NO_WORK
+from trainers.serving.shard import Shard
+from trainers.serving.staleness import Counts, Rule
+
+Guarded = Callable[[Callable[[], None]], object]
+
+
+class Stream:
+    """One epoch of one server.
+
+    dealer: on the first server, which says who computes what; None on the others, which only hold their slice. The
+        bound on staleness is kept on the first; the others get the gradients in the same moments, so they differ from
+        it by as many updates as are under way.
+    guarded: runs an action and keeps what it raises. halts: whether this rank wants the epoch to end.
+    """
+
+    def __init__(
+        self, desk: Desk, shard: Shard, rule: Rule, dealer: Dealer | None, guarded: Guarded, halts: Callable[[], bool]
+    ) -> None:
+        self._desk, self._shard, self._rule, self._dealer = desk, shard, rule, dealer
+        self._guarded, self._halts = guarded, halts
+        self.counts = Counts()
+        self._held: list[Arrival] = []  # gradients that would break the bound
+        self._asked: deque[Arrival] = deque()  # workers that can't be dealt a part yet, the first first
+
+    def serve(self, workers: Sequence[int]) -> None:
+        """Until every worker has taken leave."""
+        present = set(workers)
+        self._desk.open((ASK, PUSH))
+        while present:
+            arrival = self._desk.next("be asked by workers")
+            head = arrival.parcel.head
+            if self._dealer is not None and (head.halt or self._halts()):
+                self._dealer.stop()
+            if arrival.tag == ASK:
+                self._asked.append(arrival)
+            elif head.kind == BYE:
+                present.remove(arrival.worker)
+                continue
+            else:
+                self._held.append(arrival)
+            self._apply_what_may()
+            self._answer_who_may()
+        self._desk.drain()
+
+    def _apply_what_may(self) -> None:
+        """Apply what has come, the oldest first, as far as the bound allows."""
+        applied = True
+        while applied:
+            self._held.sort(key=lambda arrival: arrival.parcel.head.version)
+            applied = False
+            for arrival in list(self._held):
+                if self._may_apply(arrival):
+                    self._held.remove(arrival)
+                    self._take(arrival)
+                    applied = True
+
+    def _may_apply(self, arrival: Arrival) -> bool:
+        nothing = arrival.parcel.head.kind != GRADIENTS
+        return nothing or self._dealer is None or self._dealer.may_apply(arrival.worker, self._shard.version)
+
+    def _take(self, arrival: Arrival) -> None:
+        head = arrival.parcel.head
+        if self._dealer is not None:
+            self._dealer.done(arrival.worker)
+        if head.kind == GRADIENTS:
+            staleness = self._shard.version - head.version
+            factor = self._rule.factor(staleness)
+            if factor:
+                self._guarded(lambda: self._shard.apply(arrival.parcel.body, factor))
+                self.counts.apply(staleness)
+            else:
+                self.counts.dropped += 1
+        self._desk.clear(arrival)
+
+    def _answer_who_may(self) -> None:
+        for arrival in list(self._asked):
+            part = 0 if self._dealer is None else self._dealer.deal(arrival.worker, self._shard.version)
+            if part is None:
+                continue
+            self._asked.remove(arrival)
+            if part == END:
+                self._desk.answer(Head(NO_WORK), arrival.worker)
+                continue
+            reply = self._desk.parcel()
+            reply.head = Head(WORK, part, self._shard.version, self._halts())
+            reply.body[:] = self._shard.parameters
+            self._desk.clear(arrival)
+            self._desk.reply(reply, arrival.worker, whole=True)

@@ -1,0 +1,184 @@
+"""What trainers with servers share: who is one, where parameters and gradients lie, and how a state becomes whole."""
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from allreduce.arrays import dtypes
+from allreduce.arrays.chunks import chunk
+from allreduce.errors import UnavailableError
+from allreduce.messages.agreement import everywhere, together
+from allreduce.messages.lanes import Lane
+from allreduce.topology import Topology
+from trainers import malloc
+from trainers.base import Trainer
+from trainers.data import Batches
+from trainers.errors import ArgumentError
+from trainers.exchange import pieces
+from trainers.replica import Replica
+from trainers.serving.client import Client
+from trainers.serving.desk import Desk
+from trainers.serving.parcels import unit_type
+from trainers.serving.shard import Shard
+from trainers.serving.staleness import Counts
+from trainers.serving.tally import Tally
+from trainers.serving.waits import Waits
+from trainers.watching import stopwatch
+
+
+class ServedTrainer(Trainer):
+    """Creating it is collective.
+
+    servers: the ranks that hold the parameters, each the slice of all in their order. workers: the ranks that ask
+        them; a server that computes itself is none.
+    measures: how many numbers travel beside gradients and parameters.
+    ahead: whether workers ask while they compute, which needs a thread. owns_topology: it is closed with this.
+    """
+
+    def __init__(
+        self, replica: Replica, topology: Topology, servers: Sequence[int], workers: Sequence[int],
+        measures: int, ahead: bool, owns_topology: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(replica, topology)
+        self._owns_topology = owns_topology
+        if replica.allocates:
+            malloc.keep_freed_memory()
+        self.servers, self.workers = tuple(servers), tuple(workers)
+        dtype = dtypes.parse(replica.gradient_dtype)
+        self._gradients = np.zeros(replica.gradient_length, dtype)
+        self._parameters = np.zeros(replica.gradient_length, dtype)
+        self._slices = [chunk(replica.gradient_length, len(servers), number) for number in range(len(servers))]
+        self._desk: Desk | None = None
+        self._client: Client | None = None
+        self._shard: Shard | None = None
+        self._lane: Lane | None = None
+        try:
+            self._mirror(whole=False)
+            together(self._comm, self._bind)
+        except Exception as error:
+            if everywhere(error, self._comm):
+                self.topology.release(self._comm, self)
+                self.closed = True
+                if owns_topology:
+                    self.topology.close()
+            raise
+        if ahead:
+            self._lane = self._make_lane()
+        self._meet(measures, dtype)
+
+    def _bind(self) -> None:
+        try:
+            self.replica.bind_parameters(self._parameters)
+        except ArgumentError as error:
+            kind = type(self).__name__
+            raise ArgumentError(
+                f'{kind} updates slices of the parameters, as MirroredTrainer does with update="sharded", and this '
+                f"model or its optimizer can't: {error}"
+            ) from error
+        self.replica.bind(self._gradients)
+
+    def _make_lane(self) -> Lane:
+        """Where workers wait for parameters while they compute."""
+        name = f"parameters of {type(self).__name__}"
+        try:
+            return self.topology.worker.lane(name, threaded=True, alone=True)
+        except UnavailableError:  # on all ranks: then they are asked for when they are needed
+            return self.topology.worker.lane(name, alone=True)
+
+    def _meet(self, measures: int, dtype: np.dtype) -> None:
+        """Make this rank's ends of the messages. Collective."""
+        self._messages = self.topology.private()
+        self._unit = unit_type()
+        self._waits = Waits(self.topology, self._communication)
+        self._waits_ahead = Waits(self.topology, stopwatch.make("cpu"))  # what computing hides does not count
+        shape = measures, dtype, self._unit
+        if self.rank in self.servers:
+            part = self._slices[self.servers.index(self.rank)]
+            self._shard = Shard(self.replica, self._parameters, self._gradients, part)
+            length = part.stop - part.start
+            self._desk = Desk(self._messages, self._waits, self.workers, measures, length, dtype, self._unit)
+        if self.rank in self.workers:
+            self._client = Client(self._messages, self._waits, self._waits_ahead, self.servers, self._slices, *shape)
+
+    def _meter(self, batches: Batches) -> Any:
+        self._tally = Tally(self.replica.metrics)
+        return self._tally
+
+    def _spread(self) -> None:
+        """Give all ranks the parameters of the servers. Collective."""
+        for server, part in zip(self.servers, self._slices, strict=True):
+            for piece in pieces(self._parameters[part]):
+                request = self._comm.Ibcast(piece, server)
+                self._waits.all_of([request], "get all parameters at the end of an epoch")
+        self.replica.refresh()
+
+    def _told(self, counts: Counts) -> dict[str, Any]:
+        """What the first server has counted in an epoch, as logs. Collective."""
+        sizes = np.array([len(counts.behind), counts.dropped], np.int64)
+        self._comm.Bcast(sizes, self.servers[0])
+        behind = np.zeros(sizes[0], np.int64)
+        if self.rank == self.servers[0]:
+            behind[:] = counts.behind
+        self._comm.Bcast(behind, self.servers[0])
+        return {"staleness": behind.tolist(), "dropped": int(sizes[1])}
+
+    def _whole(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What updates change is right on the servers: slices are collected from all, the rest from the first."""
+        result = dict(state)
+        for name in sorted({"parameters", *self.replica.updated}):
+            array = result[name] = np.array(state[name], order="C")
+            if name == "parameters" or name in self.replica.elementwise:
+                owned = [array[slice(*part.indices(array.size)[:2])] for part in self._slices]
+            else:
+                owned = [array]
+            for server, part in zip(self.servers, owned, strict=False):
+                for piece in pieces(part):
+                    self._messages.Bcast(piece, server)
+        return result
+
+    def _complete(self) -> None:
+        state = self._whole(self.replica.state())
+        self._on_one(partial(self.replica.load_state, state))
+
+    def _close(self) -> None:
+        state = self._whole(self.replica.state())
+        for end in (self._desk, self._client):
+            if end is not None:
+                end.close()
+        if self._lane is not None:
+            self._lane.close()
+        self._let_go(state)
+        self._waits.forget()
+        self._waits_ahead.forget()
+        self._unit.Free()
+        self.topology.release(self._messages)
+        if self._owns_topology:
+            self.topology.close()
+
+    def abandon(self) -> None:
+        super().abandon()
+        for end in (self._desk, self._client):
+            if end is not None:
+                end.abandon()
+        self._let_go(None)
+
+    def _let_go(self, state: dict[str, np.ndarray] | None) -> None:
+        """Leave nothing that messages still use in the replica. Local."""
+        self.replica.bind(np.zeros_like(self._gradients))
+        self.replica.bind_parameters(np.empty_like(self._parameters))
+        if state is not None:
+            self.replica.load_state(state)
+        self._desk = self._client = self._shard = None
+
+
+def agree_on_arguments(ranks: Topology, replica: Replica, row: str, error: Exception | None) -> None:
+    """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective.
+
+    row: the call in words, the same on all ranks. error: what is wrong with it here.
+    """
+    if error is None and replica.device != "cpu":
+        error = ArgumentError(f"{row} works on the CPU, and this replica is on {replica.device}")
+    ranks.agree([zlib.crc32(row.encode())], row, error)

@@ -1,0 +1,45 @@
+"""Waiting for messages in a loop of ours, so that every wait ends: in what it waits for, or in a named error."""
+
+from collections.abc import Callable, Sequence
+
+from mpi4py import MPI
+
+from allreduce.messages.notes import Said
+from allreduce.messages.waiting import asleep
+from allreduce.messages.watch import LOOK_SECONDS
+from allreduce.topology import Topology
+from trainers.watching.stopwatch import Stopwatch
+
+
+class Waits:
+    """The waits of one thread of this rank. All ranks make theirs in the same order.
+
+    They sleep between looks, so that ranks that compute have the cores, and raise what the topology's watch finds:
+    RankLeftError, CollectiveTimeoutError. clock: runs meanwhile.
+    """
+
+    def __init__(self, topology: Topology, clock: Stopwatch) -> None:
+        self._watch, self._place = topology.watch, topology.place()
+        self._place.raises = True
+        self._clock = clock
+
+    def until(self, done: Callable[[], bool], text: str) -> None:
+        """Return when `done`, which is called again and again. text: what this rank waits for."""
+        if done():
+            return
+        self._place.begin(Said(text))
+        self._clock.start()
+        try:
+            while not asleep(done, LOOK_SECONDS):
+                self._watch.look(self._place)
+        finally:
+            self._clock.stop()
+            self._place.end()
+
+    def all_of(self, requests: Sequence[MPI.Request], text: str) -> None:
+        """Return when all requests are complete."""
+        self.until(lambda: MPI.Request.Testall(requests), text)
+
+    def forget(self) -> None:
+        """There are no more waits. Local."""
+        self._watch.forget(self._place)
