@@ -15,7 +15,7 @@ from trainers.errors import ArgumentError
 from trainers.fitting import FLAGS, Fit
 from trainers.replica import Replica
 from trainers.serving.dealer import Dealer
-from trainers.serving.parcels import GRADIENTS, NOTHING, PUSH, WORK, Head
+from trainers.serving.parcels import GRADIENTS, NOTHING, PUSH, WORK, Head, Parcel
 from trainers.serving.rounds import collect
 from trainers.serving.staleness import STALE, Counts, Rule
 from trainers.serving.stream import Stream
@@ -40,8 +40,9 @@ class ParameterServerTrainer(ServedTrainer):
     fast worker does more of them. A worker gets its next part, and the parameters for it, while it computes. Every
     row is visited once an epoch (gradients that were dropped included), but the order of updates, and so the result,
     differs from run to run. Between epochs all ranks have the same parameters. Callbacks are told of the parts that
-    their rank computes, by the part's number, with its own loss; servers are told of epochs alone. The first server
-    keeps the bound on staleness exactly, others within the number of gradients under way.
+    their rank computes, those of a server of the gradients that it applies, by the number of the batch and with the
+    loss of that part. The first server keeps the bound on staleness exactly, others within the number of gradients
+    under way.
 
     The history has `staleness`, how many gradients were 0, 1, 2, ... updates behind at the first server, and `dropped`.
     Callbacks that change the optimizer (its learning rate) must be given to the servers too.
@@ -99,7 +100,7 @@ class ParameterServerTrainer(ServedTrainer):
         self._warm_up, self._fetch_ahead = warm_up, bool(fetch_ahead)
         self._rule = Rule(stale, max_staleness, 1 / len(workers) if learning_rate == "divide" else 1.0)
         ahead = not self._sync
-        super().__init__(replica, ranks, chosen, workers, 0, ahead, owns_topology=topology is None)
+        super().__init__(replica, ranks, chosen, workers, len(replica.metrics), ahead, owns_topology=topology is None)
         self.part = workers.index(self.rank) if self.rank in workers else None
         self.parts = len(workers)
         self.measured = np.zeros(len(replica.metrics) + len(FLAGS))
@@ -147,7 +148,8 @@ class ParameterServerTrainer(ServedTrainer):
         desk.open([PUSH])
         found = collect(desk, self._step_number, len(self.workers), desk.clear)
         shard.add_up([arrival.parcel.body for arrival in found.used])
-        shard.update()
+        with self.span("update"):
+            shard.update()
         reply = desk.parcel()
         reply.head = Head(WORK, self._step_number + 1, shard.version)
         reply.body[:] = shard.parameters
@@ -179,9 +181,24 @@ class ParameterServerTrainer(ServedTrainer):
         if self.rank == self.servers[0]:
             active = everyone[:1] if number < self._warm_up else everyone
             dealer = Dealer(fit.batches.steps * self.parts, active, self._rule.bound, self._fetch_ahead)
-        stream = Stream(self._desk, self._shard, self._rule, dealer, fit.guarded, partial(self._halts, fit))
+        apply = partial(self._apply, fit)
+        stream = Stream(self._desk, self._shard, self._rule, dealer, apply, partial(self._halts, fit))
         stream.serve(everyone)
         self._counts = stream.counts
+
+    def _apply(self, fit: Fit, parcel: Parcel, factor: float) -> None:
+        """Update this server's slice by what a worker has sent."""
+        shard, step = self._shard, parcel.head.step // self.parts
+        assert shard is not None
+
+        def update() -> None:
+            fit.begin_batch(step)
+            with self.span("update"):
+                shard.apply(parcel.body, factor)
+            self.measured[: len(self.replica.metrics)] = parcel.measures
+            fit.end_batch(step)
+
+        fit.guarded(update)
 
     def _halts(self, fit: Fit) -> bool:
         """Whether this rank wants the epoch to end."""
@@ -205,9 +222,10 @@ class ParameterServerTrainer(ServedTrainer):
             computed = fit.guarded(partial(self._compute_part, fit, visited, head.step))
             kind, gradients = (GRADIENTS, self._gradients) if computed else (NOTHING, None)
             halts = self._halts(fit)
-            client.push([Head(kind, head.step, version, halts) for version in versions], gradients)
+            heads = [Head(kind, head.step, version, halts) for version in versions]
+            client.push(heads, gradients, self.measured[: len(self.replica.metrics)])
             if computed:
-                fit.guarded(partial(fit.end_batch, head.step))
+                fit.guarded(partial(fit.end_batch, head.step // self.parts))
             self._communication.start()
             coming.wait()
             self._communication.stop()
@@ -215,14 +233,16 @@ class ParameterServerTrainer(ServedTrainer):
 
     def _compute_part(self, fit: Fit, visited: np.ndarray, number: int) -> bool:
         """Gradients and metrics of a part that was dealt; false when it has no rows. May raise anything."""
-        batch = fit.batches.share(visited, *divmod(number, self.parts))
+        step, part = divmod(number, self.parts)
+        with self.span("data"):
+            batch = fit.batches.share(visited, step, part)
         if not len(batch.x):
             return False
-        fit.begin_batch(number)
-        fit.checked(batch)
+        fit.begin_batch(step)
         measured = self.measured[: len(self.replica.metrics)]
-        measured[:] = self.replica.gradients(batch.x, batch.y, 1.0)
-        self._tally.add(measured, len(batch.x), number)
+        with self.span("compute"):
+            measured[:] = self.replica.gradients(*fit.checked(batch)[:2], 1.0)
+        self._tally.add(measured, len(batch.x), step)
         return True
 
     def _end_epoch(self) -> dict[str, Any]:

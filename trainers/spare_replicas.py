@@ -91,11 +91,12 @@ class SpareReplicasTrainer(ServedTrainer):
         """This rank's gradients of a step; false when it has no rows. May raise anything."""
         self._values[:] = 0
         fit.begin_batch(step)
-        batch = fit.batches.share(visited, step, self.rank)
+        with self.span("data"):
+            batch = fit.batches.share(visited, step, self.rank)
         if not len(batch.x):
             return False
-        fit.checked(batch)
-        self._values[:-1] = self.replica.gradients(batch.x, batch.y, batch.share)
+        with self.span("compute"):
+            self._values[:-1] = self.replica.gradients(*fit.checked(batch)[:2], batch.share)
         self._values[:-1] *= batch.share
         self._values[-1] = batch.share
         return True
@@ -163,7 +164,8 @@ class SpareReplicasTrainer(ServedTrainer):
             measured += arrival.parcel.measures
         share = float(measured[-1])
         shard.add_up(summands, 1.0 if abs(share - 1) < ROUNDING else share)
-        shard.update()
+        with self.span("update"):
+            shard.update()
         self._newest = None
         means = measured[:-1] / share
         self._take_measured(means)

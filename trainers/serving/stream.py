@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 
 from trainers.serving.dealer import END, Dealer
 from trainers.serving.desk import Arrival, Desk
-from trainers.serving.parcels import ASK, BYE, GRADIENTS, PUSH, WORK, Head
+from trainers.serving.parcels import ASK, BYE, GRADIENTS, PUSH, WORK, Head, Parcel
 from trainers.serving.parcels import END as NO_WORK
 from trainers.serving.shard import Shard
 from trainers.serving.staleness import Counts, Rule
 
-Guarded = Callable[[Callable[[], None]], object]
+Apply = Callable[[Parcel, float], object]
 
 
 class Stream:
@@ -19,14 +19,15 @@ class Stream:
     dealer: on the first server, which says who computes what; None on the others, which only hold their slice. The
         bound on staleness is kept on the first; the others get the gradients in the same moments, so they differ from
         it by as many updates as are under way.
-    guarded: runs an action and keeps what it raises. halts: whether this rank wants the epoch to end.
+    apply: updates the shard by what a worker has sent, with this factor of the learning rate; raises nothing.
+    halts: whether this rank wants the epoch to end.
     """
 
     def __init__(
-        self, desk: Desk, shard: Shard, rule: Rule, dealer: Dealer | None, guarded: Guarded, halts: Callable[[], bool]
+        self, desk: Desk, shard: Shard, rule: Rule, dealer: Dealer | None, apply: Apply, halts: Callable[[], bool]
     ) -> None:
         self._desk, self._shard, self._rule, self._dealer = desk, shard, rule, dealer
-        self._guarded, self._halts = guarded, halts
+        self._apply, self._halts = apply, halts
         self.counts = Counts()
         self._held: list[Arrival] = []  # gradients that would break the bound
         self._asked: deque[Arrival] = deque()  # workers that can't be dealt a part yet, the first first
@@ -75,7 +76,7 @@ class Stream:
             staleness = self._shard.version - head.version
             factor = self._rule.factor(staleness)
             if factor:
-                self._guarded(lambda: self._shard.apply(arrival.parcel.body, factor))
+                self._apply(arrival.parcel, factor)
                 self.counts.apply(staleness)
             else:
                 self.counts.dropped += 1
