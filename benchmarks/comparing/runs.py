@@ -1,0 +1,186 @@
+"""The same network, data and epochs under each strategy, with and without a slow rank."""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from allreduce.topology import Topology
+from benchmarks.comparing.counted import CountedComm, Traffic
+from trainers import NumpyNetwork, datasets, options, strategies
+from trainers.base import Trainer
+from trainers.watching.callback import Callback, Logs
+
+SLOW_RANK = 1  # a worker under every strategy
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A strategy with its options, as the command line takes them.
+
+    servers: how many it needs. least: of ranks. spare: how many ranks' rows a step leaves out.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    servers: int = 0
+    least: int = 2
+    spare: int = 0
+
+
+def _served(name: str, servers: int, *more: str) -> Variant:
+    arguments = ("--strategy", "parameter_server", "--servers", str(servers), *more)
+    return Variant(name, arguments, servers, servers + 2)
+
+
+VARIANTS = [
+    Variant("mirrored", ()),
+    Variant("central storage", ("--strategy", "central_storage")),
+    Variant("1 spare replica", ("--strategy", "spare_replicas", "--spare", "1"), least=3, spare=1),
+    _served("1 server, sync", 1, "--updates", "sync"),
+    _served("2 servers, sync", 2, "--updates", "sync"),
+    _served("1 server, async", 1),
+    _served("2 servers, async", 2),
+    _served("1 server, async, scale", 1, "--stale", "scale"),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run has shown.
+
+    slow: whether one rank was slow. workers: ranks that computed. seconds: of an epoch, the median.
+    updates_per_second: of the parameters. samples_per_second: whose gradients were used. staleness: how many gradients
+    were so many updates behind, over all epochs. megabytes: an epoch, through the busiest rank, which is `busiest`.
+    """
+
+    variant: str
+    slow: bool
+    workers: int
+    seconds: float
+    updates_per_second: float
+    samples_per_second: float
+    accuracy: float
+    staleness: tuple[int, ...]
+    dropped: int
+    megabytes: float
+    busiest: int
+
+    @property
+    def mean_staleness(self) -> float:
+        gradients = sum(self.staleness)
+        return sum(behind * count for behind, count in enumerate(self.staleness)) / gradients if gradients else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "staleness": list(self.staleness), "mean_staleness": self.mean_staleness}
+
+
+class PacedNetwork(NumpyNetwork):
+    """Takes a fixed time for each row, as an accelerator of its own would, however many ranks share the cores.
+
+    pace: seconds a row; the rest of them is slept.
+    """
+
+    pace = 0.0
+
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
+        begin = time.perf_counter()
+        values = super().gradients(x, y, share)
+        rest = len(x) * self.pace - (time.perf_counter() - begin)
+        if rest > 0:
+            time.sleep(rest)
+        return values
+
+
+class Bench:
+    """Runs variants on the ranks of a topology. Collective."""
+
+    def __init__(self, topology: Topology, chosen: argparse.Namespace) -> None:
+        self._world, self._chosen = topology, chosen
+        self._data = datasets.load(chosen.data)
+        self._traffic = Traffic(topology.world)
+
+    def run(self, variant: Variant, slow: bool) -> Outcome:
+        chosen = self._options(variant)
+        comm = CountedComm.of(self._world.world, self._traffic)
+        with Topology(comm, self._chosen.ranks_per_node or None, self._world.timeout) as topology:
+            network = self._network(chosen, slow)
+            make = strategies.STRATEGIES[chosen.strategy].make
+            with make(chosen, network, topology, variant.servers) as trainer:
+                return self._fit(trainer, variant, slow, chosen)
+
+    def _options(self, variant: Variant) -> argparse.Namespace:
+        given = ["--data", self._chosen.data, "--epochs", self._chosen.epochs, "--batch-size", self._chosen.batch_size]
+        given += ["--hidden", self._chosen.hidden, *variant.arguments]
+        return options.parse([str(each) for each in given], shown=False)
+
+    def _network(self, chosen: argparse.Namespace, slow: bool) -> PacedNetwork:
+        data = self._data
+        sizes = [data.features, *chosen.hidden, len(data.classes)]
+        network = PacedNetwork(sizes, optimizer=chosen.optimizer, lr=chosen.lr, seed=chosen.seed)
+        network.scale_input(data.shift, data.scale)
+        network.pace = 1e-6 * self._chosen.row_us
+        if slow and self._world.rank == SLOW_RANK:
+            network.pace *= self._chosen.slow_factor
+        return network
+
+    def _fit(self, trainer: Trainer, variant: Variant, slow: bool, chosen: argparse.Namespace) -> Outcome:
+        data, meter = self._data, _Meter(self._traffic)
+        history = trainer.fit(
+            data.x_train,
+            data.y_train,
+            chosen.epochs,
+            chosen.batch_size,
+            seed=chosen.seed,
+            progress=False,
+            callbacks=[meter],
+        )
+        accuracy = trainer.evaluate(data.x_test, data.y_test)["accuracy"]
+        through = self._traffic.through(meter.sent) / chosen.epochs
+        seconds = median(epoch.seconds for epoch in history)
+        behind = [np.array(getattr(epoch, "staleness", ()), np.int64) for epoch in history]
+        staleness = np.zeros(max(map(len, behind)), np.int64)
+        for each in behind:
+            staleness[: len(each)] += each
+        steps = -(-len(data.x_train) // chosen.batch_size)
+        updates = staleness.sum() / len(history) if staleness.size else steps
+        used = len(data.x_train) * (1 - variant.spare / trainer.size)
+        return Outcome(
+            variant.name,
+            slow,
+            trainer.size - variant.servers,
+            seconds,
+            updates / seconds,
+            used / seconds,
+            accuracy,
+            tuple(staleness.tolist()),
+            sum(getattr(epoch, "dropped", 0) for epoch in history),
+            through.max() / 1e6,
+            int(through.argmax()),
+        )
+
+
+class _Meter(Callback):
+    """What this rank has sent from the first to the last epoch."""
+
+    reads_batches = False
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self.sent = self._before = traffic.sent.copy()
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if epoch == 0:
+            self._before = self._traffic.sent.copy()
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        self.sent = self._traffic.sent - self._before
+
+
+def lineup(names: Sequence[str], ranks: int) -> list[Variant]:
+    """The variants of these names, all when there are none, that so many ranks can run."""
+    return [each for each in VARIANTS if (not names or each.name in names) and each.least <= ranks]
