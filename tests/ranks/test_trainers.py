@@ -275,12 +275,9 @@ def test_a_fit_after_a_failed_one_is_timed_anew(digits: datasets.Dataset, flat: 
     assert history[0].communication_share <= 1
 
 
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize(("data", "accuracy"), [("iris", 0.967), ("digits", 0.95)])
-def test_every_backend_reaches_the_accuracy(backend: str, data: str, accuracy: float, flat: allreduce.Topology) -> None:
-    """With the command line's defaults."""
-    if flat.size not in (1, 2, 4):
-        pytest.skip("on 1, 2 and 4 ranks")
+@pytest.mark.parametrize(("data", "accuracy", "backend"), [("iris", 0.967, "auto"), ("digits", 0.95, "ring")])
+def test_the_defaults_reach_the_accuracy(data: str, accuracy: float, backend: str, flat: allreduce.Topology) -> None:
+    """Those of the command line. That all backends train alike is held above."""
     chosen, loaded = DEFAULTS[data], datasets.load(data)
     mine = NumpyNetwork([loaded.features, *chosen["hidden"], len(loaded.classes)], lr=chosen["lr"])
     mine.scale_input(loaded.shift, loaded.scale)
@@ -431,7 +428,7 @@ def test_an_edit_is_applied_once(update: str, flat: allreduce.Topology) -> None:
 
 
 def test_refused_trainers_leave_nothing_behind(flat: allreduce.Topology) -> None:
-    """Communicators and topologies are counted, after more than 1,000 refusals on two ranks."""
+    """Communicators and topologies are counted."""
     refusals: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"update": "shrded"}, ArgumentError, "update='shrded' is unknown"),
         ({"allreduce": "rign"}, UnknownBackendError, "did you mean 'ring'"),
@@ -447,7 +444,7 @@ def test_refused_trainers_leave_nothing_behind(flat: allreduce.Topology) -> None
         topology = None if own_topology else flat
         open_before, users_before = _open_topologies(), len(flat._users)
         for options, kind, text in refusals:
-            for _ in range((100 if own_topology else 200) if MPI.COMM_WORLD.size <= 2 else 20):
+            for _ in range(10):
                 arguments: dict[str, Any] = {"replica": NumpyNetwork([4, 3]), "allreduce": "ring", **options}
                 with pytest.raises(kind, match=text) as caught:
                     MirroredTrainer(**arguments, topology=topology)
