@@ -1,5 +1,6 @@
 """What tests share. Tests that run on several ranks live in ranks/ and are started by test_ranks.py."""
 
+import json
 import os
 import subprocess
 import sys
@@ -81,3 +82,18 @@ def mpirun() -> JobRunner:
             raise
 
     return run
+
+
+CommandLine = tuple[str, list[str], str]  # module, arguments, folder to run in
+
+
+def in_one_job(ranks: int, lines: list[CommandLine], folder: Path, **job: Any) -> list[list[dict[str, Any]]]:
+    """For each command line what every rank printed, and its exit code; see command_runs.py."""
+    given, found = folder / "cases", folder / "outcomes"
+    given.write_text(json.dumps(lines))
+    try:
+        ended = launch.mpirun(ranks, [launch.ROOT / "tests" / "command_runs.py", given, found], **job)
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(found.read_text())  # type: ignore[no-any-return]

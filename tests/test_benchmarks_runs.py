@@ -5,14 +5,13 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import launch
 import pytest
-from conftest import JobRunner, lacking
+from conftest import JobRunner, in_one_job, lacking
 
 from benchmarks.showing.results import load
 
@@ -120,11 +119,10 @@ def test_ctrl_c_on_one_rank(tmp_path: Path, quiet: dict[str, str]) -> None:
     with subprocess.Popen(command, cwd=tmp_path, env=env, start_new_session=True, **pipes) as job:
         try:
             assert job.stdout is not None
-            while not (line := job.stdout.readline()).startswith("#        (B)"):
+            while not (line := job.stdout.readline()).startswith("#        (B)"):  # now it measures
                 assert line, job.stderr
-            time.sleep(0.2)  # the measurement begins
             job.send_signal(signal.SIGINT)
-            _, told = job.communicate(timeout=20)
+            _, told = job.communicate(timeout=60)
         finally:
             job.kill()
     assert job.returncode == 130
@@ -165,21 +163,6 @@ REFUSED = {
 MISSING = {"bandwidth --peers=gloo": "torch", "bandwidth --plot=p.png": "bench", "bandwidth --html=p.html": "bench"}
 ONE_RANK = ("bandwidth -b 64 -e 64", "tune --output t.json")
 NOTES = '{"mine": 1}'
-
-
-Case = tuple[str, list[str], str]  # module, options, folder to run in
-
-
-def in_one_job(ranks: int, cases: list[Case], folder: Path, **job: Any) -> list[list[dict[str, Any]]]:
-    """For each case what every rank printed, and its exit code; see benchmark_runs.py."""
-    given, found = folder / "cases", folder / "outcomes"
-    given.write_text(json.dumps(cases))
-    try:
-        ended = launch.mpirun(ranks, [launch.ROOT / "tests" / "benchmark_runs.py", given, found], **job)
-    except launch.MissingEnvironmentError as error:
-        lacking(error)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(found.read_text())  # type: ignore[no-any-return]
 
 
 class Outcomes:

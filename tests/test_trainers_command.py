@@ -12,7 +12,7 @@ from typing import Any
 import launch
 import numpy as np
 import pytest
-from conftest import JobRunner, lacking
+from conftest import JobRunner, in_one_job, lacking
 
 from trainers import NumpyNetwork, datasets
 from trainers.errors import ArgumentError
@@ -22,8 +22,7 @@ from trainers.strategies import STRATEGIES
 MPI = pytest.mark.parametrize("mpi", launch.MPIS)
 
 
-@MPI
-@pytest.mark.parametrize("data", ["digits", "iris"])
+@pytest.mark.parametrize(("mpi", "data"), [("openmpi", "digits"), ("mpich", "digits"), ("openmpi", "iris")])
 def test_four_ranks_reach_the_accuracy(mpi: str, data: str, mpirun: JobRunner, tmp_path: Path) -> None:
     args = ["-m", "trainers", "--data", data, "--json", tmp_path / "result.json", "--save", tmp_path / "model.npz"]
     job = mpirun(4, args, mpi=mpi)
@@ -83,39 +82,56 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("bad", "mpi"), [(bad, "openmpi") for bad in BAD] + [("backend", "mpich"), ("data", "mpich")])
-def test_bad_arguments_end_with_one_line(bad: str, mpi: str, mpirun: JobRunner) -> None:
+@pytest.fixture(scope="module")
+def bad_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("bad")
+    lines = [("trainers.__main__", args, str(folder)) for args, _ in BAD.values()]
+    return dict(zip(BAD, in_one_job(2, lines, folder), strict=True))
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_arguments_are_told_in_one_line(bad: str, bad_outcomes: dict[str, list[dict[str, Any]]]) -> None:
+    ranks = bad_outcomes[bad]
+    assert [rank["code"] for rank in ranks] == [2, 2]
+    errors = [line for rank in ranks for line in rank["stderr"].splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, ranks
+    assert BAD[bad][1] in errors[0]
+    assert "Traceback" not in ranks[0]["stderr"] + ranks[1]["stderr"]
+    assert ranks[0]["stdout"] + ranks[1]["stdout"] == ""
+
+
+@pytest.mark.parametrize(("bad", "mpi"), [("option", "openmpi"), ("backend", "openmpi"), ("backend", "mpich")])
+def test_bad_arguments_end_the_job_with_one_line(bad: str, mpi: str, mpirun: JobRunner) -> None:
+    """By the parser, and by an agreement."""
     args, text = BAD[bad]
-    job = mpirun(2, ["-m", "trainers", *args], mpi=mpi, timeout=30)
+    job = mpirun(2, ["-m", "trainers", *args], mpi=mpi)
     assert job.returncode == 2
-    errors = [line for line in job.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, job.stderr
-    assert text in errors[0]
+    (told,) = [line for line in job.stderr.splitlines() if line.startswith("error: ")]
+    assert text in told
     assert "Traceback" not in job.stderr
     assert job.stdout == ""
 
 
 def test_tf_config_that_does_not_describe_the_job_ends_with_one_line(mpirun: JobRunner) -> None:
-    job = mpirun(2, ["-m", "trainers"], timeout=30, env={"TF_CONFIG": '{"cluster": {"worker": ["a"], "ps": ["b"]}}'})
+    job = mpirun(2, ["-m", "trainers"], env={"TF_CONFIG": '{"cluster": {"worker": ["a"], "ps": ["b"]}}'})
     assert job.returncode == 2
     assert job.stderr.count("error: TF_CONFIG has 1 ps, for which this training has no use: take --strategy") == 1
     assert "Traceback" not in job.stderr
 
 
-@MPI
-def test_a_truncated_file_ends_with_one_line(mpi: str, mpirun: JobRunner, tmp_path: Path) -> None:
+def test_a_truncated_file_ends_with_one_line(mpirun: JobRunner, tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte").write_bytes(bytes.fromhex("00000803 0000000a 0000001c 0000001c 00"))
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(bytes.fromhex("00000801 00000002 0001"))
-    job = mpirun(2, ["-m", "trainers", "--data", tmp_path], mpi=mpi, timeout=30)
+    job = mpirun(2, ["-m", "trainers", "--data", tmp_path], mpi="mpich")
     assert job.returncode == 2
     assert job.stderr.count("train-images-idx3-ubyte is truncated: its header says 7856 bytes") == 1
     assert "Traceback" not in job.stderr
 
 
-@MPI
-def test_divergence_ends_with_one_line(mpi: str, mpirun: JobRunner) -> None:
+def test_divergence_ends_with_one_line(mpirun: JobRunner) -> None:
     args = ["-m", "trainers", "--optimizer", "sgd", "--lr", "1e30"]
-    job = mpirun(3, args, mpi=mpi, timeout=30)
+    job = mpirun(3, args)
     assert job.returncode == 1
     assert job.stderr.count("error: the loss became nan in epoch 1, step 2: lower the learning rate") == 1
     assert "Warning" not in job.stderr
@@ -125,7 +141,7 @@ def test_divergence_ends_with_one_line(mpi: str, mpirun: JobRunner) -> None:
 def test_divergence_in_the_last_step_is_told_too(mpirun: JobRunner, tmp_path: Path) -> None:
     """One step, whose loss is that of the initial model; its update is what ruins the model."""
     args = ["-m", "trainers", "--optimizer", "sgd", "--lr", "1e30", "--epochs", "1", "--batch-size", "2000"]
-    job = mpirun(2, [*args, "--json", tmp_path / "result.json"], timeout=30)
+    job = mpirun(2, [*args, "--json", tmp_path / "result.json"])
     assert job.returncode == 1
     assert job.stderr.count("error: the loss of the test data is nan: lower the learning rate") == 1
     assert "Warning" not in job.stderr
@@ -135,7 +151,7 @@ def test_divergence_in_the_last_step_is_told_too(mpirun: JobRunner, tmp_path: Pa
 
 def test_a_model_that_is_no_classifier_is_refused_at_once(mpirun: JobRunner, tmp_path: Path) -> None:
     NumpyNetwork([64, 10], loss="mean_squared_error").save(str(tmp_path / "model.npz"))
-    job = mpirun(2, ["-m", "trainers", "--load", tmp_path / "model.npz"], timeout=30)
+    job = mpirun(2, ["-m", "trainers", "--load", tmp_path / "model.npz"])
     assert job.returncode == 2
     assert job.stderr.count("its loss is mean_squared_error; this trains and tests classifiers only") == 1
     assert "epoch" not in job.stdout
@@ -143,7 +159,7 @@ def test_a_model_that_is_no_classifier_is_refused_at_once(mpirun: JobRunner, tmp
 
 def test_results_on_the_standard_output(mpirun: JobRunner) -> None:
     before = os.lstat("/dev/stdout").st_ino
-    job = mpirun(1, ["-m", "trainers", "--data", "iris", "--epochs", "1", "--json", "/dev/stdout"], timeout=30)
+    job = mpirun(1, ["-m", "trainers", "--data", "iris", "--epochs", "1", "--json", "/dev/stdout"])
     assert job.returncode == 0, job.stderr
     assert '"test_accuracy": ' in job.stdout
     assert os.lstat("/dev/stdout").st_ino == before
@@ -177,17 +193,14 @@ trainer.fit(np.zeros((1000, 4), np.float32), np.zeros(1000, np.int64), 100, 100)
 """
 
 
-@MPI
-@pytest.mark.parametrize("backend", ["ring", "shared"])
+@pytest.mark.parametrize(("mpi", "backend"), [("openmpi", "shared"), ("mpich", "ring")])
 def test_an_exception_in_an_epoch_ends_the_job(mpi: str, backend: str, mpirun: JobRunner, tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text(RAISES)
-    begin = time.monotonic()
-    job = mpirun(3, [tmp_path / "raises.py", backend], mpi=mpi, timeout=30)
+    job = mpirun(3, [tmp_path / "raises.py", backend], mpi=mpi)
     assert job.returncode != 0
     assert "rank 1 of 3: Traceback" in job.stderr
     assert "ValueError: a fault of this rank" in job.stderr
     assert "rank 0 of 3" not in job.stderr
-    assert time.monotonic() - begin < 15
 
 
 @MPI
@@ -199,8 +212,8 @@ def test_ctrl_c_ends_the_job(mpi: str, tmp_path: Path) -> None:
         lacking(error)
         raise
     launcher, *options = launch.LAUNCHERS[mpi]
-    # So many epochs that it does not end by itself in time, and not so many that it never would.
-    training = ["-n", "3", str(folder / "python"), "-m", "trainers", "--epochs", "5000"]
+    # So many epochs that it does not end by itself in time.
+    training = ["-n", "3", str(folder / "python"), "-m", "trainers", "--epochs", "100000"]
     env = {**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     output = tmp_path / "output"
@@ -208,9 +221,9 @@ def test_ctrl_c_ends_the_job(mpi: str, tmp_path: Path) -> None:
         command = [str(folder / launcher), *options, *training]
         job = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
         try:
-            _wait_for(lambda: "epoch   3" in output.read_text(), 30)
+            _wait_for(lambda: "epoch   3" in output.read_text(), 120)
             job.send_signal(signal.SIGINT)
-            code = job.wait(10)
+            code = job.wait(60)
         finally:
             job.terminate()
             job.wait()
@@ -221,15 +234,15 @@ def test_ctrl_c_ends_the_job(mpi: str, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_without_a_launcher(tmp_path: Path) -> None:
-    command = [str(launch.environment("openmpi") / "bin" / "python"), "-m", "trainers", "--epochs", "5000"]
+    command = [str(launch.environment("openmpi") / "bin" / "python"), "-m", "trainers", "--epochs", "100000"]
     env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
     output = tmp_path / "output"
     with output.open("w") as file:
         job = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
         try:
-            _wait_for(lambda: "epoch   3" in output.read_text(), 30)
+            _wait_for(lambda: "epoch   3" in output.read_text(), 120)
             job.send_signal(signal.SIGINT)
-            code = job.wait(10)
+            code = job.wait(60)
         finally:
             job.kill()
             job.wait()

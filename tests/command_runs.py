@@ -1,6 +1,6 @@
-"""Runs command lines of the benchmarks one after another in one job, because starting a job takes longer.
+"""Runs command lines one after another in one job, because starting a job takes longer.
 
-mpirun -n N python tests/benchmark_runs.py CASES.json OUTCOMES.json
+mpirun -n N python tests/command_runs.py CASES.json OUTCOMES.json
 
 CASES: a list of [module, arguments, folder]; OUTCOMES: for each, what every rank printed and its exit code.
 """
