@@ -4,25 +4,28 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import JobRunner
 
 ROOT = Path(__file__).parent.parent
-Job = Callable[..., "subprocess.CompletedProcess[str]"]
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason='PyTorch is not installed (the extra "torch")'
 )
 
 
 def code(text: str) -> list[str]:
-    head = "import sys, time, datetime, torch, torch.distributed as dist\n"
+    head = (
+        "import os, sys, time, datetime, torch, torch.distributed as dist\n"
+        "def wait_for_rank_0():\n"
+        "    while not os.path.exists('done'): time.sleep(0.05)\n"
+    )
     return ["-c", head + textwrap.dedent(text)]
 
 
 @needs_torch
-def test_what_is_built_on_torch_distributed(mpirun: Job) -> None:
+def test_what_is_built_on_torch_distributed(mpirun: JobRunner) -> None:
     """With two ranks a sum has one order only, so gloo's results and ours are the same in bits."""
     job = mpirun(2, [ROOT / "tests" / "torch_frameworks.py"], timeout=120)
     assert job.returncode == 0, job.stderr
@@ -32,7 +35,7 @@ def test_what_is_built_on_torch_distributed(mpirun: Job) -> None:
 
 
 @needs_torch
-def test_the_example(mpirun: Job) -> None:
+def test_the_example(mpirun: JobRunner) -> None:
     job = mpirun(2, [ROOT / "scripts" / "torch_ddp.py"], timeout=90, env={"ALLREDUCE_BACKEND": "ring"})
     assert job.returncode == 0, job.stderr
     assert float(job.stdout.split("test accuracy ")[1].split()[0]) >= 0.95
@@ -40,7 +43,7 @@ def test_the_example(mpirun: Job) -> None:
 
 
 @needs_torch
-def test_autoloading_initialises_mpi_only_when_the_backend_is_used(mpirun: Job) -> None:
+def test_autoloading_initialises_mpi_only_when_the_backend_is_used(mpirun: JobRunner) -> None:
     job = mpirun(
         2,
         code("""
@@ -64,33 +67,33 @@ def test_autoloading_initialises_mpi_only_when_the_backend_is_used(mpirun: Job) 
 
 
 @needs_torch
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl", None])
-def test_other_peoples_groups_start_no_mpi(mpirun: Job, backend: str | None) -> None:
+def test_other_peoples_groups_start_no_mpi(mpirun: JobRunner) -> None:
     """Merely installed, we leave them PyTorch's own answer to missing variables, and their group to them."""
     job = mpirun(
         2,
-        code(f"""
+        code("""
             import os
             import allreduce_torch_autoload
             allreduce_torch_autoload.register()
-            try:
-                dist.init_process_group({backend!r})
-            except ValueError as error:
-                print(error)
+            for backend in ("gloo", "cpu:gloo,cuda:nccl", None):
+                try:
+                    dist.init_process_group(backend)
+                except ValueError as error:
+                    print(error)
             os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
             dist.init_process_group("gloo")
             dist.all_reduce(torch.ones(3))
             dist.destroy_process_group()
-            print(sorted({{"allreduce", "mpi4py"}} & set(sys.modules)))
+            print(sorted({"allreduce", "mpi4py"} & set(sys.modules)))
         """),
     )
     assert job.returncode == 0, job.stderr
-    assert job.stdout.count("environment variable RANK expected, but not set\n") == 2, job.stdout
+    assert job.stdout.count("environment variable RANK expected, but not set\n") == 2 * 3, job.stdout
     assert job.stdout.splitlines().count("[]") == 2
 
 
 @needs_torch
-def test_importing_the_backend_communicates_nothing(mpirun: Job) -> None:
+def test_importing_the_backend_communicates_nothing(mpirun: JobRunner) -> None:
     """Rank 1 imports it when rank 0 says that it has."""
     job = mpirun(
         2,
@@ -112,7 +115,7 @@ def test_importing_the_backend_communicates_nothing(mpirun: Job) -> None:
 
 
 @needs_torch
-def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(mpirun: Job) -> None:
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(mpirun: JobRunner) -> None:
     job = mpirun(
         2,
         code("""
@@ -129,7 +132,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(mpirun: Job) -
 
 
 @needs_torch
-def test_a_rank_that_stays_away_is_an_error_after_the_timeout(mpirun: Job) -> None:
+def test_a_rank_that_stays_away_is_an_error_after_the_timeout(mpirun: JobRunner) -> None:
     job = mpirun(
         2,
         code("""
@@ -159,7 +162,9 @@ def test_a_rank_that_stays_away_is_an_error_after_the_timeout(mpirun: Job) -> No
 
 @needs_torch
 @pytest.mark.parametrize("first", ["pass", "dist.all_reduce(torch.ones(3))"], ids=["first", "later"])
-def test_after_a_caught_timeout_a_program_ends_with_its_own_exit_code(mpirun: Job, first: str) -> None:
+def test_after_a_caught_timeout_a_program_ends_with_its_own_exit_code(
+    mpirun: JobRunner, tmp_path: Path, first: str
+) -> None:
     """Nothing is left in MPI, so nothing has to be ended by force; destroying waits for nobody."""
     job = mpirun(
         2,
@@ -170,7 +175,7 @@ def test_after_a_caught_timeout_a_program_ends_with_its_own_exit_code(mpirun: Jo
             dist.init_process_group("allreduce", timeout=datetime.timedelta(seconds=2))
             {first}
             if dist.get_rank() == 1:
-                time.sleep(6)  # and comes to no call at all
+                wait_for_rank_0()  # and come to no call at all
                 raise SystemExit(0)
             works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
             for work in works:
@@ -179,9 +184,11 @@ def test_after_a_caught_timeout_a_program_ends_with_its_own_exit_code(mpirun: Jo
                 except RuntimeError as error:
                     print(error)
             dist.destroy_process_group()
+            open("done", "w").close()
             raise SystemExit(7)
         """),
         timeout=90,
+        cwd=tmp_path,
     )
     assert job.returncode == 7, job.stderr
     assert job.stdout.count("all_reduce was not done within 2 s") == 2
@@ -198,7 +205,7 @@ def test_after_a_caught_timeout_a_program_ends_with_its_own_exit_code(mpirun: Jo
     ],
     ids=["monitored_barrier", "wait"],
 )
-def test_destroying_a_group_waits_for_no_rank_that_was_given_up(mpirun: Job, wait: str) -> None:
+def test_destroying_a_group_waits_for_no_rank_that_was_given_up(mpirun: JobRunner, tmp_path: Path, wait: str) -> None:
     job = mpirun(
         2,
         code(f"""
@@ -207,23 +214,25 @@ def test_destroying_a_group_waits_for_no_rank_that_was_given_up(mpirun: Job, wai
             process_group.CLOSE_SECONDS = 1000
             dist.init_process_group("allreduce")
             if dist.get_rank() == 1:
-                time.sleep(6)
+                wait_for_rank_0()
                 raise SystemExit(0)
             try:
                 {wait}
             except RuntimeError as error:
                 print(error)
             dist.destroy_process_group()
+            open("done", "w").close()
             raise SystemExit(7)
         """),
         timeout=90,
+        cwd=tmp_path,
     )
     assert job.returncode == 7, job.stderr
     assert "MPI_ABORT" not in job.stderr
 
 
 @needs_torch
-def test_what_hangs_in_a_callback_is_an_error_and_ends_with_the_job(mpirun: Job) -> None:
+def test_what_hangs_in_a_callback_is_an_error_and_ends_with_the_job(mpirun: JobRunner) -> None:
     """A thread that hangs for good can only be ended with the job, at the end of the program."""
     job = mpirun(
         2,
@@ -253,7 +262,7 @@ def test_what_hangs_in_a_callback_is_an_error_and_ends_with_the_job(mpirun: Job)
 
 
 @needs_torch
-def test_an_aborted_group_does_not_abort_the_job(mpirun: Job) -> None:
+def test_an_aborted_group_does_not_abort_the_job(mpirun: JobRunner) -> None:
     job = mpirun(
         2,
         code("""
@@ -271,7 +280,7 @@ def test_an_aborted_group_does_not_abort_the_job(mpirun: Job) -> None:
 
 
 @needs_torch
-def test_without_multithreaded_mpi_operations_run_in_the_caller(mpirun: Job) -> None:
+def test_without_multithreaded_mpi_operations_run_in_the_caller(mpirun: JobRunner) -> None:
     job = mpirun(
         2,
         code("""
@@ -294,7 +303,7 @@ def test_without_multithreaded_mpi_operations_run_in_the_caller(mpirun: Job) -> 
 
 
 @needs_torch
-def test_a_program_that_destroys_nothing_and_waits_for_nothing_ends(mpirun: Job) -> None:
+def test_a_program_that_destroys_nothing_and_waits_for_nothing_ends(mpirun: JobRunner) -> None:
     job = mpirun(
         2,
         code("""
