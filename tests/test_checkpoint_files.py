@@ -44,7 +44,7 @@ def assert_same(one: Saved, other: Saved) -> None:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint-00000007.npz")
-    given = saved(settings={"seed": 3}, best={"name": "loss", "value": 0.5})
+    given = saved(settings={"seed": 3})
     checkpoint.write(path, given)
     assert_same(checkpoint.read(path), given)
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint-00000007.npz"]
@@ -154,6 +154,7 @@ HEADERS = {
     "too many ranks": ({"ranks": 1 << 40}, "1099511627776 ranks"),
     "no number of seconds": ({"seconds": float("nan")}, "seconds is nan"),
     "more history than epochs": ({"history": [{}] * 9}, "a history of 9"),
+    "rates of text": ({"rates": ["1"]}, "the learning rates are"),
     "settings of text": ({"settings": "seed"}, "damaged"),
     "deep": ("[" * 100000, "damaged"),
 }

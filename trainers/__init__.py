@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainers.central_storage import CentralStorageTrainer
+    from trainers.checkpoints import Checkpoint
     from trainers.mirrored import MirroredTrainer
     from trainers.parameter_server import ParameterServerTrainer
     from trainers.replica import Replica
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CentralStorageTrainer",
+    "Checkpoint",
     "MirroredTrainer",
     "NumpyNetwork",
     "ParameterServerTrainer",
@@ -31,6 +33,7 @@ __all__ = [
 
 _HOMES = {
     "CentralStorageTrainer": "trainers.central_storage",
+    "Checkpoint": "trainers.checkpoints",
     "MirroredTrainer": "trainers.mirrored",
     "NumpyNetwork": "trainers.replicas.numpy.network",
     "ParameterServerTrainer": "trainers.parameter_server",

@@ -12,6 +12,7 @@ from allreduce.arrays import gpu
 from allreduce.errors import AllReduceError
 from allreduce.messages.agreement import everywhere, known, raise_together, together
 from trainers import datasets, options, results, roles, strategies
+from trainers.checkpoints import Checkpoint
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.evaluator import Ending, Evaluator
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -80,7 +81,14 @@ def _train(job: _Job, topology: Topology) -> None:
         layers = "-".join(map(str, network.sizes))
         _say(topology, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}", shown)
         history = trainer.fit(
-            data.x_train, data.y_train, chosen.epochs, chosen.batch_size, seed=chosen.seed, stream=shown
+            data.x_train,
+            data.y_train,
+            chosen.epochs,
+            chosen.batch_size,
+            seed=chosen.seed,
+            stream=shown,
+            checkpoint=Checkpoint(chosen.checkpoint, chosen.checkpoint_every or "epoch") if chosen.checkpoint else None,
+            resume=chosen.resume,
         )
         scores = trainer.evaluate(data.x_test, data.y_test)
         _check_loss(scores["loss"], topology)
@@ -118,11 +126,11 @@ def _evaluator(job: _Job) -> Evaluator:
     chosen, data = job.chosen, job.data
     return Evaluator(
         job.network,
-        getattr(chosen, "checkpoint", ""),
+        chosen.checkpoint,
         data.x_test,
         data.y_test,
         output=chosen.evaluations,
-        append=getattr(chosen, "resume", False),
+        append=chosen.resume,
         stream=job.shown,
     )
 
@@ -160,7 +168,7 @@ def _check(chosen: argparse.Namespace, assigned: roles.Roles) -> None:
             f"--ranks-per-node {given}: this job has {ranks} rank{'s' * (ranks != 1)}, so no node has {given}; give at "
             f"most {ranks}, or start more ranks (mpirun -n {2 * given})"
         )
-    if assigned.evaluator is not None and not getattr(chosen, "checkpoint", None):
+    if assigned.evaluator is not None and not chosen.checkpoint:
         raise ArgumentError("an evaluator evaluates checkpoints: add --checkpoint DIR")
     if assigned.evaluator is None and chosen.evaluations:
         raise ArgumentError(f"--evaluations {chosen.evaluations}: nobody evaluates; add --evaluator")

@@ -1,7 +1,10 @@
 """The backend that suits an update: what "auto" means, and which backends can divide the work."""
 
+from typing import Any
+
 import allreduce
 from allreduce import notices
+from allreduce.backends.auto import Auto
 from allreduce.base import AllReduce
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
@@ -30,6 +33,13 @@ def backend_for(given: str | AllReduce, topology: Topology, update: str) -> AllR
         backend.close()
     topology.agree([], 'update="sharded"', error)
     raise error
+
+
+def used_by(backend: AllReduce, buffer: Any, device: str) -> str:
+    """The name of what reduces `buffer`, which is the backend's choice where that is "auto". Collective."""
+    if isinstance(backend, Auto):
+        return backend.choice(len(buffer), buffer.dtype, device)[0]
+    return backend.name
 
 
 def _two_phase_auto(topology: Topology) -> AllReduce:

@@ -17,13 +17,15 @@ from allreduce.messages.agreement import agree, together
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from trainers.admission import NO_TARGETS, look_at
+from trainers.checkpoints import Checkpoint
 from trainers.data import Batch, Batches
-from trainers.exchange import gather_rows, pieces
+from trainers.exchange import gather_rows, of_root
 from trainers.fitting import Fit
 from trainers.forward import evaluated, predicted
-from trainers.prefetch import AHEAD
+from trainers.prefetch import AHEAD, wanted
 from trainers.replica import Replica
 from trainers.samples import Collate
+from trainers.saving import make_saver
 from trainers.watching import stopwatch
 from trainers.watching.history import History
 from trainers.watching.meter import Meter
@@ -40,6 +42,7 @@ class Trainer(ABC):
     make no sense, and ranks that disagree about them, raise the same ArgumentError or DisagreementError on all.
     """
 
+    steps_together = True  # whether ranks take every step together, so that checkpoints may be written between two
     tells_errors = True  # whether `_step` sees on all ranks, before it updates, that one of them has failed
 
     def __init__(self, replica: Replica, topology: Topology) -> None:
@@ -88,6 +91,15 @@ class Trainer(ABC):
     def _complete(self) -> None:  # noqa: B027, most replicas always have all of it
         """Have rank 0's replica hold its whole state. Collective."""
 
+    def _snapshot(self, memory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A copy of the whole state on rank 0, in `memory` as of Replica.snapshot; of nothing elsewhere. Collective."""
+        self._complete()
+        return together(self._comm, lambda: self.replica.snapshot(memory) if self.rank == 0 else {})
+
+    def _choices(self) -> dict[str, str]:
+        """What was chosen for this job, by name. Collective."""
+        return {}
+
     def _check_edits(self) -> None:  # noqa: B027, most ranks have parameters of their own
         """Raise, on this rank, when the replica was edited in a way that several ranks may have done."""
 
@@ -106,6 +118,8 @@ class Trainer(ABC):
         validation_data: Any = None,
         callbacks: Sequence[Any] = (),
         collate: Collate | None = None,
+        checkpoint: Checkpoint | str | None = None,
+        resume: bool = False,
         prefetch: bool | None = None,
         progress: bool = True,
         stream: TextIO | None = None,
@@ -123,6 +137,9 @@ class Trainer(ABC):
         callbacks: what watches the training, with Keras' events (trainers.watching.callback.Callback). Each rank
             calls its own, so they may be given to some ranks only; an exception in one is raised on all ranks.
         collate: makes (x, y), arrays, of a list of a data set's rows; by default they are stacked.
+        checkpoint: where and how often the training is written down: a Checkpoint, or a folder. resume: go on from
+            the newest good one there, if any (CheckpointError when it is of another model or other settings); `epochs`
+            counts from the beginning, and the history has all. On as many ranks the bits are as if it never stopped.
         prefetch: whether a thread fetches the next batch while this one computes; by default where rows are
             not in memory: of data sets and memory maps.
         progress: print a line per epoch on rank 0, and on a terminal a bar. stream: where, if not to stdout.
@@ -132,14 +149,15 @@ class Trainer(ABC):
         """
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
         settings["validation_data"] = "none" if validation_data is None else "given"
-        fetches_ahead = prefetch if prefetch is not None else y is None or any(map(_is_mapped, (x, y)))
+        settings |= {"checkpoint": checkpoint, "resume": resume}
+        fetches_ahead = wanted(x, y) if prefetch is None else prefetch
         x, y = self._admit("fit", x, y, settings, collate)
         if validation_data is not None:
             validation = partial(self._evaluate, *self._admit_validation(validation_data, collate))
         self._mirror(whole=True)
-        ahead = AHEAD if fetches_ahead else 0
-        batches = Batches(x, y, batch_size, self.part, self.parts, seed, shuffle, ahead)
-        fit = Fit(
+        batches = Batches(x, y, batch_size, self.part, self.parts, seed, shuffle, AHEAD if fetches_ahead else 0)
+        saver = together(self._comm, lambda: make_saver(self, batches, checkpoint, resume, validation_data is not None))
+        return Fit(
             self,
             batches,
             epochs,
@@ -148,9 +166,8 @@ class Trainer(ABC):
             fetches_ahead=fetches_ahead,
             progress=progress,
             stream=stream,
-        )
-        with np.errstate(all="ignore"):  # the meter tells it better when the loss diverges
-            return fit.run()
+            saver=saver,
+        ).run()
 
     def evaluate(self, x: Any, y: np.ndarray | None = None, collate: Collate | None = None) -> dict[str, float]:
         """The replica's metrics ("loss", "accuracy", ...), means over these rows; the ranks share the work.
@@ -278,15 +295,6 @@ class Trainer(ABC):
         }
         shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in state.items())
         self._agree(f"model: {shapes}; {config}")
-        if self.rank:  # a state may be live views, or read-only
-            state = {name: np.empty_like(array) for name, array in state.items()}
-        for array in state.values():
-            for piece in pieces(array):
-                self._comm.Bcast(piece)
+        state = of_root(self._comm, state)
         together(self._comm, lambda: replica.load_state(state) if self.rank else None)
         self._settle()
-
-
-def _is_mapped(array: Any) -> bool:
-    """Whether an array lies in a file."""
-    return isinstance(array, np.memmap)

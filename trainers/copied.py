@@ -101,6 +101,10 @@ class CopiedUpdate:
         """A replica's state, of which every rank has all."""
         return dict(state)
 
+    def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
+        """As ShardedUpdate.snapshot, with no need of the other ranks."""
+        return together(self._comm, lambda: self._replica.snapshot(memory) if wanted else {})
+
     def fence(self) -> None:
         """Nothing: every rank has parameters of its own."""
 

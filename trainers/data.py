@@ -57,6 +57,12 @@ class Batches:
         self._source = x if isinstance(x, Samples) else _Arrays(x, y, most, ahead + 1)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What decides which rows are in which batch."""
+        rows, size = int(self.rows), int(self.batch_size)
+        return {"rows": rows, "batch_size": size, "seed": int(self._seed), "shuffle": bool(self._shuffle)}
+
+    @property
     def steps(self) -> int:
         """Batches in an epoch."""
         return -(-self.rows // self.batch_size)
@@ -67,10 +73,10 @@ class Batches:
         sizes[-1] = self.rows - (self.steps - 1) * self.batch_size
         return sizes
 
-    def epoch(self, number: int) -> Generator[Batch]:
-        """This rank's shares of all batches of epoch `number`. Raises DataError when a data set fails."""
+    def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
+        """This rank's shares of the batches of epoch `number`, from `first` on. Raises DataError."""
         visited = self.order(number)
-        for step in range(self.steps):
+        for step in range(first, self.steps):
             yield self.share(visited, step, self._part)
 
     def order(self, number: int) -> np.ndarray:

@@ -20,6 +20,16 @@ def gather_rows(comm: MPI.Intracomm, rows: np.ndarray) -> None:
     row.Free()
 
 
+def of_root(comm: MPI.Intracomm, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Rank 0's arrays, on all ranks; the others bring contiguous ones that are alike, which stay as they are."""
+    if comm.rank:  # a state may be live views, or read-only
+        state = {name: np.empty_like(array) for name, array in state.items()}
+    for array in state.values():
+        for piece in pieces(array):
+            comm.Bcast(piece)
+    return state
+
+
 def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     """An array's memory as bytes, in pieces that MPI can count."""
     memory = array.reshape(-1).view(np.uint8)

@@ -14,7 +14,7 @@ from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
 from trainers import malloc
-from trainers.backends import UPDATES, backend_for
+from trainers.backends import UPDATES, backend_for, used_by
 from trainers.base import Trainer
 from trainers.data import Batch
 from trainers.errors import ArgumentError
@@ -191,6 +191,18 @@ class MirroredTrainer(Trainer):
         if self._sharded is not None:
             state = self._sharded.whole(self.replica.state())
             self._on_one(lambda: self.replica.load_state(state))
+
+    def _snapshot(self, memory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self._sharded is None:
+            return super()._snapshot(memory)
+        return self._sharded.snapshot(memory, self.rank == 0)
+
+    def _choices(self) -> dict[str, str]:
+        update = "replicated" if self._sharded is None else "sharded"
+        return {
+            "allreduce": used_by(self._untraced or self.allreduce, self.buffer, self.replica.device),
+            "update": update,
+        }
 
     def _settle(self) -> None:
         if self._sharded is not None:

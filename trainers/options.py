@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainers import datasets, strategies
+from trainers.checkpoints import period
 from trainers.errors import ArgumentError
 from trainers.parsing import Parser, integer, layer_sizes, positive, ranks_per_node, table_file
 from trainers.replicas.numpy.layers import ACTIVATIONS
@@ -22,6 +23,7 @@ EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --data iris --allreduce ring --json result.json
   mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --batch-size 512 --save model.npz
   mpirun -n 4 python -m trainers --data mnist/ --load model.npz --epochs 0       (only test a saved model)
+  mpirun -n 4 python -m trainers --data mnist/ --checkpoint run --resume         (again after it was killed, say)
   mpirun -n 4 python -m trainers --allreduce hierarchical_copy --ranks-per-node 2  (two simulated nodes)
   mpirun -n 5 python -m trainers --strategy parameter_server --servers 1 --updates async
   mpirun -n 4 python -m trainers --strategy spare_replicas --spare 1
@@ -35,6 +37,9 @@ def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
     if options.load and given:
         names = ", ".join(f"--{name}" for name in given)
         raise ArgumentError(f"--load takes the network and its optimizer from the file; leave out {names}")
+    for name in ("resume", "checkpoint_every"):
+        if getattr(options, name) and not options.checkpoint:
+            raise ArgumentError(f"--{name.replace('_', '-')} needs the folder of the checkpoints: --checkpoint DIR")
     strategies.settle(options)
     defaults = {**FILE_DEFAULTS, **NETWORK, **DEFAULTS.get(options.data, {})}
     if options.optimizer not in (None, NETWORK["optimizer"]):
@@ -111,10 +116,27 @@ def _add_files(group: Any) -> None:
     )  # fmt: skip
     add("--save", metavar="FILE", help="write the trained model (.npz, no pickle)")
     add("--load", metavar="FILE", help="begin with a saved model")
+    add("--checkpoint", metavar="DIR", help="write checkpoints of the training to this folder")
+    add(
+        "--checkpoint-every", type=_period, metavar="WHEN",
+        help='"epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", ... (default: epoch)',
+    )  # fmt: skip
+    add(
+        "--resume", action="store_true",
+        help="go on from the newest good checkpoint, if there is one; --epochs counts from the beginning of training",
+    )  # fmt: skip
     add(
         "--json", metavar="FILE",
         help="write the results: test_accuracy, history, ...; - writes them to stdout, and all else to stderr",
     )  # fmt: skip
+
+
+def _period(text: str) -> str:
+    try:
+        period(text)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _per_set(name: str) -> str:

@@ -97,6 +97,7 @@ class ParameterServerTrainer(ServedTrainer):
             raise
         workers = tuple(rank for rank in range(ranks.size) if rank not in chosen)
         self.updates, self._sync = updates, updates == "sync"
+        self.steps_together = self._sync
         self._warm_up, self._fetch_ahead = warm_up, bool(fetch_ahead)
         self._rule = Rule(stale, max_staleness, 1 / len(workers) if learning_rate == "divide" else 1.0)
         ahead = not self._sync

@@ -4,11 +4,18 @@ import queue
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 ItemT = TypeVar("ItemT")
 AHEAD = 2  # batches: one that waits, and one that is being fetched
 END_SECONDS = 10.0  # a data set that does not come back from a row by then is left to itself
+
+
+def wanted(x: Any, y: Any) -> bool:
+    """Whether rows are not in memory: of a data set, which comes without y, and of memory maps."""
+    return y is None or isinstance(x, np.memmap) or isinstance(y, np.memmap)
 
 
 def ahead(items: Iterator[ItemT]) -> Generator[ItemT]:

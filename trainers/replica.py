@@ -1,7 +1,7 @@
 """Seam 2: what a framework gives a trainer. It knows arrays and no MPI."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,6 +116,25 @@ class Replica(ABC):
         live views that training changes, and may be read-only: copy what you keep or change.
         """
 
+    def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
+        """A copy of `state`, but for the entries `without`, that training does not change.
+
+        memory: the arrays of an earlier copy by name, which are overwritten where they fit; it is given those of
+            this one.
+        """
+        held = {name: array for name, array in self.state().items() if name not in without}
+        for name, array in held.items():
+            np.copyto(reserved(memory, name, array.shape, array.dtype), array)
+        return {name: memory[name] for name in held}
+
+    def elements(self, name: str, part: slice) -> np.ndarray:
+        """Elements of one of `elementwise`: those of a slice of the parameters that this replica updates."""
+        return self.state()[name][part]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters by their names, in their order, to tell models apart; may be empty."""
+        return {}
+
     @abstractmethod
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Take on what `state` returned, here or elsewhere. ModelFileError when it is of another model."""
@@ -149,10 +168,22 @@ class Replica(ABC):
     def restore(self, path: str) -> None:
         """Take on the state in `path`, which `save` wrote. Raises ModelFileError."""
         saved, state = model_file.read(path, type(self).__name__)
+        self.check_config(path, saved)
+        self.load_state(state)
+
+    def check_config(self, path: str, saved: dict[str, Any]) -> None:
+        """Raise ModelFileError when a model with this config, saved in `path`, differs in one of `essentials`."""
         here = self.config()
         for name in self.essentials:
             if saved.get(name) != here[name]:
                 raise ModelFileError(
                     f"{path} holds a model with {name}={saved.get(name)!r}, and this one has {name}={here[name]!r}"
                 )
-        self.load_state(state)
+
+
+def reserved(memory: dict[str, np.ndarray], name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """The array of this name in `memory`, made anew when it does not fit."""
+    array = memory.get(name)
+    if array is None or array.shape != shape or array.dtype != dtype:
+        array = memory[name] = np.empty(shape, dtype)
+    return array

@@ -37,6 +37,8 @@ class SpareReplicasTrainer(ServedTrainer):
     The history has `dropped`, the number of gradients in an epoch that were not used.
     """
 
+    steps_together = False
+
     def __init__(self, replica: Replica, topology: Topology | None = None, *, spare: int = 1) -> None:
         """Make the replicas equal, and move their parameters and gradients into memory of the trainer. Collective.
 

@@ -9,6 +9,8 @@ import json
 import logging
 import os
 import re
+import secrets
+import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +21,7 @@ import numpy as np
 
 from trainers.errors import CheckpointError, ModelFileError
 from trainers.files import npz, regular
-from trainers.files.model_file import BESIDE, HEADER, check_numbers, header_of, model_in, replacing
+from trainers.files.model_file import BESIDE, HEADER, check_numbers, header_of, model_in, replacing, sync_folder
 
 log = logging.getLogger("trainers")
 
@@ -39,10 +41,9 @@ class Progress:
     ranks: of the job.
     settings: what a resumed training must share, by name: "batch_size", "seed", "rows", ...
     shapes: of the named parameters, in their order: [["layer 1 weights", [64, 32]], ...]; may be empty.
+    rates: the learning rates, one a group of parameters.
     choices: what was chosen for the job: {"allreduce": "shared", ...}.
     history: the epochs so far, as trainers.watching.history.Epoch.as_dict gives them.
-    best: the best value so far of what is watched, {"name", "value"}; empty for none.
-    callbacks: what callbacks asked to keep, by their names.
     """
 
     epoch: int
@@ -52,10 +53,9 @@ class Progress:
     seconds: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
     shapes: list[Any] = field(default_factory=list)
+    rates: list[Any] = field(default_factory=list)
     choices: dict[str, Any] = field(default_factory=dict)
     history: list[Any] = field(default_factory=list)
-    best: dict[str, Any] = field(default_factory=dict)
-    callbacks: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"epoch {self.epoch + 1}, step {self.step + 1}" if self.step else f"the end of epoch {self.epoch}"
@@ -100,7 +100,7 @@ def write(path: str, saved: Saved) -> None:
                 npz.put(archive, name, array)
             sums = {member.filename[:-4]: member.CRC for member in archive.infolist()}
             header = {"format": FORMAT, "checksums": sums, **asdict(saved.progress)}
-            npz.put(archive, BESIDE, np.array(json.dumps(header)))
+            npz.put(archive, BESIDE, np.array(json.dumps(header, default=_plain)))
     except OSError as error:
         raise CheckpointError(f"the checkpoint can't be written to {path}: {error.strerror or error}") from error
 
@@ -112,6 +112,11 @@ def _arrays(saved: Saved) -> Iterator[tuple[str, np.ndarray]]:
         for name, array in own.items():
             yield f"{LOCAL}{rank}.{name}", array
     yield MEASURED, saved.measured
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers and arrays, which callbacks may have put into a history."""
+    return value.tolist()
 
 
 def read(path: str) -> Saved:
@@ -154,7 +159,9 @@ def _progress(header: dict[str, Any]) -> Progress:
     for name, kind in (("epoch", int), ("step", int), ("total", int), ("ranks", int), ("seconds", float)):
         if type(given[name]) is not kind or not 0 <= given[name] < 2**62:
             raise ValueError(f"{name} is {given[name]!r}")
-    for name in ("settings", "choices", "best", "callbacks"):
+    if not all(type(rate) in (int, float) and 0 <= rate < float("inf") for rate in given["rates"]):
+        raise ValueError(f"the learning rates are {given['rates']!r}")
+    for name in ("settings", "choices"):
         given[name] = dict(given[name])
     if not 1 <= given["ranks"] < 1 << 20 or len(given["history"]) > given["epoch"]:
         raise ValueError(f"{given['ranks']} ranks, {given['epoch']} epochs and a history of {len(given['history'])}")
@@ -193,6 +200,21 @@ def prune(folder: str, keep: int) -> None:
                 os.unlink(path)
         except OSError as error:
             raise CheckpointError(f"the old checkpoint {path} can't be removed: {error.strerror or error}") from error
+
+
+def keep_as_best(path: str) -> None:
+    """Keep a checkpoint as best.npz of its folder, also when it is removed itself. Raises CheckpointError."""
+    best = os.path.join(os.path.dirname(path), BEST)
+    aside = f"{os.path.dirname(best)}/.{BEST}.{secrets.token_hex(4)}"
+    try:
+        try:
+            os.link(path, aside)
+        except OSError:  # not every file system has links
+            shutil.copyfile(path, aside)
+        os.replace(aside, best)
+        sync_folder(os.path.dirname(best))
+    except OSError as error:
+        raise CheckpointError(f"the best checkpoint can't be written to {best}: {error.strerror or error}") from error
 
 
 def clean(folder: str) -> None:

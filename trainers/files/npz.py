@@ -1,8 +1,9 @@
 """Writing .npz archives in small pieces, and reading some that may be damaged, hostile, or no archives. No pickle."""
 
+import io
 import math
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO
 
@@ -59,6 +60,22 @@ def put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
         content = array.reshape(-1).view(np.uint8).data
         for start in range(0, content.nbytes, regular.PIECE):
             member.write(content[start : start + regular.PIECE])
+
+
+def packed(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Arrays as one piece of memory, for a message."""
+    memory = io.BytesIO()
+    with zipfile.ZipFile(memory, "w") as archive:
+        for name, array in arrays.items():
+            put(archive, name, array)
+    return memory.getvalue()
+
+
+def unpacked(content: bytes) -> dict[str, np.ndarray]:
+    """What `packed` was given."""
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        archive = Archive(file, len(content))
+        return {name: archive[name] for name in archive.names}
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """What `fit` returns: one entry per epoch, the same on every rank."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.watching.callback import Callback, Logs
 
 VALIDATION = "val_"  # Keras' prefix in logs
+VALIDATED = "validation_"  # ours in a history
+TIMES = ("seconds", "samples_per_second", "communication_share")
 
 
 @dataclass(frozen=True)
@@ -51,16 +54,29 @@ class Epoch:
             metrics=measured,
         )
 
+    @classmethod
+    def of_dict(cls, given: Mapping[str, Any]) -> "Epoch":
+        """Of what `as_dict` gave, in a checkpoint say. Raises KeyError, TypeError or ValueError."""
+        named = {name: given[name] for name in ("epoch", "loss", *TIMES)}
+        others = {name: value for name, value in given.items() if name not in named}
+        validation = {name: others.pop(name) for name in list(others) if name.startswith(VALIDATED)}
+        return cls(
+            epoch=int(named.pop("epoch")),
+            staleness=tuple(map(int, others.pop("staleness", ()))),
+            dropped=int(others.pop("dropped", 0)),
+            metrics=others,
+            validation={name.removeprefix(VALIDATED): value for name, value in validation.items()},
+            **{name: float(value) for name, value in named.items()},
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """A flat object for JSON: loss, accuracy, ..., validation_loss, ..."""
         return {
             "epoch": self.epoch,
             "loss": self.loss,
             **self.metrics,
-            **{f"validation_{name}": value for name, value in self.validation.items()},
-            "seconds": self.seconds,
-            "samples_per_second": self.samples_per_second,
-            "communication_share": self.communication_share,
+            **{f"{VALIDATED}{name}": value for name, value in self.validation.items()},
+            **{name: getattr(self, name) for name in TIMES},
             **({"staleness": list(self.staleness)} if self.staleness else {}),
             **({"dropped": self.dropped} if self.dropped else {}),
         }

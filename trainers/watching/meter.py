@@ -37,6 +37,15 @@ class Meter(Callback):
         if self._done % LOOK_EVERY == 0:
             self.look()
 
+    def values(self) -> np.ndarray:
+        """The values of the epoch's steps so far, (steps, metrics), a copy on the host."""
+        return np.array(self._host(self._rows[: self._done]))
+
+    def take_up(self, values: np.ndarray) -> None:
+        """The epoch has begun elsewhere, where its steps gave these values."""
+        self._done = self._seen = len(values)
+        self._rows[: self._done] = values if isinstance(self._rows, np.ndarray) else gpu.cupy().asarray(values)
+
     def look(self) -> None:
         """Raise DivergedError, on all ranks since all have the same values, when a new loss is no number."""
         losses = self._host(self._rows[self._seen : self._done, 0])

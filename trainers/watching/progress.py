@@ -42,6 +42,11 @@ class Progress(Callback):
         if self._shown:
             print(Epoch.of_logs(epoch, logs or {}), file=self._stream, flush=True)
 
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self._shown:
+            print(text, file=self._stream, flush=True)
+
     def close(self) -> None:
         """Take the bar away."""
         if self._bar is not None:

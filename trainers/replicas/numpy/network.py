@@ -165,6 +165,12 @@ class NumpyNetwork(Replica):
         held |= {"optimizer.steps": np.array(self.optimizer.steps), "sizes": np.array(self.sizes)}
         return {name: array.get() if hasattr(array, "get") else array for name, array in held.items()}
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        for number, (inputs, outputs) in enumerate(itertools.pairwise(self.sizes), 1):
+            found |= {f"layer {number} weights": (inputs, outputs), f"layer {number} bias": (outputs,)}
+        return found
+
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         try:
             parameters, steps = state["parameters"], int(state["optimizer.steps"])

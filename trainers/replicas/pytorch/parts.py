@@ -1,4 +1,4 @@
-"""The parts of a module that ranks have in common: trained parameters, and running statistics."""
+"""The parts of a module that ranks have in common (trained parameters, running statistics), and how it is measured."""
 
 import torch
 from torch import Tensor, nn
@@ -34,3 +34,9 @@ def statistics_of(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
         each for part in module.modules() if isinstance(part, kinds) for each in (part.running_mean, part.running_var)
     ]
     return [each for each in found if each is not None and each.dtype == dtype]
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """The share of rows whose largest output is at the target; targets are class numbers, or one-hot."""
+    wanted = target if target.dim() < output.dim() else target.argmax(1)
+    return (output.argmax(1) == wanted).float().mean()

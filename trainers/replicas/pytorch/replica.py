@@ -1,7 +1,7 @@
 """Any PyTorch module as a replica, so that trainers can train it. No MPI here."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ except ImportError as error:
 from torch import Tensor, nn
 
 from trainers.replicas.pytorch import elementwise
-from trainers.replicas.pytorch.parts import statistics_of, trained_of
+from trainers.replicas.pytorch.parts import accuracy, statistics_of, trained_of
 from trainers.replicas.pytorch.slices import SliceOptimizer
 from trainers.replicas.pytorch.state import TorchState, array_of
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, numpy_dtype, views
@@ -174,13 +174,25 @@ class TorchReplica(Replica):
         return (output.float() if output.dtype == torch.bfloat16 else output).numpy()
 
     def state(self) -> dict[str, np.ndarray]:
+        return self.snapshot({})
+
+    def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
         if self._sliced is None:
-            return self._state.pack()
-        self._sliced.give_back()
+            return self._state.pack(memory, without)
+        self._sliced.give_back(without)
         try:
-            return self._state.pack()
+            return self._state.pack(memory, without)
         finally:
             self._sliced.forget()
+
+    def elements(self, name: str, part: slice) -> np.ndarray:
+        if self._sliced is None or self._sliced.part != part:
+            return super().elements(name, part)
+        return self._sliced.elements(name.removeprefix("optimizer."))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        trained = {id(each) for each in self._trained}
+        return {name: tuple(each.shape) for name, each in self.module.named_parameters() if id(each) in trained}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         self._state.load(state)
@@ -282,9 +294,3 @@ class TorchReplica(Replica):
     def _target(self, y: np.ndarray) -> Tensor:
         tensor = from_array(y)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor.long()
-
-
-def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """The share of rows whose largest output is at the target; targets are class numbers, or one-hot."""
-    wanted = target if target.dim() < output.dim() else target.argmax(1)
-    return (output.argmax(1) == wanted).float().mean()

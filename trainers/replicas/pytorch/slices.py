@@ -1,12 +1,15 @@
 """The user's optimizer at work on one slice of the flat parameters."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from trainers.replicas.pytorch.tensors import flat_array
 
 BLOCK = 1 << 17  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
 
@@ -69,13 +72,28 @@ class SliceOptimizer:
                         held = value.clone() if isinstance(value, Tensor) else value
                     self._own.state[piece][key] = held
 
+    def elements(self, key: str) -> np.ndarray:
+        """An elementwise entry of the state, in the slice; zeros before the first step."""
+        held = [self._own.state[piece].get(key) for pieces in self._pieces for piece in pieces]
+        filled = [
+            torch.zeros_like(piece) if each is None else each
+            for piece, each in zip([piece for pieces in self._pieces for piece in pieces], held, strict=True)
+        ]
+        return flat_array(filled)
+
     @torch.no_grad()
-    def give_back(self) -> None:
-        """Fill the user's optimizer's state: elements of other slices are zero. `forget` drops it again."""
+    def give_back(self, without: Collection[str] = ()) -> None:
+        """Fill the user's optimizer's state: elements of other slices are zero. `forget` drops it again.
+
+        without: elementwise entries ("optimizer.exp_avg") that are None instead.
+        """
         for parameter, first, spans, pieces in self._places():
             for key, value in self._own.state.get(pieces[0], {}).items():
                 if not (key in self._elementwise and isinstance(value, Tensor)):
                     self._user.state[parameter][key] = value.clone() if isinstance(value, Tensor) else value
+                    continue
+                if f"optimizer.{key}" in without:
+                    self._user.state[parameter][key] = None
                     continue
                 whole = torch.zeros(parameter.numel(), dtype=value.dtype)
                 for (start, stop), piece in zip(spans, pieces, strict=True):

@@ -1,6 +1,7 @@
 """The state of a TorchReplica as named arrays, and back: parameters, other tensors of the module, the optimizer's."""
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainers.errors import ArgumentError, ModelFileError
+from trainers.replicas.pytorch.tensors import flat_array
 
 
 class TorchState:
@@ -23,9 +25,13 @@ class TorchState:
         self.elementwise = {key for key, is_elementwise in self._keys.items() if is_elementwise}
         self.updated = ("optimizer.present", *(f"optimizer.{key}" for key in sorted(self._keys)))
 
-    def pack(self) -> dict[str, np.ndarray]:
-        """Copies, which look alike before and after the optimizer's first step."""
-        held = {"parameters": _packed(self._trained)}
+    def pack(self, memory: dict[str, np.ndarray] | None = None, without: Collection[str] = ()) -> dict[str, np.ndarray]:
+        """Copies, which look alike before and after the optimizer's first step.
+
+        memory: arrays of earlier copies, used again and kept there. without: elementwise entries to leave out.
+        """
+        memory = {} if memory is None else memory
+        held = {"parameters": flat_array(self._trained, memory, "parameters")}
         trained = {id(each) for each in self._trained}
         for name, each in [*self._module.named_parameters(), *self._module.named_buffers()]:
             if id(each) not in trained:
@@ -33,14 +39,17 @@ class TorchState:
         states = [self._optimizer.state.get(each, {}) for each in self._trained]
         held["optimizer.present"] = np.array([bool(each) for each in states], np.uint8)
         for key, elementwise in self._keys.items():
+            name = f"optimizer.{key}"
+            if name in without:
+                continue
             if elementwise:
                 filled = [
                     state[key] if state.get(key) is not None else torch.zeros_like(each)
                     for each, state in zip(self._trained, states, strict=True)
                 ]
-                held[f"optimizer.{key}"] = _packed(filled)
+                held[name] = flat_array(filled, memory, name)
             else:
-                held[f"optimizer.{key}"] = np.array([float(state.get(key, 0.0)) for state in states])
+                held[name] = np.array([float(state.get(key, 0.0)) for state in states])
         return held | {f"hyperparameter.{key}": value for key, value in self._hyperparameters().items()}
 
     @torch.no_grad()
@@ -137,10 +146,6 @@ def array_of(tensor: Tensor) -> np.ndarray:
     """A copy on the host; bfloat16, which .npz files don't know, as float32."""
     whole = tensor.detach()
     return (whole.float() if whole.dtype == torch.bfloat16 else whole.clone()).contiguous().numpy()
-
-
-def _packed(tensors: list[Any]) -> np.ndarray:
-    return array_of(torch.cat([each.detach().reshape(-1) for each in tensors]))
 
 
 def _unpack(packed: np.ndarray, tensors: list[Any]) -> None:

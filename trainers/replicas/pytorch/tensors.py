@@ -1,7 +1,12 @@
 """Between PyTorch's tensors and NumPy's arrays, with no copy."""
 
+import functools
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+
+from trainers.replica import reserved
 
 DTYPES = {
     torch.float32: "float32",
@@ -52,6 +57,21 @@ def views(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
         found.append(shaped(flat, start, each))
         start += each.numel()
     return found
+
+
+def flat_array(
+    tensors: Sequence[torch.Tensor], memory: dict[str, np.ndarray] | None = None, name: str = ""
+) -> np.ndarray:
+    """The elements of tensors one after the other, a copy on the host; bfloat16, which files don't know, as float32.
+
+    memory: where an array of this `name` is used again, and otherwise kept.
+    """
+    flat = [each.detach().reshape(-1) for each in tensors]
+    dtype = functools.reduce(torch.promote_types, {each.dtype for each in flat})
+    like = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy()
+    out = reserved({} if memory is None else memory, name, (sum(each.numel() for each in flat),), like.dtype)
+    torch.cat(flat, out=torch.from_numpy(out))
+    return out
 
 
 def from_array(array: np.ndarray) -> torch.Tensor:

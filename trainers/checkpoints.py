@@ -1,0 +1,69 @@
+"""What a user says of checkpoints: where they go, how often they are written, and which are kept. No MPI."""
+
+import math
+import os
+import re
+from dataclasses import dataclass
+
+from trainers.errors import ArgumentError
+
+NOTATION = re.compile(r"(?:(\d+(?:\.\d+)?)\s*)?([a-z]+)")
+UNITS = {"step": "steps", "steps": "steps", "epoch": "epochs", "epochs": "epochs"}
+SECONDS = {
+    "s": 1, "second": 1, "seconds": 1, "min": 60, "minute": 60, "minutes": 60, "h": 3600, "hour": 3600, "hours": 3600,
+}  # fmt: skip
+MODES = ("auto", "min", "max")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where and when a training is written down, so that it can go on after it was killed.
+
+    folder: of this training alone; it is made when it is missing. Rank 0 writes there, and alone needs it.
+    every: "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", "2 hours". The end of a training, and a
+        step at which a callback stops it, are written as well.
+    keep: how many of the newest checkpoints stay.
+    best: a name in the history ("loss", "accuracy", "validation_loss", ...): the checkpoint of the epoch in which it
+        was best is kept as best.npz.
+    mode: whether the lowest ("min") or the highest ("max") is the best; "auto": the lowest loss or error, the highest
+        of anything else.
+
+    Raises ArgumentError.
+    """
+
+    folder: str
+    every: str = "epoch"
+    keep: int = 3
+    best: str = ""
+    mode: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
+            raise ArgumentError(f"Checkpoint({self.folder!r}): give the name of a folder")
+        object.__setattr__(self, "folder", os.fspath(self.folder))
+        period(self.every)
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
+            raise ArgumentError(f"Checkpoint(keep={self.keep!r}): give how many of the newest stay, at least 1")
+        if self.mode not in MODES or not isinstance(self.best, str):
+            raise ArgumentError(
+                f"Checkpoint(best={self.best!r}, mode={self.mode!r}): give a name in the history, and one of "
+                f"{', '.join(MODES)}"
+            )
+
+    @property
+    def lowest_is_best(self) -> bool:
+        return self.mode == "min" or (self.mode == "auto" and self.best.endswith(("loss", "error")))
+
+
+def period(every: str) -> tuple[float, str]:
+    """What `every` means: so many "steps", "epochs" or "seconds". Raises ArgumentError."""
+    match = NOTATION.fullmatch(every.strip().lower()) if isinstance(every, str) else None
+    count, word = (float(match[1] or 1), match[2]) if match else (0.0, "")
+    if word in SECONDS and 0 < count < math.inf:
+        return count * SECONDS[word], "seconds"
+    if word in UNITS and count >= 1 and count.is_integer():
+        return count, UNITS[word]
+    raise ArgumentError(
+        f'every={every!r} makes no sense: say it as "epoch", "5 epochs", "500 steps", "30 seconds", '
+        '"10 minutes" or "2 hours"'
+    )

@@ -1,0 +1,61 @@
+"""Whether a training can write its checkpoints to a folder, and go on from one that is there. Local, no MPI."""
+
+import itertools
+import os
+import tempfile
+from typing import Any
+
+from trainers.errors import CheckpointError, ModelFileError
+from trainers.files import checkpoint as files
+from trainers.files.checkpoint import Saved
+from trainers.replica import Replica
+from trainers.watching.history import Epoch
+
+
+def prepare(folder: str) -> None:
+    """Make the folder where it is missing, and clean it of what killed writers have left. Raises CheckpointError."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"room?")
+        files.clean(folder)
+    except OSError as error:
+        reason = f"{error.strerror or error}; give a folder that can be written to"
+        raise CheckpointError(f"checkpoints can't be written to {folder}: {reason}") from error
+
+
+def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], steps: int) -> None:
+    """Refuse a checkpoint that is no earlier state of this training. Raises CheckpointError.
+
+    settings: that must be the same. steps: of an epoch.
+    """
+    progress = saved.progress
+    if saved.kind != type(replica).__name__:
+        kinds = f"of a {saved.kind}, and this one is a {type(replica).__name__}"
+        raise CheckpointError(f"{path} is of another model: {kinds}")
+    try:
+        [Epoch.of_dict(each) for each in progress.history]
+        there = [_described(*each) for each in progress.shapes]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: its history or its shapes can't be read: {error!r}") from error
+    here = [_described(name, shape) for name, shape in replica.shapes().items()]
+    for saved_one, own in itertools.zip_longest(there, here, fillvalue="no more parameters"):
+        if saved_one != own:
+            raise CheckpointError(f"{path} is of another model: it has {saved_one} where this one has {own}")
+    try:
+        replica.check_config(path, saved.config)
+    except ModelFileError as error:
+        raise CheckpointError(str(error)) from error
+    for name, value in settings.items():
+        if progress.settings.get(name) != value:
+            values = f"{name}={progress.settings.get(name)!r}, and this one has {name}={value!r}"
+            raise CheckpointError(f"{path} is of a training with {values}; give the same to go on from it")
+    if len(progress.rates) != len(replica.learning_rates):
+        counts = f"{len(progress.rates)} learning rates, and this one has {len(replica.learning_rates)}"
+        raise CheckpointError(f"{path} is of a training with {counts}")
+    if progress.step >= steps or (progress.step and len(saved.measured[0]) != len(replica.metrics)):
+        raise CheckpointError(f"{path} is damaged: step {progress.step} of {steps}")
+
+
+def _described(name: str, shape: Any) -> str:
+    return f"{name} of shape {tuple(shape)}"

@@ -1,0 +1,253 @@
+"""The checkpoints of one fit: collected from all ranks, written by rank 0 beside the training, and gone on from."""
+
+import json
+import logging
+import math
+import shutil
+import time
+from collections.abc import Collection
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from allreduce.messages.agreement import together
+from trainers import random_state, resuming
+from trainers.checkpoints import Checkpoint, period
+from trainers.data import Batches
+from trainers.errors import ArgumentError, CheckpointError, ModelFileError
+from trainers.files import checkpoint as files
+from trainers.files import npz
+from trainers.files.checkpoint import Progress, Saved
+from trainers.watching.history import VALIDATED, VALIDATION, History
+from trainers.writer import Writer
+
+if TYPE_CHECKING:
+    from trainers.base import Trainer
+
+log = logging.getLogger("trainers")
+
+REPLICA = "replica."  # what of a rank's own state is its replica's
+
+
+class Saver:
+    """Writes the checkpoints of a fit, and finds the one that it goes on from.
+
+    batches: of the fit. resume: whether to go on from the newest.
+    known: names in its history, of which `checkpoint.best` must be one.
+
+    Raises ArgumentError, on this rank.
+    """
+
+    def __init__(
+        self, trainer: "Trainer", batches: Batches, checkpoint: Checkpoint, resume: bool, known: Collection[str]
+    ) -> None:
+        self._trainer, self._folder, self._keep = trainer, checkpoint.folder, checkpoint.keep
+        self._resumes = resume
+        self._count, self._unit = period(checkpoint.every)
+        self._watched = VALIDATED + checkpoint.best[4:] if checkpoint.best.startswith(VALIDATION) else checkpoint.best
+        self._sign = 1 if checkpoint.lowest_is_best else -1
+        self._settings, self._steps = batches.settings, batches.steps
+        self._writer = Writer()
+        self._memory: dict[str, np.ndarray] = {}  # rank 0's copy of the state, which the writer reads
+        self._choices: dict[str, str] = {}
+        self._written = 0  # steps before the last checkpoint
+        self._since = time.monotonic()
+        if self._watched and self._watched not in known:
+            raise ArgumentError(
+                f"Checkpoint(best={checkpoint.best!r}): this fit measures {', '.join(known)}"
+                + ("" if any(name.startswith(VALIDATED) for name in known) else "; it has no validation_data")
+            )
+
+    @property
+    def _chief(self) -> bool:
+        return self._trainer.rank == 0
+
+    # Where the training begins
+
+    def open(self) -> tuple[str, Progress, np.ndarray] | None:
+        """Find out whether checkpoints can be written, and take on the newest when there is one. Collective.
+
+        Returns its path, how far it is, and the values of the steps of its unfinished epoch; None where there is
+        none, and the training begins from the beginning. Raises CheckpointError on all ranks, before anything is
+        changed.
+        """
+        trainer = self._trainer
+        comm = trainer._comm
+        self._choices = trainer._choices()
+        found = together(comm, lambda: self._look() if self._chief else None)
+        resumed = None
+        if comm.bcast(found is not None):
+            text = json.dumps([found[0], asdict(found[1].progress)]) if found else ""
+            path, progress = json.loads(comm.bcast(text))
+            resumed = path, Progress(**progress), comm.bcast(found[1].measured.tolist() if found else None)
+            self._take_on(None if found is None else found[1], resumed[1])
+            self._written = resumed[1].total
+        trainer._snapshot(self._memory)  # takes the memory now, and shows that the state can be collected
+        together(comm, self._check_room)
+        return None if resumed is None else (resumed[0], resumed[1], np.array(resumed[2]))
+
+    def _look(self) -> tuple[str, Saved] | None:
+        """The newest checkpoint, if the training may go on from it. On rank 0."""
+        resuming.prepare(self._folder)
+        found = files.newest(self._folder)
+        if found is None:
+            return None
+        if not self._resumes:
+            raise CheckpointError(
+                f"{self._folder} holds checkpoints of another training, the newest of {found[1].progress}; go on from "
+                "it with resume=True (--resume), or give another folder"
+            )
+        resuming.check(*found, self._trainer.replica, self._settings, self._steps)
+        self._check_way(found[0], found[1].progress)
+        return found
+
+    def _check_room(self) -> None:
+        needed = sum(array.nbytes for array in self._memory.values())
+        if self._chief and (free := shutil.disk_usage(self._folder).free) < needed:
+            raise CheckpointError(
+                f"checkpoints can't be written to {self._folder}: one takes {needed:,} bytes, and {free:,} are free"
+            )
+
+    def _check_way(self, path: str, progress: Progress) -> None:
+        """Refuse, or say, what this trainer would do in another way than the one that wrote the checkpoint."""
+        if progress.step and not self._trainer.steps_together:
+            raise CheckpointError(
+                f"{path} is of the middle of an epoch, and {type(self._trainer).__name__} goes on from the end of one; "
+                "remove it, and the one before is used"
+            )
+        if progress.choices.get("allreduce") != self._choices.get("allreduce"):
+            chosen = f"{progress.choices.get('allreduce')} before, and by {self._choices.get('allreduce')} now"
+            log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)
+
+    def _take_on(self, saved: Saved | None, progress: Progress) -> None:
+        """Give all ranks the state of a checkpoint, which rank 0 has read. Collective."""
+        trainer = self._trainer
+        comm = trainer._comm
+
+        def load() -> None:
+            try:
+                if saved is not None:
+                    trainer.replica.load_state(saved.state)
+            except ModelFileError as error:
+                raise CheckpointError(f"the checkpoint in {self._folder} is of another model: {error}") from error
+
+        together(comm, load)
+        together(comm, lambda: self._take_rates(progress.rates))
+        trainer._mirror(whole=False)
+        if progress.ranks != trainer.size:
+            return  # what is each rank's own can't be that of other ranks
+        packed = None if saved is None else [npz.packed(own) for own in saved.local]
+        mine = npz.unpacked(comm.scatter(packed))
+
+        def load_own() -> None:
+            own = {name.removeprefix(REPLICA): mine.pop(name) for name in list(mine) if name.startswith(REPLICA)}
+            trainer.replica.load_local_state(own)
+            random_state.load(mine)
+
+        together(comm, load_own)
+
+    def _take_rates(self, rates: list[float]) -> None:
+        """Go on with the learning rates that a schedule had come to; a model file has those of its begin."""
+        if rates != self._trainer.replica.learning_rates:
+            self._trainer.replica.learning_rates = rates
+
+    # While it goes on
+
+    def wants(self) -> bool:
+        """Whether this rank says that it is time, by the clock; only rank 0 ever does. Local."""
+        return self._chief and self._unit == "seconds" and time.monotonic() - self._since >= self._count
+
+    def due(self, total: int, asked: bool) -> bool:
+        """Whether a checkpoint is to be written after `total` steps. asked: by a rank's `wants`. Local."""
+        return asked or (self._unit == "steps" and total // self._count > self._written // self._count)
+
+    def due_after(self, epochs: int) -> bool:
+        """Whether a checkpoint is to be written after so many epochs. Collective."""
+        if self._unit == "epochs":
+            return epochs % self._count == 0
+        asked = self._unit == "seconds" and self._trainer._comm.bcast(self.wants())
+        return self.due(epochs * self._steps, asked)
+
+    def is_best(self, history: History) -> bool:
+        """Whether the last epoch is the best so far. Local, the same on all ranks."""
+        epochs = [epoch.as_dict() for epoch in history] if self._watched else []
+        values = [self._sign * epoch[self._watched] for epoch in epochs if self._watched in epoch]
+        return bool(values) and values[-1] < min(values[:-1], default=math.inf)
+
+    def save(self, progress: Progress, measured: np.ndarray, best: bool = False) -> None:
+        """Have a copy of everything written while the training goes on. Collective.
+
+        What the checkpoint before has met, a full disk say, is raised here, on all ranks.
+        """
+        trainer = self._trainer
+        own = together(trainer._comm, self._own)
+        state = trainer._snapshot(self._memory)
+        everyone = trainer._comm.gather(own)
+        self._written, self._since = progress.total, time.monotonic()
+        if everyone is not None:
+            replica = trainer.replica
+            local = [npz.unpacked(each) for each in everyone]
+            saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured)
+            self._writer.start(partial(self._write, saved, best))
+
+    def progress(self, history: History, epoch: int, step: int = 0, seconds: float = 0.0) -> Progress:
+        """How far the training is. Local."""
+        trainer = self._trainer
+        return Progress(
+            epoch=epoch,
+            step=step,
+            total=epoch * self._steps + step,
+            ranks=trainer.size,
+            seconds=seconds,
+            settings=self._settings,
+            shapes=[[name, list(shape)] for name, shape in trainer.replica.shapes().items()],
+            choices=self._choices,
+            rates=trainer.replica.learning_rates,
+            history=[each.as_dict() for each in history],
+        )
+
+    def _own(self) -> bytes:
+        """What belongs to this rank alone."""
+        self._writer.wait()
+        own = {f"{REPLICA}{name}": array for name, array in self._trainer.replica.local_state().items()}
+        return npz.packed(own | random_state.take())
+
+    def _write(self, saved: Saved, best: bool) -> None:
+        """Write a checkpoint, and remove those that it makes superfluous. In the writer's thread."""
+        path = files.path_of(self._folder, saved.progress.total)
+        files.write(path, saved)
+        if best:
+            files.keep_as_best(path)
+        files.prune(self._folder, self._keep)
+
+    def check(self) -> None:
+        """Raise what the writing has met so far, on this rank. Local."""
+        self._writer.check()
+
+    def finish(self) -> None:
+        """Wait until all is on the disk. Raises CheckpointError, on this rank. Local."""
+        self._writer.wait()
+
+    def close(self) -> None:
+        """Wait for what is being written; what it meets is logged, since something else ends the fit. Local."""
+        try:
+            self._writer.wait()
+        except Exception as error:
+            log.error("trainers: %s", error)
+        self._memory.clear()
+
+
+def make_saver(
+    trainer: "Trainer", batches: Batches, checkpoint: Checkpoint | str | None, resume: bool, validates: bool
+) -> Saver | None:
+    """What `fit` was asked for. Raises ArgumentError, on this rank."""
+    if checkpoint is None:
+        if resume:
+            raise ArgumentError("resume=True goes on from a checkpoint: give the folder of them, checkpoint=...")
+        return None
+    known = trainer.replica.metrics
+    known += tuple(f"{VALIDATED}{name}" for name in known if validates)
+    given = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    return Saver(trainer, batches, given, resume, known)
