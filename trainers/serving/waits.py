@@ -25,10 +25,11 @@ class Waits:
 
     def until(self, done: Callable[[], bool], text: str) -> None:
         """Return when `done`, which is called again and again. text: what this rank waits for."""
+        self._clock.start()
         if done():
+            self._clock.stop()
             return
         self._place.begin(Said(text))
-        self._clock.start()
         try:
             while not asleep(done, LOOK_SECONDS):
                 self._watch.look(self._place)
