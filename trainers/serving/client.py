@@ -57,8 +57,8 @@ class Client:
             self.expect(server)
             self._questions[server].head = Head(halt=halt)
             self._asks[server].Start()
-        self._waits_ahead.all_of([self._asks[server] for server in servers], "ask for parameters")
         self._await(servers, self._waits_ahead)
+        self._waits_ahead.all_of([self._asks[server] for server in servers], "have questions received")
 
     def expect(self, server: int) -> None:
         """Post the receive of a server's reply, before anything makes it answer."""
