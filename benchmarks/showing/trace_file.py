@@ -1,0 +1,153 @@
+"""A trace of several ranks, read back and summed up: where the time went, and who waited for whom."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from benchmarks.showing.results import FileError
+from trainers.files import regular
+
+MOST_BYTES = 1 << 30
+MOST_RANKS, MOST_ROWS = 1 << 20, 1 << 10
+LONGEST_US = 1e15  # thirty years
+WANTED = "give a file that --trace, Timeline or create(trace=) wrote"
+WAIT, REDUCE, OTHER = "wait", "reduce", "other"
+KINDS = ("data", "compute", WAIT, REDUCE, "communication", "update")  # in the order of a step
+
+
+class Slice(NamedTuple):
+    """What a rank did from `begin` to `end`, in microseconds. last: the rank that came last to a call, else None."""
+
+    rank: int
+    row: int
+    kind: str
+    begin: float
+    end: float
+    last: int | None
+    call: tuple[str, int] | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Sums of a trace, in seconds.
+
+    shares: by (rank, row) and kind: time of its own, without what lies inside of it; "other" is the rest.
+    waits: by (who, for whom): what a rank's first row waited. late: by rank, how many calls it came last to.
+    """
+
+    seconds: float
+    ranks: int
+    calls: int
+    shares: dict[tuple[int, int], dict[str, float]]
+    waits: dict[tuple[int, int], float]
+    late: Counter[int]
+
+
+def load(path: str) -> list[Slice]:
+    """The slices of a file, by time. Raises FileError."""
+    try:
+        with regular.open_regular(path) as file:
+            if regular.size(file) > MOST_BYTES:
+                raise FileError(f"{path} has {regular.size(file)} bytes; at most {MOST_BYTES} are read")
+            text = bytes(regular.take(file, MOST_BYTES + 1)).decode()
+    except OSError as error:
+        raise FileError(f"{path} can't be read ({error.strerror or error}); {WANTED}") from None
+    except UnicodeDecodeError:
+        raise FileError(f"{path}: it is no text; {WANTED}") from None
+    try:
+        found = list(_slices(json.loads(text)))
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise FileError(f"{path} is no such trace ({error or type(error).__name__}); {WANTED}") from None
+    if not found:
+        raise FileError(f"{path}: nothing was recorded in it; {WANTED}")
+    return sorted(found, key=lambda each: (each.begin, -each.end))
+
+
+def _slices(trace: Any) -> Iterator[Slice]:
+    events = trace.get("traceEvents") if isinstance(trace, dict) else trace  # the format's two shapes
+    if not isinstance(events, list):
+        raise ValueError("it has no list of events")
+    for number, event in enumerate(events):
+        if not isinstance(event, dict):
+            raise ValueError(f"event {number} is no object")
+        if event.get("ph") == "X":
+            yield _slice(number, event)
+
+
+def _slice(number: int, event: dict[str, Any]) -> Slice:
+    begin, duration = (_number(number, event, name, LONGEST_US) for name in ("ts", "dur"))
+    rank, row = _integer(number, event, "pid", MOST_RANKS), _integer(number, event, "tid", MOST_ROWS)
+    about = event.get("args", {})
+    if not isinstance(about, dict):
+        raise ValueError(f"event {number}: args={_shown(about)}")
+    last = _integer(number, about, "last", MOST_RANKS) if "last" in about else None
+    call = None
+    if "call" in about:
+        call = _shown(about.get("series")), _integer(number, about, "call", 1 << 40)
+    kind = event.get("cat")
+    return Slice(rank, row, kind if kind in KINDS else OTHER, begin, begin + duration, last, call)
+
+
+def _number(number: int, event: dict[str, Any], name: str, most: float) -> float:
+    value = event.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ValueError(f"event {number}: {name}={_shown(value)}")
+    return float(value)
+
+
+def _integer(number: int, event: dict[str, Any], name: str, most: int) -> int:
+    value = _number(number, event, name, most)
+    if value != math.floor(value):
+        raise ValueError(f"event {number}: {name}={_shown(value)}")
+    return int(value)
+
+
+def _shown(value: object) -> str:
+    """A value of the file, as far as it fits a line; no control characters reach a terminal."""
+    text = ascii(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def summary(slices: list[Slice]) -> Summary:
+    """slices: sorted by time, at least one."""
+    begin, end = min(each.begin for each in slices), max(each.end for each in slices)
+    shares = {row: _own_times(those, end - begin) for row, those in rows(slices).items()}
+    waits: dict[tuple[int, int], float] = {}
+    late: dict[tuple[str, int], int] = {}
+    for each in slices:
+        if each.last is None:
+            continue
+        if each.call is not None:
+            late[each.call] = each.last
+        if each.kind == WAIT and each.row == 0:
+            pair = each.rank, each.last
+            waits[pair] = waits.get(pair, 0.0) + (each.end - each.begin) / 1e6
+    ranks = len({each.rank for each in slices})
+    return Summary((end - begin) / 1e6, ranks, len(late), shares, waits, Counter(late.values()))
+
+
+def rows(slices: list[Slice]) -> dict[tuple[int, int], list[Slice]]:
+    """The slices by rank and row, in their order."""
+    found: dict[tuple[int, int], list[Slice]] = {}
+    for each in slices:
+        found.setdefault((each.rank, each.row), []).append(each)
+    return dict(sorted(found.items()))
+
+
+def _own_times(row: list[Slice], whole: float) -> dict[str, float]:
+    """Seconds by kind of one row, each without the slices inside of it."""
+    own = dict.fromkeys((*KINDS, OTHER), 0.0)
+    around: list[Slice] = []
+    for each in row:
+        while around and around[-1].end <= each.begin:
+            around.pop()
+        took = (each.end - each.begin) / 1e6
+        own[each.kind] += took
+        if around:
+            own[around[-1].kind] -= took
+        around.append(each)
+    own[OTHER] += max(whole / 1e6 - sum(own.values()), 0.0)
+    return own

@@ -1,0 +1,141 @@
+"""python -m benchmarks.timeline: what it says of a trace, and of files that are none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allreduce.tracing import merging
+from allreduce.tracing.merging import Recorded
+from benchmarks import timeline
+from benchmarks.showing.results import FileError
+from benchmarks.showing.trace_file import load, summary
+
+
+def trace(path: Path) -> Path:
+    """Two steps of 10 ms on three ranks; rank 1 computes for 6 ms, the others for 2 and 3."""
+    ranks = []
+    for compute in (2, 6, 3):
+        spans: list[merging.Span] = []
+        calls: list[merging.Call] = []
+        for step in (0, 1):
+            at = step * 10_000_000
+            begin = at + compute * 1_000_000
+            spans += [(0, "compute", at, begin), (0, "update", at + 9_000_000, at + 10_000_000)]
+            calls.append((0, 0, step, "all_reduce, ring", begin, begin, at + 9_000_000, {"bytes": 4}))
+        ranks.append(Recorded(spans, calls))
+    with path.open("w") as file:
+        merging.write(file, merging.events(ranks, ["ring"]), {})
+    return path
+
+
+def test_who_waits_for_whom(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert timeline.main([str(trace(tmp_path / "t.json"))]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "# 3 ranks, 0.020 s; share of the time:",
+        "# compute wait reduce update",
+        "rank 0 20.0% 40.0% 30.0% 10.0%",
+        "rank 1 60.0% 0.0% 30.0% 10.0%",
+        "rank 2 30.0% 30.0% 30.0% 10.0%",
+        "# who waited for whom, for the rank that came last:",
+        "rank 0 waited 0.008 s for rank 1",
+        "rank 2 waited 0.006 s for rank 1",
+        "# rank 1 came last most often, to 2 of 2 calls; the others waited 0.014 s for it, 35.0% of their time",
+    ]
+
+
+def event(**changes: Any) -> dict[str, Any]:
+    return {"name": "x", "cat": "compute", "ph": "X", "ts": 0, "dur": 10, "pid": 0, "tid": 0} | changes
+
+
+def write(path: Path, *events: Any) -> str:
+    path.write_text(json.dumps({"traceEvents": list(events)}))
+    return str(path)
+
+
+def test_slices_inside_of_slices_count_once(tmp_path: Path) -> None:
+    """Also of other programs: kinds that are not ours are "other", and a list alone is the format's other shape."""
+    inner = event(cat="update", ts=2, dur=3)
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps([event(), inner, event(cat="\x1b[2J", ts=12, dur=8), {"ph": "i"}]))
+    found = summary(load(str(file)))
+    times = found.shares[0, 0]
+    assert {kind: round(1e6 * time) for kind, time in times.items() if time > 1e-9} == {
+        "compute": 7,
+        "update": 3,
+        "other": 10,
+    }
+
+
+def test_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert timeline.main([write(tmp_path / "t.json", event())]) == 0
+    assert "# 1 rank, 0.000 s" in capsys.readouterr().out
+
+
+def test_an_empty_span_of_time(tmp_path: Path) -> None:
+    assert timeline.main([write(tmp_path / "t.json", event(dur=0))]) == 0
+
+
+BAD = {
+    "no list": {"traceEvents": 3},
+    "no trace": {"a": []},
+    "a number": 3,
+    "an event that is none": [3],
+    "no time": [event(ts=None)],
+    "a time that is text": [event(ts="0")],
+    "before the beginning": [event(ts=-1)],
+    "truth": [event(dur=True)],
+    "not finite": [event(dur=1e999)],
+    "for ever": [event(dur=10**30)],
+    "no number of a rank": [event(pid=0.5)],
+    "too many ranks": [event(pid=10**9)],
+    "arguments": [event(args=[1])],
+    "last": [event(args={"last": "1"})],
+    "call": [event(args={"call": -1})],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_files_that_are_no_traces(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps(BAD[what]))
+    assert timeline.main([str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"benchmarks.timeline: error: {file}")
+    assert error.rstrip().endswith("give a file that --trace, Timeline or create(trace=) wrote")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'[{"ph": "X", "ts": ' + b"9" * 5000 + b"}]", b"\0" * 10]
+)
+def test_files_that_are_no_json(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(FileError, match="give a file that"):
+        load(str(tmp_path / "t.json"))
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.showing.trace_file.MOST_BYTES", 100)
+    with pytest.raises(FileError, match="at most 100 are read"):
+        load(str(trace(tmp_path / "t.json")))
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "missing.json", "."])
+def test_what_is_no_file(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert timeline.main([path]) == 2
+    assert "can't be read" in capsys.readouterr().err
+
+
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    file = str(trace(tmp_path / "t.json"))
+    assert timeline.main([file, "--plot", str(tmp_path / "t.svg")]) == 0
+    picture = (tmp_path / "t.svg").read_text()
+    assert "<svg" in picture
+    assert picture.count("<path") > 10
+    assert timeline.main([file, "--plot", str(tmp_path / "t.txt")]) == 2
+    assert ".png, .svg or .pdf" in capsys.readouterr().err
