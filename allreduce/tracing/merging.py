@@ -82,15 +82,18 @@ def _last_to_come(ranks: list[Recorded]) -> dict[tuple[int, int], Arrival]:
 
 
 def _of_rank(rank: int, recorded: Recorded, last: dict[tuple[int, int], Arrival], series: list[str]) -> Iterator[Event]:
-    where = {(call[1], call[2]): call[0] for call in recorded.calls}
+    calls = {(call[1], call[2]): call for call in recorded.calls}
     for row, kind, begin, end in recorded.spans:
         if not kind.startswith(WAITED):
             yield _event(rank, row, kind, kind, begin, end, {})
             continue
         number, turn = map(int, kind.split()[1:])
         call = number, turn
-        if where.get(call, row) != row:  # in this row the call itself is shown
+        waited = calls.get(call)
+        if waited is not None and waited[0] != row:
             yield from _divided(rank, row, last.get(call), begin, end, "not hidden", {})
+        elif waited is not None and end > waited[6]:  # in this row the call itself is shown, and then what follows it
+            yield _event(rank, row, "agreement", REDUCE, max(begin, waited[6]), end, {})
     ends: dict[int, int] = {}
     for row, number, turn, name, came, begin, end, about in recorded.calls:
         # Calls of the background wait for their turn behind others; what is left is a wait for other ranks.

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from allreduce.errors import AllReduceError
 from allreduce.messages.agreement import raise_together
 from allreduce.messages.worker import Pending
+from trainers.pytorch.report import Clock
 
 if TYPE_CHECKING:
     from trainers.pytorch.averaging import Averager
@@ -86,7 +87,7 @@ class Backward:
         except GradientError as error:
             self._error = self._error or error
         last = self._launched == len(self._missing)
-        self.pending.append(self.averager.lane.submit(partial(self._reduce, memory, last), self._what))
+        self.pending.append(self.averager.lane.submit(partial(self._reduce, memory, last, Clock.now()), self._what))
 
     def launch_rest(self) -> None:
         """Submit all that was not submitted yet."""
@@ -139,9 +140,10 @@ class Backward:
             meet([other for other in _running if other._task == self._task])
         self.averager.finish(self)
 
-    def _reduce(self, memory: "Memory", last: bool) -> None:
-        """Runs in the lane, when all ranks have come to it."""
+    def _reduce(self, memory: "Memory", last: bool, came: float) -> None:
+        """Runs in the lane, when all ranks have come to it. came: when it was submitted here."""
         try:
+            self.averager.clock.came(came)
             self.averager.reduce(memory)
         except Exception as error:  # told to all ranks with the facts
             self._error = self._error or error

@@ -1,5 +1,6 @@
 """What MirroredOptimizer refuses: when it is made, on all ranks before it changes anything; and when it is used."""
 
+import os
 import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from allreduce.base import AllReduce
 from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
 from allreduce.messages.agreement import agree, raise_together
 from allreduce.topology import Topology
+from allreduce.tracing.trace import Trace
 from trainers.backends import UPDATES
 from trainers.pytorch import sharded
 from trainers.pytorch.ownership import owner_of
@@ -31,6 +33,7 @@ class Options(NamedTuple):
     overlap: bool | str
     bucket_mb: tuple[float, float]
     check_every: int
+    trace: str | os.PathLike[str] | Trace | None = None
 
     def __str__(self) -> str:
         """What must be alike on the ranks."""
@@ -38,7 +41,7 @@ class Options(NamedTuple):
         return (
             f"MirroredOptimizer(allreduce={name!r}, update={self.update!r}, overlap={self.overlap!r}, "
             f"first_bucket_mb={float(self.bucket_mb[0])!r}, bucket_mb={float(self.bucket_mb[1])!r}, "
-            f"check_every={self.check_every!r})"
+            f"check_every={self.check_every!r}{', trace=...' * (self.trace is not None)})"
         )
 
 
@@ -83,7 +86,7 @@ def still_fit(optimizer: Optimizer, trained: dict[str, Parameter], frozen: dict[
 
 
 def _problems(optimizer: Optimizer, model: Module, options: Options) -> Iterator[AllReduceError]:
-    backend, topology, update, overlap, bucket_mb, check_every = options
+    backend, topology, update, overlap, bucket_mb, check_every, _ = options
     if not isinstance(optimizer, Optimizer) or not isinstance(model, Module):
         yield OptionError(
             "MirroredOptimizer(optimizer, model) takes a torch.optim.Optimizer and a torch.nn.Module, not "

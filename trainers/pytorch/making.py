@@ -16,6 +16,7 @@ from allreduce.messages.agreement import everywhere, together
 from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase
+from allreduce.wrappers.traced import Traced
 from trainers.backends import backend_for
 from trainers.pytorch import checks, choices
 from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
@@ -23,6 +24,7 @@ from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compa
 from trainers.pytorch.family import DROPPED, Family
 from trainers.pytorch.placement import AfterLoading
 from trainers.pytorch.sharded import ShardedUpdate
+from trainers.pytorch.tracing import TracedClock
 
 MIB = 1 << 20
 
@@ -81,6 +83,10 @@ def _make(
     backend = together(comm, partial(backend_for, options.allreduce, topology, options.update))
     if backend is not options.allreduce:
         made.callback(backend.close)
+    traced = None
+    if options.trace is not None:
+        backend = traced = Traced(topology, inner=backend, trace=options.trace)
+        made.callback(traced.close)
     lane, during = choices.lane_of(family, topology, options.overlap)
     made.callback(lane.abandon)
     if comm.size > 1:
@@ -88,6 +94,8 @@ def _make(
         broadcast_state(comm, optimizer)
     averager = _averager(trained, backend, family, lane, comm, during, options)
     made.callback(averager.close)
+    if traced is not None:
+        averager.clock = TracedClock(traced.trace, traced.calls)
     sharded = None
     if options.update == "sharded":
         assert isinstance(backend, TwoPhase)

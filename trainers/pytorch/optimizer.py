@@ -1,5 +1,6 @@
 """MirroredOptimizer: three lines that make a training loop data-parallel."""
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from allreduce.base import AllReduce
 from allreduce.errors import ClosedError, OptionError
 from allreduce.topology import Topology
+from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
 from trainers import malloc
 from trainers.pytorch import choices
@@ -55,6 +57,7 @@ class MirroredOptimizer(Optimizer):
     check_every: after so many steps the ranks compare a hash of all parameters and hyperparameters, and raise
         a DisagreementError that names rank and parameter when they differ: a gradient that was edited on one
         rank, a scheduler that saw a rank's own loss, nn.Embedding(max_norm=). 0 for never.
+    trace: a file for Perfetto that `close` writes: compute, each bucket, waits and updates of all ranks; or a Trace.
 
     All ranks must do the same in the same order: creating, backward, `step`, `synchronize` and `close` are
     collective, and so are `rows`, `load_state_dict`, `editing` and, when sharded, `state_dict`. A rank that leaves
@@ -88,10 +91,11 @@ class MirroredOptimizer(Optimizer):
         bucket_mb: float = 25.0,
         first_bucket_mb: float = 1.0,
         check_every: int = CHECK_EVERY,
+        trace: str | os.PathLike[str] | Trace | None = None,
     ) -> None:
         self.closed = False
         self.optimizer, self.model, self.update, self.check_every = optimizer, model, update, check_every
-        options = Options(allreduce, topology, update, overlap, (first_bucket_mb, bucket_mb), check_every)
+        options = Options(allreduce, topology, update, overlap, (first_bucket_mb, bucket_mb), check_every, trace)
         given = allreduce.topology if isinstance(allreduce, AllReduce) else topology
         family = family_of(given)
         self.topology = given or family.topology
@@ -139,7 +143,7 @@ class MirroredOptimizer(Optimizer):
             finally:
                 self._averager.keeps_rows = False
         self._averager.average()
-        return self.optimizer.step()
+        return self._averager.clock.update(self.optimizer.step)
 
     def _step_sharded(self, sharded: ShardedUpdate, closure: Callable[[], Any] | None) -> Any:
         loss = None
@@ -147,7 +151,7 @@ class MirroredOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = mean_loss(self._averager, closure)
         self._averager.average()
-        sharded.update()
+        self._averager.clock.update(sharded.update)
         return loss
 
     def _stepped(self) -> None:

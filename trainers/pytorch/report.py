@@ -30,6 +30,13 @@ class Clock:
         self.exposed += exposed
         self.waiting += max(0.0, self.now() - begin - exposed)
 
+    def came(self, at: float) -> None:
+        """The next reduction that the lane runs was submitted `at`. Called in the lane."""
+
+    def update(self, work: Callable[[], ResultT]) -> ResultT:
+        """Update the parameters."""
+        return work()
+
     def communicate(self, work: Callable[[], ResultT]) -> ResultT:
         """Do and count communication during which this rank does nothing else."""
         begin = self.now()
