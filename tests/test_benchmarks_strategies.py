@@ -8,7 +8,7 @@ import pytest
 from conftest import JobRunner
 
 from benchmarks.comparing import findings
-from benchmarks.comparing.runs import VARIANTS, Outcome, lineup
+from benchmarks.comparing.runs import VARIANTS, Outcome, lineup, spread
 
 
 def outcome(variant: str, slow: bool = False, **values: float) -> Outcome:
@@ -53,6 +53,14 @@ def test_what_fits_the_ranks_is_run() -> None:
     assert [each.name for each in lineup([], 2)] == ["mirrored", "central storage"]
     assert lineup([], 5) == VARIANTS
     assert [each.name for each in lineup(["2 servers, sync", "mirrored"], 3)] == ["mirrored"]
+
+
+def test_servers_are_spread_over_nodes() -> None:
+    assert spread([0, 0, 0, 1, 1], 2) == [2, 4]
+    assert spread([0, 1, 2, 3], 2) == [2, 3]
+    assert spread([0, 0, 0], 2) == [1, 2]
+    assert spread([0, 0, 1], 1) == [2]
+    assert spread([0, 1], 0) == []
 
 
 def test_the_picture_is_drawn() -> None:

@@ -106,12 +106,15 @@ class Bench:
 
     def run(self, variant: Variant, slow: bool) -> Outcome:
         chosen = self._options(variant)
-        comm = CountedComm.of(self._world.world, self._traffic)
+        servers = spread(self._world.world.allgather(self._world.node_index), variant.servers)
+        comm = CountedComm.of(self._world.world, self._traffic).Split(0, self._world.rank in servers)
         with Topology(comm, self._chosen.ranks_per_node or None, self._world.timeout) as topology:
             network = self._network(chosen, slow)
             make = strategies.STRATEGIES[chosen.strategy].make
             with make(chosen, network, topology, variant.servers) as trainer:
-                return self._fit(trainer, variant, slow, chosen)
+                outcome = self._fit(trainer, variant, slow, chosen)
+        comm.Free()
+        return outcome
 
     def _options(self, variant: Variant) -> argparse.Namespace:
         given = ["--data", self._chosen.data, "--epochs", self._chosen.epochs, "--batch-size", self._chosen.batch_size]
@@ -179,6 +182,16 @@ class _Meter(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         self.sent = self._traffic.sent - self._before
+
+
+def spread(nodes: Sequence[int], servers: int) -> list[int]:
+    """The ranks that are servers: the last ones, each on a node of its own where there are as many nodes.
+
+    nodes: the node of each rank.
+    """
+    ranks = range(len(nodes))
+    lasts = [rank for rank in ranks if nodes[rank] not in nodes[rank + 1 :]]
+    return list((lasts if len(lasts) >= servers else ranks)[-servers:]) if servers else []
 
 
 def lineup(names: Sequence[str], ranks: int) -> list[Variant]:
