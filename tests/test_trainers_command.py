@@ -101,6 +101,43 @@ def test_bad_arguments_are_told_in_one_line(bad: str, bad_outcomes: dict[str, li
     assert ranks[0]["stdout"] + ranks[1]["stdout"] == ""
 
 
+STRATEGY_RUNS = {
+    "parameter_server": ["--servers", "2", "--stale", "scale", "--max-staleness", "4", "--warm-up", "1"],
+    "central_storage": ["--storage-rank", "3"],
+    "spare_replicas": ["--spare", "1"],
+}
+EVALUATED = ["--epochs", "9", "--checkpoint", "run", "--evaluator", "--evaluations", "evaluations.jsonl"]
+
+
+@pytest.mark.jobs
+def test_strategies_and_an_evaluator(tmp_path: Path) -> None:
+    """In one job: each strategy, one with an evaluator, and a training that fails beside an evaluator."""
+    lines = [["--strategy", name, *options, "--json", f"{name}.json"] for name, options in STRATEGY_RUNS.items()]
+    lines += [["--strategy", "parameter_server", *EVALUATED]]
+    lines += [["--optimizer", "sgd", "--lr", "1e30", "--epochs", "3", "--checkpoint", "other", "--evaluator"]]
+    short = ["--data", "iris", "--epochs", "20"]
+    found = in_one_job(4, [("trainers.__main__", [*short, *line], str(tmp_path)) for line in lines], tmp_path)
+    *trained, failed = [{rank["code"] for rank in ranks} for ranks in found]
+    assert trained == [{0}] * 4, found
+    assert failed == {1}
+    for name in STRATEGY_RUNS:
+        result = json.loads((tmp_path / f"{name}.json").read_text())
+        assert (result["strategy"], result["ranks"], len(set(result["parameters_sha256"]))) == (name, 4, 1)
+        assert result["test_accuracy"] > 0.8
+    served = json.loads((tmp_path / "parameter_server.json").read_text())
+    assert served["roles"] == {"chief": [0], "worker": [1], "ps": [2, 3], "evaluator": []}
+    assert (served["servers"], served["stale"], served["max_staleness"], served["warm_up"]) == (2, "scale", 4, 1)
+    assert 0 < len(served["history"][-1]["staleness"]) <= 5
+    rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    assert rows[-1]["epoch"] == 9
+    chief, evaluator = found[3][0]["stdout"], found[3][3]["stdout"]
+    assert "roles: chief rank 0; worker rank 1; ps rank 2; evaluator rank 3\n" in chief
+    assert f"test accuracy: {rows[-1]['accuracy']:.4f}" in chief
+    assert evaluator.count("evaluator: ") == len(rows)
+    assert found[4][0]["stderr"].count("error: rank 0: the loss became nan in epoch 1, step 2") == 1
+
+
 @pytest.mark.parametrize(("bad", "mpi"), [("option", "openmpi"), ("backend", "openmpi"), ("backend", "mpich")])
 def test_bad_arguments_end_the_job_with_one_line(bad: str, mpi: str, mpirun: JobRunner) -> None:
     """By the parser, and by an agreement."""
@@ -294,6 +331,7 @@ def test_defaults_depend_on_the_data() -> None:
             ["--strategy", "parameter_server", "--updates", "sync", "--stale", "drop"],
             "--stale drop: with --updates sync",
         ),
+        (["--strategy", "parameter_server", "--stale", "drop"], "--stale drop needs --max-staleness N: how many"),
         (["--strategy", "parameter_server", "--servers", "0"], "'0' is no integer of at least 1"),
         (["--strategy", "mirorred"], "invalid choice: 'mirorred'"),
     ],
@@ -304,7 +342,7 @@ def test_bad_options(args: list[str], text: str) -> None:
 
 
 def test_every_option_of_a_strategy_is_refused_by_those_that_have_no_use_for_it() -> None:
-    values = {"allreduce": "ring", "update": "sharded", "updates": "async", "stale": "keep"}
+    values = {"allreduce": "ring", "update": "sharded", "updates": "async", "stale": "keep", "lr_by_workers": "divide"}
     for name in {name for strategy in STRATEGIES.values() for name in strategy.options}:
         given = ["--" + name.replace("_", "-"), values.get(name, "1")]
         for other, strategy in STRATEGIES.items():

@@ -96,7 +96,7 @@ def _train(job: _Job, topology: Topology) -> None:
             trainer.save(chosen.save)
             _say(topology, f"saved: {chosen.save}", shown)
         if chosen.json:
-            result = results.result(chosen, trainer, network, history, scores)
+            result = results.result(chosen, trainer, job.roles, network, history, scores)
             written = partial(results.write_json, chosen.json, result)
             together(topology.world, lambda: written() if topology.rank == 0 else None)
         _say(topology, f"test accuracy: {scores['accuracy']:.4f}", shown)

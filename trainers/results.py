@@ -14,6 +14,7 @@ from trainers.files.model_file import is_special, replacing
 from trainers.mirrored import MirroredTrainer
 from trainers.parsing import flag
 from trainers.replicas.numpy.network import NumpyNetwork
+from trainers.roles import Roles
 from trainers.watching.history import History
 
 STANDARD_OUTPUT = "-"
@@ -53,9 +54,14 @@ def _backend(trainer: MirroredTrainer, chosen: argparse.Namespace) -> tuple[str,
 
 
 def result(
-    chosen: argparse.Namespace, trainer: Trainer, network: NumpyNetwork, history: History, scores: dict[str, float]
+    chosen: argparse.Namespace,
+    trainer: Trainer,
+    assigned: Roles,
+    network: NumpyNetwork,
+    history: History,
+    scores: dict[str, float],
 ) -> dict[str, Any]:
-    """What --json writes. Collective."""
+    """What --json writes. Collective over the ranks that train."""
     used = {}
     if isinstance(trainer, MirroredTrainer) and chosen.strategy == "mirrored":
         used = {"allreduce_used": _backend(trainer, chosen)[0]}
@@ -66,6 +72,7 @@ def result(
         "history": [epoch.as_dict() for epoch in history],
         **strategies.described(chosen),
         **used,
+        "roles": assigned.as_dict(),
         "ranks": trainer.size,
         "nodes": trainer.topology.nodes,
         "device": network.device,

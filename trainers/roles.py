@@ -46,14 +46,13 @@ class Roles(NamedTuple):
             return EVALUATOR
         return CHIEF if rank == self.chief else SERVER if rank in self.servers else WORKER
 
+    def as_dict(self) -> dict[str, list[int]]:
+        """The ranks of each role by its name, for JSON."""
+        evaluators = [] if self.evaluator is None else [self.evaluator]
+        return {CHIEF: [self.chief], WORKER: [*self.workers], SERVER: [*self.servers], EVALUATOR: evaluators}
+
     def __str__(self) -> str:
-        named = {
-            WORKER: self.workers,
-            SERVER: self.servers,
-            EVALUATOR: () if self.evaluator is None else (self.evaluator,),
-        }
-        others = [f"{role} rank {', '.join(map(str, ranks))}" for role, ranks in named.items() if ranks]
-        return "; ".join([f"chief rank {self.chief}", *others])
+        return "; ".join(f"{role} rank {', '.join(map(str, ranks))}" for role, ranks in self.as_dict().items() if ranks)
 
 
 def assign(

@@ -48,6 +48,7 @@ def _parameter_server(chosen: argparse.Namespace, replica: Replica, topology: To
         stale=chosen.stale,
         max_staleness=chosen.max_staleness,
         warm_up=chosen.warm_up,
+        learning_rate=chosen.lr_by_workers,
     )
 
 
@@ -58,6 +59,8 @@ def _spare_replicas(chosen: argparse.Namespace, replica: Replica, topology: Topo
 def _named(name: str) -> Any:
     return getattr(trainers, name)
 
+
+ASYNC_ONLY = {"stale": "keep", "max_staleness": None, "warm_up": 0, "lr_by_workers": "keep"}
 
 STRATEGIES = {
     "mirrored": Strategy(
@@ -70,7 +73,7 @@ STRATEGIES = {
     ),
     "parameter_server": Strategy(
         "server ranks hold the parameters; workers fetch them and send gradients",
-        {"servers": None, "updates": "async", "stale": "keep", "max_staleness": None, "warm_up": 0},
+        {"servers": None, "updates": "async", **ASYNC_ONLY},
         _parameter_server,
     ),
     "spare_replicas": Strategy(
@@ -79,7 +82,6 @@ STRATEGIES = {
         _spare_replicas,
     ),
 }
-ASYNC_ONLY = ("stale", "max_staleness")
 
 
 def add_options(group: Any) -> None:
@@ -111,17 +113,23 @@ def add_options(group: Any) -> None:
     )  # fmt: skip
     add(
         "--stale", choices=["keep", "drop", "scale"],
-        help="what becomes of a gradient whose parameters others have updated meanwhile: applied, dropped, or "
-        "divided by how many updates behind it is (default: keep; with --updates async)",
+        help="what becomes of a gradient whose parameters others have updated meanwhile: applied as it is, dropped "
+        "when more than --max-staleness updates behind, or applied with the learning rate divided by 1 + so many "
+        "(default: keep; with --updates async)",
     )  # fmt: skip
     add(
         "--max-staleness", type=integer(0), metavar="N",
-        help="no gradient is more than N updates behind: a worker that is ahead waits for the slowest (default: no "
-        "bound; with --updates async)",
+        help="with --stale keep or scale no gradient is more than N updates behind: fast workers wait for slow ones "
+        "(default: no bound; with --updates async)",
     )  # fmt: skip
     add(
         "--warm-up", type=integer(0), metavar="N",
-        help=f"the first N epochs are trained by one worker (default: 0; {_of('warm_up')})",
+        help="the first N epochs are trained by one worker (default: 0; with --updates async)",
+    )  # fmt: skip
+    add(
+        "--lr-by-workers", choices=["keep", "divide"],
+        help="divide: each worker's gradients are applied with the learning rate divided by the number of workers "
+        "(default: keep; with --updates async)",
     )  # fmt: skip
     add(
         "--spare", type=integer(0), metavar="N",
@@ -146,6 +154,8 @@ def settle(options: argparse.Namespace) -> None:
                     f"{flag(name)} {getattr(options, name)}: with --updates sync no gradient is stale; leave it out, "
                     "or take --updates async"
                 )
+    if options.stale == "drop" and options.max_staleness is None:
+        raise ArgumentError("--stale drop needs --max-staleness N: how many updates behind is too many")
     for name, default in own.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
