@@ -48,7 +48,7 @@ class Reach:
         comm.Allgather(mine, everyone)
         self._pids = everyone[:, 0].tolist()
         works = np.array([all(self._sees(rank, *row) for rank, row in enumerate(everyone[:, 1:].tolist()))], np.uint8)
-        comm.Allreduce(MPI.IN_PLACE, works, MPI.MIN)  # and then nobody reads `secret` any more
+        comm.Allreduce(MPI.IN_PLACE, works, MPI.MIN)  # and then nobody uses `secret` any more
         self.works = bool(works[0])
 
     def address(self, array: np.ndarray) -> int:
@@ -58,23 +58,31 @@ class Reach:
         return begin if all(_move(_read, self._pids[self._rank], at, byte) == 1 for at in (begin, last)) else 0
 
     def read(self, rank: int, address: int, into: np.ndarray) -> None:
-        """Fill an array from a rank's memory."""
+        """Fill a 1-D array from a rank's memory."""
         self._move(_read, rank, address, into)
 
     def write(self, rank: int, address: int, array: np.ndarray) -> None:
-        """Copy an array into a rank's memory."""
+        """Copy a 1-D array into a rank's memory."""
         self._move(_write, rank, address, array)
 
     def _move(self, function: Any, rank: int, address: int, array: np.ndarray) -> None:
-        if _move(function, self._pids[rank], address, array) != array.nbytes:
-            reason = os.strerror(ctypes.get_errno())
-            raise CommunicationError(f"the memory of rank {rank} of this node can't be reached any more: {reason}")
+        memory, done = array.view(np.uint8), 0
+        while done < memory.size:  # Linux moves at most 2 GiB in a call
+            moved = _move(function, self._pids[rank], address + done, memory[done:])
+            if moved <= 0:
+                reason = os.strerror(ctypes.get_errno())
+                raise CommunicationError(f"the memory of rank {rank} of this node can't be reached any more: {reason}")
+            done += moved
 
     def _sees(self, rank: int, address: int, secret: int) -> bool:
-        """A process of this number may be another one, where ranks have spaces of process numbers of their own."""
+        """Whether a rank's secret is there, and may be written over (by itself).
+
+        A process of this number may be another one, where ranks have spaces of process numbers of their own.
+        """
         found = np.zeros(1, np.int64)
         pid = self._pids[rank]
-        return _move(_read, pid, address, found) == found.nbytes and int(found[0]) == secret
+        is_it = _move(_read, pid, address, found) == found.nbytes and int(found[0]) == secret
+        return is_it and _move(_write, pid, address, found) == found.nbytes
 
 
 def _move(function: Any, pid: int, address: int, array: np.ndarray) -> int:

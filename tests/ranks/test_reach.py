@@ -46,12 +46,38 @@ def test_memory_that_is_gone(world: MPI.Intracomm) -> None:
 
 
 @several
+@pytest.mark.parametrize("call", ["_read", "_write"])
 @pytest.mark.parametrize("lacking", ["everywhere", "one rank"])
-def test_forbidden(world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+def test_forbidden(world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, lacking: str, call: str) -> None:
     """Then nobody uses it."""
     if lacking == "everywhere" or world.rank == SIZE - 1:
-        monkeypatch.setattr(reach, "_read", lambda *_: -1)
+        monkeypatch.setattr(reach, call, lambda *_: -1)
     assert not Reach(world).works
+
+
+@several
+def test_a_few_bytes_at_a_time(flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system moves at most 2 GiB in a call, and says how much it was."""
+    if not flat.reach.works:
+        pytest.skip("this system forbids it")
+
+    def limited(function: Callable[..., int]) -> Callable[..., int]:
+        def move(pid: int, here: reach._Span, _: int, there: reach._Span, *rest: int) -> int:
+            here.nbytes = there.nbytes = min(here.nbytes, 1001)
+            return function(pid, here, 1, there, *rest)
+
+        return move
+
+    for call in ("_read", "_write"):
+        monkeypatch.setattr(reach, call, limited(getattr(reach, call)))
+    with allreduce.create("shared", flat) as reduce:
+        array = values(np.dtype("float32"), 10_000, world.rank, 0).copy()
+        part = array.copy()
+        reduce(array, "sum")
+        assert expected(np.dtype("float32"), 10_000, "sum", SIZE, 0).hold(array)
+        reduce.reduce_scatter(part, "sum")  # type: ignore[attr-defined]
+        reduce.all_gather(part)
+        assert np.array_equal(array, part)
 
 
 @several
