@@ -161,12 +161,19 @@ class Shared(TwoPhase):
     def _combine_reached(self, buffer: np.ndarray, block: slice, op: Op, addresses: list[int]) -> np.ndarray:
         """This rank's block of `buffer`, combined from all ranks'."""
         mine = buffer[block]
-        fetched = self.workspace.array("fetched", mine.size * (self.size - 1), mine.dtype).reshape(-1, mine.size)
+        fetched = self._room_for_others(mine)
         parts = [*fetched[: self.rank], mine, *fetched[self.rank :]]
         for rank in self._others():
             self._reach.read(rank, addresses[rank] + block.start * buffer.itemsize, parts[rank])
         self._combine(parts, mine, op)
         return mine
+
+    def _room_for_others(self, mine: np.ndarray) -> np.ndarray:
+        """A row for every other rank's part, which begins where `mine` does in a word: float16.combine needs it."""
+        shift = MPI.Get_address(mine) % float16.WORD.itemsize // mine.itemsize
+        length = shift + mine.size + (shift + mine.size) % 2
+        rows = self.workspace.array("fetched", length * (self.size - 1), mine.dtype).reshape(-1, length)
+        return rows[:, shift : shift + mine.size]
 
     def _reached_blocks(self, buffer: np.ndarray) -> Iterator[slice]:
         nbytes = min(REACHED_BYTES, FETCHED_BYTES // (self.size - 1))

@@ -3,6 +3,8 @@
 import mmap
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from grid import expected, values
 from mpi4py import MPI
 
 import allreduce
+from allreduce.arrays import float16
+from allreduce.backends import shared
 from allreduce.errors import CommunicationError
 from allreduce.messages import reach
 from allreduce.messages.reach import Reach
@@ -122,6 +126,26 @@ def test_foreign_memory(
         array[:] = world.rank
         reduce(array, "max")
         assert (array == SIZE - 1).all()
+
+
+@several
+def test_float16_in_whole_words(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast way of float16 takes nearly all elements, wherever in a word a rank's chunk begins."""
+    if not flat.reach.works:
+        pytest.skip("this system forbids it")
+    ends = []
+
+    def combine(parts: list[np.ndarray], out: np.ndarray, *rest: Any) -> slice:
+        done = float16.combine(parts, out, *rest)
+        ends.append(out.size - (done.stop - done.start))
+        return done
+
+    monkeypatch.setattr(shared, "float16", SimpleNamespace(combine=combine, WORD=float16.WORD))
+    with allreduce.create("shared", flat) as reduce:
+        for length in range(1000, 1000 + 2 * SIZE):
+            reduce(np.ones(length, np.float16), "sum")
+    assert len(ends) == 2 * SIZE
+    assert max(ends) <= 2
 
 
 @several
