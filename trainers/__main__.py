@@ -16,6 +16,7 @@ from trainers.checkpoints import Checkpoint
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.evaluator import Ending, Evaluator
 from trainers.replicas.numpy.network import NumpyNetwork
+from trainers.watching import options as watching
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes
 
@@ -86,6 +87,7 @@ def _train(job: _Job, topology: Topology) -> None:
             chosen.epochs,
             chosen.batch_size,
             seed=chosen.seed,
+            callbacks=watching.callbacks(chosen),
             stream=shown,
             checkpoint=Checkpoint(chosen.checkpoint, chosen.checkpoint_every or "epoch") if chosen.checkpoint else None,
             resume=chosen.resume,

@@ -10,6 +10,7 @@ from trainers.errors import ArgumentError
 from trainers.parsing import Parser, integer, layer_sizes, positive, ranks_per_node, table_file
 from trainers.replicas.numpy.layers import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
+from trainers.watching import options as watching
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "digits": {"epochs": 20, "batch_size": 100, "hidden": (64, 32), "lr": 0.002},
@@ -24,6 +25,7 @@ EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --batch-size 512 --save model.npz
   mpirun -n 4 python -m trainers --data mnist/ --load model.npz --epochs 0       (only test a saved model)
   mpirun -n 4 python -m trainers --data mnist/ --checkpoint run --resume         (again after it was killed, say)
+  mpirun -n 4 python -m trainers --trace trace.json --tensorboard logs          (who waits for whom; curves)
   mpirun -n 4 python -m trainers --allreduce hierarchical_copy --ranks-per-node 2  (two simulated nodes)
   mpirun -n 5 python -m trainers --strategy parameter_server --servers 1 --updates async
   mpirun -n 4 python -m trainers --strategy spare_replicas --spare 1
@@ -65,6 +67,7 @@ def _parser(shown: bool) -> Parser:
     _add_network(parser.add_argument_group("network"))
     _add_machine(parser.add_argument_group("machine"))
     _add_files(parser.add_argument_group("files"))
+    watching.add_options(parser.add_argument_group("watching"))
     return parser
 
 

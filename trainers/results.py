@@ -18,7 +18,7 @@ from trainers.roles import Roles
 from trainers.watching.history import History
 
 STANDARD_OUTPUT = "-"
-WRITTEN = ("save", "json", "evaluations")  # options that name a file
+WRITTEN = ("save", "json", "evaluations", "trace", "csv")  # options that name a file
 
 
 def check_targets(chosen: argparse.Namespace) -> None:
