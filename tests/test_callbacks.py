@@ -287,3 +287,18 @@ def test_without_the_package_that_writes(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_all_are_in_one_place() -> None:
     assert {getattr(callbacks, name).__name__ for name in callbacks.__all__} == set(callbacks.__all__)
+
+
+def test_a_schedule_in_a_fit_that_goes_on() -> None:
+    """It begins with epoch 2, and the rate is what it would have been; `base` where a checkpoint holds another."""
+    for callback, rates in (
+        (LearningRateSchedule(lambda epoch, rate: rate / 2), (0.8, 2.4)),
+        (LearningRateSchedule(lambda epoch, rate: rate / 2, base=0.8), (0.1, 0.3)),
+    ):
+        trainer = Trainer(rates=rates)
+        every = Callbacks([callback], trainer, 3, 1)
+        every.train_begin()
+        every.epoch_begin(2)
+        assert trainer.replica.learning_rates == pytest.approx([0.1, 0.3])
+        every.let_go()
+        assert trainer.replica.learning_rates == pytest.approx([0.8, 2.4])
