@@ -28,6 +28,7 @@ PRINTS = {
     "ddp.py": r"^loss 0\.0",
     "mirrored.py": r"^loss of this rank's share: \d.*\n.*\w",
     "replica.py": r"epoch   5  loss 0\.\d+.*\n{'loss': 0\.\d+, 'accuracy': 0\.\d+}\n",
+    "served.py": r"epoch  10  loss 0\.\d+.*\nupdates behind, and how many gradients: {0: \d+.*\naccuracy 0\.\d+\n",
     "everyone.py": "^$",
 }
 # Why a command that begins so is not run.
@@ -54,6 +55,7 @@ SKIPPED = {
 SHORTER = {
     "mpirun -n 4 python -m benchmarks.bandwidth": "-b 1K -e 1K -n 1 -w 0",
     "mpirun -n 2 python -m benchmarks.bandwidth": "-b 1K -e 1K -n 1 -w 0",
+    "mpirun -n 5 python -m benchmarks.strategies": "--epochs 1 --row-us 0 --slow-factor 0",
     "mpirun -n 4 python -m benchmarks.tune": "--sizes 1K --dtypes float -n 1 -w 0 --output t.json",
 }
 
