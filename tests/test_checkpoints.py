@@ -13,6 +13,7 @@ from trainers import Checkpoint, NumpyNetwork, random_state
 from trainers.checkpoints import period
 from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import npz
+from trainers.options import parse
 from trainers.watching.history import Epoch
 from trainers.writer import Writer
 
@@ -118,3 +119,12 @@ def test_torch_snapshots_are_states(tmp_path: Path) -> None:
         replica.gradients(np.ones((5, 4), "float32"), np.arange(5) % 3, 1.0)
         replica.update()
     assert replica.shapes()["0.weight"] == (6, 4)
+
+
+def test_options_that_need_a_folder() -> None:
+    for given in (["--resume"], ["--checkpoint-every", "5 steps"]):
+        with pytest.raises(ArgumentError, match="needs the folder of the checkpoints: --checkpoint DIR"):
+            parse(given, shown=False)
+    with pytest.raises(ArgumentError, match=r"--checkpoint-every: every='5' makes no sense: say it as \"epoch\""):
+        parse(["--checkpoint", "run", "--checkpoint-every", "5"], shown=False)
+    assert parse(["--checkpoint", "run", "--resume"], shown=False).checkpoint == "run"
