@@ -115,6 +115,7 @@ def test_killed_and_resumed_gives_the_same_bits(
     found = []
     for when in kills:
         killed(strategy, flat, folder, every, when)
+        flat.agree([], "rank 0 has written")
         newest = files.newest(str(folder))
         assert newest is not None
         found.append(str(newest[1].progress))
@@ -146,6 +147,7 @@ def test_another_number_of_ranks_goes_on_to_float_tolerance(flat: allreduce.Topo
     with MirroredTrainer(network(seed=2), "ring", flat) as trainer:
         whole, expected = fitted(trainer), trainer.replica.state()["parameters"].copy()
     killed("sharded", flat, folder, "2 steps", (2, 3))
+    flat.agree([], "rank 0 has written")
     alone = flat.split(flat.rank)
     if alone.size < flat.size:
         mine = folder.parent / str(flat.rank)
@@ -276,6 +278,7 @@ def test_what_the_writing_meets_is_raised_on_all_ranks(
     with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(CheckpointError, match=words) as caught:
         fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"))
     assert caught.value.ranks == tuple(range(flat.size))
+    flat.agree([], "rank 0 has written")
     assert os.listdir(folder) == ["checkpoint-00000002.npz"]
     monkeypatch.undo()
     with MirroredTrainer(network(), "ring", flat) as trainer:

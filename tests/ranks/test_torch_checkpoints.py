@@ -1,0 +1,163 @@
+"""Checkpoints of PyTorch modules: dropout, batch norm and schedules go on; MirroredOptimizer's by torch.distributed."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed import checkpoint as distributed  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
+
+import allreduce  # noqa: E402
+import allreduce.torch_backend  # noqa: E402
+from trainers import Checkpoint, MirroredTrainer  # noqa: E402
+from trainers.errors import CheckpointError  # noqa: E402
+from trainers.files import checkpoint as files  # noqa: E402
+from trainers.pytorch import MirroredOptimizer  # noqa: E402
+from trainers.replicas.pytorch import TorchReplica  # noqa: E402
+from trainers.watching.callback import Callback  # noqa: E402
+
+torch.set_num_threads(1)
+UPDATES = pytest.mark.parametrize("update", ["replicated", "sharded"])
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+@pytest.fixture
+def folder(world: MPI.Intracomm) -> Iterator[str]:
+    made = Path(world.bcast(tempfile.mkdtemp() if world.rank == 0 else None))
+    yield str(made / "run")
+    world.Barrier()
+    if world.rank == 0:
+        shutil.rmtree(made)
+
+
+def replica(optimizer: str, hidden: int = 8) -> TorchReplica:
+    module = nn.Sequential(
+        nn.Linear(6, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Dropout(0.3), nn.Linear(hidden, 3)
+    )
+    return TorchReplica(module, nn.CrossEntropyLoss(), OPTIMIZERS[optimizer](module.parameters()))
+
+
+class Slower(Callback):
+    """A schedule of the user's, and a kill in the middle of epoch 2 where that is asked for."""
+
+    def __init__(self, kill: bool = False) -> None:
+        self._kill, self._epoch = kill, 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        for group in self.trainer.replica.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._kill and (self._epoch, batch) == (1, 3):
+            raise ZeroDivisionError
+
+
+@UPDATES
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_dropout_and_statistics_go_on(optimizer: str, update: str, flat: allreduce.Topology, folder: str) -> None:
+    x = np.random.default_rng(3).normal(size=(60, 6)).astype("float32")
+    y = x[:, :3].argmax(1)
+
+    def fit(seed: int, **options: Any) -> tuple[list[float], list[np.ndarray]]:
+        torch.manual_seed(10 * seed + flat.rank)  # dropout differs between the ranks
+        with MirroredTrainer(replica(optimizer), "shared", flat, update=update) as trainer:
+            history = trainer.fit(x, y, 3, 12, progress=False, **{"callbacks": [Slower()], **options})
+        return history.column("loss"), list(trainer.replica.state().values())
+
+    losses, expected = fit(1)
+    with pytest.raises(ZeroDivisionError):
+        fit(1, checkpoint=Checkpoint(folder, "2 steps"), callbacks=[Slower(kill=True)])
+    flat.agree([], "rank 0 has written")
+    found = files.newest(folder)
+    assert found is not None
+    assert str(found[1].progress) == "epoch 2, step 4"
+    resumed, state = fit(7, checkpoint=folder, resume=True)
+    assert resumed == losses
+    for here, there in zip(state, expected, strict=True):
+        assert np.array_equal(here, there)
+    with MirroredTrainer(replica(optimizer, hidden=9), "shared", flat) as trainer:
+        words = r"it has 0.weight of shape \(8, 6\) where this one has 0.weight of shape \(9, 6\)"
+        with pytest.raises(CheckpointError, match=words):
+            trainer.fit(x, y, 3, 12, progress=False, checkpoint=folder, resume=True)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def step(model: nn.Module, optimizer: MirroredOptimizer, number: int) -> None:
+    generator = torch.Generator().manual_seed(100 * number + optimizer.topology.rank)
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(torch.randn(5, 6, generator=generator)), torch.zeros(5, 3)).backward()
+    optimizer.step()
+
+
+def same(model: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(here, there) for here, there in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def process_group(world: MPI.Intracomm) -> Iterator[None]:
+    dist.init_process_group("allreduce")
+    yield
+    world.Barrier()
+    dist.destroy_process_group()
+
+
+@UPDATES
+@pytest.mark.parametrize("how", ["torch.save", "torch.distributed.checkpoint"])
+def test_a_plain_loop_goes_on_with_the_same_bits(
+    update: str, how: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: str, process_group: None
+) -> None:
+    """What the README's recipe does: load into the plain optimizer, before it is wrapped."""
+    torch.manual_seed(1)
+    model = network()
+    with MirroredOptimizer(adam(model), model, topology=flat, update=update) as optimizer:
+        for number in range(4):
+            step(model, optimizer, number)
+        if how == "torch.save":
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            if world.rank == 0:
+                torch.save(state, folder)
+            world.Barrier()
+        else:
+            parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            distributed.save(parts, checkpoint_id=folder)
+        for number in range(4, 7):
+            step(model, optimizer, number)
+        torch.manual_seed(2)
+        again = network()
+        plain = adam(again)
+        if how == "torch.save":
+            if world.rank == 0:
+                state = torch.load(folder)
+                again.load_state_dict(state["model"])
+                plain.load_state_dict(state["optimizer"])
+        else:
+            parts = dict(zip(("model", "optimizer"), get_state_dict(again, plain), strict=True))
+            distributed.load(parts, checkpoint_id=folder)
+            set_state_dict(again, plain, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+        with MirroredOptimizer(plain, again, topology=flat, update=update) as resumed:
+            for number in range(4, 7):
+                step(again, resumed, number)
+            assert same(again, model)
