@@ -1,6 +1,7 @@
 """The rules of servers, without MPI: who is dealt what, how stale gradients may be, and what a server makes of them."""
 
 import random
+import threading
 from typing import Any
 
 import ml_dtypes
@@ -9,6 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from trainers import NumpyNetwork
+from trainers.errors import ArgumentError
 from trainers.replicas.numpy.optimizers import SGD, Adam
 from trainers.serving import desk as desks
 from trainers.serving.dealer import END, Dealer
@@ -169,16 +171,10 @@ def test_sums_of_16_bit_floats_are_rounded_once() -> None:
 
 
 class Script(desks.Desk):
-    """A desk on which these messages come, one after the other; the first `early` of them are there already."""
+    """A desk on which these messages come, one after the other."""
 
-    def __init__(self, messages: list[tuple[int, Head]], early: int = 0) -> None:
-        self.messages, self.early = messages, early
-
-    def come(self) -> Arrival | None:
-        if not self.early:
-            return None
-        self.early -= 1
-        return self.next("")
+    def __init__(self, messages: list[tuple[int, Head]]) -> None:
+        self.messages = messages
 
     def next(self, text: str) -> Arrival:
         worker, head = self.messages.pop(0)
@@ -195,17 +191,35 @@ def test_a_step_takes_the_first_gradients_and_drops_late_ones() -> None:
     assert [arrival.worker for arrival in found.used] == [0, 3]  # in one order, whoever was first
     assert late == [1]
     assert [arrival.worker for arrival in found.others] == [2]
-    assert found.dropped == 0
     assert len(desk.messages) == 1
 
 
-@pytest.mark.parametrize(("early", "own"), [(0, True), (1, True), (2, False)])
-def test_a_server_that_computes_comes_after_what_is_there(early: int, own: bool) -> None:
-    desk = Script([(worker, Head(GRADIENTS, 0)) for worker in range(3)], early)
-    found = collect(desk, 0, 2, lambda arrival: None, own=True)
-    assert found.own is own
-    assert len(found.used) + found.own == 2
-    assert found.dropped == 0
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_a_twin_computes_the_same_and_leaves_the_model_alone(optimizer: str) -> None:
+    replica = NumpyNetwork([4, 6, 3], optimizer=optimizer)
+    replica.scale_input(0.5, 2.0)
+    x, y = np.random.default_rng(1).normal(size=(9, 4)).astype(np.float32), np.arange(9) % 3
+    buffers = [np.zeros(replica.gradient_length, np.float32) for _ in range(3)]
+    replica.bind(buffers[0])
+    twin = replica.twin()
+    twin.bind_parameters(buffers[1])
+    twin.bind(buffers[2])
+    values = np.array(twin.gradients(x, y, 0.5))
+    assert not buffers[0].any()
+    np.testing.assert_array_equal(replica.gradients(x, y, 0.5), values)
+    np.testing.assert_array_equal(buffers[0], buffers[2])
+    replica.update()
+    assert not np.array_equal(buffers[1], replica.parameters)
+    np.testing.assert_array_equal(twin.gradients(x, y, 0.5), values)
+    buffers[1][:] = replica.parameters
+    np.testing.assert_array_equal(twin.predict(x), replica.predict(x))
+
+
+def test_a_replica_that_can_not_be_copied_says_so() -> None:
+    replica = NumpyNetwork([4, 6, 3])
+    replica.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(ArgumentError, match="this NumpyNetwork can't be copied: TypeError"):
+        replica.twin()
 
 
 def test_an_error_of_a_worker_ends_a_step() -> None:

@@ -100,8 +100,8 @@ class ParameterServerTrainer(ServedTrainer):
         self.steps_together = self._sync
         self._warm_up, self._fetch_ahead = warm_up, bool(fetch_ahead)
         self._rule = Rule(stale, max_staleness, 1 / len(workers) if learning_rate == "divide" else 1.0)
-        ahead = not self._sync
-        super().__init__(replica, ranks, chosen, workers, len(replica.metrics), ahead, owns_topology=topology is None)
+        thread = "" if self._sync else "ask"
+        super().__init__(replica, ranks, chosen, workers, len(replica.metrics), thread, owns_topology=topology is None)
         self.part = workers.index(self.rank) if self.rank in workers else None
         self.parts = len(workers)
         self.measured = np.zeros(len(replica.metrics) + len(FLAGS))

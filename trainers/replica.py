@@ -1,5 +1,7 @@
 """Seam 2: what a framework gives a trainer. It knows arrays and no MPI."""
 
+import copy
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -85,6 +87,18 @@ class Replica(ABC):
     @learning_rates.setter
     def learning_rates(self, rates: Sequence[float]) -> None:
         raise ArgumentError(f"{type(self).__name__} has no learning rate that can be set")
+
+    def twin(self) -> "Replica":
+        """A copy that computes gradients while this one is updated; it is bound to other memory before it is used.
+
+        Raises ArgumentError when there can be none.
+        """
+        modules = {id(module): module for module in sys.modules.values()}  # an array module, say
+        try:
+            return copy.deepcopy(self, modules)
+        except Exception as error:  # whatever the model holds
+            kind = type(self).__name__
+            raise ArgumentError(f"this {kind} can't be copied: {type(error).__name__}: {error}") from error
 
     def refresh(self) -> None:  # noqa: B027, nothing to do where parameters are views
         """Take on the bound parameters, of which others have updated the rest."""

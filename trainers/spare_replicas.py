@@ -11,14 +11,12 @@ from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.fitting import FLAGS, Fit
 from trainers.replica import Replica
-from trainers.serving.desk import Arrival
-from trainers.serving.parcels import END, GRADIENTS, NOTHING, PUSH, WORK, Head, Parcel
-from trainers.serving.rounds import Round, collect
+from trainers.serving.lead import Lead
+from trainers.serving.parcels import GRADIENTS, NOTHING, WORK, Head
 from trainers.serving.staleness import Counts
 from trainers.serving.trainer import ServedTrainer, agree_on_arguments
 
 CHIEF = 0
-ROUNDING = 1e-9  # of the sum of all shares
 
 
 class SpareReplicasTrainer(ServedTrainer):
@@ -30,10 +28,12 @@ class SpareReplicasTrainer(ServedTrainer):
     spare replicas it is not: which rows a step uses depends on who is fast, and those of the dropped gradients have
     no effect in that epoch.
 
-    Rank 0, the chief, collects and updates between its own gradients. So any other rank may be slow, or sleep, without
-    slowing the steps, and the chief may not. An epoch ends when the late ranks have come in.
+    Rank 0, the chief, collects and updates in the thread of the topology's worker, while it computes with a copy of
+    the model. So any rank may be slow, or sleep, also the chief, without slowing the steps. An epoch ends when the late
+    ranks have come in.
 
-    Callbacks are called for the steps to which their rank has come; the metrics of a step are of the rows used.
+    Callbacks are called for the steps to which their rank has come; the metrics of a step are of the rows used. On the
+    chief, what they read of the model's parameters may be newer than the step.
     The history has `dropped`, the number of gradients in an epoch that were not used.
     """
 
@@ -42,11 +42,12 @@ class SpareReplicasTrainer(ServedTrainer):
     def __init__(self, replica: Replica, topology: Topology | None = None, *, spare: int = 1) -> None:
         """Make the replicas equal, and move their parameters and gradients into memory of the trainer. Collective.
 
-        replica: this rank's copy of the model, with `bind_parameters`, on the CPU.
+        replica: this rank's copy of the model, with `bind_parameters`, on the CPU; the chief's can be copied.
         topology: of the ranks that train together; all ranks by default.
         spare: for how many ranks a step does not wait, fewer than there are.
 
-        Raises ArgumentError or DisagreementError on all ranks, and leaves nothing behind.
+        Raises ArgumentError, DisagreementError, or UnavailableError (an MPI without threads) on all ranks, and leaves
+        nothing behind.
         """
         ranks = topology or Topology()
         error = None
@@ -55,6 +56,8 @@ class SpareReplicasTrainer(ServedTrainer):
                 f"spare={spare!r}, and there are {ranks.size} ranks: give an integer of at least 0 and below that, so "
                 "that a step takes the gradients of at least one"
             )
+        if error is None and ranks.rank == CHIEF:
+            error = _no_twin(replica)
         try:
             agree_on_arguments(ranks, replica, f"SpareReplicasTrainer({type(replica).__name__}, {spare=})", error)
         except Exception as refused:
@@ -64,12 +67,13 @@ class SpareReplicasTrainer(ServedTrainer):
         self.spare = int(spare)
         metrics = len(replica.metrics)
         super().__init__(
-            replica, ranks, [CHIEF], range(1, ranks.size), metrics + 1, ahead=False, owns_topology=topology is None
+            replica, ranks, [CHIEF], range(ranks.size), metrics + 1, thread="serve", owns_topology=topology is None
         )
         self.measured = np.zeros(metrics + len(FLAGS))
         self._values = np.zeros(metrics + 1)  # this rank's metrics and its share of the batch
         self._counts = Counts()
-        self._newest: Parcel | None = None  # what is sent to everyone until the next update
+        if self.rank == CHIEF:  # where it computes; what the model is bound to is updated meanwhile
+            self._own_parameters, self._own_gradients = map(np.zeros_like, (self._parameters, self._gradients))
 
     def _compute(self, batch: Batch | None) -> None:
         raise NotImplementedError("the steps of spare replicas are run by _run_epoch")
@@ -79,17 +83,63 @@ class SpareReplicasTrainer(ServedTrainer):
 
     def _run_epoch(self, fit: Fit, number: int) -> None:
         self._counts = Counts()
-        visited = fit.batches.order(number)
         if self.rank == CHIEF:
-            self._lead(fit, visited)
+            self._lead(fit, number)
         else:
-            self._follow(fit, visited)
+            self._follow(fit, number, self.replica, self._parameters, self._gradients)
+
+    def _lead(self, fit: Fit, number: int) -> None:
+        """The chief's epoch: it computes as the others do, with a copy of the model, and leads beside it."""
+        desk, shard, lane = self._desk, self._shard, self._lane
+        assert desk is not None
+        assert shard is not None
+        assert lane is not None
+        twin = fit.guarded(self._twin)
+        lead = Lead(desk, shard, self.size, self.spare, self._tally, self.span)
+        leading = lane.submit(partial(lead.run, fit.batches.sizes().tolist()))
+        self._follow(fit, number, twin or self.replica, self._own_parameters, self._own_gradients)
+        self._communication.start()
+        leading.wait()
+        self._communication.stop()
+        self._counts.dropped = lead.dropped
+        fit.error = fit.error or lead.error
+        if twin is not None:
+            fit.guarded(lambda: self.replica.load_local_state(twin.local_state()))
+
+    def _twin(self) -> Replica:
+        """A copy of the chief's replica on memory of its own."""
+        twin = self.replica.twin()
+        twin.bind_parameters(self._own_parameters)
+        twin.bind(self._own_gradients)
+        return twin
 
     def _end_epoch(self) -> dict[str, Any]:
         self._tally.collect(self._comm, self._shard is None or self._shard.is_finite())
         return self._told(self._counts)
 
-    def _compute_part(self, fit: Fit, visited: np.ndarray, step: int) -> bool:
+    def _follow(self, fit: Fit, number: int, replica: Replica, parameters: np.ndarray, gradients: np.ndarray) -> None:
+        """A rank's epoch: it computes what the chief says is the newest step.
+
+        replica: computes, bound to these flat `parameters` and `gradients`.
+        """
+        client, visited = self._client, fit.batches.order(number)
+        assert client is not None
+        step, kind = 0, WORK
+        while kind == WORK:
+            computed = fit.guarded(partial(self._compute_part, fit, visited, step, replica))
+            halts = fit.error is not None or self.stop_training
+            head = Head(GRADIENTS if computed else NOTHING, step, halt=halts)
+            client.expect(CHIEF)
+            client.push([head], gradients if computed else None, self._values)
+            client.answered()
+            client.take(parameters)
+            replica.refresh()
+            reply = client.replies[CHIEF]
+            self.measured[: self._values.size - 1] = reply.measures[:-1]
+            fit.guarded(partial(fit.end_batch, step))
+            kind, step = reply.head.kind, reply.head.step
+
+    def _compute_part(self, fit: Fit, visited: np.ndarray, step: int, replica: Replica) -> bool:
         """This rank's gradients of a step; false when it has no rows. May raise anything."""
         self._values[:] = 0
         fit.begin_batch(step)
@@ -98,109 +148,16 @@ class SpareReplicasTrainer(ServedTrainer):
         if not len(batch.x):
             return False
         with self.span("compute"):
-            self._values[:-1] = self.replica.gradients(*fit.checked(batch)[:2], batch.share)
+            self._values[:-1] = replica.gradients(*fit.checked(batch)[:2], batch.share)
         self._values[:-1] *= batch.share
         self._values[-1] = batch.share
         return True
 
-    def _take_measured(self, means: np.ndarray) -> None:
-        self.measured[: means.size] = means
 
-    # All ranks but the chief
-
-    def _follow(self, fit: Fit, visited: np.ndarray) -> None:
-        client = self._client
-        assert client is not None
-        step, kind = 0, WORK
-        while kind == WORK:
-            computed = fit.guarded(partial(self._compute_part, fit, visited, step))
-            halts = fit.error is not None or self.stop_training
-            head = Head(GRADIENTS if computed else NOTHING, step, halt=halts)
-            client.expect(CHIEF)
-            client.push([head], self._gradients if computed else None, self._values)
-            client.answered()
-            client.take(self._parameters)
-            self.replica.refresh()
-            reply = client.replies[CHIEF]
-            self._take_measured(reply.measures[:-1])
-            fit.guarded(partial(fit.end_batch, step))
-            kind, step = reply.head.kind, reply.head.step
-
-    # The chief
-
-    def _lead(self, fit: Fit, visited: np.ndarray) -> None:
-        assert self._desk is not None
-        self._desk.open([PUSH])
-        self._newest = None
-        self._send_home(self._take_steps(fit, visited))
-
-    def _take_steps(self, fit: Fit, visited: np.ndarray) -> list[Arrival]:
-        """All steps, or those until somebody ends the epoch; returns who waits for an answer then."""
-        desk, sizes = self._desk, fit.batches.sizes()
-        assert desk is not None
-        for step, rows in enumerate(sizes):
-            computed = fit.guarded(partial(self._compute_part, fit, visited, step))
-            if fit.error is not None:
-                return []
-            wanted = max(1, min(rows, self.size) - self.spare)
-            found = collect(desk, step, wanted, partial(self._go_on, step), own=bool(computed))
-            if not found.failed:
-                fit.guarded(partial(self._update, found, step, int(rows)))
-                self._counts.dropped += found.dropped + (bool(computed) and not found.own)
-                fit.guarded(partial(fit.end_batch, step))
-            halts = found.failed or found.stop or self.stop_training or fit.error is not None
-            if halts or step == len(sizes) - 1:
-                return found.everybody
-            for arrival in found.everybody:
-                self._answer(arrival, WORK, step + 1)
-        return []
-
-    def _update(self, found: Round, step: int, rows: int) -> None:
-        """One step by what was used of it."""
-        shard = self._shard
-        assert shard is not None
-        summands = [shard.gradients] if found.own else []
-        measured = self._values * found.own
-        for arrival in found.used:
-            summands.append(arrival.parcel.body)
-            measured += arrival.parcel.measures
-        share = float(measured[-1])
-        shard.add_up(summands, 1.0 if abs(share - 1) < ROUNDING else share)
-        with self.span("update"):
-            shard.update()
-        self._newest = None
-        means = measured[:-1] / share
-        self._take_measured(means)
-        self._tally.add(means, share * rows, step)
-
-    def _go_on(self, step: int, arrival: Arrival) -> None:
-        """A rank is late: have it go on with `step`, the newest."""
-        self._counts.dropped += arrival.parcel.head.kind == GRADIENTS
-        self._answer(arrival, WORK, step)
-
-    def _send_home(self, waiting: list[Arrival]) -> None:
-        """The epoch is over: tell it to every rank that comes, until all have come."""
-        desk = self._desk
-        assert desk is not None
-        self._newest = None
-        for arrival in waiting:
-            self._answer(arrival, END, 0)
-        for _ in range(len(self.workers) - len(waiting)):
-            arrival = desk.next("have the late ranks come in at the end of an epoch")
-            self._counts.dropped += arrival.parcel.head.kind == GRADIENTS
-            self._answer(arrival, END, 0)
-        desk.drain()
-
-    def _answer(self, arrival: Arrival, kind: int, step: int) -> None:
-        """Send a rank the newest parameters, and the metrics of the last step."""
-        desk, shard = self._desk, self._shard
-        assert desk is not None
-        assert shard is not None
-        if self._newest is None:
-            self._newest = desk.parcel()
-            self._newest.head = Head(kind, step, shard.version)
-            self._newest.measures[:-1] = self.measured[: self._values.size - 1]
-            self._newest.body[:] = shard.parameters
-        if kind == WORK:
-            desk.clear(arrival)
-        desk.reply(self._newest, arrival.worker, whole=True)
+def _no_twin(replica: Replica) -> ArgumentError | None:
+    """Why a replica can't be copied."""
+    try:
+        replica.twin()
+    except ArgumentError as error:
+        return ArgumentError(f"the chief of spare replicas computes with a copy of the model, and {error}")
+    return None

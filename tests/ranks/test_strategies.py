@@ -183,28 +183,31 @@ def test_servers_serve_whoever_is_ready(place: str, flat: allreduce.Topology, wo
 
 
 @straggling
-def test_a_step_does_not_wait_for_the_spare_rank(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+@pytest.mark.parametrize("place", ["chief", "last"])
+def test_a_step_does_not_wait_for_the_spare_rank(place: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """It sleeps until the others have done ten steps; then it goes on with the newest."""
     x, y = data()
-    slow = flat.size - 1
-    stuck = Stuck(world, slow, list(range(slow)), 10 * slow)
+    ranks = list(range(flat.size))
+    slow = 0 if place == "chief" else ranks[-1]
+    stuck = Stuck(world, slow, [rank for rank in ranks if rank != slow], 10 * (flat.size - 1))
     with SpareReplicasTrainer(network(), flat, spare=1) as trainer:
         history = trainer.fit(x, y, 2, flat.size, progress=False, callbacks=[stuck])
         assert len(set(trainer.parameters_sha256())) == 1
     steps = 2 * -(-ROWS // flat.size)
     batches = stuck.counts()
-    assert batches[0] == steps
+    assert max(batches) <= steps
     assert 1 <= batches[slow] <= steps - 9  # it has skipped to the newest step
     assert history[0].dropped >= 1
 
 
 class Fails(Callback):
-    """Raises at one event of the second epoch."""
+    """Raises at one event, after the first epoch."""
 
     def __init__(self, event: str) -> None:
         self._event, self._epoch = event, 0
 
     def _meet(self, event: str) -> None:
-        if event == self._event and self._epoch == 1:
+        if event == self._event and self._epoch >= 1:
             raise OSError("the disk is full")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -231,7 +234,8 @@ def test_an_error_of_one_rank_is_raised_on_all(make: Make, event: str, place: st
     rank = 0 if place == "first" else flat.size - 1
     with make(network(), flat) as trainer:
         with pytest.raises(OSError, match="the disk is full") as caught:
-            trainer.fit(x, y, 3, BATCH, callbacks=[Fails(event)] if flat.rank == rank else [], progress=False)
+            # Many epochs, because in one of them others may have done everything when a worker asks.
+            trainer.fit(x, y, 100, BATCH, callbacks=[Fails(event)] if flat.rank == rank else [], progress=False)
         assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[attr-defined]
         assert len(set(trainer.parameters_sha256())) == 1
         assert len(trainer.fit(x, y, 2, BATCH, progress=False)) == 2
@@ -249,11 +253,11 @@ def test_an_error_of_a_replica_is_raised_on_all(
     x, y = data()
     replica = network()
     with make(replica, flat) as trainer:
-        whose = 0 if where == "gradients" or make is with_spare else flat.size - 1
+        whose = 0 if where == "gradients" or make is with_spare else flat.size - 1  # rank 0 leads spare replicas
         if flat.rank == whose:
             monkeypatch.setattr(replica, where, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            trainer.fit(x, y, 3, BATCH, progress=False)
+            trainer.fit(x, y, 100, BATCH, progress=False)
         monkeypatch.undo()
         assert len(trainer.fit(x, y, 2, BATCH, progress=False)) == 2
 
@@ -279,6 +283,40 @@ def test_any_rank_may_stop_the_training(make: Make, flat: allreduce.Topology) ->
         with make(network(), flat) as trainer:
             history = trainer.fit(x, y, 4, BATCH, callbacks=[Stops()] if flat.rank == rank else [], progress=False)
         assert len(history) == 2
+
+
+@served
+@pytest.mark.parametrize("strategy", ["sync", "no spare replica", "async"])
+def test_a_training_is_resumed(strategy: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
+    """From the end of an epoch; where ranks take every step together also from the middle, with the same bits."""
+    x, y = data()
+    folder = world.bcast(str(tmp_path))
+
+    class Stops(Callback):
+        """In the middle of the third epoch."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.trainer.stop_training |= len(ended) == 2
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            ended.append(epoch)
+
+    def make() -> Trainer:
+        if strategy == "no spare replica":
+            return SpareReplicasTrainer(network(), flat, spare=0)
+        return ParameterServerTrainer(network(), flat, updates=strategy)
+
+    ended: list[int] = []
+    with make() as trainer:
+        trainer.fit(x, y, 4, BATCH, progress=False)
+        expected = trainer.parameters_sha256()
+    with make() as trainer:
+        trainer.fit(x, y, 4, BATCH, progress=False, checkpoint=folder, callbacks=[Stops()])
+    with make() as trainer:
+        history = trainer.fit(x, y, 4, BATCH, progress=False, checkpoint=folder, resume=True)
+        found = trainer.parameters_sha256()
+    assert [epoch.epoch for epoch in history] == [1, 2, 3, 4]
+    assert found == expected or strategy == "async"
 
 
 @served

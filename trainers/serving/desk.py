@@ -67,10 +67,6 @@ class Desk:
             self._waits.until(self._look, text)
         return self._places[self._arrived.popleft()]
 
-    def come(self) -> Arrival | None:
-        """A message that has come, if there is one."""
-        return self._places[self._arrived.popleft()] if self._arrived or self._look() else None
-
     def _look(self) -> bool:
         come = MPI.Request.Testsome(self._requests) or []
         for index in come:

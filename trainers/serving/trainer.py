@@ -32,15 +32,15 @@ from trainers.watching import stopwatch
 class ServedTrainer(Trainer):
     """Creating it is collective.
 
-    servers: the ranks that hold the parameters, each the slice of all in their order. workers: the ranks that ask
-        them; a server that computes itself is none.
+    servers: the ranks that hold the parameters, each the slice of all in their order. workers: the ranks that compute.
     measures: how many numbers travel beside gradients and parameters.
-    ahead: whether workers ask while they compute, which needs a thread. owns_topology: it is closed with this.
+    thread: what the topology's worker is for: "" for nothing, "ask" for parameters while this rank computes (which
+        can wait until it has computed), or "serve" while it does. owns_topology: it is closed with this.
     """
 
     def __init__(
         self, replica: Replica, topology: Topology, servers: Sequence[int], workers: Sequence[int],
-        measures: int, ahead: bool, owns_topology: bool,
+        measures: int, thread: str, owns_topology: bool,
     ) -> None:  # fmt: skip
         super().__init__(replica, topology)
         self._owns_topology = owns_topology
@@ -54,10 +54,10 @@ class ServedTrainer(Trainer):
         self._desk: Desk | None = None
         self._client: Client | None = None
         self._shard: Shard | None = None
-        self._lane: Lane | None = None
         try:
             self._mirror(whole=False)
             together(self._comm, self._bind)
+            self._lane = self._make_lane(thread) if thread else None
         except Exception as error:
             if everywhere(error, self._comm):
                 self.topology.release(self._comm, self)
@@ -65,9 +65,7 @@ class ServedTrainer(Trainer):
                 if owns_topology:
                     self.topology.close()
             raise
-        if ahead:
-            self._lane = self._make_lane()
-        self._meet(measures, dtype)
+        self._meet(measures, dtype, thread)
 
     def _bind(self) -> None:
         try:
@@ -80,28 +78,30 @@ class ServedTrainer(Trainer):
             ) from error
         self.replica.bind(self._gradients)
 
-    def _make_lane(self) -> Lane:
-        """Where workers wait for parameters while they compute."""
+    def _make_lane(self, thread: str) -> Lane:
         name = f"parameters of {type(self).__name__}"
         try:
             return self.topology.worker.lane(name, threaded=True, alone=True)
-        except UnavailableError:  # on all ranks: then they are asked for when they are needed
+        except UnavailableError:  # on all ranks
+            if thread != "ask":
+                raise
             return self.topology.worker.lane(name, alone=True)
 
-    def _meet(self, measures: int, dtype: np.dtype) -> None:
+    def _meet(self, measures: int, dtype: np.dtype, thread: str) -> None:
         """Make this rank's ends of the messages. Collective."""
         self._messages = self.topology.private()
         self._unit = unit_type()
         self._waits = Waits(self.topology, self._communication)
-        self._waits_ahead = Waits(self.topology, stopwatch.make("cpu"))  # what computing hides does not count
+        self._waits_beside = Waits(self.topology, stopwatch.make("cpu"))  # what computing hides does not count
         shape = measures, dtype, self._unit
         if self.rank in self.servers:
             part = self._slices[self.servers.index(self.rank)]
             self._shard = Shard(self.replica, self._parameters, self._gradients, part)
             length = part.stop - part.start
-            self._desk = Desk(self._messages, self._waits, self.workers, measures, length, dtype, self._unit)
+            waits = self._waits_beside if thread == "serve" else self._waits
+            self._desk = Desk(self._messages, waits, self.workers, measures, length, dtype, self._unit)
         if self.rank in self.workers:
-            self._client = Client(self._messages, self._waits, self._waits_ahead, self.servers, self._slices, *shape)
+            self._client = Client(self._messages, self._waits, self._waits_beside, self.servers, self._slices, *shape)
 
     def _meter(self, batches: Batches) -> Any:
         self._tally = Tally(self.replica.metrics)
@@ -152,7 +152,7 @@ class ServedTrainer(Trainer):
             self._lane.close()
         self._let_go(state)
         self._waits.forget()
-        self._waits_ahead.forget()
+        self._waits_beside.forget()
         self._unit.Free()
         self.topology.release(self._messages)
         if self._owns_topology:

@@ -1,0 +1,103 @@
+"""The chief of spare replicas: it collects the gradients of every step, updates, and says which step is the newest.
+
+It works in the thread of the topology's worker, so that what its rank computes may take its time like any other's.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from trainers.serving.desk import Arrival, Desk
+from trainers.serving.parcels import END, GRADIENTS, PUSH, WORK, Head, Parcel
+from trainers.serving.rounds import Round, collect
+from trainers.serving.shard import Shard
+from trainers.serving.tally import Tally
+
+ROUNDING = 1e-9  # of the sum of all shares
+
+
+class Lead:
+    """One epoch.
+
+    workers: how many ranks there are. spare: for how many of them a step does not wait.
+    tally: measures the steps. span: what is done inside it is named in a trace.
+
+    A push brings the worker's metrics and, last, its share of the batch; a reply the metrics of the last step.
+    dropped: gradients that were not used. error: what an update has met.
+    """
+
+    def __init__(
+        self, desk: Desk, shard: Shard, workers: int, spare: int, tally: Tally,
+        span: Callable[[str], AbstractContextManager[Any]],
+    ) -> None:  # fmt: skip
+        self._desk, self._shard = desk, shard
+        self._workers, self._spare = workers, spare
+        self._tally, self._span = tally, span
+        self._means = np.zeros(0)
+        self._newest: Parcel | None = None  # what is sent to everyone until the next update
+        self.dropped = 0
+        self.error: Exception | None = None
+
+    @np.errstate(all="ignore")  # a model that has diverged has a loss that says so
+    def run(self, sizes: Sequence[int]) -> None:
+        """Until all ranks have heard that the epoch is over. sizes: the rows of each batch."""
+        self._desk.open([PUSH])
+        self._send_home(self._take_steps(sizes))
+
+    def _take_steps(self, sizes: Sequence[int]) -> list[Arrival]:
+        """All steps, or those until somebody ends the epoch; returns who waits for an answer then."""
+        for step, rows in enumerate(sizes):
+            wanted = max(1, min(rows, self._workers) - self._spare)  # ranks without rows have no gradients
+            found = collect(self._desk, step, wanted, partial(self._go_on, step))
+            if found.failed:
+                return found.everybody
+            try:
+                self._update(found, step, int(rows))
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                self.error = error
+            if found.stop or self.error is not None or step == len(sizes) - 1:
+                return found.everybody
+            for arrival in found.everybody:
+                self._answer(arrival, WORK, step + 1)
+        return []
+
+    def _update(self, found: Round, step: int, rows: int) -> None:
+        """One step by the mean over the rows that were used."""
+        measured = np.sum([arrival.parcel.measures for arrival in found.used], axis=0)
+        share = float(measured[-1])
+        summands = [arrival.parcel.body for arrival in found.used]
+        with self._span("update"):
+            self._shard.add_up(summands, 1.0 if abs(share - 1) < ROUNDING else share)
+            self._shard.update()
+        self._newest, self._means = None, measured[:-1] / share
+        self._tally.add(self._means, share * rows, step)
+
+    def _go_on(self, step: int, arrival: Arrival) -> None:
+        """A rank is late: have it go on with `step`, the newest."""
+        self.dropped += arrival.parcel.head.kind == GRADIENTS
+        self._answer(arrival, WORK, step)
+
+    def _send_home(self, waiting: list[Arrival]) -> None:
+        """The epoch is over: tell it to every rank that comes, until all have come."""
+        self._newest = None
+        for arrival in waiting:
+            self._answer(arrival, END, 0)
+        for _ in range(self._workers - len(waiting)):
+            arrival = self._desk.next("have the late ranks come in at the end of an epoch")
+            self.dropped += arrival.parcel.head.kind == GRADIENTS
+            self._answer(arrival, END, 0)
+        self._desk.drain()
+
+    def _answer(self, arrival: Arrival, kind: int, step: int) -> None:
+        """Send a rank the newest parameters, and the metrics of the last step."""
+        if self._newest is None:
+            self._newest = self._desk.parcel()
+            self._newest.head = Head(kind, step, self._shard.version)
+            self._newest.measures[: self._means.size] = self._means
+            self._newest.body[:] = self._shard.parameters
+        if kind == WORK:
+            self._desk.clear(arrival)
+        self._desk.reply(self._newest, arrival.worker, whole=True)
