@@ -51,7 +51,7 @@ class Trainer(ABC):
         self.rank, self.size = topology.rank, topology.size
         self.part: int | None = topology.rank  # which part of every batch this rank takes; None for none
         self.parts = topology.size
-        self.closed = False
+        self.closed = self.cut_short = False  # cut_short: steps not taken together have ended before the epoch's last
         self.stop_training = False  # set by a callback, on any rank
         self.measured: Any = None  # what the last step returned
         self.trace: Trace | None = None  # while a callback records what is done

@@ -239,8 +239,8 @@ class Fit:
         """Write a checkpoint after an epoch, when it is time, the best, or the last. Collective."""
         saver = self._saver
         assert saver is not None
-        if self._stopped and self._meter.rows < self.batches.rows:
-            return  # it stopped in the middle, where it was written
+        if self._trainer.cut_short or (self._stopped and self._meter.rows < self.batches.rows):
+            return  # it stopped in the middle, where it was written, or where nothing can be gone on from
         best = saver.is_best(self._history)
         last = number + 1 == self._epochs or self._trainer.stop_training
         if saver.due_after(number + 1) or best or last:

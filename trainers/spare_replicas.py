@@ -101,7 +101,7 @@ class SpareReplicasTrainer(ServedTrainer):
         self._communication.start()
         leading.wait()
         self._communication.stop()
-        self._counts.dropped = lead.dropped
+        self._counts = lead.counts
         fit.error = fit.error or lead.error
         if twin is not None:
             fit.guarded(lambda: self.replica.load_local_state(twin.local_state()))

@@ -33,6 +33,7 @@ class Dealer:
 
     def __init__(self, parts: int, workers: Collection[int], bound: int | None = None, ahead: bool = True) -> None:
         self._next, self._parts = 0, parts
+        self.cut_short = False  # whether it was stopped before everything was dealt
         self._workers, self._bound = workers, bound
         self._ahead = ahead and len(workers) > 1  # parameters that miss the only worker's own gradients have no use
         self._outstanding: list[Read] = []  # the oldest first
@@ -59,6 +60,7 @@ class Dealer:
 
     def stop(self) -> None:
         """Deal nothing more."""
+        self.cut_short |= self._next < self._parts
         self._parts = self._next
 
     def may_apply(self, worker: int, version: int) -> bool:

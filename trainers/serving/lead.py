@@ -14,6 +14,7 @@ from trainers.serving.desk import Arrival, Desk
 from trainers.serving.parcels import END, GRADIENTS, PUSH, WORK, Head, Parcel
 from trainers.serving.rounds import Round, collect
 from trainers.serving.shard import Shard
+from trainers.serving.staleness import Counts
 from trainers.serving.tally import Tally
 
 ROUNDING = 1e-9  # of the sum of all shares
@@ -26,7 +27,7 @@ class Lead:
     tally: measures the steps. span: what is done inside it is named in a trace.
 
     A push brings the worker's metrics and, last, its share of the batch; a reply the metrics of the last step.
-    dropped: gradients that were not used. error: what an update has met.
+    counts: what is told of the epoch. error: what an update has met.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Lead:
         self._tally, self._span = tally, span
         self._means = np.zeros(0)
         self._newest: Parcel | None = None  # what is sent to everyone until the next update
-        self.dropped = 0
+        self.counts = Counts()
         self.error: Exception | None = None
 
     @np.errstate(all="ignore")  # a model that has diverged has a loss that says so
@@ -58,7 +59,9 @@ class Lead:
                 self._update(found, step, int(rows))
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 self.error = error
-            if found.stop or self.error is not None or step == len(sizes) - 1:
+            is_last = step == len(sizes) - 1
+            if found.stop or self.error is not None or is_last:
+                self.counts.cut_short = not is_last
                 return found.everybody
             for arrival in found.everybody:
                 self._answer(arrival, WORK, step + 1)
@@ -77,7 +80,7 @@ class Lead:
 
     def _go_on(self, step: int, arrival: Arrival) -> None:
         """A rank is late: have it go on with `step`, the newest."""
-        self.dropped += arrival.parcel.head.kind == GRADIENTS
+        self.counts.dropped += arrival.parcel.head.kind == GRADIENTS
         self._answer(arrival, WORK, step)
 
     def _send_home(self, waiting: list[Arrival]) -> None:
@@ -87,7 +90,7 @@ class Lead:
             self._answer(arrival, END, 0)
         for _ in range(self._workers - len(waiting)):
             arrival = self._desk.next("have the late ranks come in at the end of an epoch")
-            self.dropped += arrival.parcel.head.kind == GRADIENTS
+            self.counts.dropped += arrival.parcel.head.kind == GRADIENTS
             self._answer(arrival, END, 0)
         self._desk.drain()
 

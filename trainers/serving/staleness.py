@@ -31,11 +31,15 @@ class Rule(NamedTuple):
 
 
 class Counts:
-    """How many applied gradients were 0, 1, 2, ... updates behind, and how many were dropped."""
+    """How many applied gradients were 0, 1, 2, ... updates behind, and how many were dropped.
+
+    cut_short: whether the epoch was ended before its last step.
+    """
 
     def __init__(self) -> None:
         self.behind: list[int] = []
         self.dropped = 0
+        self.cut_short = False
 
     def apply(self, staleness: int) -> None:
         """One more that was so many updates behind."""

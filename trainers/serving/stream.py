@@ -50,6 +50,7 @@ class Stream:
                 self._held.append(arrival)
             self._apply_what_may()
             self._answer_who_may()
+        self.counts.cut_short = self._dealer is not None and self._dealer.cut_short
         self._desk.drain()
 
     def _apply_what_may(self) -> None:

@@ -117,12 +117,13 @@ class ServedTrainer(Trainer):
 
     def _told(self, counts: Counts) -> dict[str, Any]:
         """What the first server has counted in an epoch, as logs. Collective."""
-        sizes = np.array([len(counts.behind), counts.dropped], np.int64)
+        sizes = np.array([len(counts.behind), counts.dropped, counts.cut_short], np.int64)
         self._comm.Bcast(sizes, self.servers[0])
         behind = np.zeros(sizes[0], np.int64)
         if self.rank == self.servers[0]:
             behind[:] = counts.behind
         self._comm.Bcast(behind, self.servers[0])
+        self.cut_short = bool(sizes[2])
         return {"staleness": behind.tolist(), "dropped": int(sizes[1])}
 
     def _whole(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
