@@ -22,6 +22,8 @@ def test_roles_by_rank() -> None:
     assert roles.by_rank(1) == Roles(0)
     assert roles.by_rank(2, 0, True) == Roles(0, (), (), 1)
     assert roles.by_rank(4) == Roles(0, (1, 2, 3))
+    assert roles.by_rank(6, 2, True, chief=4) == Roles(4, (0, 1), (2, 3), 5)
+    assert roles.by_rank(3, 1, True, chief=2) == Roles(2, (), (0,), 1)
     assert [roles.by_rank(4, 1, True).of(rank) for rank in range(4)] == ["chief", "worker", "ps", "evaluator"]
     assert str(roles.by_rank(5, 1, True)) == "chief rank 0; worker rank 1, 2; ps rank 3; evaluator rank 4"
 

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(chosen: argparse.Namespace, world: Topology) -> None:
     shown = sys.stderr if chosen.json == results.STANDARD_OUTPUT else sys.stdout  # what a program reads is alone there
-    assigned = roles.assign(world, strategies.servers(chosen), chosen.evaluator)
+    assigned = roles.assign(world, strategies.servers(chosen), chosen.evaluator, chief=chosen.chief)
     if chosen.strategy in strategies.with_option("servers"):
         chosen.servers = len(assigned.servers)
     together(world.world, lambda: _check(chosen, assigned))

@@ -109,6 +109,7 @@ def _add_machine(group: Any) -> None:
 
 def _add_files(group: Any) -> None:
     add = group.add_argument
+    add("--chief", type=integer(0), metavar="R", help="the rank that prints and writes files (default: 0)")
     add(
         "--evaluator", action="store_true", default=None,
         help="the last rank does not train: it evaluates each checkpoint as it comes (with --checkpoint)",

@@ -1,7 +1,7 @@
 """Who does what in a job: chief, workers, parameter servers, and an evaluator, each a rank of MPI.
 
-Without TF_CONFIG roles go by rank: rank 0 is the chief, the last rank the evaluator where there is one, the ranks
-before it are the servers, and all between are workers. 6 ranks with 2 servers and an evaluator:
+Without TF_CONFIG roles go by rank: rank 0 is the chief, unless another is named, and of the others the last rank is the
+evaluator where there is one, the ranks before it are servers, and the rest workers. 6 ranks, 2 servers, an evaluator:
 
     rank    0      1       2       3     4     5
     role    chief  worker  worker  ps    ps    evaluator
@@ -60,12 +60,15 @@ def assign(
     servers: int | None = 0,
     evaluator: bool | None = None,
     environment: Mapping[str, str] = os.environ,
+    *,
+    chief: int | None = None,
 ) -> Roles:
     """The roles of the ranks of `topology`, the same on all of them. Collective.
 
     servers: how many ranks are parameter servers; None: as many as in TF_CONFIG, and one where that is not set.
     evaluator: whether a rank evaluates; None: when TF_CONFIG has one.
     environment: where TF_CONFIG is looked up.
+    chief: the rank of the chief; None: that of TF_CONFIG, else 0.
 
     Raises RoleError on all ranks when TF_CONFIG is damaged, does not describe these ranks or says something other than
     the arguments; or when nobody is left to work. DisagreementError when ranks have different clusters.
@@ -75,8 +78,11 @@ def assign(
     if servers is not None and (isinstance(servers, bool) or not isinstance(servers, int) or servers < 0):
         servers, error = 0, RoleError(f"servers={servers!r}: give a number of ranks, or None")
     trained = (0, 0, 0) if config is None else config.tasks[:3]
-    values = [config is not None, *trained, -1 if servers is None else servers, -1 if evaluator is None else evaluator]
-    topology.agree(values, f"roles: {servers} servers, evaluator {evaluator}, {NAME}: {config or 'not set'}", error)
+    if chief is not None and (isinstance(chief, bool) or not isinstance(chief, int) or not 0 <= chief < topology.size):
+        chief, error = 0, RoleError(f"chief={chief!r} is no rank of this job; give one from 0 to {topology.size - 1}")
+    asked = [-1 if each is None else int(each) for each in (servers, evaluator, chief)]
+    text = f"roles: {servers} servers, evaluator {evaluator}, chief {chief}, {NAME}: {config or 'not set'}"
+    topology.agree([config is not None, *trained, *asked], text, error)
     mine = np.full(3, -1, np.int64)  # the type and the index of this rank's task; whether an evaluator is known of
     if config is not None:
         mine[2] = config.tasks[3]
@@ -87,11 +93,11 @@ def assign(
 
     def decide() -> Roles:
         if config is None:
-            return by_rank(topology.size, 1 if servers is None else servers, bool(evaluator))
+            return by_rank(topology.size, 1 if servers is None else servers, bool(evaluator), chief or 0)
         named = [None if kind < 0 else (TYPES[kind], index) for kind, index, _ in everyone.tolist()]
         counts = (*config.tasks[:3], int(everyone[:, 2].max()))
         roles = by_task(TFConfig(counts, None), named)
-        _check_clash(roles, servers, evaluator)
+        _check_clash(roles, servers, evaluator, chief)
         return roles
 
     return together(topology.world, decide)
@@ -110,7 +116,7 @@ def training(topology: Topology, roles: Roles, ranks_per_node: int | Sequence[in
         part.Free()
 
 
-def by_rank(ranks: int, servers: int = 0, evaluator: bool = False) -> Roles:
+def by_rank(ranks: int, servers: int = 0, evaluator: bool = False, chief: int = 0) -> Roles:
     """The roles of so many ranks without TF_CONFIG. Raises RoleError when nobody is left to work."""
     trained = ranks - evaluator
     workers = trained - servers
@@ -120,7 +126,8 @@ def by_rank(ranks: int, servers: int = 0, evaluator: bool = False) -> Roles:
             f"{' and '.join(wanted)} of {ranks} rank{'s' * (ranks != 1)} leave no worker: start at least "
             f"{servers + evaluator + 1} ranks (mpirun -n {servers + evaluator + 1})"
         )
-    return Roles(0, tuple(range(1, workers)), tuple(range(workers, trained)), ranks - 1 if evaluator else None)
+    order = (chief, *(rank for rank in range(ranks) if rank != chief))
+    return Roles(chief, order[1:workers], order[workers:trained], order[-1] if evaluator else None)
 
 
 def by_task(config: TFConfig, named: Sequence[Task | None]) -> Roles:
@@ -148,9 +155,13 @@ def by_task(config: TFConfig, named: Sequence[Task | None]) -> Roles:
     return Roles(chief, tuple(workers), tuple(ranks[SERVER]), next(iter(ranks[EVALUATOR]), None))
 
 
-def _check_clash(roles: Roles, servers: int | None, evaluator: bool | None) -> None:
+def _check_clash(roles: Roles, servers: int | None, evaluator: bool | None, chief: int | None) -> None:
     """Raise RoleError when TF_CONFIG and the arguments say different things."""
     there = len(roles.servers)
+    if chief not in (None, roles.chief):
+        raise RoleError(
+            f"chief {chief} is asked for, and that of {NAME} is rank {roles.chief}; leave out one of the two"
+        )
     if servers is None and not there:
         raise RoleError(f"{NAME} has no ps, and this training needs a server: add one to the cluster")
     if servers == 0 and there:

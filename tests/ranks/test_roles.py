@@ -25,6 +25,12 @@ def test_by_options(flat: allreduce.Topology) -> None:
     with pytest.raises(RoleError, match=f"{flat.size} servers? of {flat.size} ranks? leave no worker") as raised:
         roles.assign(flat, flat.size, environment={})
     assert raised.value.ranks == tuple(range(flat.size))
+    last = flat.size - 1
+    assert roles.assign(flat, environment={}, chief=last) == roles.by_rank(flat.size, chief=last)
+    with roles.training(flat, roles.by_rank(flat.size, chief=last)) as part:
+        assert part.rank == (0 if flat.rank == last else flat.rank + 1)
+    with pytest.raises(RoleError, match=f"chief={flat.size} is no rank of this job; give one from 0 to {last}"):
+        roles.assign(flat, environment={}, chief=flat.size)
     with pytest.raises(RoleError, match="servers=-1: give a number of ranks"):
         roles.assign(flat, -1, environment={})
 
@@ -64,6 +70,8 @@ def test_tf_config_and_ranks_that_differ(flat: allreduce.Topology) -> None:
     served = environment(("worker", flat.size - 1), ("ps", 1))
     with pytest.raises(RoleError, match="has 1 ps, for which this training has no use: take --strategy parameter_serv"):
         roles.assign(flat, 0, environment=served)
+    with pytest.raises(RoleError, match="chief 1 is asked for, and that of TF_CONFIG is rank 0"):
+        roles.assign(flat, None, environment=served, chief=1)
     with pytest.raises(RoleError, match="3 servers are asked for, and TF_CONFIG has 1 ps"):
         roles.assign(flat, 3, environment=served)
     with pytest.raises(RoleError, match="ranks 0 and 1 both say that they are worker 0; give every rank"):
