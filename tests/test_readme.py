@@ -4,6 +4,7 @@ Programs run under `mpirun -n 2`. Commands run in a folder that looks like a che
 exports of the section "Under mpirun". Those that take minutes get options behind them that make them short.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -30,6 +31,7 @@ PRINTS = {
     "replica.py": r"epoch   5  loss 0\.\d+.*\n{'loss': 0\.\d+, 'accuracy': 0\.\d+}\n",
     "served.py": r"epoch  10  loss 0\.\d+.*\nupdates behind, and how many gradients: {0: \d+.*\naccuracy 0\.\d+\n",
     "everyone.py": "^$",
+    "watched.py": r"epoch   2  loss .* val_loss ",
 }
 # Why a command that begins so is not run.
 SKIPPED = {
@@ -125,6 +127,7 @@ def test_command(tmp_path: Path, command: str) -> None:
     (tmp_path / "scripts").symlink_to(launch.ROOT / "scripts")
     for name in ("before.json", "after.json"):
         (tmp_path / name).write_text(to_json(made_run()))
+    (tmp_path / "trace.json").write_text(json.dumps([{"ph": "X", "ts": 0, "dur": 1, "pid": 0, "tid": 0}]))
     short = first_of(SHORTER, command) or ""
     script = "\n".join(["set -e", *exports(), f"{command} {short}"])
     variables = {**os.environ, "PYTHONPATH": str(launch.ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
