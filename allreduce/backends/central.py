@@ -2,9 +2,12 @@
 
 For parameters that one rank keeps; as an all-reduce on its own "reduce_to_one" does the same, so this one has no
 name in the registry. On one node arrays from `allocate` are in memory that all ranks reach: every rank adds its chunk
-of all ranks' arrays straight into the root's, so that the sum is as fast as one of a reduce_scatter.
-Steps: 2 barriers; across nodes 1 + log2 n. Bytes: each rank sends S, the root receives (n - 1) S.
+of all ranks' arrays straight into the root's, so that the sum is as fast as one of a reduce_scatter. On several nodes
+each node does so for one of its ranks, and these send their sums to the root.
+Steps: 2 barriers; across m nodes 1 + log2 m. Bytes: each node sends S, the root receives (m - 1) S.
 """
+
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -13,7 +16,9 @@ from allreduce import notices
 from allreduce.arrays.chunks import chunk, segments
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import ALLOCATED, FOREIGN
+from allreduce.base import AllReduce
 from allreduce.errors import OptionError, UnavailableError
+from allreduce.messages.agreement import together
 from allreduce.messages.transfer import Transfer
 from allreduce.messages.tree import binomial
 from allreduce.messages.window import Window
@@ -42,31 +47,70 @@ class Central(TwoPhase):
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self._tag)
         self._windows: list[Window] = []
+        self._made: list[Topology | AllReduce] = []
+        self._inside: Central | None = None  # of this node, where nodes have several ranks
+        self._across: Central | None = None  # of the ranks that have their nodes' sums
+        if 1 < topology.nodes < topology.size:
+            self._divide(topology)
+
+    def _divide(self, topology: Topology) -> None:
+        """Make the parts inside of nodes and across them."""
+        inside = topology.inside()
+        places = np.flatnonzero(inside.world.allgather(self.rank == self.root))
+        leader = int(places[0]) if places.size else 0
+        leaders = topology.split(int(inside.rank != leader), ranks_per_node=1)
+        self._made = [inside, leaders]
+        self._inside = self._part(inside, leader)
+        if inside.rank == leader:
+            self._across = self._part(leaders, leaders.world.allgather(self.rank == self.root).index(True))
+
+    def _part(self, topology: Topology, root: int) -> "Central":
+        part = Central(topology, root=root, check="never")
+        part.part_of = self
+        self._made.append(part)
+        return part
+
+    def abandon(self) -> None:
+        super().abandon()
+        for part in self._made:
+            part.abandon()
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         return slice(0, length if (self.rank if rank is None else rank) == self.root else 0)
 
-    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> np.ndarray:
-        if device == "cuda" or self.topology.nodes > 1 or self.size == 1:
+    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
+        if device == "cuda" or self.size == self.topology.nodes:  # no node has two ranks
             return super()._allocate(length, dtype, device)
+        node = self._inside or self
         try:
-            window = Window(self._comm, length * dtype.itemsize)
-        except UnavailableError as error:  # on all ranks
+            return together(self._comm, lambda: node._window(length, dtype))
+        except UnavailableError as error:
             notices.once(self.rank, f"gradients are sent in messages: {error}")
             return super()._allocate(length, dtype, device)
+
+    def _window(self, length: int, dtype: np.dtype) -> np.ndarray:
+        """Memory that all ranks of this one node reach. Raises UnavailableError on all of them."""
+        window = Window(self._comm, length * dtype.itemsize)
         self._windows = [*(each for each in self._windows if each.alive()), window]
         return window.give().view(dtype)
 
     def _memory(self, buffer: np.ndarray) -> int:
-        return FOREIGN if self._find(buffer) is None else ALLOCATED
+        return FOREIGN if (self._inside or self)._find(buffer) is None else ALLOCATED
 
     def _close(self) -> None:
         """Let go of the memory; an array that is still in use keeps its own."""
         self._windows.clear()
+        for part in reversed(self._made):
+            part.close()
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         window = self._find(buffer)
-        if window is not None:
+        if self._inside is not None:
+            if self._inside.size > 1:
+                self._inside._reduce_scatter(buffer, op.unscaled())
+            if self._across is not None:
+                self._across._reduce_scatter(buffer, op)
+        elif window is not None:
             self._add_chunk(window, buffer, op)
         elif self.rank == self.root:
             self._transfer.collect(buffer, op)
@@ -75,6 +119,11 @@ class Central(TwoPhase):
 
     def _all_gather(self, buffer: np.ndarray) -> None:
         """Binomial tree, segment by segment: a segment is passed on while the next one arrives."""
+        if self._inside is not None:
+            for part in (self._across, self._inside):
+                if part is not None:
+                    part._all_gather(buffer)
+            return
         self._transfer.relay(buffer, *binomial(self.rank, self.root, self.size))
 
     def _add_chunk(self, window: Window, buffer: np.ndarray, op: Op) -> None:

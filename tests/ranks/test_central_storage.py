@@ -55,6 +55,7 @@ def mirrored(data: Data, topology: allreduce.Topology) -> tuple[dict[str, np.nda
         ("one node", True, Bare),
         ("nodes of one", False, NumpyNetwork),
         ("nodes of two", True, NumpyNetwork),
+        ("nodes of two", False, Bare),
     ],
 )
 def test_it_gives_the_bits_of_a_mirrored_training(
@@ -69,9 +70,10 @@ def test_it_gives_the_bits_of_a_mirrored_training(
         history = trainer.fit(*data, 2, 100, seed=7, progress=False)
         assert len(set(trainer.parameters_sha256())) == 1
     expected, losses = mirrored(data, topology)
+    several = 1 < topology.nodes < topology.size  # nodes with sums of their own: another order
     for name, array in expected.items():  # the optimizer's too, which every replica has when the trainer is closed
-        assert np.array_equal(array, replica.state()[name]), name
-    assert history.column("loss") == losses
+        np.testing.assert_allclose(array, replica.state()[name], rtol=0, atol=several * 1e-4, err_msg=name)
+    np.testing.assert_allclose(history.column("loss"), losses, rtol=several * 1e-4)
 
 
 def test_it_saves_loads_evaluates_and_predicts(
