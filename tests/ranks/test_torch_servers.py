@@ -99,6 +99,24 @@ def test_asynchronous_training_of_a_module(
         trainer.fit(x, y, 1, 24, progress=False)
 
 
+@pytest.mark.skipif(SIZE < 2, reason="a server and a worker")
+@pytest.mark.parametrize("server", [0, SIZE - 1])
+def test_workers_begin_with_the_running_statistics_of_the_model(server: int, flat: allreduce.Topology) -> None:
+    """Servers have those that the model came with, or was given later, before any worker has sent others."""
+    x, y = data()
+    mine = replica()
+    norm = mine.module[1]
+    norm.momentum = 0.0  # so they never change
+    norm.running_mean.fill_(5)
+    with ParameterServerTrainer(mine, flat, servers=(server,)) as trainer:
+        trainer.fit(x, y, 1, 24, progress=False)
+        assert (norm.running_mean == 5).all()
+        assert (norm.running_var == 1).all()
+        mine.load_state(mine.state() | {"module.1.running_mean": np.full(20, 7, np.float32)})
+        trainer.fit(x, y, 1, 24, progress=False)
+        assert (norm.running_mean == 7).all()
+
+
 def test_a_module_that_has_no_slices_is_refused(flat: allreduce.Topology) -> None:
     torch.manual_seed(0)
     module = nn.Linear(6, 3)

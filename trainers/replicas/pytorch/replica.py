@@ -57,8 +57,7 @@ class TorchReplica(Replica):
         self._trained = trained_of(module, optimizer)
         if getattr(loss, "reduction", "mean") != "mean":
             raise ArgumentError(f'the loss has reduction={loss.reduction!r}; rows are weighted here, so use "mean"')  # type: ignore[attr-defined]
-        self._metrics = {"accuracy": accuracy} if isinstance(loss, nn.CrossEntropyLoss) else {}
-        self._metrics |= dict(metrics or {})
+        self._metrics = ({"accuracy": accuracy} if isinstance(loss, nn.CrossEntropyLoss) else {}) | dict(metrics or {})
         self.metrics = ("loss", *self._metrics)
         self._dtype = self._trained[0].dtype
         self.gradient_dtype = DTYPES[self._dtype]
@@ -115,6 +114,7 @@ class TorchReplica(Replica):
         for parameter, place in zip(self._trained, self._places, strict=True):
             place.copy_(parameter)
             parameter.data = place
+        self._leave_statistics()
         self._lay_out()
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> list[float]:
@@ -196,6 +196,7 @@ class TorchReplica(Replica):
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         self._state.load(state)
+        self._leave_statistics()
         self._sliced = None  # made again from what was loaded
         self.accept_edits()
 
@@ -250,11 +251,14 @@ class TorchReplica(Replica):
 
     def _take_statistics(self, flat: Tensor) -> None:
         """Running means and variances, which have come behind the gradients or the parameters."""
-        start = self._length
-        for statistic in self._statistics:
-            stop = start + statistic.numel()
-            statistic.copy_(flat[start:stop])
-            start = stop
+        parts = flat[self._length :].split([each.numel() for each in self._statistics])
+        for statistic, part in zip(self._statistics, parts, strict=True):
+            statistic.copy_(part)
+
+    def _leave_statistics(self) -> None:
+        """Leave them behind the bound parameters, where they are taken from before any update too."""
+        if self._parameters is not None and self._statistics:
+            torch.cat(self._statistics, out=self._parameters[self._length :])
 
     def _update_slice(self, part: slice) -> None:
         flat = self._parameters
