@@ -18,6 +18,7 @@ from mpi4py import MPI
 from allreduce import ending
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError
 from allreduce.messages.notes import Call, Said, Wait
+from allreduce.messages.waiting import Pause
 from allreduce.messages.watch import LOOK_SECONDS, STALL, TIMEOUT, Watch, seconds
 from allreduce.notices import log
 
@@ -27,9 +28,7 @@ Portable = tuple[str, str, str]  # an error: its type's module and name, its tex
 
 AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to different ones get a table too
 LONE_SECONDS = 60.0  # how long a rank with an error waits for others to hear of it
-EAGER_SECONDS = 0.001  # so long a wait does nothing but look
-LONGEST_SLEEP = 0.01
-
+EAGER_SECONDS, LONGEST_SLEEP = 1e-3, 1e-3  # of waits for small messages, which are seldom long
 
 _given_up: list[MPI.Request] = []  # their buffers must live on, because MPI may still write there
 
@@ -74,10 +73,10 @@ def together(comm: MPI.Comm, step: Callable[[], ResultT]) -> ResultT:
     return cast(ResultT, result)
 
 
-def agree(comm: MPI.Comm, values: Sequence[int], row: str, error: Exception | None) -> None:
+def agree(comm: MPI.Comm, values: Sequence[int], side: str, error: Exception | None) -> None:
     """Return when all ranks bring equal `values` and no error; otherwise raise on all of them. Collective.
 
-    values: at most AGREED_VALUES. row: this rank's side in words, its line in the table of a
+    values: at most AGREED_VALUES. side: this rank's in words, its line in the table of a
     DisagreementError. An agreement costs one small all-reduce; only a failed one exchanges text.
     """
     mine = np.zeros(AGREED_VALUES + 1, dtype=np.int64)
@@ -85,15 +84,15 @@ def agree(comm: MPI.Comm, values: Sequence[int], row: str, error: Exception | No
     low = np.concatenate([mine, -mine])  # the minimum of -x is minus the maximum: one message gives both
     try:
         limit = LONE_SECONDS if error else math.inf
-        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), row, limit)
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), side, limit)
     except AllReduceError as ended:
         raise (error or ended) from ended  # an error of this rank alone, for which the others do not come
     if np.array_equal(low[: mine.size], -low[mine.size :]) and low[0] == 0:
         return
-    sides = _exchange(comm, row, error)
+    sides = _exchange(comm, side, error)
     if any(side_error is not None for _, side_error in sides):
         raise _first_error(comm, [side_error for _, side_error in sides]) from error
-    raise disagreement(comm, [side_row for side_row, _ in sides])
+    raise disagreement(comm, [words for words, _ in sides])
 
 
 def disagreement(comm: MPI.Comm, sides: Sequence[str]) -> DisagreementError:
@@ -114,7 +113,7 @@ def everywhere(error: BaseException, comm: MPI.Comm) -> bool:
     return set(ending.world_ranks(comm)) <= set(getattr(error, "ranks", None) or ())
 
 
-def wait_for(comm: MPI.Comm, request: MPI.Request, row: str, limit: float = math.inf) -> None:
+def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = math.inf) -> None:
     """Wait for a control message, and say so when it takes long.
 
     limit: seconds after which it is given up; never longer than the topology's timeout.
@@ -124,11 +123,11 @@ def wait_for(comm: MPI.Comm, request: MPI.Request, row: str, limit: float = math
     watch, wait = pair or (None, Wait(0))
     call: Call | None = wait.call  # of a backend that agrees before it reduces
     if call is None:
-        wait.begin(Said(row))
+        wait.begin(Said(what))
     inside, wait.raises = wait.raises, True
     try:
         if not request.Test():
-            _look_until(request, watch, wait, row, limit)
+            _look_until(request, watch, wait, what, limit)
     except BaseException:
         _given_up.append(request)
         raise
@@ -138,46 +137,44 @@ def wait_for(comm: MPI.Comm, request: MPI.Request, row: str, limit: float = math
             wait.end()
 
 
-def _look_until(request: MPI.Request, watch: Watch | None, wait: Wait, row: str, limit: float) -> None:
+def _look_until(request: MPI.Request, watch: Watch | None, wait: Wait, what: str, limit: float) -> None:
     begin = looked = time.monotonic()
-    pause = 0.0
+    pause = Pause(EAGER_SECONDS, LONGEST_SLEEP)
     while not request.Test():
         now = time.monotonic()
-        if now - begin > EAGER_SECONDS:
-            pause = min(pause + 1e-5, LONGEST_SLEEP)
-            time.sleep(pause)
+        pause(now)
         if now - looked > LOOK_SECONDS:
             if watch is not None:
                 watch.look(wait)
             else:
-                _alone(row, looked - begin, now - begin)
+                _alone(what, looked - begin, now - begin)
             looked = now
         if now - begin > limit:
-            raise CollectiveTimeoutError(f"waited {now - begin:.0f} s for other ranks in: {row}")
+            raise CollectiveTimeoutError(f"waited {now - begin:.0f} s for other ranks in: {what}")
 
 
-def _alone(row: str, before: float, waited: float) -> None:
+def _alone(what: str, before: float, waited: float) -> None:
     """A wait of ranks that have no watch yet."""
     try:
         limit, stall = seconds(TIMEOUT, 1800.0), seconds(STALL, 30.0)
     except AllReduceError:  # Topology tells it
         limit, stall = 1800.0, 30.0
     if waited > limit:
-        raise CollectiveTimeoutError(f"waited {waited:.0f} s for other ranks in: {row} ({TIMEOUT}={limit:g})")
+        raise CollectiveTimeoutError(f"waited {waited:.0f} s for other ranks in: {what} ({TIMEOUT}={limit:g})")
     if before <= stall < waited:
-        log.warning("a rank has waited %.0f s for the other ranks in: %s", waited, row)
+        log.warning("a rank has waited %.0f s for the other ranks in: %s", waited, what)
 
 
-def _exchange(comm: MPI.Comm, row: str, error: Exception | None) -> list[tuple[str, Portable | None]]:
+def _exchange(comm: MPI.Comm, side: str, error: Exception | None) -> list[tuple[str, Portable | None]]:
     """Every rank's side of something that went wrong: in words, and its error. Collective."""
-    mine = np.frombuffer(json.dumps([row, _portable(error)]).encode(), np.uint8)
+    mine = np.frombuffer(json.dumps([side, _portable(error)]).encode(), np.uint8)
     lengths = np.empty(comm.size, np.int64)
-    wait_for(comm, comm.Iallgather(np.array([mine.size]), lengths), row)
+    wait_for(comm, comm.Iallgather(np.array([mine.size]), lengths), side)
     everyone = np.empty(lengths.sum(), np.uint8)
-    wait_for(comm, comm.Iallgatherv(mine, [everyone, lengths.tolist()]), row)
+    wait_for(comm, comm.Iallgatherv(mine, [everyone, lengths.tolist()]), side)
     texts = np.split(everyone, np.cumsum(lengths)[:-1])
     sides = [json.loads(text.tobytes()) for text in texts]
-    return [(side, tuple(portable) if portable else None) for side, portable in sides]
+    return [(words, tuple(portable) if portable else None) for words, portable in sides]
 
 
 def _portable(error: Exception | None) -> Portable | None:

@@ -7,8 +7,26 @@ from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
 
-LOOKS = 20  # how often to look before sleeping
+EAGER_SECONDS = 2e-5  # so long a wait does nothing but look
 SHORTEST_SLEEP, LONGEST_SLEEP = 2e-5, 2e-4  # seconds; TCP's buffers keep a link busy for as long
+
+
+class Pause:
+    """What a thread does between two looks at what it waits for: nothing at first, then ever longer sleeps."""
+
+    def __init__(self, eager: float = EAGER_SECONDS, longest: float = LONGEST_SLEEP) -> None:
+        self._eager, self._longest = eager, longest
+        self.begin()
+
+    def begin(self) -> None:
+        """A wait begins."""
+        self._until, self._sleep = time.monotonic() + self._eager, SHORTEST_SLEEP
+
+    def __call__(self, now: float) -> None:
+        """now: by time.monotonic()."""
+        if now > self._until:
+            time.sleep(self._sleep)
+            self._sleep = min(2 * self._sleep, self._longest)
 
 
 def wait(request: MPI.Request) -> None:
@@ -32,14 +50,12 @@ def asleep(done: Callable[[], bool], limit: float = math.inf) -> bool:
 
     False when that is not so after `limit` seconds; zero looks once.
     """
-    looks, pause, deadline = 0, SHORTEST_SLEEP, time.monotonic() + limit
+    pause, deadline = Pause(), time.monotonic() + limit
     while not done():
-        looks += 1
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now >= deadline:
             return False
-        if looks > LOOKS:
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_SLEEP)
+        pause(now)
     return True
 
 

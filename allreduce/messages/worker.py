@@ -25,12 +25,11 @@ from allreduce.errors import AllReduceError, BrokenError, ClosedError, Unavailab
 from allreduce.messages.agreement import agree, raise_together
 from allreduce.messages.lanes import Lane, Pending
 from allreduce.messages.notes import Said
+from allreduce.messages.waiting import Pause
 from allreduce.messages.watch import LOOK_SECONDS, Watch
 
 ANNOUNCE, DECIDE = 1, 2  # tags
 RUN, REFUSE = 1, 2
-LOOKS = 20  # how often to look before sleeping
-SHORTEST_SLEEP, LONGEST_SLEEP = 2e-5, 2e-4  # seconds; TCP's buffers keep a link busy for as long
 EXIT_SECONDS = 10.0  # the end of a program waits so long for calls that are under way
 
 
@@ -146,23 +145,19 @@ class Worker:
                 self._ready.popleft()[2].finish(error)
 
     def _work_until(self, done: Callable[[], bool], deadline: float | None) -> None:
-        looks, pause, looked = 0, SHORTEST_SLEEP, time.monotonic()
+        pause, looked = Pause(), time.monotonic()
         while not done():
-            if self._turning.acquire(blocking=False):
+            busy = False
+            if self._turning.acquire(blocking=False):  # otherwise another thread does it
                 try:
                     busy = self._turn()
                 finally:
                     self._turning.release()
-            else:  # another thread does it
-                busy = False
             if busy:
-                looks, pause = 0, SHORTEST_SLEEP
+                pause.begin()
                 continue
-            looks += 1
-            if looks > LOOKS:
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_SLEEP)
             now = time.monotonic()
+            pause(now)
             if now - looked > LOOK_SECONDS:
                 looked = now
                 self._look()

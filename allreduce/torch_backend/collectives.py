@@ -3,7 +3,6 @@
 # What PyTorch's stubs say of these methods differs from version to version, and some have two forms at once.
 # mypy: disable-error-code="override, assignment"
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -11,14 +10,15 @@ from typing import Any
 
 import torch
 
-from allreduce.torch_backend import checks
+from allreduce.torch_backend import checks, gpu
 from allreduce.torch_backend.arguments import Tensors, only, only_list, operation, root_of
+from allreduce.torch_backend.executor import Executor
 from allreduce.torch_backend.moving import Mover
 from allreduce.torch_backend.named_group import NamedGroup
 from allreduce.torch_backend.reduce_ops import resolve
 from allreduce.torch_backend.reducing import Reducer
 from allreduce.torch_backend.untraced import untraced
-from allreduce.torch_backend.work import Work
+from allreduce.torch_backend.work import Several, Work, seconds
 
 
 @untraced
@@ -31,8 +31,10 @@ class Collectives(NamedGroup):
 
     _reducer: Reducer
     _mover: Mover
+    _executor: Executor
+    _timeout: float  # of an operation, in seconds
+    _coalesced: list[Work] | None = None
 
-    @abstractmethod
     def _submit(
         self,
         name: str,
@@ -46,6 +48,30 @@ class Collectives(NamedGroup):
 
         written, read: its tensors. opts, timeout: where a time-out for it may be given.
         """
+        checks.devices(name, [*written, *read])
+        streams = gpu.Streams([*written, *read])
+
+        def run() -> None:
+            streams.before()
+            action()
+            streams.after()
+
+        limit = seconds(timeout or getattr(opts, "timeout", None), self._timeout)
+        return self._bracketed(self._executor.submit(Work(name, written, limit), run))
+
+    # Coalescing, of the kind that brackets calls of any sort (batch_isend_irecv, DTensor)
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._coalesced = []
+
+    def _bracketed(self, work: Work) -> Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _end_coalescing(self, device: Any = None) -> Work:
+        members, self._coalesced = self._coalesced or [], None
+        return Several("coalesced operations", members, self._timeout)
 
     # Reductions
 

@@ -3,11 +3,9 @@
 # What PyTorch's stubs say of these methods differs from version to version, and some have two forms at once.
 # mypy: disable-error-code="override, assignment"
 
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
@@ -22,7 +20,7 @@ from allreduce.torch_backend.moving import Mover
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.reducing import Reducer
 from allreduce.torch_backend.untraced import untraced
-from allreduce.torch_backend.work import Several, TimedOut, Work, exact_seconds, seconds
+from allreduce.torch_backend.work import TimedOut, Work, exact_seconds
 
 CLOSE_SECONDS = 10.0  # destroy_process_group waits this long for the other ranks to call it too
 
@@ -58,7 +56,6 @@ class AllReduceProcessGroup(Collectives):
         self._reducer = Reducer(topology, comm, options)
         self._executor = Executor(topology, name, options.overlap)
         self._alone = False  # whether a monitored barrier has missed a rank
-        self._coalesced: list[Work] | None = None
 
     # Messages
 
@@ -106,21 +103,6 @@ class AllReduceProcessGroup(Collectives):
             self._alone = True
             raise
 
-    # Coalescing, of the kind that brackets calls of any sort (batch_isend_irecv, DTensor)
-
-    def _start_coalescing(self, device: Any = None) -> None:
-        self._coalesced = []
-
-    def _bracketed(self, work: Work) -> Work:
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
-
-    def _end_coalescing(self, device: Any = None) -> Work:
-        members, self._coalesced = self._coalesced or [], None
-
-        return Several("coalesced operations", members, self._timeout)
-
     # The group itself
 
     def get_group_store(self) -> dist.Store:
@@ -158,26 +140,6 @@ class AllReduceProcessGroup(Collectives):
 
     def _register_on_completion_hook(self, *_: Any) -> None:
         raise not_offered("completion hooks", "use work.get_future().then(...)")
-
-    def _submit(
-        self,
-        name: str,
-        written: Sequence[torch.Tensor],
-        opts: Any,
-        action: Callable[[], None],
-        timeout: Any = None,
-        read: Sequence[torch.Tensor] = (),
-    ) -> Work:
-        checks.devices(name, [*written, *read])
-        streams = gpu.Streams([*written, *read])
-
-        def run() -> None:
-            streams.before()
-            action()
-            streams.after()
-
-        limit = seconds(timeout or getattr(opts, "timeout", None), self._timeout)
-        return self._bracketed(self._executor.submit(Work(name, written, limit), run))
 
 
 def _nothing() -> None: ...

@@ -11,16 +11,18 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed in this en
 
 from mpi4py import MPI  # noqa: E402
 from torch import nn  # noqa: E402
-from trained import Raises  # noqa: E402
+from trained import (  # noqa: E402
+    SIZE,
+    Raises,
+    both_overlaps,
+    raised_everywhere,
+    several,
+)
 
 import allreduce  # noqa: E402
 from allreduce import errors  # noqa: E402
 from trainers.pytorch import MirroredOptimizer, choices, placement  # noqa: E402
 from trainers.pytorch.averaging import GradientError  # noqa: E402
-
-SIZE = MPI.COMM_WORLD.size
-several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
-both_overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["after", "during"])
 
 
 def model_of(*sizes: int) -> nn.Sequential:
@@ -30,18 +32,6 @@ def model_of(*sizes: int) -> nn.Sequential:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
-    """Every rank's call raises `kind` with the same text, which is returned. Collective."""
-    try:
-        call()
-        found = ("nothing", "")
-    except Exception as error:
-        found = (type(error).__name__, str(error))
-    everyone = world.allgather(found)
-    assert set(everyone) == {(kind.__name__, found[1])}, f"not one {kind.__name__} with one text: {everyone}"
-    return found[1]
 
 
 def backward(model: nn.Module) -> None:

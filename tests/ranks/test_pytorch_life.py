@@ -24,11 +24,15 @@ from trained import (  # noqa: E402
     Raises,
     assert_close,
     assert_mirrored,
+    both_overlaps,
+    both_updates,
     data,
     everything,
     mine,
     mirrored,
     network,
+    raised_everywhere,
+    several,
     train,
 )
 
@@ -37,25 +41,9 @@ from allreduce import errors, notices  # noqa: E402
 from trainers.pytorch import MirroredOptimizer, family  # noqa: E402
 from trainers.pytorch.averaging import GradientError  # noqa: E402
 
-several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
-both_updates = pytest.mark.parametrize("update", ["replicated", "sharded"])
-both_overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["after", "during"])
-
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["momentum"](model.parameters())
-
-
-def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
-    """Every rank's call raises `kind` with the same text, which is returned. Collective."""
-    try:
-        call()
-        found = ("nothing", "")
-    except Exception as error:
-        found = (type(error).__name__, str(error))
-    everyone = world.allgather(found)
-    assert set(everyone) == {(kind.__name__, found[1])}, f"not one {kind.__name__} with one text: {everyone}"
-    return found[1]
 
 
 # Rows
@@ -586,6 +574,7 @@ def test_state_dict_says_nothing(
 ) -> None:
     """A sharded one has no notice of copies that no user caused; what a user causes has one."""
     model = network()
+    monkeypatch.setattr(flat.reach, "works", False)  # so that there are copies
     with mirrored(sgd(model), model, "shared", topology=flat, update="sharded") as optimizer:
         train(model, optimizer, mine, steps=1)
         monkeypatch.setattr(notices, "_said", set())

@@ -17,10 +17,13 @@ from torch.nn import functional  # noqa: E402
 from trained import (  # noqa: E402
     OPTIMIZERS,
     ROWS,
+    SIZE,
     SMALL_BUCKETS,
     Raises,
     assert_close,
     assert_mirrored,
+    both_overlaps,
+    both_updates,
     data,
     everything,
     mine,
@@ -32,13 +35,6 @@ from trained import (  # noqa: E402
 import allreduce  # noqa: E402
 from allreduce.arrays.signature import ALLOCATED  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
-
-SIZE = MPI.COMM_WORLD.size
-several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
-both_updates = pytest.mark.parametrize("update", ["replicated", "sharded"])
-both_overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["after", "during"])
-
-torch.set_num_threads(1)
 
 
 @both_updates

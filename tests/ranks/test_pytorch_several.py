@@ -11,15 +11,24 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed in this en
 from mpi4py import MPI  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
-from trained import OPTIMIZERS, SIZE, SMALL_BUCKETS, assert_close, assert_mirrored, data, mine, network  # noqa: E402
+from trained import (  # noqa: E402
+    OPTIMIZERS,
+    SIZE,
+    SMALL_BUCKETS,
+    assert_close,
+    assert_mirrored,
+    both_overlaps,
+    both_updates,
+    data,
+    mine,
+    network,
+)
 
 import allreduce  # noqa: E402
 from allreduce import errors  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
 
 STEPS = 24  # every rank has left a model out several times by then
-both_updates = pytest.mark.parametrize("update", ["replicated", "sharded"])
-both_overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["after", "during"])
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

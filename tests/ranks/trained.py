@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from mpi4py import MPI
 from torch import nn
@@ -14,6 +15,10 @@ from trainers.pytorch import MirroredOptimizer
 SIZE = MPI.COMM_WORLD.size
 ROWS = 60  # divisible by 1 to 5 ranks
 SMALL_BUCKETS = {"first_bucket_mb": 0.001, "bucket_mb": 0.004}
+
+several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
+both_updates = pytest.mark.parametrize("update", ["replicated", "sharded"])
+both_overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["after", "during"])
 
 torch.set_num_threads(1)
 
@@ -56,6 +61,18 @@ def assert_close(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5
 def assert_mirrored(world: MPI.Intracomm, model: nn.Module) -> None:
     bits = b"".join(each.detach().contiguous().view(torch.uint8).numpy().tobytes() for each in model.parameters())
     assert len(set(world.allgather(bits))) == 1, "the ranks' parameters differ"
+
+
+def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
+    """Every rank's call raises `kind` with the same text, which is returned. Collective."""
+    try:
+        call()
+        found = ("nothing", "")
+    except Exception as error:
+        found = (type(error).__name__, str(error))
+    everyone = world.allgather(found)
+    assert set(everyone) == {(kind.__name__, found[1])}, f"not one {kind.__name__} with one text: {everyone}"
+    return found[1]
 
 
 @contextlib.contextmanager

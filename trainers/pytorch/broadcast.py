@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from allreduce.arrays.chunks import segments
 from allreduce.errors import DisagreementError
 from allreduce.messages.agreement import raise_together, together
+from trainers.exchange import pieces
 from trainers.replicas.pytorch.tensors import as_bytes
-
-LARGEST_MESSAGE = 1 << 30  # bytes; an MPI count is a C int
 
 
 def compare(comm: MPI.Intracomm, lines: list[str]) -> None:
@@ -40,9 +38,8 @@ def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[torch.Tensor], root
     for tensor in tensors:
         whole = tensor.detach()
         packed = whole if whole.is_contiguous() else whole.contiguous()
-        memory = as_bytes(packed)
-        for piece in segments(slice(0, memory.size), LARGEST_MESSAGE):
-            comm.Bcast([memory[piece], MPI.BYTE], root=root)
+        for piece in pieces(as_bytes(packed)):
+            comm.Bcast(piece, root=root)
         if packed is not whole:
             whole.copy_(packed)
 

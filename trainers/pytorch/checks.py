@@ -45,7 +45,7 @@ class Options(NamedTuple):
         )
 
 
-def together(comm: MPI.Intracomm, optimizer: Optimizer, model: Module, options: Options) -> None:
+def options_together(comm: MPI.Intracomm, optimizer: Optimizer, model: Module, options: Options) -> None:
     """Raise on all ranks when the arguments of any rank make no sense, or the ranks' options differ. Collective."""
     raise_together(comm, next(_problems(optimizer, model, options), None))
     agree(comm, [zlib.crc32(str(options).encode())], str(options), None)

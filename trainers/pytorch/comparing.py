@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from allreduce.errors import DisagreementError
 from allreduce.messages.agreement import known
-from trainers.pytorch.sharded import hyperparameters
+from trainers.replicas.pytorch.alike import hyperparameters
 from trainers.replicas.pytorch.tensors import as_bytes
 
 

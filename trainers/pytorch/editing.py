@@ -9,11 +9,11 @@ from torch.nn import Module
 
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.broadcast import broadcast_tensors
-from trainers.pytorch.sharded import ShardedUpdate
+from trainers.pytorch.sharded import ShardedOptimizer
 
 
 @contextmanager
-def editing(averager: Averager, model: Module, sharded: ShardedUpdate | None) -> Iterator[None]:
+def editing(averager: Averager, model: Module, sharded: ShardedOptimizer | None) -> Iterator[None]:
     """Inside, every rank has parameters of its own; afterwards all have rank 0's. Collective.
 
     sharded: what keeps the parameters in the memory of the node, and takes them in again; None where none does.
@@ -24,7 +24,7 @@ def editing(averager: Averager, model: Module, sharded: ShardedUpdate | None) ->
     averager.together("edits parameters", partial(_take_in, averager.comm, model, sharded))
 
 
-def _take_in(comm: MPI.Intracomm, model: Module, sharded: ShardedUpdate | None) -> None:
+def _take_in(comm: MPI.Intracomm, model: Module, sharded: ShardedOptimizer | None) -> None:
     if comm.size > 1:
         broadcast_tensors(comm, model.parameters())
     if sharded is not None:

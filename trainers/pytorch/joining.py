@@ -8,14 +8,14 @@ from torch.optim import Optimizer
 
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors
-from trainers.pytorch.sharded import ShardedUpdate
+from trainers.pytorch.sharded import ShardedOptimizer
 
 
 def leave(
     averager: Averager,
     optimizer: Optimizer,
     trained: dict[str, Parameter],
-    sharded: ShardedUpdate | None,
+    sharded: ShardedOptimizer | None,
     stepped: Callable[[], None],
 ) -> None:
     """Take part in the steps of ranks that have batches left, until none has. Collective.

@@ -23,7 +23,7 @@ from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
 from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compare
 from trainers.pytorch.family import DROPPED, Family
 from trainers.pytorch.placement import AfterLoading
-from trainers.pytorch.sharded import ShardedUpdate
+from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.tracing import TracedClock
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 
     backend: AllReduce
     averager: Averager
-    sharded: ShardedUpdate | None
+    sharded: ShardedOptimizer | None
     trained: dict[str, Parameter]
     frozen: dict[str, Parameter]
     made: ExitStack
@@ -77,7 +77,7 @@ def _make(
     comm = topology.private()
     made.callback(family.leave, family.enter(comm))
     made.callback(topology.release, comm)
-    checks.together(comm, optimizer, model, options)
+    checks.options_together(comm, optimizer, model, options)
     trained, frozen = checks.sort(optimizer, model)
     compare(comm, checks.describe(optimizer, model))
     backend = together(comm, partial(backend_for, options.allreduce, topology, options.update))
@@ -99,7 +99,7 @@ def _make(
     sharded = None
     if options.update == "sharded":
         assert isinstance(backend, TwoPhase)
-        sharded = ShardedUpdate(optimizer, averager, backend, comm)
+        sharded = ShardedOptimizer(optimizer, averager, backend, comm)
         made.callback(sharded.close)
         for module in model.modules():
             made.callback(module.register_load_state_dict_post_hook(AfterLoading(sharded.placement)).remove)

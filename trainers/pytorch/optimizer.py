@@ -27,7 +27,7 @@ from trainers.pytorch.joining import leave
 from trainers.pytorch.loading import load_of_root
 from trainers.pytorch.making import drop, make
 from trainers.pytorch.report import Report, report_of
-from trainers.pytorch.sharded import ShardedUpdate
+from trainers.pytorch.sharded import ShardedOptimizer
 
 CHECK_EVERY = 1000  # steps
 
@@ -145,7 +145,7 @@ class MirroredOptimizer(Optimizer):
         self._averager.average()
         return self._averager.clock.update(self.optimizer.step)
 
-    def _step_sharded(self, sharded: ShardedUpdate, closure: Callable[[], Any] | None) -> Any:
+    def _step_sharded(self, sharded: ShardedOptimizer, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -6,7 +6,6 @@ the parameters live in one window of the node, so every rank writes where all re
 S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
 """
 
-import inspect
 from functools import partial
 from typing import Any
 
@@ -24,10 +23,10 @@ from trainers.pytorch.broadcast import broadcast_tensors
 from trainers.pytorch.layout import Piece, pieces
 from trainers.pytorch.placement import Placement
 from trainers.replicas.pytorch import elementwise
+from trainers.replicas.pytorch.alike import hyperparameters, optimizer_like
 from trainers.replicas.pytorch.elementwise import ELEMENTWISE as ELEMENTWISE
+from trainers.replicas.pytorch.slices import BLOCK
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, shaped
-
-BLOCK = 1 << 17  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
 
 FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}  # PyTorch has these as one pass over the memory
 
@@ -40,18 +39,18 @@ def refusal(optimizer: Optimizer) -> OptionError | None:
     return OptionError(reason) if reason else None
 
 
-class ShardedUpdate:
+class ShardedOptimizer:
     """Updates this rank's pieces of the parameters, which `placement` has moved into flat memory.
 
-    face: the user's optimizer: the source of the hyperparameters; it keeps the state of frozen parameters only.
+    plain: the user's optimizer: the source of the hyperparameters; it keeps the state of frozen parameters only.
     comm: a communicator of all ranks.
 
     `update` is `placement.settle`, `step` and `placement.share`.
     """
 
-    def __init__(self, face: Optimizer, averager: Averager, backend: TwoPhase, comm: MPI.Intracomm) -> None:
-        self._face, self._averager, self._comm = face, averager, comm
-        self._groups = _groups(face, averager)
+    def __init__(self, plain: Optimizer, averager: Averager, backend: TwoPhase, comm: MPI.Intracomm) -> None:
+        self._plain, self._averager, self._comm = plain, averager, comm
+        self._groups = _groups(plain, averager)
         owned = [backend.owned(memory.array.size) for memory in averager.buckets]
         self._owned: list[list[slice]] = comm.allgather(owned)  # of all ranks
         self.placement = Placement(averager, backend, comm, owned)
@@ -60,22 +59,12 @@ class ShardedUpdate:
         self._parts = [flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self._grads = [averager.flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self._begun: set[int] = set()  # parameters that have been updated before, by any rank
-        self.optimizer = self._rebuild()
+        self.optimizer = optimizer_like(plain, (self._of_group(at) for at in range(len(plain.param_groups))))
         self.load()
 
     def _cuts(self) -> list[list[int]]:
         """For each bucket where the parts of all ranks begin, so that all nodes cut in the same places."""
         return [sorted({part.start for part in of_bucket}) for of_bucket in zip(*self._owned, strict=True)]
-
-    def _rebuild(self) -> Optimizer:
-        """An optimizer of the user's class and with the user's hyperparameters, on this rank's pieces."""
-        kind = type(self._face)
-        known = inspect.signature(kind).parameters
-        defaults = {key: value for key, value in self._face.defaults.items() if key in known}
-        groups: list[dict[str, Any]] = [
-            {**hyperparameters(group), "params": self._of_group(at)} for at, group in enumerate(self._face.param_groups)
-        ]
-        return kind(groups, **defaults)
 
     def _one_pass(self, group: dict[str, Any], parts: list[Tensor], begun: bool) -> dict[str, Any]:
         """The fused implementation, where the user has named none, it can do it, and every state has begun.
@@ -85,7 +74,7 @@ class ShardedUpdate:
         free = all(group.get(key) is None for key in ("fused", "foreach"))
         plain = not any(group.get(key) for key in ("differentiable", "capturable"))
         numbers = not any(isinstance(value, Tensor) for key, value in group.items() if key != "params")
-        if not (type(self._face) in FUSED and free and plain and numbers):
+        if not (type(self._plain) in FUSED and free and plain and numbers):
             return {}
         states = [self.optimizer.state.get(part) for part in parts if part.grad is not None]
         begun &= all(state and all(value is not None for value in state.values()) for state in states)
@@ -99,7 +88,7 @@ class ShardedUpdate:
         """Update the parameters from gradients that are averaged, in this rank's part of them at least. Collective."""
         averager, placement = self._averager, self.placement
         moved = placement.moved()
-        what = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self._face.param_groups)}"
+        what = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self._plain.param_groups)}"
         if moved:
             what += f" after {', '.join(moved)} got other memory"
         settle = partial(placement.settle, bool(moved), averager.edited())
@@ -118,11 +107,11 @@ class ShardedUpdate:
         now = {int(index) for index in np.flatnonzero(used)}
         new = {self._groups[index] for index in now - self._begun}
         # Schedulers change the user's groups.
-        for at, (mine, group) in enumerate(zip(self.optimizer.param_groups, self._face.param_groups, strict=True)):
+        for at, (mine, group) in enumerate(zip(self.optimizer.param_groups, self._plain.param_groups, strict=True)):
             mine.update(hyperparameters(group) | self._one_pass(group, mine["params"], begun=at not in new))
         self.optimizer.step()
         self._begun |= now
-        self._face._opt_called = True  # type: ignore[attr-defined]  # schedulers warn when it never was
+        self._plain._opt_called = True  # type: ignore[attr-defined]  # schedulers warn when it never was
 
     def close(self) -> None:
         """Give every rank parameters of its own again, and drop the state. Collective."""
@@ -153,10 +142,10 @@ class ShardedUpdate:
         return self._as_plain(gathered)
 
     def _as_plain(self, gathered: list[dict[str, Any]]) -> dict[str, Any]:
-        result = self._face.state_dict()
+        result = self._plain.state_dict()
         numbers = {
             parameter: number
-            for packed, group in zip(result["param_groups"], self._face.param_groups, strict=True)
+            for packed, group in zip(result["param_groups"], self._plain.param_groups, strict=True)
             for number, parameter in zip(packed["params"], group["params"], strict=True)
         }
         held = [
@@ -203,12 +192,12 @@ class ShardedUpdate:
     def load(self) -> None:
         """Move this rank's part of the state that the user's optimizer holds to here, and drop the rest."""
         self.optimizer.state.clear()
-        self._begun = {at for at, each in enumerate(self._averager.parameters) if self._face.state.get(each)}
+        self._begun = {at for at, each in enumerate(self._averager.parameters) if self._plain.state.get(each)}
         parts: dict[int, list[tuple[Piece, Tensor]]] = {}
         for piece, part in zip(self.pieces, self._parts, strict=True):
             parts.setdefault(piece.parameter, []).append((piece, part))
         for at, parameter in enumerate(self._averager.parameters):
-            for key, value in self._face.state.pop(parameter, {}).items():
+            for key, value in self._plain.state.pop(parameter, {}).items():
                 elementwise = isinstance(value, Tensor) and value.shape == parameter.shape
                 if not elementwise or (parameter.dim() == 0 and key in SCALARS):
                     for _, part in parts.get(at, []):
@@ -225,8 +214,3 @@ def _groups(optimizer: Optimizer, averager: Averager) -> list[int]:
     """For each averaged parameter the number of its parameter group."""
     number = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
     return [number[id(each)] for each in averager.parameters]
-
-
-def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """What a parameter group holds besides its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,14 +1,13 @@
 """The user's optimizer at work on one slice of the flat parameters."""
 
-import inspect
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainers.replicas.pytorch.alike import hyperparameters, optimizer_like
 from trainers.replicas.pytorch.tensors import flat_array
 
 BLOCK = 1 << 17  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
@@ -40,24 +39,17 @@ class SliceOptimizer:
         for spans, pieces in zip(self._spans, self._pieces, strict=True):
             for (start, stop), piece in zip(spans, pieces, strict=True):
                 piece.grad = gradients[start:stop]
-        self._own = self._rebuild()
-        self._take()
-
-    def _rebuild(self) -> Optimizer:
-        kind = type(self._user)
-        known = inspect.signature(kind).parameters
-        defaults = {key: value for key, value in self._user.defaults.items() if key in known}
-        pieces = {id(parameter): pieces for parameter, pieces in zip(self._trained, self._pieces, strict=True)}
-        groups: list[dict[str, Any]] = [
-            {**_hyperparameters(group), "params": [p for each in group["params"] for p in pieces.get(id(each), [])]}
-            for group in self._user.param_groups
+        pieces_of = {id(parameter): pieces for parameter, pieces in zip(trained, self._pieces, strict=True)}
+        groups = [
+            [p for each in group["params"] for p in pieces_of.get(id(each), [])] for group in optimizer.param_groups
         ]
-        return kind(groups, **defaults)
+        self._own = optimizer_like(optimizer, groups)
+        self._take()
 
     def step(self) -> None:
         """Update the slice; schedules have changed the user's groups, so their numbers come from there."""
         for own, group in zip(self._own.param_groups, self._user.param_groups, strict=True):
-            own.update(_hyperparameters(group))
+            own.update(hyperparameters(group))
         self._own.step()
         self._user._opt_called = True  # type: ignore[attr-defined]  # schedulers warn when it never was
 
@@ -123,7 +115,3 @@ def _spans(trained: list[nn.Parameter], part: slice) -> tuple[list[int], list[li
         spans.append([(at, min(at + BLOCK, stop)) for at in range(start, stop, BLOCK)] or [(start, start)])
         first = last
     return firsts, spans
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,6 +1,5 @@
 """The state of a TorchReplica as named arrays, and back: parameters, other tensors of the module, the optimizer's."""
 
-import inspect
 from collections.abc import Collection
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainers.errors import ArgumentError, ModelFileError
+from trainers.replicas.pytorch.alike import optimizer_like
 from trainers.replicas.pytorch.tensors import flat_array
 
 
@@ -112,16 +112,11 @@ def _state_keys(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
     so one of the same kind is tried out on parameters of its own, one a group.
     """
     kind = type(optimizer)
-    known = inspect.signature(kind).parameters
     trials = [nn.Parameter(torch.ones(2, 3)) for _ in optimizer.param_groups]
-    groups = [
-        {**{key: each for key, each in group.items() if key not in ("params", "param_names")}, "params": [trial]}
-        for group, trial in zip(optimizer.param_groups, trials, strict=True)
-    ]
     for trial in trials:
         trial.grad = torch.ones_like(trial)
     try:
-        tried = kind(groups, **{k: v for k, v in optimizer.defaults.items() if k in known})
+        tried = optimizer_like(optimizer, ([trial] for trial in trials))
         tried.step()
         states = [tried.state[trial].items() for trial in trials]
         shapes = {key: torch.as_tensor(value).shape for state in states for key, value in state if value is not None}
