@@ -124,6 +124,8 @@ def test_one_rank_passes_something_bad(reduce: AllReduce, world: MPI.Intracomm) 
 
 
 def _tensor() -> object:
+    if SIZE > 3:
+        pytest.skip("many ranks take long to import PyTorch")
     return pytest.importorskip("torch").zeros(3)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from grid import DTYPES, run_grid, shapes
+from grid import run_grid, shapes
 from mpi4py import MPI
 
 import allreduce
@@ -46,7 +46,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("shape", shapes(MPI.COMM_WORLD.size))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
 def test_grid(dtype: str, shape: str, topology_of: Callable[..., Topology], world: MPI.Intracomm) -> None:
     with allreduce.create("toy", topology_of(shapes(world.size)[shape])) as reduce:
         assert reduce.name == "toy"
