@@ -289,16 +289,26 @@ def test_all_are_in_one_place() -> None:
     assert {getattr(callbacks, name).__name__ for name in callbacks.__all__} == set(callbacks.__all__)
 
 
-def test_a_schedule_in_a_fit_that_goes_on() -> None:
-    """It begins with epoch 2, and the rate is what it would have been; `base` where a checkpoint holds another."""
-    for callback, rates in (
-        (LearningRateSchedule(lambda epoch, rate: rate / 2), (0.8, 2.4)),
-        (LearningRateSchedule(lambda epoch, rate: rate / 2, base=0.8), (0.1, 0.3)),
-    ):
-        trainer = Trainer(rates=rates)
-        every = Callbacks([callback], trainer, 3, 1)
-        every.train_begin()
-        every.epoch_begin(2)
-        assert trainer.replica.learning_rates == pytest.approx([0.1, 0.3])
-        every.let_go()
-        assert trainer.replica.learning_rates == pytest.approx([0.8, 2.4])
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_schedule_in_a_fit_that_goes_on(finished: bool) -> None:
+    """Its rates are what they would have been, also those of an epoch that begins again, and of a rate of zero."""
+
+    def schedule(epoch: int, rate: float) -> float:
+        return rate / 2 if epoch < 3 else 0.0
+
+    first, trainer = LearningRateSchedule(schedule, scale=2, warmup_epochs=0), Trainer(rates=(0.8, 2.4))
+    every = Callbacks([first], trainer, 5, 1)
+    every.train_begin()
+    for epoch in range(4 if finished else 3):
+        every.epoch_begin(epoch)
+        if finished or epoch < 2:
+            every.epoch_end(epoch, {})
+    again = LearningRateSchedule(schedule, scale=2, warmup_epochs=0)  # on the rates that the checkpoint holds
+    resumed = Callbacks([LearningRateSchedule(), again], Trainer(rates=trainer.replica.learning_rates), 5, 1)
+    resumed.train_begin()
+    resumed.load_state({name.replace(".0.", ".1."): array for name, array in every.state().items()})
+    replica = again.trainer.replica
+    again.on_epoch_begin(4 if finished else 2)
+    assert replica.learning_rates == pytest.approx([0, 0] if finished else [0.2, 0.6])
+    again.set_trainer(None)
+    assert replica.learning_rates == pytest.approx([0.8, 2.4])

@@ -94,11 +94,12 @@ class Fit:
             self.guarded(self._begin)
             self._agree(f"with callbacks that communicate: {', '.join(self._collective) or 'none'}")
             self.guarded(lambda: self._all.train_begin())
+            self.guarded(lambda: self._all.load_state({} if self._saver is None else self._saver.watching))
             self._agree("before the first epoch")
             for number in range(first, self._epochs):
-                self._epoch(number)
                 if self._trainer.stop_training:
                     break
+                self._epoch(number)
             self.guarded(lambda: self._all.train_end(self._logs))
             if self._saver is not None:
                 self.guarded(self._saver.finish)
@@ -233,7 +234,7 @@ class Fit:
             self._meter.look()
             seconds = self._begun.seconds + time.perf_counter() - self._since
             progress = self._saver.progress(self._history, number, step, seconds)
-            self._saver.save(progress, self._meter.values())
+            self._saver.save(progress, self._all, self._meter.values())
 
     def _save_after(self, number: int) -> None:
         """Write a checkpoint after an epoch, when it is time, the best, or the last. Collective."""
@@ -244,7 +245,7 @@ class Fit:
         best = saver.is_best(self._history)
         last = number + 1 == self._epochs or self._trainer.stop_training
         if saver.due_after(number + 1) or best or last:
-            saver.save(saver.progress(self._history, number + 1), np.empty((0, 0)), best)
+            saver.save(saver.progress(self._history, number + 1), self._all, np.empty((0, 0)), best)
 
     def guarded(self, action: Callable[[], Any]) -> Any:
         """What `action` returns, or None when it fails or this rank has failed before: the error is kept."""

@@ -20,6 +20,7 @@ from trainers.errors import ArgumentError, CheckpointError, ModelFileError
 from trainers.files import checkpoint as files
 from trainers.files import npz
 from trainers.files.checkpoint import Progress, Saved
+from trainers.watching.callback import Callbacks
 from trainers.watching.history import VALIDATED, VALIDATION, History
 from trainers.writer import Writer
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trainers")
 
-REPLICA = "replica."  # what of a rank's own state is its replica's
+REPLICA, WATCHING = "replica.", "watching."  # what of a rank's own state is its replica's, and its callbacks'
 
 
 class Saver:
@@ -50,6 +51,7 @@ class Saver:
         self._sign = 1 if checkpoint.lowest_is_best else -1
         self._settings, self._steps = batches.settings, batches.steps
         self._writer = Writer()
+        self.watching: dict[str, np.ndarray] = {}  # what a checkpoint has of this rank's callbacks
         self._memory: dict[str, np.ndarray] = {}  # rank 0's copy of the state, which the writer reads
         self._choices: dict[str, str] = {}
         self._written = 0  # steps before the last checkpoint
@@ -136,17 +138,22 @@ class Saver:
         together(comm, load)
         together(comm, lambda: self._take_rates(progress.rates))
         trainer._mirror(whole=False)
-        if progress.ranks != trainer.size:
-            return  # what is each rank's own can't be that of other ranks
-        packed = None if saved is None else [npz.packed(own) for own in saved.local]
+        same = progress.ranks == trainer.size
+        packed = None
+        if saved is not None:
+            packed = [npz.packed(saved.local[rank if same else 0]) for rank in range(trainer.size)]
         mine = npz.unpacked(comm.scatter(packed))
+        self.watching = _taken(mine, WATCHING)
+        if same:  # or else what is each rank's own can't be that of other ranks
+            together(comm, partial(self._take_own, mine))
 
-        def load_own() -> None:
-            own = {name.removeprefix(REPLICA): mine.pop(name) for name in list(mine) if name.startswith(REPLICA)}
-            trainer.replica.load_local_state(own)
-            random_state.load(mine)
-
-        together(comm, load_own)
+    def _take_own(self, own: dict[str, np.ndarray]) -> None:
+        try:
+            self._trainer.replica.load_local_state(_taken(own, REPLICA))
+            random_state.load(own)
+        except (ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            text = f"the checkpoint in {self._folder} is damaged, or of another model"
+            raise CheckpointError(f"{text}: a rank can't go on with what is its own: {error!r}") from error
 
     def _take_rates(self, rates: list[float]) -> None:
         """Go on with the learning rates that a schedule had come to; a model file has those of its begin."""
@@ -176,19 +183,21 @@ class Saver:
         values = [self._sign * epoch[self._watched] for epoch in epochs if self._watched in epoch]
         return bool(values) and values[-1] < min(values[:-1], default=math.inf)
 
-    def save(self, progress: Progress, measured: np.ndarray, best: bool = False) -> None:
+    def save(self, progress: Progress, callbacks: Callbacks, measured: np.ndarray, best: bool = False) -> None:
         """Have a copy of everything written while the training goes on. Collective.
 
+        callbacks: this rank's. measured: the values of the steps of an unfinished epoch.
         What the checkpoint before has met, a full disk say, is raised here, on all ranks.
         """
         trainer = self._trainer
-        own = together(trainer._comm, self._own)
+        own, watching = together(trainer._comm, partial(self._own, callbacks))
         state = trainer._snapshot(self._memory)
-        everyone = trainer._comm.gather(own)
+        everyone = trainer._comm.gather(npz.packed(own if self._chief else own | watching))
         self._written, self._since = progress.total, time.monotonic()
         if everyone is not None:
             replica = trainer.replica
             local = [npz.unpacked(each) for each in everyone]
+            local[0] |= watching  # which may be large, and does not change
             saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured)
             self._writer.start(partial(self._write, saved, best))
 
@@ -208,11 +217,12 @@ class Saver:
             history=[each.as_dict() for each in history],
         )
 
-    def _own(self) -> bytes:
-        """What belongs to this rank alone."""
+    def _own(self, callbacks: Callbacks) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """What belongs to this rank alone, and what to its callbacks."""
         self._writer.wait()
         own = {f"{REPLICA}{name}": array for name, array in self._trainer.replica.local_state().items()}
-        return npz.packed(own | random_state.take())
+        watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}
+        return own | random_state.take(), watching
 
     def _write(self, saved: Saved, best: bool) -> None:
         """Write a checkpoint, and remove those that it makes superfluous. In the writer's thread."""
@@ -237,6 +247,11 @@ class Saver:
         except Exception as error:
             log.error("trainers: %s", error)
         self._memory.clear()
+
+
+def _taken(own: dict[str, np.ndarray], whose: str) -> dict[str, np.ndarray]:
+    """The arrays whose names begin with `whose`, which is taken off."""
+    return {name.removeprefix(whose): array for name, array in own.items() if name.startswith(whose)}
 
 
 def make_saver(

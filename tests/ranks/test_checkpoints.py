@@ -23,6 +23,7 @@ from trainers import (
     SpareReplicasTrainer,
 )
 from trainers.base import Trainer
+from trainers.callbacks import EarlyStopping, LearningRateSchedule, ModelCheckpoint
 from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint as files
 from trainers.watching.callback import Callback
@@ -298,6 +299,37 @@ def test_a_learning_rate_that_a_callback_has_changed_goes_on(flat: allreduce.Top
     with MirroredTrainer(network(), "ring", flat) as trainer:
         fitted(trainer, checkpoint=str(folder), resume=True, callbacks=[Slower()])
         assert trainer.parameters_sha256() == expected
+
+
+WATCHERS = {
+    "schedule": lambda folder: [LearningRateSchedule(lambda epoch, rate: 0.7 * rate, scale=3.0, warmup_epochs=2)],
+    "stopping": lambda folder: [EarlyStopping("loss", mode="max", patience=3)],
+    "restoring": lambda folder: [EarlyStopping("loss", mode="max", patience=3, restore_best_weights=True)],
+    "models": lambda folder: [
+        ModelCheckpoint(f"{folder.parent}/{{epoch}}.npz", "loss", save_best_only=True, mode="max"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+@pytest.mark.parametrize(("every", "kill"), [("epoch", (3, 0)), ("3 steps", (2, 4))])
+def test_callbacks_go_on(
+    watcher: str, every: str, kill: tuple[int, int], flat: allreduce.Topology, folder: Path
+) -> None:
+    def fit(*others: Callback, **options: Any) -> tuple[Any, ...]:
+        callbacks = [*WATCHERS[watcher](folder), *others]
+        with MirroredTrainer(network(), "ring", flat) as trainer:
+            history = fitted(trainer, epochs=6, callbacks=callbacks, **options)
+            return bits(history), trainer.parameters_sha256(), trainer.replica.learning_rates, list(found())
+
+    def found() -> Iterator[str]:
+        return (name for name in sorted(os.listdir(folder.parent)) if name.endswith(".npz"))
+
+    expected = fit()
+    with pytest.raises(KilledError):
+        fit(Kill(*kill), checkpoint=Checkpoint(str(folder), every))
+    assert fit(checkpoint=str(folder), resume=True) == expected
+    assert fit(checkpoint=str(folder), resume=True) == expected  # it is over
 
 
 @pytest.mark.parametrize("strategy", ["async", "spare"])

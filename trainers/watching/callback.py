@@ -1,7 +1,10 @@
 """Callbacks: what a fit tells those who watch it. The events are Keras'."""
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 Logs = Mapping[str, Any]
 
@@ -37,6 +40,16 @@ class Callback:
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None: ...
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold of this callback: numbers, or arrays that are not changed any more."""
+        return {}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Take on what `state` returned, as arrays: after on_train_begin of a resumed fit, if there was anything.
+
+        The next event is on_epoch_begin, of an unfinished epoch too.
+        """
+
 
 class Callbacks:
     """Several callbacks as one.
@@ -58,6 +71,29 @@ class Callbacks:
     def train_begin(self) -> None:
         for callback in self._all:
             callback.on_train_begin({})
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What all of them have to remember, by kind of callback, and by place among those of a kind."""
+        return {
+            f"{place}{name}": np.asarray(value)
+            for place, callback in self._places()
+            for name, value in callback.state().items()
+        }
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Hand out what `state` returned."""
+        for place, callback in self._places():
+            own = {name.removeprefix(place): array for name, array in state.items() if name.startswith(place)}
+            if own:
+                callback.load_state(own)
+
+    def _places(self) -> Iterator[tuple[str, Callback]]:
+        seen: Counter[str] = Counter()
+        for callback in self._all:
+            if isinstance(callback, Callback):  # Keras' own have no state here
+                kind = type(callback).__name__
+                yield f"{kind}.{seen[kind]}.", callback
+                seen[kind] += 1
 
     def train_end(self, logs: Logs) -> None:
         for callback in self._all:

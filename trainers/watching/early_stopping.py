@@ -1,7 +1,10 @@
 """EarlyStopping: the training ends when a metric has stopped improving."""
 
 import sys
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from trainers import snapshot
 from trainers.errors import ArgumentError
@@ -84,6 +87,21 @@ class EarlyStopping(Callback):
             self._say(f"the model is that of the best epoch, {self.best_epoch + 1}")
             state, self._state = self._state, None
             snapshot.give_back(self.trainer, state)
+
+    def state(self) -> dict[str, Any]:
+        best = {} if self.best is None else {"best": self.best}
+        kept = {f"kept.{name}": array for name, array in (self._state or {}).items()}
+        epochs = [self.wait, self.stopped_epoch, self.best_epoch]
+        return {"epochs": epochs, "keeps": self._state is not None, **best, **kept}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self.wait, self.stopped_epoch, self.best_epoch = state["epochs"].tolist()
+        self.best = float(state["best"]) if "best" in state else None
+        if self.restore_best_weights and state["keeps"]:
+            kept = [name for name in state if name.startswith("kept.") and self.trainer.rank == 0]
+            self._state = {name.removeprefix("kept."): state[name] for name in kept}
+        if self.stopped_epoch and self.wait >= self.patience:
+            self.trainer.stop_training = True  # it was over
 
     def _keep(self, epoch: int) -> None:
         self._state, self.best_epoch = None, epoch  # one copy at a time

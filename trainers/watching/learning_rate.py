@@ -5,8 +5,10 @@ make the learning rate k times as large; and since that is too much at first, co
 steps over the first five epochs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
@@ -26,11 +28,10 @@ class LearningRateSchedule(Callback):
         chosen for one rank's share of a batch.
     warmup_epochs: so long the rate goes up to what the schedule says, after every step: from rate / scale, or from
         0 when scale is 1. By default 5 when there is a scale, else 0.
-    base: the rate to begin with, instead of the optimizer's: for PyTorch's optimizers in a fit that is resumed, since a
-        checkpoint holds the rate that a schedule has set.
     verbose: 1 to print the rate of each epoch on rank 0.
 
-    When the fit is over the rates are as they were before it. Raises ArgumentError, in the fit on all ranks.
+    When the fit is over the rates are as they were before it; a fit that is resumed goes on with those that it had.
+    Raises ArgumentError, in the fit on all ranks.
     """
 
     collective = True
@@ -42,11 +43,8 @@ class LearningRateSchedule(Callback):
         *,
         scale: float | str = 1.0,
         warmup_epochs: float | None = None,
-        base: float | None = None,
         verbose: int = 0,
     ) -> None:
-        if base is not None and not _positive(base):
-            raise ArgumentError(f"base={base!r} is no learning rate")
         if schedule is not None and not callable(schedule):
             raise ArgumentError(f"schedule={schedule!r} is no function of epoch and learning rate")
         if scale != "ranks" and not _positive(scale):
@@ -54,8 +52,8 @@ class LearningRateSchedule(Callback):
         if warmup_epochs is not None and not (warmup_epochs == 0 or _positive(warmup_epochs)):
             raise ArgumentError(f"warmup_epochs={warmup_epochs!r} is no number of epochs")
         self.schedule, self.scale, self.warmup_epochs, self.verbose = schedule, scale, warmup_epochs, verbose
-        self.base = base
         self._before: list[float] = []  # the rates of the groups before the fit
+        self._last = 0.0  # what the schedule is given when this epoch begins again
         self._steps = 1
 
     def set_params(self, params: dict[str, Any]) -> None:
@@ -63,21 +61,23 @@ class LearningRateSchedule(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._before = list(self.trainer.replica.learning_rates)
-        if not self._before or not self._before[0] > 0:
-            kind = type(self.trainer.replica).__name__
-            raise ArgumentError(f"the learning rates of this {kind} are {self._before}; a schedule needs one above 0")
         self._scale = float(self.trainer.size if self.scale == "ranks" else self.scale)
         given = self.warmup_epochs
         self._warm_up = (WARM_UP if self._scale > 1 else 0) if given is None else given
-        if self.base is not None:
-            self._before = [rate * self.base / self._before[0] for rate in self._before]
-        self._rate = self._before[0] * self._scale
-        self._asked = 0  # epochs for which the schedule was asked
+        self._rate = self._last = self._before[0] * self._scale if self._before else 0.0
+
+    def state(self) -> dict[str, Any]:
+        return {"before": self._before, "rate": self._last}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self._before = state["before"].tolist()
+        self._rate = self._last = float(state["rate"])
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        while self._asked <= epoch:  # all of them, where a fit goes on from a checkpoint
-            self._rate = self._scheduled(self._asked)
-            self._asked += 1
+        if not self._before or not self._before[0] > 0:
+            kind = type(self.trainer.replica).__name__
+            raise ArgumentError(f"the learning rates of this {kind} are {self._before}; a schedule needs one above 0")
+        self._rate = self._scheduled(epoch)
         self._epoch = epoch
         self._set(self._warmed(0))
         if self.verbose and self.trainer.rank == 0:
@@ -88,6 +88,9 @@ class LearningRateSchedule(Callback):
         if not is_number(rate) or rate < 0:
             raise ArgumentError(f"schedule({epoch}, {self._rate:g}) returned {rate!r}, which is no learning rate")
         return float(rate)
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        self._last = self._rate
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         if self._epoch < self._warm_up:

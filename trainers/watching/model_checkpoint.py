@@ -2,6 +2,10 @@
 
 import os
 import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
@@ -55,6 +59,12 @@ class ModelCheckpoint(Callback):
         self.trainer.save(path)
         if self.verbose and self.trainer.rank == 0:
             print(f"epoch {epoch + 1}: saved {path}", file=sys.stdout, flush=True)
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.best is None else {"best": self.best}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self.best = float(state["best"])
 
     def _path(self, epoch: int, logs: Logs) -> str:
         try:

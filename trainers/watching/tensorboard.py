@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
 from trainers.watching.history import VALIDATION
@@ -72,6 +74,12 @@ class TensorBoard(Callback):
         if trainer is None:
             with suppress(ArgumentError):  # the fit has ended in an error already
                 self._close()
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self._step = int(state["step"])
 
     def _write(self, side: str, values: Mapping[str, Any], step: int) -> None:
         for tag, value in values.items():
