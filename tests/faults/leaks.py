@@ -14,6 +14,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 
 import allreduce
 from allreduce.errors import AllReduceError
-from trainers import MirroredTrainer, NumpyNetwork
+from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.errors import TrainerError
 
 # isort: split
@@ -150,6 +151,13 @@ def cases() -> list[Case]:
         with MirroredTrainer(network(), "auto", topology if number % 2 else None) as made:
             living[:] = [made.buffer]
 
+    def served(number: int) -> None:
+        """Parcels, requests, lanes of the worker and its thread."""
+        x = np.ones((8, 4), np.float32)
+        kinds = [ParameterServerTrainer, partial(ParameterServerTrainer, updates="sync"), SpareReplicasTrainer]
+        with kinds[number % 3](network(), topology if number % 2 else None) as made:
+            made.fit(x, np.arange(8) % 3, 1, 4, progress=False)
+
     def network(outputs: int = 3) -> NumpyNetwork:
         return NumpyNetwork([4, outputs])
 
@@ -158,12 +166,14 @@ def cases() -> list[Case]:
         Case("topologies, simulated nodes", 1_000, lambda number: allreduce.Topology(ranks_per_node=1).close()),
         Case("backends, arrays alive", 4_000, backend),
         Case("trainers, buffers alive", 300, trainer),
+        Case("servers and spare replicas", 300, served),
         Case("refused: Topology", 1_000, lambda _: refused(lambda: allreduce.Topology(ranks_per_node=-1))),
         Case("refused: create, name", 1_000, lambda _: refused(lambda: allreduce.create("rign"))),
         Case("refused: create, option", 1_000, lambda _: refused(lambda: allreduce.create("ring", root=1))),
         Case("refused: create, names differ", 1_000, lambda _: refused(lambda: allreduce.create(names[min(rank, 1)]))),
         Case("refused: create, root", 1_000, lambda _: refused(lambda: allreduce.create("reduce_to_one", root=-7))),
         Case("refused: create, nodes", 1_000, lambda _: refused(lambda: allreduce.create("shared", apart))),
+        Case("refused: servers", 1_000, lambda _: refused(lambda: ParameterServerTrainer(network(), servers=9))),
         Case("refused: MirroredTrainer", 1_000, lambda _: refused(lambda: MirroredTrainer(network(), "rign"))),
         Case(
             "refused: MirroredTrainer, models", 1_000,
