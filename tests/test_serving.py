@@ -10,13 +10,15 @@ import pytest
 from mpi4py import MPI
 
 from trainers import NumpyNetwork
-from trainers.errors import ArgumentError
+from trainers.data import Batch, Batches
+from trainers.errors import ArgumentError, DataError
 from trainers.replicas.numpy.optimizers import SGD, Adam
 from trainers.serving import desk as desks
 from trainers.serving.dealer import END, Dealer
 from trainers.serving.desk import Arrival
 from trainers.serving.parcels import GRADIENTS, NOTHING, PUSH, UNIT, Head, Parcel, unit_type
 from trainers.serving.rounds import collect
+from trainers.serving.rows import Rows
 from trainers.serving.shard import Shard
 from trainers.serving.staleness import Counts, Rule
 
@@ -168,6 +170,29 @@ def test_sums_of_16_bit_floats_are_rounded_once() -> None:
     few = np.full(16, 2**-8, ml_dtypes.bfloat16)  # is lost when it is added to one in bfloat16
     shard.add_up([shard.gradients, few, few])
     np.testing.assert_array_equal(shard.gradients.astype(np.float32), 1 + 2**-7)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_rows_are_fetched_before_they_are_needed(ahead: bool) -> None:
+    fetched: list[int] = []
+
+    class Recorded(Batches):
+        def share(self, visited: np.ndarray, step: int, part: int | None) -> Batch:
+            fetched.append(step)
+            if step == 2:
+                raise DataError("no such row")
+            return super().share(visited, step, part)
+
+    x = np.arange(12.0).reshape(12, 1)
+    batches = Recorded(x, x, 4, 0, 2, shuffle=False, ahead=1)
+    rows = Rows(batches, 0, 2, ahead)
+    rows.prepare(3)  # the second half of the second batch
+    assert fetched == [1] * ahead
+    np.testing.assert_array_equal(rows.take(3).x[:, 0], [6, 7])
+    rows.prepare(4)  # raises nothing
+    with pytest.raises(DataError):
+        rows.take(4)
+    assert fetched == [1, 2]
 
 
 class Script(desks.Desk):

@@ -68,7 +68,7 @@ class Fit:
         saver: Saver | None = None,
     ) -> None:
         self._trainer, self.batches, self._epochs = trainer, batches, epochs
-        self._validate, self._fetches_ahead = validate, fetches_ahead
+        self._validate, self.fetches_ahead = validate, fetches_ahead
         replica = trainer.replica
         self._meter = trainer._meter(batches)
         self._history = History()
@@ -165,7 +165,7 @@ class Fit:
     def together(self, number: int) -> None:
         """The steps of epoch `number`, each taken by all ranks together."""
         batches = self.batches.epoch(number, self._begun.step)
-        with closing(prefetch.ahead(batches) if self._fetches_ahead else batches) as shares:
+        with closing(prefetch.ahead(batches) if self.fetches_ahead else batches) as shares:
             self._steps(number, shares)
 
     def _steps(self, number: int, shares: Iterator[Batch]) -> None:

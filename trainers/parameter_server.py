@@ -17,6 +17,7 @@ from trainers.replica import Replica
 from trainers.serving.dealer import Dealer
 from trainers.serving.parcels import GRADIENTS, NOTHING, PUSH, WORK, Head, Parcel
 from trainers.serving.rounds import collect
+from trainers.serving.rows import Rows
 from trainers.serving.staleness import STALE, Counts, Rule
 from trainers.serving.stream import Stream
 from trainers.serving.trainer import ServedTrainer, agree_on_arguments
@@ -209,18 +210,20 @@ class ParameterServerTrainer(ServedTrainer):
         client, lane = self._client, self._lane
         assert client is not None
         assert lane is not None
-        visited = fit.batches.order(number)
+        rows = Rows(fit.batches, number, self.parts, fit.fetches_ahead)
         client.begin()
 
         def fetch() -> None:
             client.fetch(self._halts(fit))
+            if (coming := client.replies[0].head).kind == WORK:
+                rows.prepare(coming.step)
 
         fetch()
         while (head := client.replies[0].head).kind == WORK:
             versions = client.take(self._parameters)
             self.replica.refresh()
             coming = lane.submit(fetch)
-            computed = fit.guarded(partial(self._compute_part, fit, visited, head.step))
+            computed = fit.guarded(partial(self._compute_part, fit, rows, head.step))
             kind, gradients = (GRADIENTS, self._gradients) if computed else (NOTHING, None)
             halts = self._halts(fit)
             heads = [Head(kind, head.step, version, halts) for version in versions]
@@ -232,11 +235,11 @@ class ParameterServerTrainer(ServedTrainer):
             self._communication.stop()
         client.bye()
 
-    def _compute_part(self, fit: Fit, visited: np.ndarray, number: int) -> bool:
+    def _compute_part(self, fit: Fit, rows: Rows, number: int) -> bool:
         """Gradients and metrics of a part that was dealt; false when it has no rows. May raise anything."""
-        step, part = divmod(number, self.parts)
+        step = number // self.parts
         with self.span("data"):
-            batch = fit.batches.share(visited, step, part)
+            batch = rows.take(number)
         if not len(batch.x):
             return False
         fit.begin_batch(step)

@@ -32,6 +32,8 @@ class SpareReplicasTrainer(ServedTrainer):
     the model. So any rank may be slow, or sleep, also the chief, without slowing the steps. An epoch ends when the late
     ranks have come in.
 
+    Rows are fetched when they are needed, since only then it is known which step is the newest: `prefetch` has no use.
+
     Callbacks are called for the steps to which their rank has come; the metrics of a step are of the rows used. On the
     chief, what they read of the model's parameters may be newer than the step.
     The history has `dropped`, the number of gradients in an epoch that were not used.

@@ -11,7 +11,8 @@ from mpi4py import MPI
 import allreduce
 from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.base import Trainer
-from trainers.errors import ArgumentError, DivergedError
+from trainers.errors import ArgumentError, DataError, DivergedError
+from trainers.samples import Samples
 from trainers.watching.callback import Callback
 from trainers.watching.history import History
 
@@ -254,6 +255,31 @@ def test_an_error_of_a_replica_is_raised_on_all(
             trainer.fit(x, y, 100, BATCH, progress=False)
         monkeypatch.undo()
         assert len(trainer.fit(x, y, 2, BATCH, progress=False)) == 2
+
+
+class Breaks:
+    """A data set with a row that can't be read."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
+        if row == ROWS - 2:
+            raise OSError("no such row")
+        x, y = data()
+        return x[row], y[row]
+
+
+@served
+@every_strategy
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_data_set_that_fails_fails_on_all(make: Make, prefetch: bool, flat: allreduce.Topology) -> None:
+    with make(network(), flat) as trainer:
+        with pytest.raises(DataError, match="no such row") as caught:
+            trainer.fit(Breaks(), epochs=2, batch_size=BATCH, progress=False, prefetch=prefetch)
+        assert caught.value.ranks == tuple(range(flat.size))
+        x, y = data()
+        assert len(trainer.fit(Samples(list(zip(x, y, strict=True))), None, 2, BATCH, progress=False)) == 2
 
 
 @served

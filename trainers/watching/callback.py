@@ -17,7 +17,8 @@ class Callback:
 
     epoch and batch count from 0. logs are numbers by name, the same on all ranks: "loss", "accuracy", ... of a
     batch or an epoch; at the end of an epoch also "val_loss", ... and "seconds", "samples_per_second",
-    "communication_share". An exception on any rank ends the fit on all ranks, with the same error.
+    "communication_share", and of trainers with servers "staleness" (how many gradients were 0, 1, 2, ... updates
+    behind) and "dropped". An exception on any rank ends the fit on all ranks, with the same error.
     """
 
     trainer: Any = None
