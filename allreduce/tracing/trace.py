@@ -3,9 +3,9 @@
 import contextlib
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,8 @@ class Trace:
         self.path, self.topology, self.most = os.fspath(path), topology, most
         self.closed = False
         self._comm = topology.private(self)
-        self._threads = {threading.get_ident(): 0}
+        self._rows = _Rows({get_ident(): 0})
+        self._room = most
         self._series: list[str] = []
         self._spans: list[Span] = []
         self._calls: list[Call] = []
@@ -53,20 +54,13 @@ class Trace:
 
     def span(self, kind: str) -> contextlib.AbstractContextManager[None]:
         """What is done inside is a span of this kind: "data", "compute", "update", ... Local."""
-        return self._span(kind)
-
-    @contextlib.contextmanager
-    def _span(self, kind: str) -> Iterator[None]:
-        begin = now()
-        try:
-            yield
-        finally:
-            self.note(kind, begin)
+        return _Recording(self, kind)
 
     def note(self, kind: str, begin: int, end: int | None = None) -> None:
         """A span of this kind from `begin` on, until `end` or now; times of time.perf_counter_ns(). Local."""
+        end = end or now()
         if self._has_room():
-            self._spans.append((self._row(), kind, begin, now() if end is None else end))
+            self._spans.append((self._rows[get_ident()], kind, begin, end))
 
     def series(self, name: str) -> "Series":
         """Calls that ranks make together, each of which ends when all have come to it. Local."""
@@ -101,12 +95,9 @@ class Trace:
         if kind is None:  # after an exception the other ranks may not come to a collective close
             self.close()
 
-    def _row(self) -> int:
-        """0 for the thread that made the trace, 1, 2, ... for others."""
-        return self._threads.setdefault(threading.get_ident(), len(self._threads))
-
     def _has_room(self) -> bool:
-        if len(self._spans) + len(self._calls) < self.most:
+        self._room -= 1
+        if self._room >= 0:
             return True
         if not self._left_out and self.topology.rank == 0:
             log.warning("%s: the first %d spans of each rank are kept, later ones left out", self.path, self.most)
@@ -149,6 +140,29 @@ class Trace:
             merging.write(file, events, about)
 
 
+class _Rows(dict[int, int]):
+    """The rows of threads: 0 for the one that made the trace, 1, 2, ... for others as they come."""
+
+    def __missing__(self, thread: int) -> int:
+        self[thread] = row = len(self)
+        return row
+
+
+class _Recording:
+    """A span that goes on."""
+
+    __slots__ = ("_begin", "_kind", "_trace")
+
+    def __init__(self, trace: Trace, kind: str) -> None:
+        self._trace, self._kind = trace, kind
+
+    def __enter__(self) -> None:
+        self._begin = now()
+
+    def __exit__(self, *_: object) -> None:
+        self._trace.note(self._kind, self._begin)
+
+
 class Series:
     """The calls of one backend, or of something else that all ranks come to in the same order."""
 
@@ -167,13 +181,11 @@ class Series:
         trace, number = self._trace, self.count
         self.count += 1
         if trace._has_room():
-            trace._calls.append((trace._row(), self._number, number, name, came, begin, end, about))
+            trace._calls.append((trace._rows[get_ident()], self._number, number, name, came, begin, end, about))
 
     def waited(self, begin: int) -> None:
         """This rank has done nothing but wait, from `begin` until now, for the last call that was made."""
-        trace = self._trace
-        if trace._has_room():
-            trace._spans.append((trace._row(), f"{merging.WAITED} {self._number} {self.count - 1}", begin, now()))
+        self._trace.note(f"{merging.WAITED} {self._number} {self.count - 1}", begin)
 
 
 def of(given: "str | os.PathLike[str] | Trace", topology: Topology) -> tuple[Trace, bool]:

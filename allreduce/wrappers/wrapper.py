@@ -61,7 +61,8 @@ class Wrapper(AllReduce):
         return self.inner.allocate(length, dtype, device)
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
-        self._check_open()
+        if self._shut:
+            self._check_open()
         self.inner(buffer, op)
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:

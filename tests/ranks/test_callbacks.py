@@ -1,6 +1,9 @@
 """Callbacks in real fits: what they do, all ranks do, and what only some ranks have holds nobody up."""
 
 import importlib.util
+import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,15 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+import trainers
 from allreduce.errors import DisagreementError
 from trainers import MirroredTrainer, NumpyNetwork
-from trainers.callbacks import CSVLogger, EarlyStopping, LearningRateSchedule, ModelCheckpoint, TensorBoard
+from trainers.callbacks import CSVLogger, EarlyStopping, LearningRateSchedule, ModelCheckpoint, TensorBoard, Timeline
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.watching.history import History
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from trace_schema import check_trace
 
 SIZE = MPI.COMM_WORLD.size
 X = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")
@@ -61,6 +68,42 @@ def test_the_best_weights_come_back(update: str, flat: allreduce.Topology) -> No
     with trainer_of(flat, update) as trainer:
         fit(trainer, epochs=2)
         assert trainer.parameters_sha256() == restored
+
+
+KINDS: dict[str, Callable[[NumpyNetwork, allreduce.Topology], Any]] = {
+    "central": lambda network, ranks: trainers.CentralStorageTrainer(network, ranks),
+    "parameter_server": lambda network, ranks: trainers.ParameterServerTrainer(network, ranks, updates="sync"),
+        network, ranks, servers=1, updates="sync"
+    ),
+    "spare_replicas": lambda network, ranks: trainers.SpareReplicasTrainer(network, ranks, spare=0),
+}
+
+
+@pytest.mark.skipif(SIZE != 3, reason="once is enough")
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_trainers(kind: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    """A rate that ruins the model, the best weights back, a file of each epoch, a trace: as when mirrored."""
+    if kind != "central" and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        pytest.skip("this MPI has no MPI_THREAD_MULTIPLE")
+    losses = []
+    for make in (lambda network, ranks: MirroredTrainer(network, "auto", ranks), KINDS[kind]):
+        callbacks = [
+            LearningRateSchedule(lambda epoch, rate: 0.02 if epoch < 2 else 3.0),
+            EarlyStopping(patience=1, restore_best_weights=True),
+            ModelCheckpoint(folder / "{epoch}.npz"),
+            Timeline(folder / "trace.json"),
+        ]
+        with make(NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), flat) as trainer:
+            history = fit(trainer, *callbacks)
+            assert len(history) == 3
+            restored = trainer.evaluate(X, Y)["loss"]
+            trainer.load(str(folder / "1.npz"))
+            losses.append([restored, trainer.evaluate(X, Y)["loss"], *(each.validation["loss"] for each in history)])
+        world.Barrier()
+        events = check_trace(json.loads((folder / "trace.json").read_text()), SIZE)
+        assert {"data", "compute", "update"} < {event["cat"] for event in events}
+        world.Barrier()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 @UPDATES
