@@ -73,8 +73,6 @@ def test_the_best_weights_come_back(update: str, flat: allreduce.Topology) -> No
 KINDS: dict[str, Callable[[NumpyNetwork, allreduce.Topology], Any]] = {
     "central": lambda network, ranks: trainers.CentralStorageTrainer(network, ranks),
     "parameter_server": lambda network, ranks: trainers.ParameterServerTrainer(network, ranks, updates="sync"),
-        network, ranks, servers=1, updates="sync"
-    ),
     "spare_replicas": lambda network, ranks: trainers.SpareReplicasTrainer(network, ranks, spare=0),
 }
 
