@@ -2,6 +2,7 @@
 
 import random
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -16,11 +17,13 @@ from trainers.replicas.numpy.optimizers import SGD, Adam
 from trainers.serving import desk as desks
 from trainers.serving.dealer import END, Dealer
 from trainers.serving.desk import Arrival
-from trainers.serving.parcels import GRADIENTS, NOTHING, PUSH, UNIT, Head, Parcel, unit_type
+from trainers.serving.parcels import AGAIN, ASK, BYE, GRADIENTS, NOTHING, PUSH, UNIT, WORK, Head, Parcel, unit_type
+from trainers.serving.parcels import END as NO_WORK
 from trainers.serving.rounds import collect
 from trainers.serving.rows import Rows
 from trainers.serving.shard import Shard
 from trainers.serving.staleness import Counts, Rule
+from trainers.serving.stream import Stream
 
 
 def play(dealer: Dealer, workers: int, seed: int, ahead: bool) -> tuple[list[int], list[int]]:
@@ -217,6 +220,41 @@ def test_a_step_takes_the_first_gradients_and_drops_late_ones() -> None:
     assert late == [1]
     assert [arrival.worker for arrival in found.others] == [2]
     assert len(desk.messages) == 1
+
+
+class Counter(desks.Desk):
+    """A desk on which these messages come, and which notes the answers: to whom, and of which kind."""
+
+    def __init__(self, messages: list[tuple[int, int, Head]]) -> None:
+        self.messages = messages
+        self.answers: list[tuple[int, int]] = []
+
+    def next(self, text: str) -> Arrival:
+        worker, tag, head = self.messages.pop(0)
+        parcel = self.parcel()
+        parcel.head = head
+        return Arrival(worker, tag, parcel)
+
+    def parcel(self) -> Parcel:
+        return Parcel(0, 0, np.dtype(np.float32), MPI.BYTE)
+
+    def reply(self, parcel: Parcel, worker: int, whole: bool) -> None:
+        self.answers.append((worker, parcel.head.kind))
+
+    def open(self, tags: Any) -> None: ...
+    def clear(self, arrival: Arrival) -> None: ...
+    def drain(self) -> None: ...
+
+
+def test_workers_that_rest_hear_that_the_others_go_on() -> None:
+    """Otherwise they would wait for the whole epoch, which may take longer than any rank waits for another."""
+    asks, pushes = Head(), Head(GRADIENTS)
+    first = [(1, ASK, asks), (0, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
+    second = [(1, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
+    desk = Counter([*first, *second, (1, PUSH, Head(BYE)), (0, PUSH, Head(BYE))])
+    shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
+    Stream(desk, shard, Rule(), Dealer(2, range(1)), lambda *_: None, lambda: False).serve(range(2))
+    assert desk.answers == [(0, WORK), (1, AGAIN), (0, WORK), (1, NO_WORK), (0, NO_WORK)]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])

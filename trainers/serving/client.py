@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from trainers.serving.parcels import ASK, BYE, END, PUSH, REPLY, Head, Parcel
+from trainers.serving.parcels import AGAIN, ASK, BYE, PUSH, REPLY, WORK, Head, Parcel
 from trainers.serving.waits import Waits
 
 
@@ -49,7 +49,9 @@ class Client:
         """
         halt = halt or any(reply.head.halt for reply in self.replies)
         self._ask([0], halt)
-        if self.replies[0].head.kind != END:
+        while self.replies[0].head.kind == AGAIN:
+            self._ask([0], halt)
+        if self.replies[0].head.kind == WORK:
             self._ask(range(1, len(self._asks)), halt)
 
     def _ask(self, servers: Sequence[int], halt: int) -> None:

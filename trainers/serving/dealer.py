@@ -27,7 +27,7 @@ class Read:
 class Dealer:
     """Deals the parts of one epoch.
 
-    parts: how many there are. workers: who takes part; others have nothing to do (a warm-up).
+    parts: how many there are. workers: who takes part; others rest until all are dealt (a warm-up).
     bound: the largest staleness, or None for any. ahead: whether a worker may have its next part while it computes.
     """
 
@@ -40,8 +40,10 @@ class Dealer:
 
     def deal(self, worker: int, version: int) -> int | None:
         """The next part, for a worker that gets the parameters of `version`; END, or None: it has to wait."""
-        if self._next >= self._parts or worker not in self._workers:
+        if self._next >= self._parts:
             return END
+        if self.rests(worker):
+            return None
         if self._bound is not None and len(self._outstanding) > self._bound:
             return None
         if self._is_ahead(worker):
@@ -49,6 +51,10 @@ class Dealer:
         self._outstanding.append(Read(worker, version))
         self._next += 1
         return self._next - 1
+
+    def rests(self, worker: int) -> bool:
+        """Whether a worker takes no part."""
+        return worker not in self._workers
 
     def _is_ahead(self, worker: int) -> bool:
         """Whether a worker still computes, and must not have another part yet.

@@ -28,7 +28,7 @@ class Head(NamedTuple):
 
 
 GRADIENTS, NOTHING, BYE = range(3)  # of a push: with gradients, without any, and the last one of an epoch
-WORK, END = range(2)  # of a reply: with parameters, or that there is nothing to do any more
+WORK, END, AGAIN = range(3)  # of a reply: with parameters; there is nothing to do any more; nothing yet, ask again
 
 
 class Parcel:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from trainers.serving.dealer import END, Dealer
 from trainers.serving.desk import Arrival, Desk
-from trainers.serving.parcels import ASK, BYE, GRADIENTS, PUSH, WORK, Head, Parcel
+from trainers.serving.parcels import AGAIN, ASK, BYE, GRADIENTS, PUSH, WORK, Head, Parcel
 from trainers.serving.parcels import END as NO_WORK
 from trainers.serving.shard import Shard
 from trainers.serving.staleness import Counts, Rule
@@ -48,14 +48,15 @@ class Stream:
                 continue
             else:
                 self._held.append(arrival)
-            self._apply_what_may()
+            if self._apply_what_may():
+                self._keep_waiting()
             self._answer_who_may()
         self.counts.cut_short = self._dealer is not None and self._dealer.cut_short
         self._desk.drain()
 
-    def _apply_what_may(self) -> None:
-        """Apply what has come, the oldest first, as far as the bound allows."""
-        applied = True
+    def _apply_what_may(self) -> bool:
+        """Apply what has come, the oldest first, as far as the bound allows; whether anything was."""
+        held, applied = len(self._held), True
         while applied:
             self._held.sort(key=lambda arrival: arrival.parcel.head.version)
             applied = False
@@ -64,6 +65,14 @@ class Stream:
                     self._held.remove(arrival)
                     self._take(arrival)
                     applied = True
+        return len(self._held) < held
+
+    def _keep_waiting(self) -> None:
+        """Let workers that rest hear that the others go on, or their wait would be as long as the whole epoch."""
+        for arrival in [each for each in self._asked if self._dealer is not None and self._dealer.rests(each.worker)]:
+            self._asked.remove(arrival)
+            self._desk.clear(arrival)
+            self._desk.answer(Head(AGAIN), arrival.worker)
 
     def _may_apply(self, arrival: Arrival) -> bool:
         nothing = arrival.parcel.head.kind != GRADIENTS
