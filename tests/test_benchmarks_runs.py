@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterable
@@ -324,3 +325,14 @@ sys.exit(tune.main([*sys.argv[1:], "--resume"]))
 
 def test_tune_on_one_rank_is_refused(outcomes: Outcomes, quiet: dict[str, str]) -> None:
     refused(*outcomes.of(1, ONE_RANK[1], ONE_RANK, env=quiet), "one rank has nothing to reduce")
+
+
+def test_the_cost_of_a_checkpoint(mpirun: JobRunner, tmp_path: Path) -> None:
+    options = ["--parameters", "0.1", "--batch", "4", "--steps", "9", "--every", "4", "--update", "sharded"]
+    job = mpirun(2, ["-m", "benchmarks.checkpoint", *options, "--folder", tmp_path, "--json", tmp_path / "out.json"])
+    assert job.returncode == 0, job.stderr
+    assert re.search(r"^the step that writes +2 +\d", job.stdout, re.MULTILINE), job.stdout
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["bytes"] > 3 * 4 * result["parameters"]
+    assert len(result["seconds"]["the step that writes"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # the checkpoints are gone

@@ -32,6 +32,7 @@ PRINTS = {
     "served.py": r"epoch  10  loss 0\.\d+.*\nupdates behind, and how many gradients: {0: \d+.*\naccuracy 0\.\d+\n",
     "everyone.py": "^$",
     "watched.py": r"epoch   2  loss .* val_loss ",
+    "goes_on.py": r"^0 epochs before; loss 0\.",
 }
 # Why a command that begins so is not run.
 SKIPPED = {
@@ -41,6 +42,7 @@ SKIPPED = {
     "bash scripts/docs.sh": "installs; test_docs.py makes the pages",
     "mpirun -n 4 python scripts/torch_ddp.py": "test_torch_backend_jobs.py runs it",
     "mpirun -n 4 python scripts/torch_three_lines.py": "test_pytorch.py runs it",
+    "mpirun -n 2 python -m benchmarks.checkpoint": "half a minute; test_benchmarks_runs.py runs it",
     "mpirun -n 2 python -m benchmarks.training_step": "minutes; test_pytorch.py runs it",
     "sudo": "test_cluster_sim.py runs the rig",
     "module load": "a cluster",

@@ -30,6 +30,19 @@ def of_root(comm: MPI.Intracomm, state: dict[str, np.ndarray]) -> dict[str, np.n
     return state
 
 
+def to_root(comm: MPI.Intracomm, own: np.ndarray, start: int, whole: np.ndarray | None) -> None:
+    """Fill rank 0's `whole` with the parts that the ranks own, each from its `start` on; the others give None."""
+    parts = comm.gather((start, own.size))
+    if parts is None or whole is None:
+        for piece in pieces(own):
+            comm.Send(piece, 0)
+        return
+    whole[start : start + own.size] = own
+    for rank, (first, size) in enumerate(parts[1:], 1):
+        for piece in pieces(whole[first : first + size]):
+            comm.Recv(piece, rank)
+
+
 def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     """An array's memory as bytes, in pieces that MPI can count."""
     memory = array.reshape(-1).view(np.uint8)

@@ -24,6 +24,7 @@ from allreduce.messages.window import CommonWindow
 from allreduce.tracing.trace import Series, Trace, now
 from allreduce.two_phase import TwoPhase
 from trainers.errors import ArgumentError
+from trainers.exchange import to_root
 from trainers.replica import Replica, reserved
 from trainers.watching.stopwatch import Stopwatch
 
@@ -160,32 +161,28 @@ class ShardedUpdate:
         result = dict(state)
         for name in self._replica.elementwise:
             array = result[name]
-            result[name] = self._gathered(array[self._part])[: array.size].copy()
+            part = slice(*self._mine.indices(array.size)[:2])
+            fits = array.dtype == self._buffer.dtype  # between two steps nobody needs the gradients
+            gathered = self._buffer if fits else np.zeros(self._buffer.size, array.dtype)
+            gathered[part] = array[part]
+            self._backend.all_gather(gathered)
+            result[name] = gathered[: array.size].copy()
         return result
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        """A copy of the replica's whole state in `memory`, where it is wanted; elsewhere none. Collective.
+        """A copy of the replica's whole state in `memory` on rank 0, where it is wanted; elsewhere none. Collective.
 
-        Other ranks copy no more than their slices.
+        Slices go straight to their places there.
         """
         replica, names = self._replica, self._replica.elementwise
         state = together(self._comm, lambda: replica.snapshot(memory, without=names) if wanted else {})
         for name in names:
             own = together(self._comm, partial(replica.elements, name, self._part))
-            gathered = self._gathered(own)
-            if wanted:
-                length = state["parameters"].size
-                state[name] = reserved(memory, name, (length,), own.dtype)
-                state[name][:] = gathered[:length]
+            whole = reserved(memory, name, (state["parameters"].size,), own.dtype) if wanted else None
+            to_root(self._comm, own, self._part.start, whole)
+            if whole is not None:
+                state[name] = whole
         return state
-
-    def _gathered(self, own: np.ndarray) -> np.ndarray:
-        """What the ranks have of their slices, in the order of the parameters. Collective."""
-        fits = own.dtype == self._buffer.dtype  # between two steps nobody needs the gradients
-        gathered = self._buffer if fits else np.zeros(self._buffer.size, own.dtype)
-        gathered[self._part.start : self._part.start + own.size] = own
-        self._backend.all_gather(gathered)
-        return gathered
 
     def close(self) -> None:
         """Give the replica parameters of its own again, and its whole state."""

@@ -1,0 +1,167 @@
+"""What does a checkpoint cost a training? The step that writes one, and the steps while a thread writes it.
+
+    mpirun -n 2 python -m benchmarks.checkpoint --json out.json
+
+A NumpyNetwork of 10 M parameters with Adam is trained, with a checkpoint every so many steps. The time of a step is
+that from its begin to the begin of the next, the slowest rank's: the step that writes copies the state and hands it to
+the thread of rank 0; while the thread writes, it takes part of a core from the steps that follow, which they feel
+where no core is left. --framework torch trains a module with torch.optim.Adam in its place.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import allreduce
+from allreduce.messages.agreement import together
+from benchmarks import cli
+from benchmarks.showing import outputs
+from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
+from trainers.backends import UPDATES
+from trainers.files import checkpoint as files
+from trainers.replica import Replica
+from trainers.watching.callback import Callback
+
+PROGRAM = "benchmarks.checkpoint"
+FEATURES, CLASSES = 512, 10
+PLAIN, WRITES, DURING = "no checkpoint", "the step that writes", "while it is written"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"mpirun -n N python -m {PROGRAM}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--parameters", type=cli.at_least(0.01, float), default=10.0, metavar="M", help="millions (default: 10)")
+    add("--batch", type=cli.at_least(1), default=128, metavar="N", help="rows per rank (default: 128)")
+    add("--steps", type=cli.at_least(4), default=100, metavar="N", help="(default: 100)")
+    add(
+        "--every",
+        type=cli.at_least(2),
+        default=20,
+        metavar="N",
+        help="steps from checkpoint to checkpoint (default: 20)",
+    )
+    add("--update", choices=UPDATES, default="replicated", help="(default: replicated)")
+    add("--framework", choices=["numpy", "torch"], default="numpy", help="(default: numpy)")
+    add("--folder", metavar="DIR", help="where rank 0 writes (default: a temporary folder here)")
+    add("--json", nargs="?", const="-", metavar="FILE", help="write the results as JSON, to stdout without FILE")
+    return parser
+
+
+class Steps(Callback):
+    """When each step began, and on rank 0 whether the checkpoint before it was on its way to the disk."""
+
+    reads_batches = False
+
+    def __init__(self, folder: str, every: int) -> None:
+        self._folder, self._every = folder, every
+        self.begins: list[float] = []
+        self.writing: list[bool] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        begun = batch - batch % self._every  # steps before the checkpoint that was begun last
+        path = files.path_of(self._folder, begun)
+        self.writing.append(bool(begun) and self.trainer.rank == 0 and not os.path.exists(path))
+        self.begins.append(time.perf_counter())
+
+
+def replica_of(options: argparse.Namespace) -> Replica:
+    """The model: two hidden layers of one size, which gives about the parameters that were asked for."""
+    wanted, ends = options.parameters * 1e6, FEATURES + CLASSES
+    hidden = max(1, round((-ends + (ends**2 + 4 * wanted) ** 0.5) / 2))
+    sizes = [FEATURES, hidden, hidden, CLASSES]
+    return NumpyNetwork(sizes, optimizer="adam") if options.framework == "numpy" else _module(sizes)
+
+
+def _module(sizes: Sequence[int]) -> Replica:
+    import torch
+
+    from trainers.replicas.pytorch import TorchReplica
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    layers: list[Any] = []
+    for inputs, outs in itertools.pairwise(sizes):
+        layers += [torch.nn.Linear(inputs, outs), torch.nn.ReLU()]
+    module = torch.nn.Sequential(*layers[:-1])
+    return TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters(), lr=1e-4))
+
+
+def measure(topology: allreduce.Topology, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Seconds of the steps of each kind, and the bytes of a checkpoint. Collective."""
+    replica = replica_of(options)
+    rows = options.steps * options.batch * topology.size
+    x = np.random.default_rng(0).standard_normal((rows, FEATURES), np.float32)
+    y = np.arange(rows) % CLASSES
+    steps = Steps(folder, options.every)
+    with MirroredTrainer(replica, "auto", topology, update=options.update) as trainer:
+        given = Checkpoint(folder, f"{options.every} steps", keep=2)
+        batch = options.batch * topology.size
+        trainer.fit(x, y, 1, batch, checkpoint=given, callbacks=[steps], progress=False, shuffle=False)
+    times, writing = np.diff(steps.begins), np.array(steps.writing[:-1], np.int64)
+    topology.world.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
+    topology.world.Allreduce(MPI.IN_PLACE, writing, MPI.MAX)
+    writes = (np.arange(1, len(times) + 1) % options.every) == 0
+    warm = np.arange(len(times)) >= 3
+    kinds = {PLAIN: warm & ~writes & (writing == 0), WRITES: writes, DURING: warm & ~writes & (writing == 1)}
+    size = os.path.getsize(files.paths(folder)[0]) if topology.rank == 0 else 0
+    return {
+        "parameters": replica.gradient_length,
+        "bytes": topology.world.bcast(size),
+        "seconds": {name: times[chosen].tolist() for name, chosen in kinds.items()},
+    }
+
+
+def table(seconds: dict[str, list[float]]) -> str:
+    lines = [f"{'':<22}{'steps':>6}{'median ms':>11}{'max':>9}{'/ plain':>9}"]
+    plain = statistics.median(seconds[PLAIN]) if seconds[PLAIN] else float("nan")
+    for name, each in seconds.items():
+        if each:
+            median = statistics.median(each)
+            lines.append(f"{name:<22}{len(each):>6}{1e3 * median:>11.1f}{1e3 * max(each):>9.1f}{median / plain:>9.2f}")
+    return "\n".join(lines)
+
+
+def _run(topology: allreduce.Topology, options: argparse.Namespace) -> int:
+    outputs.check(topology.world, {"--json": None if options.json == "-" else options.json})
+    first = topology.rank == 0
+    with tempfile.TemporaryDirectory(dir=options.folder or ".", prefix="checkpoints-") as own:
+        folder = topology.world.bcast(own)
+        result = measure(topology, options, folder)
+        together(topology.world, lambda: None)  # nobody's folder goes before all are done
+    if first:
+        where = sys.stderr if options.json == "-" else sys.stdout
+        what = f"{options.framework}, {options.update}, {result['parameters'] / 1e6:.1f} M parameters, Adam"
+        print(f"{topology}: {what}, {options.batch} rows per rank", file=where)
+        print(f"a checkpoint of {result['bytes'] / 1e6:.0f} MB every {options.every} steps", file=where)
+        print(table(result["seconds"]), file=where, flush=True)
+        text = json.dumps({**vars(options), "ranks": topology.size, "nodes": topology.nodes, **result}, indent=1)
+        if options.json == "-":
+            print(text)
+        elif options.json:
+            outputs.write(options.json, text + "\n")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit code. Collective."""
+    with allreduce.Topology() as topology:
+        options = cli.parse_together(_parser(), argv, topology.world)
+        return cli.run_together(PROGRAM, topology.world, lambda: _run(topology, options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
