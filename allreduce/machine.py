@@ -17,7 +17,7 @@ class Machine(TypedDict):
 
 
 def identify() -> Machine:
-    """The kind of the machine that this rank runs on."""
+    """The kind of the machine that this rank runs on: with all its cores, wherever the launcher has bound the rank."""
     return {"cpu": _cpu_model(), "cores": os.cpu_count() or 1, "mpi": mpi_library()}
 
 

@@ -96,7 +96,7 @@ def _variables(mark: str, ranks: int) -> dict[str, str]:
         "XDG_CACHE_HOME": str(ROOT / ".pytest_cache" / "home"),  # no decision table of this machine's there
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         MARK: mark,
-        **(PATIENT_MPICH if ranks > (os.cpu_count() or 1) else {}),
+        **(PATIENT_MPICH if ranks > len(os.sched_getaffinity(0)) else {}),
     }
 
 

@@ -417,6 +417,11 @@ def test_parts_of_a_topology_are_on_their_own(world: MPI.Intracomm) -> None:
             assert (values == sum(range(topology.rank % 2, topology.size, 2))).all()
         with pytest.raises(errors.OptionError, match="colour=-1"):
             topology.split(-1)
+        with pytest.raises(errors.OptionError, match="on_error='rank' is unknown"):
+            topology.split(0, on_error="rank" if topology.rank == SIZE - 1 else "part")
+        if SIZE > 1:
+            with pytest.raises(errors.DisagreementError, match="on_error='part'"):
+                topology.split(0, on_error="part" if topology.rank else "job")
 
 
 @pytest.mark.parametrize(
