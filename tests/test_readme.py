@@ -50,6 +50,7 @@ SKIPPED = {
     "mpirun --hostfile": "a cluster",
     "python3 -m venv": "installs",
     "srun": "a cluster",
+    "mpirun -n 5 python -m benchmarks.strategies --epochs": "minutes",
     "for ": "minutes, and the rig",
     "mpirun --oversubscribe -n $n": "minutes, in a loop",
     "done": "the end of a loop",
