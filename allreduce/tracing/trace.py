@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from threading import get_ident
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -194,19 +194,24 @@ def of(given: "str | os.PathLike[str] | Trace", topology: Topology) -> tuple[Tra
 
 
 def _try(path: str) -> None:
-    if os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+    special = os.path.exists(path) and not os.path.isfile(path)
+    if os.path.isdir(path) or not os.access(path if special else os.path.dirname(os.path.realpath(path)), os.W_OK):
         raise OptionError(f"the trace can't be written to {path}: give a file in a folder that exists")
 
 
 @contextlib.contextmanager
-def _replacing(path: str) -> Iterator[Any]:
-    """A text file that becomes `path` when it is complete. Raises OptionError."""
-    aside = f"{path}.{os.getpid()}.part"
+def _replacing(path: str) -> Iterator[TextIO]:
+    """A text file that becomes `path` when it is complete; a device or a pipe is written to. Raises OptionError."""
+    target = os.path.realpath(path)
+    special = os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target)
+    aside = target if special else f"{target}.{os.getpid()}.part"
     try:
         with open(aside, "w", encoding="ascii") as file:
             yield file
-        os.replace(aside, path)
+        if not special:
+            os.replace(aside, target)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(aside)
+        if not special:
+            with contextlib.suppress(OSError):
+                os.unlink(aside)
         raise OptionError(f"the trace can't be written to {path}: {error.strerror or error}") from error

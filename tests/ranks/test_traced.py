@@ -13,8 +13,11 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
+from allreduce.tracing import clocks
+from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
+from allreduce.wrappers import traced
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback
@@ -104,6 +107,34 @@ def test_a_file_that_can_not_be_written(flat: allreduce.Topology, folder: Path, 
     with pytest.raises(errors.OptionError, match="can't be written"):
         trace.close()
     assert [each.name for each in folder.iterdir()] == ["trace.json"]
+
+
+def test_what_is_no_regular_file(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    """A device is written to, and stays one; a link stays a link."""
+    with Trace("/dev/null", flat):
+        pass
+    assert not Path("/dev/null").is_file()
+    (folder / "link.json").symlink_to(folder / "trace.json") if world.rank == 0 else None
+    world.Barrier()
+    with Trace(folder / "link.json", flat) as trace, trace.span("compute"):
+        pass
+    assert complete(folder / "trace.json", world)
+    assert (folder / "link.json").is_symlink()
+    with pytest.raises(errors.OptionError, match="No space left"), Trace("/dev/full", flat) as trace:
+        pass
+
+
+def test_clocks_that_differ(
+    flat: allreduce.Topology, folder: Path, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank's clock is 1000 s ahead of the one before; in the trace they are one."""
+    for module in (clocks, tracing, traced):
+        monkeypatch.setattr(module, "now", lambda: time.perf_counter_ns() + world.rank * 10**12)
+    with allreduce.create("ring", flat, trace=folder / "trace.json") as reduce:
+        for _ in range(3):
+            reduce(np.ones(10), "sum")
+    events = complete(folder / "trace.json", world)
+    assert max(event["ts"] + event["dur"] for event in events) < 900e6
 
 
 def test_on_some_ranks_only(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:

@@ -13,6 +13,7 @@ from allreduce import errors
 from allreduce.arrays.signature import ALLOCATED
 from allreduce.backends.ring import Ring
 from allreduce.base import AllReduce
+from allreduce.moves import Moves
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.background import Background
 from allreduce.wrappers.wrapper import Wrapper
@@ -77,6 +78,26 @@ def test_what_it_says_of_itself(wrapper: Wrapper, inner: AllReduce) -> None:
         assert wrapper.choice(1000) == inner.choice(1000)  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="no_such"):
         wrapper.no_such  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_nothing_is_left_to_the_base() -> None:
+    """A method that a backend gets later is forwarded too, or it would work on what the wrapper does not have."""
+    own = {"close", "abandon", "__init__", "__enter__", "__exit__"}  # those that end or begin the wrapper
+    inside = {
+        "_connect",
+        "_admit",
+        "_agree_once",
+        "_admit_move",
+        "_where",
+        "_forget",
+        "_close",
+        "_hand_round",
+        "_phase",
+    }
+    inside |= {"_check_dtype", "_check_allocation"}  # called by those that are forwarded, in the backend
+    for kind in (TwoPhase, AllReduce, Moves):
+        methods = {name for name, value in vars(kind).items() if callable(value)} - own - inside
+        assert {name for name in methods if not name.startswith("__")} <= set(vars(Wrapper)), kind
 
 
 def test_made_again_by_its_recipe(wrapper: Wrapper) -> None:
