@@ -167,12 +167,13 @@ class ParameterServerTrainer(ServedTrainer):
 
     def _run_epoch(self, fit: Fit, number: int) -> None:
         self._counts = Counts()
-        if self._sync:
-            fit.together(number)
-        elif self._client is None:
-            self._serve(fit, number)
-        else:
-            self._work(fit, number)
+        run = fit.together if self._sync else partial(self._work if self._desk is None else self._serve, fit)
+        try:
+            run(number)
+        except Exception as error:
+            if everywhere(error, self._comm):  # so all ranks come to this
+                self._spread()
+            raise
         self._spread()
 
     def _serve(self, fit: Fit, number: int) -> None:

@@ -39,7 +39,7 @@ def asynchronous(replica: NumpyNetwork, topology: allreduce.Topology, **options:
 
 
 def in_step(replica: NumpyNetwork, topology: allreduce.Topology) -> ParameterServerTrainer:
-    return ParameterServerTrainer(replica, topology, updates="sync")
+    return ParameterServerTrainer(replica, topology, servers=min(2, SIZE - 1), updates="sync")
 
 
 def with_spare(replica: NumpyNetwork, topology: allreduce.Topology) -> SpareReplicasTrainer:
