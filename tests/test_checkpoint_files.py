@@ -84,9 +84,34 @@ def test_the_newest_comes_first_whatever_the_number_of_digits(tmp_path: Path) ->
     found = checkpoint.newest(str(tmp_path))
     assert found is not None
     assert_same(found[1], saved(100000000))
-    checkpoint.prune(str(tmp_path), 2)
+    checkpoint.prune(str(tmp_path), 100000000, 2)
     assert len(checkpoint.paths(str(tmp_path))) == 2
     assert checkpoint.newest(str(tmp_path / "none")) is None
+
+
+def test_damaged_ones_do_not_push_out_good_ones(tmp_path: Path) -> None:
+    written(tmp_path, 1, 2, 3)
+    damaged = tmp_path / "checkpoint-00000009.npz"
+    damaged.touch()
+    checkpoint.prune(str(tmp_path), 3, 1)
+    assert checkpoint.paths(str(tmp_path)) == [str(damaged), checkpoint.path_of(str(tmp_path), 3)]
+
+
+@pytest.mark.parametrize("there", ["pipe", "link", "link to another"])
+def test_it_takes_the_place_of_what_is_no_file(there: str, tmp_path: Path) -> None:
+    """A pipe would hold up the writer for ever, and what a link names is not ours to change."""
+    (other,), path = written(tmp_path, 1), checkpoint.path_of(str(tmp_path), 2)
+    if there == "pipe":
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # so that a wrong answer does not hang
+    else:
+        os.symlink(other if there == "link to another" else tmp_path / "nowhere", path)
+    checkpoint.write(path, saved(2))
+    if there == "pipe":
+        os.close(reader)
+    assert_same(checkpoint.read(path), saved(2))
+    assert_same(checkpoint.read(other), saved(1))
+    assert len(os.listdir(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "one byte less", "one byte more in front", "another byte"])

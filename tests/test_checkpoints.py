@@ -1,20 +1,25 @@
 """Checkpoints without ranks: what a user says of them, the thread that writes, copies, random numbers."""
 
 import json
+import math
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from trainers import Checkpoint, NumpyNetwork, random_state
+from trainers import Checkpoint, MirroredTrainer, NumpyNetwork, random_state
 from trainers.checkpoints import period
+from trainers.data import Batches
 from trainers.errors import ArgumentError, CheckpointError
-from trainers.files import npz
+from trainers.files import checkpoint, npz
 from trainers.options import parse
-from trainers.watching.history import Epoch
+from trainers.saving import Saver
+from trainers.watching.callback import Callback
+from trainers.watching.history import Epoch, History
 from trainers.writer import Writer
 
 PERIODS = {
@@ -35,7 +40,9 @@ def test_every_that_makes_no_sense(every: Any) -> None:
         Checkpoint("run", every)
 
 
-@pytest.mark.parametrize("options", [{"keep": 0}, {"keep": True}, {"mode": "best"}, {"best": None}, {"folder": ""}])
+@pytest.mark.parametrize(
+    "options", [{"keep": 0}, {"keep": True}, {"mode": "best"}, {"best": None}, {"folder": ""}, {"folder": "a\0b"}]
+)
 def test_other_arguments_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="Checkpoint"):
         Checkpoint(**{"folder": "run", **options})
@@ -128,3 +135,42 @@ def test_options_that_need_a_folder() -> None:
     with pytest.raises(ArgumentError, match=r"--checkpoint-every: every='5' makes no sense: say it as \"epoch\""):
         parse(["--checkpoint", "run", "--checkpoint-every", "5"], shown=False)
     assert parse(["--checkpoint", "run", "--resume"], shown=False).checkpoint == "run"
+
+
+def fitted(folder: str, epochs: int, *callbacks: Callback, **options: Any) -> History:
+    x = np.random.default_rng(3).normal(size=(20, 4)).astype("float32")
+    with MirroredTrainer(NumpyNetwork([4, 3, 2], seed=1), "ring") as trainer:
+        options = {"progress": False, "callbacks": callbacks, **options}
+        return trainer.fit(x, x[:, :2].argmax(1), epochs, 10, checkpoint=Checkpoint(folder, best="loss"), **options)
+
+
+def test_a_training_that_changes_its_folder_writes_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Away(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            monkeypatch.chdir("/")
+
+    monkeypatch.chdir(tmp_path)
+    fitted("run", 3, Away())
+    assert len(checkpoint.paths(str(tmp_path / "run"))) == 3
+
+
+@pytest.mark.parametrize("damage", [{}, {"random.python": np.zeros(3)}, {"random.python": np.full(626, 1 << 40)}])
+def test_what_a_rank_can_not_go_on_with_is_named(damage: dict[str, np.ndarray], tmp_path: Path) -> None:
+    fitted(str(tmp_path), 2)
+    path = checkpoint.paths(str(tmp_path))[0]
+    whole = checkpoint.read(path)
+    checkpoint.write(path, replace(whole, local=[{**whole.local[0], **damage} if damage else {}]))
+    with pytest.raises(CheckpointError, match="is damaged, or of another model: a rank can't go on with what"):
+        fitted(str(tmp_path), 3, resume=True)
+
+
+def test_an_epoch_that_measured_nothing_is_not_the_best_for_ever() -> None:
+    epochs = [
+        Epoch(number, 1.0, {}, 1.0, 1.0, 0.0, {"loss": loss}) for number, loss in enumerate((math.nan, 2.0, 3.0, 1.0))
+    ]
+    with MirroredTrainer(NumpyNetwork([4, 3, 2]), "ring") as trainer:
+        batches = Batches(np.zeros((9, 4), "float32"), np.zeros(9), 3, 0, 1)
+        saver = Saver(trainer, batches, Checkpoint("run", best="val_loss"), False, ["validation_loss"])
+        assert [saver.is_best(History(epochs[: count + 1])) for count in range(4)] == [False, True, False, True]

@@ -38,7 +38,7 @@ class Checkpoint:
     mode: str = "auto"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
+        if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder) or "\0" in str(self.folder):
             raise ArgumentError(f"Checkpoint({self.folder!r}): give the name of a folder")
         object.__setattr__(self, "folder", os.fspath(self.folder))
         period(self.every)

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import shutil
 import time
 from collections.abc import Collection
@@ -44,7 +45,7 @@ class Saver:
     def __init__(
         self, trainer: "Trainer", batches: Batches, checkpoint: Checkpoint, resume: bool, known: Collection[str]
     ) -> None:
-        self._trainer, self._folder, self._keep = trainer, checkpoint.folder, checkpoint.keep
+        self._trainer, self._folder, self._keep = trainer, os.path.abspath(checkpoint.folder), checkpoint.keep
         self._resumes = resume
         self._count, self._unit = period(checkpoint.every)
         self._watched = VALIDATED + checkpoint.best[4:] if checkpoint.best.startswith(VALIDATION) else checkpoint.best
@@ -181,7 +182,7 @@ class Saver:
         """Whether the last epoch is the best so far. Local, the same on all ranks."""
         epochs = [epoch.as_dict() for epoch in history] if self._watched else []
         values = [self._sign * epoch[self._watched] for epoch in epochs if self._watched in epoch]
-        return bool(values) and values[-1] < min(values[:-1], default=math.inf)
+        return bool(values) and values[-1] < min((value for value in values[:-1] if value == value), default=math.inf)
 
     def save(self, progress: Progress, callbacks: Callbacks, measured: np.ndarray, best: bool = False) -> None:
         """Have a copy of everything written while the training goes on. Collective.
@@ -230,7 +231,7 @@ class Saver:
         files.write(path, saved)
         if best:
             files.keep_as_best(path)
-        files.prune(self._folder, self._keep)
+        files.prune(self._folder, saved.progress.total, self._keep)
 
     def check(self) -> None:
         """Raise what the writing has met so far, on this rank. Local."""

@@ -7,6 +7,7 @@ everything. A file takes its name when it is complete and on the disk, so a kill
 
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -83,13 +84,16 @@ def path_of(folder: str, total: int) -> str:
     return os.path.join(folder, f"checkpoint-{total:08d}.npz")
 
 
-def paths(folder: str) -> list[str]:
-    """The paths of all checkpoints in a folder, newest first; none when there is no such folder. Raises OSError."""
+def paths(folder: str, total: float = math.inf) -> list[str]:
+    """The paths of the checkpoints in a folder, newest first, after `total` steps or less. Raises OSError.
+
+    There are none when there is no such folder.
+    """
     try:
         found = [(int(match[1]), name) for name in os.listdir(folder) if (match := NAME.fullmatch(name))]
     except FileNotFoundError:
         return []
-    return [os.path.join(folder, name) for _, name in sorted(found, reverse=True)]
+    return [os.path.join(folder, name) for number, name in sorted(found, reverse=True) if number <= total]
 
 
 def write(path: str, saved: Saved) -> None:
@@ -192,9 +196,12 @@ def newest(folder: str) -> tuple[str, Saved] | None:
     return None
 
 
-def prune(folder: str, keep: int) -> None:
-    """Remove all checkpoints but the `keep` newest ones. Raises CheckpointError."""
-    for path in paths(folder)[keep:]:
+def prune(folder: str, total: int, keep: int) -> None:
+    """Remove all checkpoints but the `keep` newest ones, after `total` steps or less. Raises CheckpointError.
+
+    What claims to be of later steps is damaged, or training would have begun there; so it stays, and does not count.
+    """
+    for path in paths(folder, total)[keep:]:
         try:
             with suppress(FileNotFoundError):
                 os.unlink(path)

@@ -80,13 +80,14 @@ def replacing(path: str, durable: bool = False) -> Iterator[IO[bytes]]:
 
     A link is followed. What is no regular file (/dev/stdout, a named pipe) stays, and is written to as it is.
     durable: have it on the disk before it takes its place, and its name after, so that a crash of the machine leaves
-        either the old file or the new one.
+        either the old file or the new one. It replaces a link or a pipe too, which nobody but a user could mean.
     """
-    if is_special(path):
-        with open(path, "wb") as file:
-            yield file
-        return
-    path = os.path.realpath(path)
+    if not durable:
+        if is_special(path):
+            with open(path, "wb") as file:
+                yield file
+            return
+        path = os.path.realpath(path)
     aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(4)}")
     handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # as the umask has it
     try:
