@@ -119,9 +119,22 @@ def _train_and_evaluate(job: _Job, world: Topology, topology: Topology) -> None:
         if not (evaluates or everywhere(met, topology.world)):
             raise  # the others who train don't know
         error = met
-    raise_together(world.world, error)
+    _end_together(job, world, error)
     if chosen.evaluations:
         _say(world, f"evaluations: {chosen.evaluations}", job.shown)
+
+
+def _end_together(job: _Job, world: Topology, error: Exception | None) -> None:
+    """Raise on all ranks the error of those who train, which all of them bring, or else the evaluator's. Collective."""
+    told = None if error is None else (isinstance(error, DivergedError), str(error))
+    failed = world.world.bcast(told, job.roles.chief)
+    if failed is None:
+        raise_together(world.world, error)
+        return
+    if error is None or world.rank == job.roles.evaluator:
+        diverged, text = failed
+        error = (DivergedError if diverged else TrainerError)(text)
+    raise known(error, world.world)
 
 
 def _evaluator(job: _Job) -> Evaluator:
