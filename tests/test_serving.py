@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from trainers import NumpyNetwork
 from trainers.data import Batch, Batches
-from trainers.errors import ArgumentError, DataError
+from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.replicas.numpy.optimizers import SGD, Adam
 from trainers.serving import desk as desks
 from trainers.serving.dealer import END, Dealer
@@ -24,6 +24,7 @@ from trainers.serving.rows import Rows
 from trainers.serving.shard import Shard
 from trainers.serving.staleness import Counts, Rule
 from trainers.serving.stream import Stream
+from trainers.serving.tally import Tally
 
 
 def play(dealer: Dealer, workers: int, seed: int, ahead: bool) -> tuple[list[int], list[int]]:
@@ -173,6 +174,30 @@ def test_sums_of_16_bit_floats_are_rounded_once() -> None:
     few = np.full(16, 2**-8, ml_dtypes.bfloat16)  # is lost when it is added to one in bfloat16
     shard.add_up([shard.gradients, few, few])
     np.testing.assert_array_equal(shard.gradients.astype(np.float32), 1 + 2**-7)
+
+
+def test_an_epoch_is_measured_by_its_rows() -> None:
+    tally = Tally(("loss", "accuracy"))
+    tally.on_epoch_begin(0)
+    tally.add(np.array([1.0, 0.5]), 3, 0)
+    tally.add(np.array([2.0, 1.0]), 1, 1)
+    tally.collect(MPI.COMM_SELF, finite=True)
+    assert tally.rows == 4
+    assert tally.means() == {"loss": 1.25, "accuracy": 0.625}
+    with pytest.raises(DivergedError, match="the loss became nan in epoch 1, step 3"):
+        tally.add(np.array([np.nan, 0]), 1, 2)
+    with pytest.raises(DivergedError, match="parameters became NaN"):
+        tally.collect(MPI.COMM_SELF, finite=False)
+    tally.on_epoch_begin(1)
+    assert tally.rows == 0
+    assert np.isnan(tally.means()["loss"])
+
+
+def test_parameters_that_are_no_numbers_are_seen() -> None:
+    replica, shard = shard_of("sgd")
+    assert shard.is_finite()
+    replica.parameters[4] = np.inf
+    assert not shard.is_finite()
 
 
 @pytest.mark.parametrize("ahead", [True, False])

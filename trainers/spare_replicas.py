@@ -35,7 +35,8 @@ class SpareReplicasTrainer(ServedTrainer):
     Rows are fetched when they are needed, since only then it is known which step is the newest: `prefetch` has no use.
 
     Callbacks are called for the steps to which their rank has come; the metrics of a step are of the rows used. On the
-    chief, what they read of the model's parameters may be newer than the step.
+    chief, what they read of the model's parameters may be newer than the step, and a learning rate that they set there
+    counts from the next update on.
     The history has `dropped`, the number of gradients in an epoch that were not used.
     """
 

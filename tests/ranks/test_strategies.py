@@ -9,6 +9,8 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+from allreduce.errors import UnavailableError
+from allreduce.messages import worker
 from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.base import Trainer
 from trainers.errors import ArgumentError, DataError, DivergedError
@@ -22,6 +24,7 @@ STEPS = 3
 Make = Callable[[NumpyNetwork, allreduce.Topology], Trainer]
 
 served = pytest.mark.skipif(SIZE < 2, reason="one rank is a server, so others must compute")
+few = pytest.mark.skipif(SIZE not in (2, 3), reason="what happens on two and three ranks happens on more")
 straggling = pytest.mark.skipif(SIZE < 3, reason="a slow worker, a fast one and a server")
 
 
@@ -219,7 +222,7 @@ class Fails(Callback):
         self._meet("batch_end")
 
 
-@served
+@few
 @every_strategy
 @pytest.mark.parametrize("place", ["first", "last"])
 @pytest.mark.parametrize("event", ["epoch_begin", "batch_end"])
@@ -236,7 +239,7 @@ def test_an_error_of_one_rank_is_raised_on_all(make: Make, event: str, place: st
         assert len(trainer.fit(x, y, 2, BATCH, progress=False)) == 2
 
 
-@served
+@few
 @every_strategy
 @pytest.mark.parametrize("where", ["gradients", "update"])
 def test_an_error_of_a_replica_is_raised_on_all(
@@ -270,7 +273,7 @@ class Breaks:
         return x[row], y[row]
 
 
-@served
+@few
 @every_strategy
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_a_data_set_that_fails_fails_on_all(make: Make, prefetch: bool, flat: allreduce.Topology) -> None:
@@ -282,7 +285,7 @@ def test_a_data_set_that_fails_fails_on_all(make: Make, prefetch: bool, flat: al
         assert len(trainer.fit(Samples(list(zip(x, y, strict=True))), None, 2, BATCH, progress=False)) == 2
 
 
-@served
+@few
 @every_strategy
 def test_divergence_is_told_on_all_ranks(make: Make, flat: allreduce.Topology) -> None:
     x, y = data()
@@ -291,7 +294,7 @@ def test_divergence_is_told_on_all_ranks(make: Make, flat: allreduce.Topology) -
     assert caught.value.ranks == tuple(range(flat.size))
 
 
-@served
+@few
 @every_strategy
 def test_any_rank_may_stop_the_training(make: Make, flat: allreduce.Topology) -> None:
     class Stops(Callback):
@@ -305,7 +308,7 @@ def test_any_rank_may_stop_the_training(make: Make, flat: allreduce.Topology) ->
         assert len(history) == 2
 
 
-@served
+@few
 @pytest.mark.parametrize("strategy", ["sync", "no spare replica", "async"])
 def test_a_training_is_resumed(strategy: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
     """From the end of an epoch; where ranks take every step together also from the middle, with the same bits."""
@@ -339,7 +342,7 @@ def test_a_training_is_resumed(strategy: str, flat: allreduce.Topology, world: M
     assert found == expected or strategy == "async"
 
 
-@served
+@few
 def test_models_move_between_strategies(flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
     """Two trainers at once, on one topology; each goes on where the other has stopped."""
     x, y = data()
@@ -358,6 +361,19 @@ def test_models_move_between_strategies(flat: allreduce.Topology, world: MPI.Int
             steps = third.replica.state()["optimizer.steps"]
             assert steps == STEPS * (2 * len(first.workers) + 1)
             assert third.replica.state()["optimizer.velocity"].any()
+
+
+@few
+def test_an_mpi_without_threads(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers ask when they have computed; a chief that leads beside its computing there can be none."""
+    monkeypatch.setattr(worker, "_multiple", lambda: False)
+    x, y = data()
+    with flat.split(0) as own:  # nobody has started the thread of its worker
+        with asynchronous(network(), own) as trainer:
+            assert applied(trainer.fit(x, y, 2, BATCH, progress=False)) == [STEPS * (SIZE - 1)] * 2
+        with pytest.raises(UnavailableError, match="MPI_THREAD_MULTIPLE") as caught:
+            with_spare(network(), own)
+        assert caught.value.ranks == tuple(range(SIZE))
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
