@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.errors import AllReduceError, OptionError
-from allreduce.messages.agreement import raise_together
+from allreduce.messages.agreement import everywhere, raise_together
 from benchmarks.measuring import sizes
 
 INTERRUPTED = 130  # exit code, as a shell has it
@@ -44,7 +44,7 @@ def run_together(program: str, comm: MPI.Intracomm, main: Callable[[], int]) -> 
     try:
         return main()
     except AllReduceError as error:
-        if error.ranks is None and comm.size > 1:
+        if comm.size > 1 and not everywhere(error, comm):
             raise
         if comm.rank == 0:
             print(f"{program}: error: {error}", file=sys.stderr, flush=True)
