@@ -59,8 +59,11 @@ class Trace:
     def note(self, kind: str, begin: int, end: int | None = None) -> None:
         """A span of this kind from `begin` on, until `end` or now; times of time.perf_counter_ns(). Local."""
         end = end or now()
-        if self._has_room():
+        if self._room > 0:
+            self._room -= 1
             self._spans.append((self._rows[get_ident()], kind, begin, end))
+        else:
+            self._leave_out()
 
     def series(self, name: str) -> "Series":
         """Calls that ranks make together, each of which ends when all have come to it. Local."""
@@ -95,14 +98,10 @@ class Trace:
         if kind is None:  # after an exception the other ranks may not come to a collective close
             self.close()
 
-    def _has_room(self) -> bool:
-        self._room -= 1
-        if self._room >= 0:
-            return True
+    def _leave_out(self) -> None:
         if not self._left_out and self.topology.rank == 0:
             log.warning("%s: the first %d spans of each rank are kept, later ones left out", self.path, self.most)
         self._left_out += 1
-        return False
 
     def _collect(self) -> list[Recorded]:
         """What all ranks have recorded, on rank 0. Collective."""
@@ -160,7 +159,12 @@ class _Recording:
         self._begin = now()
 
     def __exit__(self, *_: object) -> None:
-        self._trace.note(self._kind, self._begin)
+        end, trace = now(), self._trace
+        if trace._room > 0:  # as in `note`; calling it would cost as much again
+            trace._room -= 1
+            trace._spans.append((trace._rows[get_ident()], self._kind, self._begin, end))
+        else:
+            trace._leave_out()
 
 
 class Series:
@@ -180,8 +184,11 @@ class Series:
         end, came, self._came = now(), self._came or begin, 0
         trace, number = self._trace, self.count
         self.count += 1
-        if trace._has_room():
+        if trace._room > 0:
+            trace._room -= 1
             trace._calls.append((trace._rows[get_ident()], self._number, number, name, came, begin, end, about))
+        else:
+            trace._leave_out()
 
     def waited(self, begin: int) -> None:
         """This rank has done nothing but wait, from `begin` until now, for the last call that was made."""
