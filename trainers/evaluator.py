@@ -74,7 +74,11 @@ class Evaluator:
 
     def _newest(self) -> tuple[str, checkpoint.Saved] | None:
         """The newest good checkpoint, when there is a newer one than before."""
-        paths = checkpoint.paths(self._folder)
+        try:
+            paths = checkpoint.paths(self._folder)
+        except OSError as error:
+            text = f"the checkpoints in {self._folder} can't be read: {error.strerror or error}"
+            raise CheckpointError(text) from error
         if not paths or paths[0] == self._seen:
             return None
         self._seen = paths[0]
