@@ -136,7 +136,7 @@ def test_a_checkpoint_of_another_kind_is_an_error(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(CheckpointError, match="the checkpoints in .*run can't be read: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"the checkpoints in .*run can't be read: Not a directory"):
         Evaluator(NumpyNetwork([4, 3]), str(tmp_path / "run"), X, Y, quiet=True).run(after())
 
 
