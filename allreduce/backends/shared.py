@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import notices
 from allreduce.arrays import dtypes, float16
 from allreduce.arrays.chunks import segments
 from allreduce.arrays.ops import Op
@@ -137,7 +138,10 @@ class Shared(TwoPhase):
         self._addresses[meeting, self.rank] = self._reach.address(buffer)
         self._meet(buffer, call, None)
         addresses = self._addresses[meeting].tolist()
-        return addresses if all(addresses) else []
+        if all(addresses):
+            return addresses
+        notices.once(self.rank, STAGES)
+        return []
 
     def _reduce_reached(self, buffer: np.ndarray, op: Op, addresses: list[int]) -> None:
         for block in self._reached_blocks(buffer):

@@ -12,6 +12,7 @@ from grid import expected, values
 from mpi4py import MPI
 
 import allreduce
+from allreduce import notices
 from allreduce.arrays import float16
 from allreduce.backends import shared
 from allreduce.errors import CommunicationError
@@ -86,11 +87,15 @@ def test_a_few_bytes_at_a_time(flat: allreduce.Topology, world: MPI.Intracomm, m
 
 @several
 def test_memory_that_nobody_reaches(
-    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+    flat: allreduce.Topology,
+    world: MPI.Intracomm,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of a device, say, on one rank: the array goes through the stage on all of them."""
+    """Of a device, say, on one rank: the array goes through the stage on all of them, which is told."""
     if not flat.reach.works:
         pytest.skip("this system forbids it")
+    monkeypatch.setattr(notices, "_said", set())
     with allreduce.create("shared", flat) as reduce:
         stage = reduce._stage.table  # type: ignore[attr-defined]
         array = values(np.dtype("float32"), 1000, world.rank, 0).copy()
@@ -104,6 +109,8 @@ def test_memory_that_nobody_reaches(
         assert stage.any()
         assert expected(np.dtype("float32"), 1000, "sum", SIZE, 0).hold(again)
         assert np.array_equal(array, again)
+    said = [record.message for record in caplog.records if "two more copies" in record.message]
+    assert said == [f"allreduce: {shared.STAGES}"] * (world.rank == 0)
 
 
 @several
