@@ -19,7 +19,8 @@ MODES = ("auto", "min", "max")
 class Checkpoint:
     """Where and when a training is written down, so that it can go on after it was killed.
 
-    folder: of this training alone; it is made when it is missing. Rank 0 writes there, and alone needs it.
+    folder: of this training alone; it is made when it is missing. Rank 0 writes there, and alone needs it; it also
+        needs memory for a copy of the model and the optimizer's state, which a thread writes.
     every: "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", "2 hours". The end of a training, and a
         step at which a callback stops it, are written as well.
     keep: how many of the newest checkpoints stay.

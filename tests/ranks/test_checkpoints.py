@@ -66,6 +66,8 @@ if SIZE > 1:
     TRAINERS["sync"] = SERVED["sync"]
 STRATEGIES = pytest.mark.parametrize("strategy", TRAINERS)
 
+ONCE = pytest.mark.skipif(SIZE != 3, reason="once is enough")
+
 
 class KilledError(Exception):
     """In the place of a kill: nothing after it is done."""
@@ -144,21 +146,21 @@ def test_what_is_collected_is_what_is_saved(strategy: str, flat: allreduce.Topol
             assert np.abs(loaded.state()["optimizer.second_moment"]).min() >= 0
 
 
+@ONCE
 def test_another_number_of_ranks_goes_on_to_float_tolerance(flat: allreduce.Topology, folder: Path) -> None:
     with MirroredTrainer(network(seed=2), "ring", flat) as trainer:
         whole, expected = fitted(trainer), trainer.replica.state()["parameters"].copy()
     killed("sharded", flat, folder, "2 steps", (2, 3))
     flat.agree([], "rank 0 has written")
     alone = flat.split(flat.rank)
-    if alone.size < flat.size:
-        mine = folder.parent / str(flat.rank)
-        shutil.copytree(folder, mine)
-        with MirroredTrainer(network(seed=9), "ring", alone) as trainer:
-            resumed = fitted(trainer, checkpoint=str(mine), resume=True)
-            parameters = trainer.replica.state()["parameters"]
-        assert resumed.column("epoch") == [1, 2, 3, 4]
-        np.testing.assert_allclose(bits(resumed), bits(whole), rtol=1e-4)
-        np.testing.assert_allclose(parameters, expected, rtol=1e-3, atol=1e-5)
+    mine = folder.parent / str(flat.rank)
+    shutil.copytree(folder, mine)
+    with MirroredTrainer(network(seed=9), "ring", alone) as trainer:
+        resumed = fitted(trainer, checkpoint=str(mine), resume=True)
+        parameters = trainer.replica.state()["parameters"]
+    assert resumed.column("epoch") == [1, 2, 3, 4]
+    np.testing.assert_allclose(bits(resumed), bits(whole), rtol=1e-4)
+    np.testing.assert_allclose(parameters, expected, rtol=1e-3, atol=1e-5)
     alone.close()
 
 
@@ -176,6 +178,7 @@ class Augmented:
         return (self.x[row] + 0.1 * noise).astype("float32"), self.y[row]
 
 
+@ONCE
 def test_random_numbers_go_on(flat: allreduce.Topology, folder: Path) -> None:
     def fit(**options: Any) -> list[str]:
         np.random.seed(flat.rank)
@@ -228,6 +231,7 @@ REFUSED = {
 }
 
 
+@ONCE
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_can_not_go_on_is_refused_on_all_ranks(case: str, flat: allreduce.Topology, folder: Path) -> None:
     change, kind, words = REFUSED[case]
@@ -252,6 +256,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@ONCE
 @pytest.mark.parametrize("model", MODELS)
 def test_another_model_is_named(model: str, flat: allreduce.Topology, folder: Path) -> None:
     make, words = MODELS[model]
@@ -286,6 +291,7 @@ def test_what_the_writing_meets_is_raised_on_all_ranks(
         assert len(fitted(trainer, checkpoint=str(folder), resume=True)) == EPOCHS
 
 
+@ONCE
 def test_a_learning_rate_that_a_callback_has_changed_goes_on(flat: allreduce.Topology, folder: Path) -> None:
     class Slower(Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -332,12 +338,11 @@ def test_callbacks_go_on(
     assert fit(checkpoint=str(folder), resume=True) == expected  # it is over
 
 
+@ONCE
 @pytest.mark.parametrize("strategy", ["async", "spare"])
 def test_trainers_whose_ranks_go_their_own_way_go_on_from_the_end_of_an_epoch(
     strategy: str, flat: allreduce.Topology, folder: Path
 ) -> None:
-    if strategy == "async" and flat.size == 1:
-        pytest.skip("needs a worker")
     with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
         fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Kill(1, 3)])
     with (

@@ -27,6 +27,7 @@ from trainers.replicas.pytorch import TorchReplica  # noqa: E402
 from trainers.watching.callback import Callback  # noqa: E402
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 2, reason="once is enough")
 UPDATES = pytest.mark.parametrize("update", ["replicated", "sharded"])
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
