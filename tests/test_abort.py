@@ -116,3 +116,21 @@ def test_nothing_is_left_in_shared_memory(mpirun: JobRunner, mpi: str) -> None:
         if end == "raise":  # what MPICH talks through itself stays behind when a job is aborted; no window does
             used = {path for path in used if not path.name.startswith("mpich_shm_")}
         assert not [path for path in used if path.exists()], f"left after {end}: {used}"
+
+
+def test_a_worker_that_leaves_is_missed_by_its_servers(mpirun: JobRunner, mpi: str) -> None:
+    code = (
+        "import sys\nimport numpy as np\nfrom allreduce import Topology\n"
+        "from trainers import NumpyNetwork, ParameterServerTrainer\nfrom trainers.callbacks import Callback\n"
+        "class Leaves(Callback):\n"
+        "    def on_train_batch_end(self, batch, logs=None):\n"
+        "        sys.exit()\n"
+        "x, y = np.zeros((100, 4), 'float32'), np.zeros(100, int)\n"
+        "topology = Topology(timeout=4)\n"
+        "with ParameterServerTrainer(NumpyNetwork([4, 2]), topology) as trainer:\n"
+        "    trainer.fit(x, y, callbacks=[Leaves()] if topology.rank == 0 else [])\n"
+    )
+    job = mpirun(3, ["-c", code], mpi=mpi, timeout=60)
+    text = job.stdout + job.stderr
+    assert job.returncode != 0
+    assert "RankLeftError: rank 0 has left: it has ended its program" in text
