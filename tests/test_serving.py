@@ -282,6 +282,16 @@ def test_workers_that_rest_hear_that_the_others_go_on() -> None:
     assert desk.answers == [(0, WORK), (1, AGAIN), (0, WORK), (1, NO_WORK), (0, NO_WORK)]
 
 
+def test_other_servers_are_not_behind_the_first() -> None:
+    """A worker's question may overtake its gradients, which the first server has taken already."""
+    desk = Counter([(0, ASK, Head(taken=1)), (0, PUSH, Head(GRADIENTS)), (0, PUSH, Head(BYE))])
+    shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
+    done: list[str] = []
+    desk.reply = lambda *_, **__: done.append("answered")  # type: ignore[assignment]
+    Stream(desk, shard, Rule(), None, lambda *_: done.append("applied"), lambda: False).serve(range(1))
+    assert done == ["applied", "answered"]
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 def test_a_twin_computes_the_same_and_leaves_the_model_alone(optimizer: str) -> None:
     replica = NumpyNetwork([4, 6, 3], optimizer=optimizer)

@@ -95,6 +95,18 @@ def test_synchronous_training_is_that_of_mirrored_replicas(
     assert len(set(world.allgather(str(seen.losses)))) == 1
 
 
+@straggling
+def test_one_worker_of_several_servers_trains_as_one_rank(flat: allreduce.Topology) -> None:
+    """Its gradients have reached all servers before it reads what they hold."""
+    x, y = data()
+    sums = []
+    for updates in ("sync", "async"):
+        with ParameterServerTrainer(network("momentum"), flat, servers=SIZE - 1, updates=updates) as trainer:
+            trainer.fit(x, y, 5, 2, progress=False)
+            sums.append(trainer.parameters_sha256())
+    assert sums[0] == sums[1]
+
+
 def applied(history: History) -> list[int]:
     return [sum(epoch.staleness) + epoch.dropped for epoch in history]
 

@@ -48,16 +48,18 @@ class Client:
         halt: not zero to have the epoch ended.
         """
         halt = halt or any(reply.head.halt for reply in self.replies)
-        self._ask([0], halt)
+        question = Head(halt=halt)
+        self._ask([0], question)
         while self.replies[0].head.kind == AGAIN:
-            self._ask([0], halt)
-        if self.replies[0].head.kind == WORK:
-            self._ask(range(1, len(self._asks)), halt)
+            self._ask([0], question)
+        dealt = self.replies[0].head
+        if dealt.kind == WORK:
+            self._ask(range(1, len(self._asks)), question._replace(taken=dealt.taken))
 
-    def _ask(self, servers: Sequence[int], halt: int) -> None:
+    def _ask(self, servers: Sequence[int], question: Head) -> None:
         for server in servers:
             self.expect(server)
-            self._questions[server].head = Head(halt=halt)
+            self._questions[server].head = question
             self._asks[server].Start()
         self._await(servers, self._waits_ahead)
         self._waits_ahead.all_of([self._asks[server] for server in servers], "have questions received")

@@ -19,12 +19,14 @@ class Head(NamedTuple):
     step: the step, or the number of the dealt part of a batch.
     version: how many updates the parameters have had that it holds, or that the gradients were computed with.
     halt: not zero when the sender wants the epoch to end: an error, or a stop that was asked for.
+    taken: how many pushes the first server had taken in this epoch when it dealt; others answer when they have as many.
     """
 
     kind: int = 0
     step: int = 0
     version: int = 0
     halt: int = 0
+    taken: int = 0
 
 
 GRADIENTS, NOTHING, BYE = range(3)  # of a push: with gradients, without any, and the last one of an epoch

@@ -31,6 +31,7 @@ class Stream:
         self.counts = Counts()
         self._held: list[Arrival] = []  # gradients that would break the bound
         self._asked: deque[Arrival] = deque()  # workers that can't be dealt a part yet, the first first
+        self._taken = 0  # pushes
 
     def serve(self, workers: Sequence[int]) -> None:
         """Until every worker has taken leave."""
@@ -90,11 +91,21 @@ class Stream:
                 self.counts.apply(staleness)
             else:
                 self.counts.dropped += 1
+        self._taken += 1
         self._desk.clear(arrival)
+
+    def _part_for(self, arrival: Arrival) -> int | None:
+        """What a worker is dealt; None when it has to wait. The other servers deal nothing and only say when.
+
+        A question may overtake gradients on their way; then parameters would miss what the first server has applied.
+        """
+        if self._dealer is not None:
+            return self._dealer.deal(arrival.worker, self._shard.version)
+        return 0 if self._taken >= arrival.parcel.head.taken else None
 
     def _answer_who_may(self) -> None:
         for arrival in list(self._asked):
-            part = 0 if self._dealer is None else self._dealer.deal(arrival.worker, self._shard.version)
+            part = self._part_for(arrival)
             if part is None:
                 continue
             self._asked.remove(arrival)
@@ -102,7 +113,7 @@ class Stream:
                 self._desk.answer(Head(NO_WORK), arrival.worker)
                 continue
             reply = self._desk.parcel()
-            reply.head = Head(WORK, part, self._shard.version, self._halts())
+            reply.head = Head(WORK, part, self._shard.version, self._halts(), self._taken)
             reply.body[:] = self._shard.parameters
             self._desk.clear(arrival)
             self._desk.reply(reply, arrival.worker, whole=True)
