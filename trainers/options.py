@@ -64,6 +64,7 @@ def _parser(shown: bool) -> Parser:
     strategies.add_options(
         parser.add_argument_group("strategy: which ranks hold the parameters, and who waits for whom")
     )
+    _add_roles(parser.add_argument_group("roles, which TF_CONFIG may tell instead"))
     _add_network(parser.add_argument_group("network"))
     _add_machine(parser.add_argument_group("machine"))
     _add_files(parser.add_argument_group("files"))
@@ -107,7 +108,7 @@ def _add_machine(group: Any) -> None:
     )  # fmt: skip
 
 
-def _add_files(group: Any) -> None:
+def _add_roles(group: Any) -> None:
     add = group.add_argument
     add("--chief", type=integer(0), metavar="R", help="the rank that prints and writes files (default: 0)")
     add(
@@ -118,6 +119,10 @@ def _add_files(group: Any) -> None:
         "--evaluations", type=table_file, metavar="FILE",
         help="where the evaluator writes its metrics: JSON lines in FILE.jsonl, a table in FILE.csv",
     )  # fmt: skip
+
+
+def _add_files(group: Any) -> None:
+    add = group.add_argument
     add("--save", metavar="FILE", help="write the trained model (.npz, no pickle)")
     add("--load", metavar="FILE", help="begin with a saved model")
     add("--checkpoint", metavar="DIR", help="write checkpoints of the training to this folder")
