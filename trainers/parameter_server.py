@@ -46,7 +46,8 @@ class ParameterServerTrainer(ServedTrainer):
     under way.
 
     The history has `staleness`, how many gradients were 0, 1, 2, ... updates behind at the first server, and `dropped`.
-    Callbacks that change the optimizer (its learning rate) must be given to the servers too.
+    Callbacks that change the optimizer (its learning rate) must be given to the servers too. Buffers that nobody
+    averages (batch norm's are) are saved as rank 0 has them, so rank 0 should be a worker where there are any.
     """
 
     def __init__(
