@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import event_files
+import numpy as np
 import pytest
 
-from trainers import NumpyNetwork, callbacks
-from trainers.callbacks import CSVLogger, EarlyStopping, LearningRateSchedule, ModelCheckpoint, TensorBoard
+from trainers import MirroredTrainer, NumpyNetwork, callbacks
+from trainers.callbacks import CSVLogger, EarlyStopping, LearningRateSchedule, ModelCheckpoint, TensorBoard, Timeline
 from trainers.errors import ArgumentError
-from trainers.watching.callback import Callbacks
+from trainers.watching.callback import Callback, Callbacks
 from trainers.watching.monitor import Monitor
 
 
@@ -222,6 +223,34 @@ def test_csv_logger(tmp_path: Path) -> None:
     for wrong in (tmp_path, tmp_path / "missing" / "log.csv"):
         with pytest.raises(ArgumentError, match="can't be written"):
             fit(CSVLogger(wrong), losses(1))
+
+
+def test_a_line_that_a_killed_writer_left_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("epoch,loss\n0,0.5\n1,0.2")
+    fit(CSVLogger(path, append=True), [{"loss": 0.25}])
+    assert path.read_text() == "epoch,loss\n0,0.5\n1,0.2\n0,0.25\n"
+
+
+def test_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One records a fit, not the last of several; and its file is where it was when the fit began."""
+
+    class Away(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            monkeypatch.chdir("/")
+
+    def train(*callbacks: Callback) -> None:
+        with MirroredTrainer(NumpyNetwork([4, 3, 2]), "ring") as trainer:
+            trainer.fit(np.ones((9, 4), "float32"), np.arange(9) % 2, 1, 3, callbacks=callbacks, progress=False)
+
+    monkeypatch.chdir(tmp_path)
+    train(Timeline("trace.json"), Away())
+    assert (tmp_path / "trace.json").exists()
+    with pytest.raises(ArgumentError, match=r"other: this fit is recorded already, in .*/one; give one Timeline"):
+        train(Timeline(tmp_path / "one"), Timeline(tmp_path / "other"))
+    for most in (0, True, "9"):
+        with pytest.raises(ArgumentError, match="is no number of spans"):
+            Timeline("trace.json", most)  # type: ignore[arg-type]
 
 
 def test_a_full_disk(tmp_path: Path) -> None:

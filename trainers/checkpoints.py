@@ -29,6 +29,9 @@ class Checkpoint:
     mode: whether the lowest ("min") or the highest ("max") is the best; "auto": the lowest loss or error, the highest
         of anything else.
 
+    Random numbers that a data set draws (Python's, NumPy's, the framework's own) go on exactly with prefetch=False:
+    batches that were fetched ahead have drawn theirs when the state is taken.
+
     Raises ArgumentError.
     """
 

@@ -35,7 +35,7 @@ class Trace:
     """
 
     def __init__(self, path: str | os.PathLike[str], topology: Topology, most: int = MOST_SPANS) -> None:
-        self.path, self.topology, self.most = os.fspath(path), topology, most
+        self.path, self.topology, self.most = os.path.abspath(path), topology, most  # whatever chdir does
         self.closed = False
         self._comm = topology.private(self)
         self._rows = _Rows({get_ident(): 0})

@@ -34,6 +34,8 @@ class CSVLogger(Callback):
         try:
             self._columns = self._header() if self.append else []
             self._file = open(self.filename, "a" if self.append else "w", newline="", encoding="utf-8")  # noqa: SIM115
+            if self._columns and not self._ends_in_a_line():
+                self._file.write("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise self._refused(error) from error
 
@@ -71,6 +73,12 @@ class CSVLogger(Callback):
             return []
         with open(self.filename, newline="", encoding="utf-8") as file:
             return next(csv.reader([file.readline(1 << 16)], delimiter=self.separator), [])
+
+    def _ends_in_a_line(self) -> bool:
+        """A writer that was killed may have left a part of one."""
+        with open(self.filename, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"
 
     def _close(self) -> None:
         file, self._file, self._writer = self._file, None, None

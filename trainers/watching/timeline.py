@@ -3,6 +3,7 @@
 import os
 
 from allreduce.tracing.trace import MOST_SPANS, Trace
+from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
 
 
@@ -19,11 +20,17 @@ class Timeline(Callback):
     reads_batches = False
 
     def __init__(self, path: str | os.PathLike[str], most: int = MOST_SPANS) -> None:
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise ArgumentError(f"most={most!r} is no number of spans")
         self.path, self.most = path, most
         self._trace: Trace | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.trainer._enter("Timeline begins")
+        if self.trainer.trace is not None:
+            raise ArgumentError(
+                f"{self.path}: this fit is recorded already, in {self.trainer.trace.path}; give one Timeline"
+            )
         self._trace = Trace(self.path, self.trainer.topology, self.most)
         self.trainer.record(self._trace)
 
