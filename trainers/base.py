@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.errors import ClosedError
-from allreduce.messages.agreement import agree, together
+from allreduce.messages.agreement import agree, together, wait_for
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from trainers.admission import NO_TARGETS, look_at
@@ -244,7 +244,7 @@ class Trainer(ABC):
     def _evaluate(self, x: Any, y: np.ndarray | None) -> dict[str, float]:
         with np.errstate(all="ignore"):  # a model that has diverged has a loss that says so
             sums = together(self._comm, lambda: evaluated(self.replica, x, y, self.size, self.rank))
-        self._comm.Allreduce(MPI.IN_PLACE, sums)
+        wait_for(self._comm, self._comm.Iallreduce(MPI.IN_PLACE, sums), "add up an evaluation")
         return dict(zip(self.replica.metrics, (sums / len(x)).tolist(), strict=True))
 
     # Agreement

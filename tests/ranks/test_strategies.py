@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.errors import UnavailableError
+from allreduce.errors import CollectiveTimeoutError, UnavailableError
 from allreduce.messages import worker
 from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.base import Trainer
@@ -422,3 +422,24 @@ def test_as_many_spare_replicas_as_ranks_are_refused(spare: Any, flat: allreduce
     with pytest.raises(ArgumentError, match="at least 0") as caught:
         SpareReplicasTrainer(network(), flat, spare=spare)
     assert caught.value.ranks == tuple(range(SIZE))
+
+
+@served
+def test_a_rank_that_is_gone_after_an_agreement_is_missed(
+    world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the others wait for next, it ends in an error: here for the mean times of an epoch."""
+    ranks = allreduce.Topology(world, timeout=1)
+    x, y = data()
+    trainer = MirroredTrainer(network(), "ring", ranks)
+
+    def agree(row: str, error: Exception | None = None) -> None:
+        Trainer._agree(trainer, row, error)
+        if ranks.rank == ranks.size - 1 and "after the steps" in row:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "_agree", agree)
+    with pytest.raises((KeyboardInterrupt, CollectiveTimeoutError)):
+        trainer.fit(x, y, 1, BATCH, progress=False)
+    trainer.abandon()
+    ranks.abandon()

@@ -10,7 +10,7 @@ import numpy as np
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import everywhere, together
+from allreduce.messages.agreement import everywhere, together, wait_for
 from allreduce.messages.lanes import Lane
 from allreduce.topology import Topology
 from trainers import malloc
@@ -118,13 +118,17 @@ class ServedTrainer(Trainer):
     def _told(self, counts: Counts) -> dict[str, Any]:
         """What the first server has counted in an epoch, as logs. Collective."""
         sizes = np.array([len(counts.behind), counts.dropped, counts.cut_short], np.int64)
-        self._comm.Bcast(sizes, self.servers[0])
+        self._hear(sizes)
         behind = np.zeros(sizes[0], np.int64)
         if self.rank == self.servers[0]:
             behind[:] = counts.behind
-        self._comm.Bcast(behind, self.servers[0])
+        self._hear(behind)
         self.cut_short = bool(sizes[2])
         return {"staleness": behind.tolist(), "dropped": int(sizes[1])}
+
+    def _hear(self, numbers: np.ndarray) -> None:
+        """Take on those of the first server. Collective."""
+        wait_for(self._comm, self._comm.Ibcast(numbers, self.servers[0]), "hear what the first server has counted")
 
     def _whole(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """What updates change is right on the servers: slices are collected from all, the rest from the first."""
