@@ -174,3 +174,21 @@ def test_an_epoch_that_measured_nothing_is_not_the_best_for_ever() -> None:
         batches = Batches(np.zeros((9, 4), "float32"), np.zeros(9), 3, 0, 1)
         saver = Saver(trainer, batches, Checkpoint("run", best="val_loss"), False, ["validation_loss"])
         assert [saver.is_best(History(epochs[: count + 1])) for count in range(4)] == [False, True, False, True]
+
+
+def test_two_trainings_do_not_write_to_one_folder_at_once(tmp_path: Path) -> None:
+    x, y = np.ones((4, 2), np.float32), np.array([0, 1, 0, 1])
+    refused = []
+
+    class Intrudes(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            with MirroredTrainer(NumpyNetwork([2, 2])) as other, pytest.raises(CheckpointError) as raised:
+                other.fit(x, y, epochs=1, checkpoint=str(tmp_path), resume=True, progress=False)
+            refused.append(str(raised.value))
+
+    with MirroredTrainer(NumpyNetwork([2, 2])) as trainer:
+        trainer.fit(x, y, epochs=1, checkpoint=str(tmp_path), callbacks=[Intrudes()], progress=False)
+        assert refused == [
+            f"another training that goes on now writes its checkpoints to {tmp_path}; give each a folder of its own"
+        ]
+        trainer.fit(x, y, epochs=2, checkpoint=str(tmp_path), resume=True, progress=False)  # free again

@@ -3,6 +3,7 @@
 import itertools
 import os
 import tempfile
+from contextlib import ExitStack
 from typing import Any
 
 from trainers.errors import CheckpointError, ModelFileError
@@ -12,10 +13,14 @@ from trainers.replica import Replica
 from trainers.watching.history import Epoch
 
 
-def prepare(folder: str) -> None:
-    """Make the folder where it is missing, and clean it of what killed writers have left. Raises CheckpointError."""
+def prepare(folder: str, held: ExitStack) -> None:
+    """Make the folder where it is missing, and clean it of what killed writers have left. Raises CheckpointError.
+
+    held: keeps it for this training until it is closed.
+    """
     try:
         os.makedirs(folder, exist_ok=True)
+        held.enter_context(files.in_use(folder))
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"room?")
         files.clean(folder)

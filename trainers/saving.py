@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
@@ -52,6 +53,7 @@ class Saver:
         self._sign = 1 if checkpoint.lowest_is_best else -1
         self._settings, self._steps = batches.settings, batches.steps
         self._writer = Writer()
+        self._held = ExitStack()
         self.watching: dict[str, np.ndarray] = {}  # what a checkpoint has of this rank's callbacks
         self._memory: dict[str, np.ndarray] = {}  # rank 0's copy of the state, which the writer reads
         self._choices: dict[str, str] = {}
@@ -93,7 +95,7 @@ class Saver:
 
     def _look(self) -> tuple[str, Saved] | None:
         """The newest checkpoint, if the training may go on from it. On rank 0."""
-        resuming.prepare(self._folder)
+        resuming.prepare(self._folder, self._held)
         found = files.newest(self._folder)
         if found is None:
             return None
@@ -123,6 +125,9 @@ class Saver:
         if progress.choices.get("allreduce") != self._choices.get("allreduce"):
             chosen = f"{progress.choices.get('allreduce')} before, and by {self._choices.get('allreduce')} now"
             log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)
+        if progress.ranks != self._trainer.size:
+            ranks = f"{progress.ranks} ranks, and this training has {self._trainer.size}"
+            log.warning("trainers: %s was written on %s: the last bits may differ, and random states do", path, ranks)
 
     def _take_on(self, saved: Saved | None, progress: Progress) -> None:
         """Give all ranks the state of a checkpoint, which rank 0 has read. Collective."""
@@ -248,6 +253,7 @@ class Saver:
         except Exception as error:
             log.error("trainers: %s", error)
         self._memory.clear()
+        self._held.close()
 
 
 def _taken(own: dict[str, np.ndarray], whose: str) -> dict[str, np.ndarray]:

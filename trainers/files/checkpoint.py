@@ -5,6 +5,7 @@ besides begins with "checkpoint": where the training was, what of it belongs to 
 everything. A file takes its name when it is complete and on the disk, so a kill at any moment leaves the ones before.
 """
 
+import fcntl
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ import secrets
 import shutil
 import zipfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -222,6 +223,27 @@ def keep_as_best(path: str) -> None:
         sync_folder(os.path.dirname(best))
     except OSError as error:
         raise CheckpointError(f"the best checkpoint can't be written to {best}: {error.strerror or error}") from error
+
+
+@contextmanager
+def in_use(folder: str) -> Iterator[None]:
+    """Meanwhile no other training may write there, in this process or another. Raises CheckpointError.
+
+    Where the file system has no locks for folders (NFS), nobody is refused.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"another training that goes on now writes its checkpoints to {folder}; give each a folder of its own"
+            ) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 def clean(folder: str) -> None:
