@@ -115,11 +115,13 @@ class Family:
         """Raise an OptionError on all ranks when there are several members. Runs in a member's lane.
 
         In join() a rank without batches follows the steps of others, and of several members it does not know
-        whose average or step comes next. Those that a rank has dropped don't count: they can't be used any more.
+        whose average or step comes next. Those that a rank has dropped, or whose lane is broken, don't count: they
+        can't be used any more.
         """
         if len(self._lanes) - len(self._remains) > 1:
             gc.collect()  # a traceback, say, holds one that the program has dropped
-        everyone = self._comm.allgather(set(self._lanes) - set(self._remains))
+        usable = {number for number, lane in self._lanes.items() if lane.broken is None}
+        everyone = self._comm.allgather(usable - set(self._remains))
         members = len(set.intersection(*everyone))
         if members > 1:
             text = (
