@@ -64,13 +64,18 @@ def mpirun(
     started_by = [str(bin_folder / launcher), *options, "-n", str(ranks)] if ranks else []
     command = [*started_by, str(bin_folder / "python"), *map(str, args)]
     mark = uuid.uuid4().hex
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    with (
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+        # Open MPI names its folders by process numbers, which come again: what a killed job has left must not be there.
+        tempfile.TemporaryDirectory(prefix="job", ignore_cleanup_errors=True) as temporary,
+    ):
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=out,  # files, not pipes: a process that outlives the job can't keep us waiting
             stderr=err,
-            env={**_variables(mark, ranks), **(env or {})},
+            env={**_variables(mark, ranks), "TMPDIR": temporary, **(env or {})},
             cwd=cwd or ROOT,
             start_new_session=True,
         )

@@ -221,6 +221,7 @@ class Trainer(ABC):
     def close(self) -> None:
         """Free what the trainer made; the replica stays usable. Closing twice does nothing."""
         if not self.closed:
+            self._agree("close")
             self.closed = True
             self.topology.release(self._comm, self)
             self._close()
@@ -238,8 +239,6 @@ class Trainer(ABC):
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:  # after an exception the other ranks may not come to a collective close
             self.close()
-
-    # Inside
 
     def _evaluate(self, x: Any, y: np.ndarray | None) -> dict[str, float]:
         with np.errstate(all="ignore"):  # a model that has diverged has a loss that says so

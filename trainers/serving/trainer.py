@@ -141,7 +141,7 @@ class ServedTrainer(Trainer):
                 owned = [array]
             for server, part in zip(self.servers, owned, strict=False):
                 for piece in pieces(part):
-                    self._messages.Bcast(piece, server)
+                    self._waits.all_of([self._messages.Ibcast(piece, server)], "get the state that servers have")
         return result
 
     def _complete(self) -> None:
