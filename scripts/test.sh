@@ -9,11 +9,11 @@ Usage: bash scripts/test.sh [--quick] [PYTEST-ARGUMENT...]
 
 Sets up .venv (Open MPI) and .venv-mpich on first use, then runs lint (ruff), types (mypy), layers (import-linter)
 and pytest: every serial test, and those in tests/ranks on 1 to 5 ranks under Open MPI and under MPICH, one job each.
-That takes about twenty minutes on two cores; the end says where the time went.
+That takes less than 25 minutes on two cores; the end says where the time went.
 
   --quick   lint, types, layers, the serial tests that start no job of several ranks, and the heart of tests/ranks
-            (the grid with three dtypes, errors, trainers) on 1 to 3 ranks under Open MPI alone: a minute
-            or two. MPICH, and PyTorch's tests on ranks, are left to the whole run.
+            (the grid with three dtypes, errors, trainers) on 1 to 3 ranks under Open MPI alone: two or
+            three minutes. MPICH, and PyTorch's tests on ranks, are left to the whole run.
 
 Further arguments go to pytest; -k, -m and -x reach the tests on ranks too:
   bash scripts/test.sh -k ring            tests about the ring, on all numbers of ranks
