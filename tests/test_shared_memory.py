@@ -53,9 +53,9 @@ def test_jobs_that_take_it_from_each_other(mpi: str) -> None:
         "        except allreduce.errors.UnavailableError as error:\n"
         "            assert 'shared memory is too small' in str(error)\n"
         "            refused, kept = refused + 1, kept[3:]\n"
-        "print('refused' if refused else 'never refused')\n"
+        "print('lacking' if refused else 'enough')\n"
     )
-    assert run(4, code, mpi).split().count("refused") == 4
+    assert run(4, code, mpi).count("lacking") == 4  # MPICH joins the lines of two ranks now and then
 
 
 def test_many_ranks() -> None:
@@ -66,4 +66,4 @@ def test_many_ranks() -> None:
         "        array[:] = 1; reduce(array, 'sum'); assert (array == 32).all()\n"
         "print('done')\n"
     )
-    assert run(32, code, "openmpi").split().count("done") == 32
+    assert run(32, code, "openmpi").count("done") == 32
