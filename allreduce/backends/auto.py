@@ -20,7 +20,6 @@ from allreduce.topology import Topology
 # Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; `rule` tells where they count.
 SMALL_BYTES = 64 * 1024
 SHARED_BYTES_PER_RANK = 64 * 1024
-FOREIGN_BYTES = 4 * 1024 * 1024  # of arrays that are not from allocate(); the library's copies win by 1.1 to 1.3 below
 STAGED_BYTES = LARGEST_BYTES  # over the ranks: arrays that go through the stage in two turns
 LAST_RESORT = "ring"  # needs nothing but messages
 
@@ -41,8 +40,6 @@ def rule(topology: Topology, nbytes: int, dtype: np.dtype, memory: int) -> tuple
         return "native", f"below {_size(least)} the MPI library's latency wins"
     if memory == ALLOCATED:
         return "shared", "one node: the ranks reduce in the memory that they share"
-    if nbytes <= FOREIGN_BYTES:
-        return "native", f"arrays not from allocate(), up to {_size(FOREIGN_BYTES)}: the MPI library's own copies win"
     if topology.reach.works:
         return "shared", "one node: the ranks reduce in each other's memory"
     if nbytes <= most:

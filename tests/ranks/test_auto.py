@@ -35,7 +35,7 @@ class _Nodes:
         (1, 1 << 24, FLOAT32, ALLOCATED, "shared"),
         (1, 1 << 30, FLOAT32, ALLOCATED, "shared"),
         (1, 1000, FLOAT32, FOREIGN, "native"),
-        (1, 1 << 22, FLOAT32, FOREIGN, "native"),
+        (1, 1 << 20, FLOAT32, FOREIGN, "shared"),
         (1, 1 << 25, FLOAT32, FOREIGN, "shared"),
         (2, 1000, FLOAT32, ALLOCATED, "native"),
         (2, 1000, FLOAT16, FOREIGN, "hierarchical_copy"),
@@ -50,7 +50,7 @@ def test_rule(nodes: int, nbytes: int, dtype: np.dtype, memory: int, chosen: str
     assert why
 
 
-@pytest.mark.parametrize(("nbytes", "chosen"), [(1 << 20, "native"), (6 << 20, "shared"), (1 << 25, "ring")])
+@pytest.mark.parametrize(("nbytes", "chosen"), [(1 << 20, "shared"), (1 << 25, "ring")])
 def test_rule_where_ranks_can_not_reach_memory(nbytes: int, chosen: str) -> None:
     """Through the stage go arrays that fit it; a longer one would wait for its turns."""
     assert auto.rule(_Nodes(1, 2, reaches=False), nbytes, FLOAT32, FOREIGN)[0] == chosen  # type: ignore[arg-type]
