@@ -53,12 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"mpirun -n N python -m {PROGRAM}",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.parser(PROGRAM, __doc__, EPILOG)
     add = parser.add_argument
     add("-b", "--minbytes", type=cli.size, default=8, metavar="SIZE", help="smallest size (default 8); K, M, G work")
     add("-e", "--maxbytes", type=cli.size, default=128 << 20, metavar="SIZE", help="largest size (default 128M)")

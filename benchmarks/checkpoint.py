@@ -38,11 +38,7 @@ PLAIN, WRITES, DURING = "no checkpoint", "the step that writes", "while it is wr
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"mpirun -n N python -m {PROGRAM}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--parameters", type=cli.at_least(0.01, float), default=10.0, metavar="M", help="millions (default: 10)")
     add("--batch", type=cli.at_least(1), default=128, metavar="N", help="rows per rank (default: 128)")
@@ -149,10 +145,7 @@ def _run(topology: allreduce.Topology, options: argparse.Namespace) -> int:
         print(f"a checkpoint of {result['bytes'] / 1e6:.0f} MB every {options.every} steps", file=where)
         print(table(result["seconds"]), file=where, flush=True)
         text = json.dumps({**vars(options), "ranks": topology.size, "nodes": topology.nodes, **result}, indent=1)
-        if options.json == "-":
-            print(text)
-        elif options.json:
-            outputs.write(options.json, text + "\n")
+        outputs.put(options.json, text)
     return 0
 
 

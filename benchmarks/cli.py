@@ -19,6 +19,16 @@ NCCL_TYPES = {"float": "float32", "double": "float64", "half": "float16", "int":
 NCCL_OPS = {"avg": "mean"}
 
 
+def parser(program: str, about: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    """The parser of a module that mpirun starts; texts are shown as they are written."""
+    return argparse.ArgumentParser(
+        prog=f"mpirun -n N python -m {program}",
+        description=about,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def parse_together(parser: argparse.ArgumentParser, argv: Sequence[str] | None, comm: MPI.Intracomm) -> Any:
     """Rank 0 parses and tells the others: help and errors appear once, and all ranks exit alike. Collective."""
     outcome: argparse.Namespace | int | None = None

@@ -30,11 +30,7 @@ PROGRAM = "benchmarks.strategies"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"mpirun -n N python -m {PROGRAM}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.parser(PROGRAM, __doc__)
     add = parser.add_argument
     known = "; ".join(each.name for each in VARIANTS)
     add("--only", type=_variants, default=[], metavar="A;B", help=f"some of: {known} (default: all that fit the ranks)")
@@ -129,10 +125,7 @@ def _write(topology: Topology, args: argparse.Namespace, outcomes: list[Outcome]
         }
         runs = [each.as_dict() for each in outcomes]
         text = json.dumps({**machine, "options": options, "runs": runs, "findings": findings(outcomes)}, indent=1)
-        if args.json == "-":
-            print(text, flush=True)
-        else:
-            outputs.write(args.json, text + "\n")
+        outputs.put(args.json, text)
     if args.plot:
         from benchmarks.comparing import picture
 

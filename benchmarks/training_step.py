@@ -71,11 +71,7 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"mpirun -n N python -m {PROGRAM}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.parser(PROGRAM, __doc__)
     add, everything = parser.add_argument, "; ".join(NAMES)
     add("--models", type=_some(WORKLOADS, ","), default=list(WORKLOADS), metavar="A,B", help=_of(WORKLOADS))
     add("--batch", type=_numbers, default=[16, 128], metavar="N,N", help="rows per rank, default 16,128")
@@ -167,10 +163,8 @@ def _run(topology: allreduce.Topology, options: argparse.Namespace) -> int:
         "results": run(bench, say),
     }
     bench.close()
-    if first and options.json == "-":
-        print(json.dumps(results, indent=1))
-    elif first and options.json:
-        outputs.write(options.json, json.dumps(results, indent=1) + "\n")
+    if first:
+        outputs.put(options.json, json.dumps(results, indent=1))
     return 0
 
 

@@ -74,11 +74,7 @@ def steps(times: dict[int, dict[str, float]]) -> list[Step]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"mpirun -n N python -m {PROGRAM}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--output", metavar="FILE", help=f"default {default_path()}; tell auto by {ENVIRONMENT}=FILE or table=FILE")
     add("--sizes", type=_sizes, metavar="A,B", help="sizes to measure, such as 1K,64K,1M (default 256 B to 64M by 2)")

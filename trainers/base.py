@@ -212,7 +212,7 @@ class Trainer(ABC):
     def parameters_sha256(self) -> list[str]:
         """The SHA-256 of every rank's parameters, by rank, the same on all ranks; mirrored replicas have equal ones."""
         self._enter("parameters_sha256")
-        parameters = np.ascontiguousarray(self.replica.state()["parameters"])
+        parameters = np.ascontiguousarray(together(self._comm, self.replica.state)["parameters"])
         mine = np.frombuffer(hashlib.sha256(parameters.view(np.uint8).data).digest(), np.uint8)
         everyone = np.empty((self.size, mine.size), np.uint8)
         self._comm.Allgather(mine, everyone)

@@ -73,10 +73,7 @@ class CopiedUpdate:
 
     def _copy(self, owner: bool) -> None:
         """The owner's state and what was measured, to all ranks."""
-        state: dict[str, np.ndarray] = {}
-        if owner:
-            held = self._replica.state() | {MEASURED: _on_host(self._measured)}
-            state = {name: np.asarray(array, order="C") for name, array in held.items()}
+        state = together(self._comm, lambda: self._held() if owner else {})
         described = json.dumps([[name, array.dtype.str, array.shape] for name, array in state.items()])
         shapes = json.loads(self._comm.bcast(described, self._root))
         if not owner:
@@ -90,6 +87,11 @@ class CopiedUpdate:
         else:
             self._measured[:] = measured
         together(self._comm, lambda: None if owner else self._replica.load_state(state))
+
+    def _held(self) -> dict[str, np.ndarray]:
+        """This rank's state and what was measured, contiguous and on the host."""
+        held = self._replica.state() | {MEASURED: _on_host(self._measured)}
+        return {name: np.asarray(array, order="C") for name, array in held.items()}
 
     def record(self, backend: AllReduce, trace: Trace | None) -> None:
         """As ShardedUpdate.record."""

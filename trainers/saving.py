@@ -145,13 +145,16 @@ class Saver:
         together(comm, lambda: self._take_rates(progress.rates))
         trainer._mirror(whole=False)
         same = progress.ranks == trainer.size
-        packed = None
-        if saved is not None:
-            packed = [npz.packed(saved.local[rank if same else 0]) for rank in range(trainer.size)]
-        mine = npz.unpacked(comm.scatter(packed))
+        mine = npz.unpacked(comm.scatter(together(comm, lambda: None if saved is None else self._packed(saved, same))))
         self.watching = _taken(mine, WATCHING)
         if same:  # or else what is each rank's own can't be that of other ranks
             together(comm, partial(self._take_own, mine))
+
+    def _packed(self, saved: Saved, same: bool) -> list[bytes]:
+        """For each rank what was its own; on another number of ranks, what was rank 0's, for their callbacks."""
+        if same:
+            return [npz.packed(local) for local in saved.local]
+        return [npz.packed(saved.local[0])] * self._trainer.size
 
     def _take_own(self, own: dict[str, np.ndarray]) -> None:
         try:
@@ -196,16 +199,19 @@ class Saver:
         What the checkpoint before has met, a full disk say, is raised here, on all ranks.
         """
         trainer = self._trainer
-        own, watching = together(trainer._comm, partial(self._own, callbacks))
+        packed, watching = together(trainer._comm, partial(self._own, callbacks))
         state = trainer._snapshot(self._memory)
-        everyone = trainer._comm.gather(npz.packed(own if self._chief else own | watching))
+        everyone = trainer._comm.gather(packed)
         self._written, self._since = progress.total, time.monotonic()
-        if everyone is not None:
+
+        def start() -> None:
             replica = trainer.replica
-            local = [npz.unpacked(each) for each in everyone]
+            local = [npz.unpacked(each) for each in everyone or []]
             local[0] |= watching  # which may be large, and does not change
             saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured)
             self._writer.start(partial(self._write, saved, best))
+
+        together(trainer._comm, lambda: start() if self._chief else None)
 
     def progress(self, history: History, epoch: int, step: int = 0, seconds: float = 0.0) -> Progress:
         """How far the training is. Local."""
@@ -223,12 +229,13 @@ class Saver:
             history=[each.as_dict() for each in history],
         )
 
-    def _own(self, callbacks: Callbacks) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """What belongs to this rank alone, and what to its callbacks."""
+    def _own(self, callbacks: Callbacks) -> tuple[bytes, dict[str, np.ndarray]]:
+        """What belongs to this rank alone, for a message, and what to its callbacks; the chief's stays out of it."""
         self._writer.wait()
         own = {f"{REPLICA}{name}": array for name, array in self._trainer.replica.local_state().items()}
         watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}
-        return own | random_state.take(), watching
+        own |= random_state.take()
+        return npz.packed(own if self._chief else own | watching), watching
 
     def _write(self, saved: Saved, best: bool) -> None:
         """Write a checkpoint, and remove those that it makes superfluous. In the writer's thread."""

@@ -40,7 +40,7 @@ def _central_storage(chosen: argparse.Namespace, replica: Replica, topology: Top
 
 
 def _parameter_server(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
-    return _named("ParameterServerTrainer")(
+    return trainers.ParameterServerTrainer(
         replica,
         topology,
         servers=tuple(range(topology.size - servers, topology.size)),
@@ -53,11 +53,7 @@ def _parameter_server(chosen: argparse.Namespace, replica: Replica, topology: To
 
 
 def _spare_replicas(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
-    return _named("SpareReplicasTrainer")(replica, topology, spare=chosen.spare)
-
-
-def _named(name: str) -> Any:
-    return getattr(trainers, name)
+    return trainers.SpareReplicasTrainer(replica, topology, spare=chosen.spare)
 
 
 ASYNC_ONLY = {"stale": "keep", "max_staleness": None, "warm_up": 0, "lr_by_workers": "keep"}

@@ -168,9 +168,6 @@ class Executor:
         return TimedOut(text if call is None else f"{text}\n{self._notes.table(call)}")
 
 
-_SINGLE = "this MPI has no MPI_THREAD_MULTIPLE, so communication does not overlap with backward"
-
-
 children.guard(Executor, "submit")
 
 

@@ -45,6 +45,14 @@ def write(path: str | os.PathLike[str], content: bytes | str) -> None:
         raise
 
 
+def put(target: str | None, text: str) -> None:
+    """Where an option said: to stdout for "-", into a file, or nowhere."""
+    if target == "-":
+        print(text, flush=True)
+    elif target:
+        write(target, text + "\n")
+
+
 def unwritable(path: str) -> str | None:
     """Why `write` would fail at `path`, or None."""
     if not path or os.path.isdir(path):  # not Path.is_dir, which raises where a folder may not be looked into

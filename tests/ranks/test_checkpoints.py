@@ -5,7 +5,8 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -365,3 +366,29 @@ def test_trainers_whose_ranks_go_their_own_way_go_on_from_the_end_of_an_epoch(
     assert (newest[1].progress.epoch, newest[1].progress.step) == (4, 0)
     assert scores["loss"] == pytest.approx(history[-1].validation["loss"])
     assert len(set(parameters)) == 1
+
+
+@pytest.mark.skipif(SIZE not in (2, 3), reason="2 and 3 ranks are enough")
+@pytest.mark.parametrize("what", ["a checkpoint", "a digest"])
+def test_what_one_rank_can_not_give_is_raised_on_all(
+    what: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: Path
+) -> None:
+    """Rank 0's description of its model, the last rank's parameters: nobody waits for that rank for ever."""
+
+    def fails() -> Any:
+        raise RuntimeError("this model has lost its way")
+
+    class Breaks(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if world.rank == 0:
+                self.trainer.replica.config = fails
+
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        call: Callable[[], Any] = trainer.parameters_sha256
+        if what == "a checkpoint":
+            options: Any = {"checkpoint": str(folder), "callbacks": [Breaks()], "progress": False}
+            call = partial(trainer.fit, *data(), EPOCHS, BATCH, **options)
+        elif world.rank == SIZE - 1:
+            trainer.replica.state = fails  # type: ignore[method-assign]
+        with pytest.raises(Exception, match="this model has lost its way"):
+            call()

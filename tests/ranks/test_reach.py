@@ -114,19 +114,17 @@ def test_memory_that_nobody_reaches(
 
 
 @several
-@pytest.mark.parametrize("kind", ["untouched", "a file", "across two mappings"])
+@pytest.mark.parametrize("kind", ["untouched", "a file"])
 def test_foreign_memory(
     kind: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Pages that nobody has touched yet, a memory map of a file, and a mapping with other pages behind it."""
+    """Pages that nobody has touched yet, and a memory map of a file."""
     length = 300_000
     if kind == "a file":
         path = tmp_path_factory.mktemp("reach") / f"{os.getpid()}.bin"
         array = np.memmap(path, np.float32, "w+", shape=length)
     else:
-        area = mmap.mmap(-1, 8 * length)
-        begin = 4 * length if kind == "untouched" else 2 * length
-        array = np.frombuffer(area, np.float32)[begin // 4 :][:length]
+        array = np.frombuffer(mmap.mmap(-1, 4 * length), np.float32)
     with allreduce.create("shared", flat) as reduce:
         reduce(array, "sum")
         assert not array.any()
