@@ -39,6 +39,8 @@ SKIPPED = {
     "bash scripts/train.sh": "installs",
     "RANKS=2 bash scripts/train.sh": "installs",
     "bash scripts/test.sh": "installs, and runs these tests",
+    "bash scripts/keep_going.sh": "test_keep_going.py runs it",
+    "sbatch": "a cluster",
     "bash scripts/docs.sh": "installs; test_docs.py makes the pages",
     "mpirun -n 4 python scripts/torch_ddp.py": "test_torch_backend_jobs.py runs it",
     "mpirun -n 4 python scripts/torch_three_lines.py": "test_pytorch.py runs it",

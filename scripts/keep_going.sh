@@ -1,0 +1,272 @@
+#!/usr/bin/env bash
+# Starts a training again when it died, from its last checkpoint, on the ranks that are left; see --help.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+readonly USAGE_ERROR=2 # the exit code of who is asked for what makes no sense: it would be the same next time
+readonly LOCK_SECONDS=30
+
+usage() {
+    cat <<'TEXT'
+Usage: keep_going.sh [OPTION...] -- PROGRAM [ARGUMENT...]
+
+Runs PROGRAM on several ranks. When the job dies (a rank was killed, a host is lost, an exception), it is started again
+from its last checkpoint on the ranks that are left, until it ends well. For jobs without ULFM, and for what ULFM can't
+survive; `mpirun --with-ft ulfm python -m trainers --on-failure continue` loses less where it is in force.
+
+  --ranks N           how many ranks to begin with (default: the slots of the hostfile, or else 4)
+  --least N           the fewest ranks that are worth to go on with (default: 1)
+  --same-ranks        begin again on as many ranks as before; by default it is one rank less every time
+  --hostfile FILE     one host a line, "name slots=4" or "name:4". A host that does not answer is left out from then on,
+                      and all of its ranks with it; when all of them answer, it is one rank less
+  --attempts N        give up when so many starts in a row have written no checkpoint (default: 3)
+  --progress PATH     the folder (or file) of the checkpoints (default: PROGRAM's own --checkpoint PATH)
+  --launcher COMMAND  mpirun, mpiexec or srun with options of its own, as "mpirun --bind-to core"
+                      (default: the mpirun, or else the mpiexec or srun, that is on PATH or in this checkout's .venv)
+  --reach COMMAND     what tells whether a host is alive, by `COMMAND HOST true`
+                      (default: ssh -o BatchMode=yes -o ConnectTimeout=10; under srun, srun itself)
+
+PROGRAM has to go on by itself where checkpoints are: `python -m trainers --checkpoint DIR --resume` does, on any number
+of ranks, and so does `fit(..., checkpoint=DIR, resume=True)`. Only the steps since the last checkpoint are lost.
+
+Examples:
+  bash scripts/keep_going.sh --ranks 4 -- python -m trainers --data digits --checkpoint run --resume
+  bash scripts/keep_going.sh --hostfile hosts --least 8 -- python train.py --checkpoint run
+  bash scripts/keep_going.sh --launcher "mpiexec" --progress run -- python mine.py
+  sbatch scripts/keep_going.sbatch python -m trainers --data mnist/ --checkpoint run --resume    # on Slurm
+
+SIGTERM and SIGINT (Ctrl-C) are handed to the job, and it is not started again. Neither is one that ends with exit code
+2, as programs do that were called wrongly. The exit code is the job's last one; 2 also says that these options are wrong.
+TEXT
+}
+
+refuse() {
+    printf 'keep_going.sh: %s\n' "$*" >&2
+    exit $USAGE_ERROR
+}
+
+say() { printf 'keep_going.sh: %s\n' "$*" >&2; }
+
+# ---- What was asked for ----
+
+ranks='' least=1 attempts=3 same='' hostfile='' progress='' launcher=() reach=() program=()
+
+read_options() {
+    while [ $# -gt 0 ]; do
+        case $1 in
+            -h | --help) usage && exit ;;
+            --same-ranks) same=1 && shift ;;
+            --) shift && program=("$@") && break ;;
+            --ranks | --least | --attempts | --hostfile | --progress | --launcher | --reach)
+                [ $# -gt 1 ] || refuse "$1 needs a value; --help shows all options"
+                set_option "$1" "$2"
+                shift 2
+                ;;
+            *) refuse "\"$1\" is no option; put -- before the program (--help shows all options)" ;;
+        esac
+    done
+    [ ${#program[@]} -gt 0 ] || refuse "which program? Give it behind --, as in: keep_going.sh --ranks 4 -- python train.py"
+}
+
+set_option() {
+    case $1 in
+        --ranks | --least | --attempts)
+            [[ $2 =~ ^[1-9][0-9]{0,6}$ ]] || refuse "$1 $2: give a number of at least 1"
+            printf -v "${1#--}" %s "$2"
+            ;;
+        --hostfile)
+            [ -r "$2" ] && [ -f "$2" ] || refuse "--hostfile $2: there is no such file that can be read"
+            hostfile=$2
+            ;;
+        --progress) progress=$2 ;;
+        --launcher) read -ra launcher <<<"$2" ;;
+        --reach) read -ra reach <<<"$2" ;;
+    esac
+}
+
+find_progress() { # the folder that the program was given
+    local index resumes=''
+    for index in "${!program[@]}"; do
+        case ${program[index]} in
+            --checkpoint) progress=${progress:-${program[index + 1]-}} ;;
+            --checkpoint=*) progress=${progress:-${program[index]#*=}} ;;
+            --resume) resumes=1 ;;
+        esac
+    done
+    [ -n "$progress" ] || refuse "where are the checkpoints? The program has no --checkpoint DIR, so give --progress PATH"
+    [ -n "$resumes" ] || [[ " ${program[*]} " != *" -m trainers "* ]] ||
+        refuse "add --resume behind --checkpoint $progress, or the second start is refused"
+}
+
+find_launcher() { # sets $kind, and which options the job has besides
+    local name
+    if [ ${#launcher[@]} -eq 0 ]; then
+        command -v mpirun >/dev/null || command -v srun >/dev/null || PATH=$checkout/.venv/bin:$PATH
+        for name in mpirun mpiexec srun; do
+            command -v "$name" >/dev/null && launcher=("$name") && break
+        done
+    fi
+    [ ${#launcher[@]} -gt 0 ] && command -v "${launcher[0]}" >/dev/null ||
+        refuse "there is no ${launcher[0]-mpirun}; activate an environment with an MPI, or give --launcher COMMAND"
+    case $("${launcher[0]}" --version 2>&1 || true) in
+        *"Open MPI"* | *OpenRTE* | *PRRTE*) kind=openmpi ;;
+        *slurm*) kind=slurm ;;
+        *) kind=hydra ;; # MPICH, and others that take its options
+    esac
+    if [ ${#reach[@]} -eq 0 ]; then
+        reach=(ssh -o BatchMode=yes -o ConnectTimeout=10)
+        [ $kind != slurm ] || reach=(timeout 60 srun --overlap -N 1 -n 1 -w)
+    fi
+}
+
+# ---- Hosts ----
+
+hosts=() # lines of the hostfile whose hosts are thought to be alive
+
+read_hosts() {
+    local line
+    [ -n "$hostfile" ] || return 0
+    while IFS= read -r line || [ -n "$line" ]; do
+        line=${line%%#*}
+        [ -z "${line//[[:space:]]/}" ] || hosts+=("$line")
+    done <"$hostfile"
+    [ ${#hosts[@]} -gt 0 ] || refuse "--hostfile $hostfile: it names no host"
+}
+
+name_of() { # name_of LINE: the host that a line of a hostfile is about
+    local name
+    read -r name _ <<<"$1"
+    printf '%s' "${name%%:*}"
+}
+
+slots() { # how many ranks the hosts have room for
+    local line sum=0
+    for line in "${hosts[@]}"; do
+        if [[ $line =~ (slots=|:)([0-9]+) ]]; then sum=$((sum + BASH_REMATCH[2])); else sum=$((sum + 1)); fi
+    done
+    echo $sum
+}
+
+leave_out_lost_hosts() {
+    local line name alive=()
+    for line in "${hosts[@]}"; do
+        name=$(name_of "$line")
+        if [ "$name" = localhost ] || [ "$name" = "$(uname -n)" ] || "${reach[@]}" "$name" true </dev/null >&2; then
+            alive+=("$line")
+        else
+            say "host $name does not answer: it is left out"
+        fi
+    done
+    hosts=(${alive[@]+"${alive[@]}"})
+}
+
+# ---- The job ----
+
+command_line() { # sets $line to what starts the job
+    local names nodes=${#hosts[@]}
+    line=("${launcher[@]}" -n "$ranks")
+    if [ -n "$hostfile" ]; then
+        printf '%s\n' "${hosts[@]}" >"$scratch/hosts"
+        [ "$nodes" -le "$ranks" ] || nodes=$ranks
+        names=$(for host in "${hosts[@]:0:nodes}"; do name_of "$host" && echo; done | paste -sd,)
+        case $kind in
+            openmpi) line+=(--hostfile "$scratch/hosts") ;;
+            hydra) line+=(-f "$scratch/hosts") ;;
+            slurm) line+=(-N $nodes -w "$names") ;;
+        esac
+    elif [ $kind = openmpi ] && [ "$ranks" -gt "$(cores)" ]; then
+        line+=(--oversubscribe)
+    fi
+    line+=("${program[@]}")
+}
+
+newest() { # something that changes when a checkpoint is written
+    find "$progress" -type f -printf '%T@ %p\n' 2>/dev/null | sort -n | tail -n 1 || true # there may be none yet
+}
+
+# A job of its own process group, so that Ctrl-C reaches it once, by this shell, and is not ignored as it is by what a
+# script starts in the background. It reads nothing from a terminal.
+run_job() { # sets $status
+    local input=/dev/stdin
+    [ ! -t 0 ] || input=/dev/null
+    printf '+' >&2
+    printf ' %q' "${line[@]}" >&2
+    printf '\n' >&2
+    set -m
+    "${line[@]}" <$input &
+    child=$!
+    set +m
+    while :; do # a signal ends the wait before the job has ended
+        status=0
+        wait "$child" || status=$?
+        kill -0 "$child" 2>/dev/null || break
+    done
+    child=''
+}
+
+child='' stopped=''
+pass_on() { # pass_on SIGNAL: to the launcher, which ends its ranks
+    stopped=$1
+    [ -z "$child" ] || kill -s "$1" "$child" 2>/dev/null || true
+}
+
+fewer_ranks() { # sets $ranks for the next start
+    local before=${#hosts[@]}
+    if [ -n "$hostfile" ]; then
+        leave_out_lost_hosts
+        [ ${#hosts[@]} -gt 0 ] || give_up "no host answers"
+        if [ ${#hosts[@]} -lt "$before" ]; then
+            local room
+            room=$(slots)
+            [ "$room" -ge "$ranks" ] || ranks=$room
+            return 0
+        fi
+    fi
+    [ -n "$same" ] || [ "$ranks" -le "$least" ] || ranks=$((ranks - 1))
+}
+
+give_up() {
+    say "$1: it is given up (exit code $status)"
+    exit "$status"
+}
+
+keep_going() {
+    local before failures=0
+    while :; do
+        before=$(newest)
+        command_line
+        run_job
+        [ "$status" -ne 0 ] || exit 0
+        [ -z "$stopped" ] || give_up "stopped by SIG$stopped"
+        [ "$status" -ne $USAGE_ERROR ] || give_up "the program was called wrongly"
+        failures=$((failures + 1))
+        [ "$(newest)" = "$before" ] || failures=0
+        [ "$failures" -lt "$attempts" ] || give_up "$failures starts in a row have written no checkpoint"
+        fewer_ranks
+        [ "$ranks" -ge "$least" ] || give_up "$ranks ranks are left, fewer than --least $least"
+        say "the job died with exit code $status; it goes on from the last checkpoint on $ranks ranks"
+        # what is left of the dead job may still hold the folder for a moment
+        [ ! -d "$progress" ] || ! command -v flock >/dev/null || flock -w $LOCK_SECONDS "$progress" true || true
+        [ -z "$stopped" ] || give_up "stopped by SIG$stopped"
+    done
+}
+
+read_options "$@"
+find_progress
+find_launcher
+read_hosts
+if [ -z "$ranks" ]; then
+    ranks=4
+    [ -z "$hostfile" ] || ranks=$(slots)
+fi
+[ "$least" -le "$ranks" ] || refuse "--least $least: it begins with $ranks ranks, which are fewer"
+if [ "$(id -u)" = 0 ]; then
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+trap 'pass_on TERM' TERM
+trap 'pass_on INT' INT
+status=0
+keep_going
