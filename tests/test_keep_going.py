@@ -111,6 +111,24 @@ def test_a_lost_host_is_left_out(mpi: str, before: str, after: str, pretended: P
     assert pretended.run(["3"], *given)[1] == "keep_going.sh: no host answers: it is given up (exit code 3)"
 
 
+def test_the_job_of_slurm_goes_on_without_the_lost_node(pretended: Pretended) -> None:
+    programs = {"srun": LAUNCHER.replace("$*", "srun $*"), "scontrol": f"#!{BASH}\nprintf 'a\\nb\\nc\\n'\n"}
+    for name, text in (programs | {"not_b": f"#!{BASH}\n[[ $1 != b ]]\n"}).items():
+        (pretended.bin / name).write_text(text)
+        (pretended.bin / name).chmod(0o755)
+    pretended.plan.write_text("checkpoint 1\n0\n")
+    slurm = {"SLURM_SUBMIT_DIR": str(launch.ROOT), "SLURM_JOB_NODELIST": "[a-c]", "SLURM_NTASKS_PER_NODE": "2"}
+    slurm |= {"MPI": "slurm 23", "KEEP_GOING": f"--least 3 --reach {pretended.bin / 'not_b'}"}
+    ended = subprocess.run(
+        [BASH, SCRIPT.with_suffix(".sbatch"), "train", "--checkpoint", str(pretended.run_folder)],
+        env={**os.environ, **pretended.variables, **slurm, "PATH": f"{pretended.bin}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    starts = [line.partition(" train")[0] for line in pretended.calls.read_text().splitlines()]
+    assert starts == ["srun --mpi=pmix -n 6 -N 3 -w a,b,c", "srun --mpi=pmix -n 4 -N 2 -w a,c"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_handed_on_and_nothing_is_started_again(number: int, pretended: Pretended) -> None:
     job = pretended.start(["asleep", "0"])
@@ -136,7 +154,7 @@ def test_signals_are_handed_on_and_nothing_is_started_again(number: int, pretend
         (["--", "python", "mine.py"], "where are the checkpoints? The program has no --checkpoint DIR"),
         (["--", "python", "-m", "trainers", "--checkpoint=run"], "add --resume behind --checkpoint run"),
         (["--launcher", "nompi", "--progress", "run", "--", "a"], "there is no nompi"),
-        (["--ranks", "2", "--least", "3", "--launcher", "true", "--progress", "run", "--", "a"], "--least 3: it begins"),
+        (["--ranks", "2", "--least", "3", "--launcher", "true", "--progress", "run", "--", "a"], "--least 3: it beg"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], words: str) -> None:
