@@ -124,12 +124,12 @@ def test_late_in_an_agreement(mpirun: JobRunner, tmp_path: Path) -> None:
         "from allreduce.errors import BrokenError, CollectiveTimeoutError\n"
         "topology = allreduce.Topology(timeout=2)\n"
         "reduce = allreduce.create('ring', topology)\n"
-        "if topology.rank == 1: time.sleep(6); raise SystemExit\n"
+        "if topology.rank == 1: time.sleep(4); raise SystemExit\n"
         "try:\n    reduce(np.ones(5), 'sum')\n"
         "except CollectiveTimeoutError as error: assert 'rank 1: has not come' in str(error), error\n"
         "try:\n    reduce(np.ones(5), 'sum')\n"
         "except BrokenError: print('told twice', flush=True)\n"
-        "time.sleep(5)\n"
+        "time.sleep(3)\n"
     )
     job = mpirun(3, ["-c", code], timeout=60)
     assert job.stdout.count("told twice") == 2, job.stdout + job.stderr

@@ -29,7 +29,7 @@ from allreduce.notices import log
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
 NOTE_SECONDS = 1.0  # a wait as long as this is told to the other ranks
 LOOK_SECONDS = 0.25  # how often the waits are looked at
-LEFT_SECONDS = 5.0  # the last messages of a rank that has left may still be on their way
+LEFT_SECONDS = 2.0  # the last messages of a rank that has left may still be on their way
 
 
 def seconds(variable: str, default: float) -> float:
