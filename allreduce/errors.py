@@ -19,6 +19,10 @@ class DisagreementError(AllReduceError):
     """The ranks called the same collective with different lengths, dtypes, operations or memory."""
 
 
+class DivergenceError(DisagreementError):
+    """Replicas that must be equal on all ranks are not."""
+
+
 class CollectiveTimeoutError(AllReduceError, TimeoutError):
     """The other ranks did not come to a collective in time."""
 

@@ -1,7 +1,6 @@
 """What all trainers share: fit, evaluate, predict, save, load, and the agreement of the ranks about them."""
 
 import hashlib
-import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,9 +18,10 @@ from allreduce.tracing.trace import Trace
 from trainers.admission import NO_TARGETS, look_at
 from trainers.checkpoints import Checkpoint
 from trainers.data import Batch, Batches
-from trainers.exchange import gather_rows, of_root
+from trainers.exchange import gather_rows
 from trainers.fitting import Fit
 from trainers.forward import evaluated, predicted
+from trainers.mirroring import mirror
 from trainers.prefetch import AHEAD, wanted
 from trainers.replica import Replica
 from trainers.samples import Collate
@@ -43,6 +43,7 @@ class Trainer(ABC):
     """
 
     steps_together = True  # whether ranks take every step together, so that checkpoints may be written between two
+    mirrors = "step"  # after what all ranks have the same parameters: each "step", or each "epoch"
     tells_errors = True  # whether `_step` sees on all ranks, before it updates, that one of them has failed
 
     def __init__(self, replica: Replica, topology: Topology) -> None:
@@ -95,6 +96,20 @@ class Trainer(ABC):
         """A copy of the whole state on rank 0, in `memory` as of Replica.snapshot; of nothing elsewhere. Collective."""
         self._complete()
         return together(self._comm, lambda: self.replica.snapshot(memory) if self.rank == 0 else {})
+
+    def _apart(self) -> dict[str, str]:
+        """What of the replica's state is no copy of what other ranks have, by name, and why. Local."""
+        return {}
+
+    @property
+    def _fresh_gradients(self) -> Any:
+        """The gradients that this rank has computed in this step, 1-D, while they are not averaged; None for none."""
+        return None
+
+    @property
+    def _fresh_measured(self) -> Any:
+        """This rank's part of the metrics of this step, and what is behind them, while they are not added up."""
+        return self.measured
 
     def _choices(self) -> dict[str, str]:
         """What was chosen for this job, by name. Collective."""
@@ -281,19 +296,5 @@ class Trainer(ABC):
     # Communication
 
     def _mirror(self, whole: bool = True) -> None:
-        """Give all replicas the state of rank 0's. Raises DisagreementError when they are different models.
-
-        whole: collect first what of rank 0's state other ranks have; false when rank 0 has just loaded all of it.
-        """
-        replica = self.replica
-        if whole:
-            together(self._comm, self._check_edits)
-        config, held = together(self._comm, lambda: (json.dumps(replica.config(), sort_keys=True), replica.state()))
-        state = {
-            name: np.asarray(array, order="C") for name, array in sorted((self._whole(held) if whole else held).items())
-        }
-        shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in state.items())
-        self._agree(f"model: {shapes}; {config}")
-        state = of_root(self._comm, state)
-        together(self._comm, lambda: replica.load_state(state) if self.rank else None)
-        self._settle()
+        """Give all replicas the state of rank 0's, as `mirroring.mirror` does."""
+        mirror(self, whole)

@@ -99,6 +99,10 @@ class CopiedUpdate:
         self._backend, self._span = backend, nothing if trace is None else trace.span
         self._copies = None if trace is None else trace.series("copies")
 
+    def apart(self) -> dict[str, str]:
+        """Nothing: every rank has all of it."""
+        return {}
+
     def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """A replica's state, of which every rank has all."""
         return dict(state)

@@ -37,3 +37,7 @@ class CheckpointError(ModelFileError):
 
 class DivergedError(TrainerError, ArithmeticError):
     """The loss became NaN or infinite in training."""
+
+
+class NotFiniteError(DivergedError):
+    """Gradients became NaN or infinite; the message names the ranks that brought them."""

@@ -20,13 +20,13 @@ def gather_rows(comm: MPI.Intracomm, rows: np.ndarray) -> None:
     row.Free()
 
 
-def of_root(comm: MPI.Intracomm, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Rank 0's arrays, on all ranks; the others bring contiguous ones that are alike, which stay as they are."""
-    if comm.rank:  # a state may be live views, or read-only
+def of_root(comm: MPI.Intracomm, state: dict[str, np.ndarray], root: int = 0) -> dict[str, np.ndarray]:
+    """The root's arrays, on all ranks; the others bring contiguous ones that are alike, which stay as they are."""
+    if comm.rank != root:  # a state may be live views, or read-only
         state = {name: np.empty_like(array) for name, array in state.items()}
     for array in state.values():
         for piece in pieces(array):
-            comm.Bcast(piece)
+            comm.Bcast(piece, root)
     return state
 
 

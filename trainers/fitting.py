@@ -12,6 +12,7 @@ from mpi4py import MPI
 from allreduce.messages.agreement import everywhere, raise_together, wait_for
 from trainers import prefetch
 from trainers.data import Batch, Batches
+from trainers.leaving_out import left_out
 from trainers.saving import Saver
 from trainers.watching.callback import Callbacks
 from trainers.watching.history import VALIDATION, Epoch, History
@@ -83,6 +84,7 @@ class Fit:
         self._saver = saver
         self._begun = Begun()
         self._asked = False  # all ranks know that it is time for a checkpoint
+        self._share = 0.0  # of the batch that this rank has computed
         self._since = 0.0  # when this epoch began here
 
     @np.errstate(all="ignore")  # the meter tells it better when the loss diverges
@@ -171,30 +173,37 @@ class Fit:
     def _steps(self, number: int, shares: Iterator[Batch]) -> None:
         last = self.batches.steps - 1
         for step in range(self._begun.step, self.batches.steps):
-            self._step(step, shares)
+            self._step(number, step, shares)
             if (step + 1) % self._look_every == 0 or step == last:
                 self._look_at_flags()
             self.guarded(partial(self.end_batch, step))
+            self._all.between_steps(number, step)
             if self._saver is not None and step < last:
                 self._save_between(number, step + 1)
             if self._stopped:
                 break
 
-    def _step(self, step: int, shares: Iterator[Batch]) -> None:
+    def _step(self, number: int, step: int, shares: Iterator[Batch]) -> None:
         trainer = self._trainer
         self.guarded(partial(self.begin_batch, step))
         self.guarded(lambda: self._compute(shares))
         if self.error is not None:
+            self._share = 0.0
             trainer._compute(None)
         if not trainer.tells_errors:
             raise_together(trainer._comm, self.error)
         wants = self._saver is not None and self._saver.wants()
-        trainer.measured = trainer._step((float(trainer.stop_training), float(wants), float(self.error is not None)))
+        flags = float(trainer.stop_training), float(wants), float(self.error is not None)
+        if self._all.before_update(number, step):
+            trainer.measured = left_out(trainer, self._share, flags, self._meter.last())
+        else:
+            trainer.measured = trainer._step(flags)
 
     def _compute(self, shares: Iterator[Batch]) -> None:
         trainer = self._trainer
         with trainer.span("data"):
             batch = self._fetch(shares)
+            self._share = batch.share
         with trainer.span("compute"):
             trainer._compute(batch)
 
@@ -203,6 +212,10 @@ class Fit:
         if failed:
             raise_together(self._trainer._comm, self.error)
         self._stopped, self._asked = bool(stop), bool(save)
+
+    def unusable(self, gradients: Any) -> bool:
+        """Whether this rank is not to bring these gradients, where steps are not taken together; may raise anything."""
+        return self._all.unusable(gradients)
 
     def _fetch(self, shares: Iterator[Batch]) -> Batch:
         return self.checked(next(shares))

@@ -204,6 +204,17 @@ class MirroredTrainer(Trainer):
             "update": update,
         }
 
+    def _apart(self) -> dict[str, str]:
+        return {} if self._sharded is None else self._sharded.apart()
+
+    @property
+    def _fresh_gradients(self) -> Any:
+        return self.buffer[: self.replica.gradient_length]
+
+    @property
+    def _fresh_measured(self) -> Any:
+        return self._measured
+
     def _settle(self) -> None:
         if self._sharded is not None:
             self._sharded.fence()

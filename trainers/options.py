@@ -43,6 +43,7 @@ def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
         if getattr(options, name) and not options.checkpoint:
             raise ArgumentError(f"--{name.replace('_', '-')} needs the folder of the checkpoints: --checkpoint DIR")
     strategies.settle(options)
+    watching.settle(options)
     defaults = {**FILE_DEFAULTS, **NETWORK, **DEFAULTS.get(options.data, {})}
     if options.optimizer not in (None, NETWORK["optimizer"]):
         defaults["lr"] = OPTIMIZERS[options.optimizer].default_lr

@@ -41,6 +41,8 @@ class Update(Protocol):
 
     def check_edits(self) -> None: ...
 
+    def apart(self) -> dict[str, str]: ...
+
     def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]: ...
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]: ...
@@ -155,6 +157,13 @@ class ShardedUpdate:
                 "of a node are the same memory, so it may have been edited several times; load the model again, and "
                 "edit it by trainer.edit(function)"
             )
+
+    def apart(self) -> dict[str, str]:
+        """As Trainer._apart."""
+        apart = dict.fromkeys(self._replica.elementwise, "every rank has its own slice only")
+        if self._window is not None and self._backend.topology.nodes == 1:
+            apart["parameters"] = "the ranks have one copy of them in common"
+        return apart
 
     def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """A replica's state, with what belongs to the slices collected from their owners."""

@@ -129,7 +129,7 @@ class SpareReplicasTrainer(ServedTrainer):
         assert client is not None
         step, kind = 0, WORK
         while kind == WORK:
-            computed = fit.guarded(partial(self._compute_part, fit, visited, step, replica))
+            computed = fit.guarded(partial(self._compute_part, fit, visited, step, replica, gradients))
             halts = fit.error is not None or self.stop_training
             head = Head(GRADIENTS if computed else NOTHING, step, halt=halts)
             client.expect(CHIEF)
@@ -142,7 +142,7 @@ class SpareReplicasTrainer(ServedTrainer):
             fit.guarded(partial(fit.end_batch, step))
             kind, step = reply.head.kind, reply.head.step
 
-    def _compute_part(self, fit: Fit, visited: np.ndarray, step: int, replica: Replica) -> bool:
+    def _compute_part(self, fit: Fit, visited: np.ndarray, step: int, replica: Replica, gradients: np.ndarray) -> bool:
         """This rank's gradients of a step; false when it has no rows. May raise anything."""
         self._values[:] = 0
         fit.begin_batch(step)
@@ -152,6 +152,9 @@ class SpareReplicasTrainer(ServedTrainer):
             return False
         with self.span("compute"):
             self._values[:-1] = replica.gradients(*fit.checked(batch)[:2], batch.share)
+        if fit.unusable(gradients):
+            self._values[:] = gradients[:] = 0  # of no rows: the chief waits for as many ranks as bring some
+            return True
         self._values[:-1] *= batch.share
         self._values[-1] = batch.share
         return True

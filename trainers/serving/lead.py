@@ -70,12 +70,14 @@ class Lead:
     def _update(self, found: Round, step: int, rows: int) -> None:
         """One step by the mean over the rows that were used."""
         measured = np.sum([arrival.parcel.measures for arrival in found.used], axis=0)
-        share = float(measured[-1])
+        share, self._newest = float(measured[-1]), None
+        if not share:
+            return  # every rank has left its gradients out
         summands = [arrival.parcel.body for arrival in found.used]
         with self._span("update"):
             self._shard.add_up(summands, 1.0 if abs(share - 1) < ROUNDING else share)
             self._shard.update()
-        self._newest, self._means = None, measured[:-1] / share
+        self._means = measured[:-1] / share
         self._tally.add(self._means, share * rows, step)
 
     def _go_on(self, step: int, arrival: Arrival) -> None:

@@ -16,6 +16,7 @@ from allreduce.topology import Topology
 from trainers import malloc
 from trainers.base import Trainer
 from trainers.data import Batches
+from trainers.divergence import LEARNING_RATES
 from trainers.errors import ArgumentError
 from trainers.exchange import pieces
 from trainers.replica import Replica
@@ -37,6 +38,8 @@ class ServedTrainer(Trainer):
     thread: what the topology's worker is for: "" for nothing, "ask" for parameters while this rank computes (which
         can wait until it has computed), or "serve" while it does. owns_topology: it is closed with this.
     """
+
+    mirrors = "epoch"
 
     def __init__(
         self, replica: Replica, topology: Topology, servers: Sequence[int], workers: Sequence[int],
@@ -102,6 +105,13 @@ class ServedTrainer(Trainer):
             self._desk = Desk(self._messages, waits, self.workers, measures, length, dtype, self._unit)
         if self.rank in self.workers:
             self._client = Client(self._messages, self._waits, self._waits_beside, self.servers, self._slices, *shape)
+
+    def _apart(self) -> dict[str, str]:
+        return dict.fromkeys([*self.replica.updated, LEARNING_RATES], "the servers have them")
+
+    @property
+    def _fresh_gradients(self) -> Any:
+        return None if self.part is None else self._gradients
 
     def _meter(self, batches: Batches) -> Any:
         self._tally = Tally(self.replica.metrics)

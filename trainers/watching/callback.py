@@ -41,6 +41,21 @@ class Callback:
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None: ...
 
+    def before_update(self, epoch: int, batch: int) -> bool:
+        """All ranks have computed their gradients, and nothing is averaged yet. True: all leave this step out.
+
+        This and `between_steps` are called on all ranks, where these take every step together, also on one that has
+        met an error, so a callback that is `collective` may communicate in them; what it raises, all ranks raise.
+        """
+        return False
+
+    def between_steps(self, epoch: int, batch: int) -> None:
+        """All ranks have taken a step."""
+
+    def unusable(self, gradients: Any) -> bool:
+        """Whether this rank does not bring what it has computed, where steps are not taken together. Local."""
+        return False
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to hold of this callback: numbers, or arrays that are not changed any more."""
         return {}
@@ -66,6 +81,10 @@ class Callbacks:
             _tell_trainer(callback, trainer)
         self._batch_begin = [each for each in self._all if _overrides(each, "on_train_batch_begin")]
         self._batch_end = [each for each in self._all if _overrides(each, "on_train_batch_end")]
+        ours = [each for each in self._all if isinstance(each, Callback)]  # Keras' own have no such events
+        self._before_update = [each for each in ours if _overrides(each, "before_update")]
+        self._between_steps = [each for each in ours if _overrides(each, "between_steps")]
+        self._unusable = [each for each in ours if _overrides(each, "unusable")]
         self.collective = [type(each).__name__ for each in self._all if getattr(each, "collective", False)]
         self.read_batches = any(getattr(each, "reads_batches", True) for each in self._batch_end)
 
@@ -115,6 +134,16 @@ class Callbacks:
     def batch_end(self, batch: int, logs: Logs) -> None:
         for callback in self._batch_end:
             callback.on_train_batch_end(batch, logs)
+
+    def before_update(self, epoch: int, batch: int) -> bool:
+        return any(callback.before_update(epoch, batch) for callback in self._before_update)
+
+    def between_steps(self, epoch: int, batch: int) -> None:
+        for callback in self._between_steps:
+            callback.between_steps(epoch, batch)
+
+    def unusable(self, gradients: Any) -> bool:
+        return any(callback.unusable(gradients) for callback in self._unusable)
 
     def let_go(self) -> None:
         """The callbacks outlive the fit; its trainer and its memory must not."""

@@ -37,6 +37,10 @@ class Meter(Callback):
         if self._done % LOOK_EVERY == 0:
             self.look()
 
+    def last(self) -> np.ndarray:
+        """The values of the step before, on the host; zeros before an epoch's first."""
+        return self._host(self._rows[self._done - 1]) if self._done else np.zeros(len(self._metrics))
+
     def values(self) -> np.ndarray:
         """The values of the epoch's steps so far, (steps, metrics), a copy on the host."""
         return np.array(self._host(self._rows[: self._done]))

@@ -1,0 +1,179 @@
+"""Replicas that differ, and gradients that are no numbers, in real fits: who it was is told on all ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+import trainers
+from allreduce import notices
+from allreduce.errors import DisagreementError, DivergenceError
+from trainers import MirroredTrainer, NumpyNetwork
+from trainers.base import Trainer
+from trainers.callbacks import Callback, CheckDivergence, CheckGradients
+from trainers.errors import ArgumentError, DivergedError, NotFiniteError
+
+SIZE = MPI.COMM_WORLD.size
+X = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")
+Y = np.arange(60) % 3
+BAD = X.copy()
+BAD[39, 1] = np.nan  # of three ranks, the last one's row in the second batch
+ONCE = SIZE == 3 and MPI.get_vendor()[0] != "MPICH"
+pytestmark = pytest.mark.skipif(not ONCE, reason="a majority needs three ranks, and once is enough")
+
+KINDS: dict[str, Callable[[NumpyNetwork, allreduce.Topology], Trainer]] = {
+    "replicated": lambda network, ranks: MirroredTrainer(network, "auto", ranks),
+    "sharded": lambda network, ranks: MirroredTrainer(network, "auto", ranks, update="sharded"),
+    "central": lambda network, ranks: trainers.CentralStorageTrainer(network, ranks),
+    "sync": lambda network, ranks: trainers.ParameterServerTrainer(network, ranks, updates="sync"),
+    "async": lambda network, ranks: trainers.ParameterServerTrainer(network, ranks),
+    "spare": lambda network, ranks: trainers.SpareReplicasTrainer(network, ranks, spare=0),
+}
+
+
+def made(ranks: allreduce.Topology, kind: str = "replicated") -> Trainer:
+    if kind in ("async", "spare") and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        pytest.skip("this MPI has no MPI_THREAD_MULTIPLE")
+    return KINDS[kind](NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), ranks)
+
+
+def fit(trainer: Trainer, *callbacks: Callback, x: np.ndarray = X) -> Any:
+    return trainer.fit(x, Y, 2, 20, shuffle=False, callbacks=callbacks, progress=False)
+
+
+def raised(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
+    """The text with which all ranks raise `kind`. Collective."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert len(set(world.allgather(str(caught.value)))) == 1
+    return str(caught.value)
+
+
+class Edits(Callback):
+    """Changes this rank's replica in the second step."""
+
+    def __init__(self, change: Callable[[Any], object]) -> None:
+        self.change = change
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            self.change(self.trainer.replica)
+
+
+def bias(replica: NumpyNetwork) -> None:
+    replica.parameters[-1] += 1e-6
+
+
+def rate(replica: NumpyNetwork) -> None:
+    replica.learning_rates = [0.5]
+
+
+def velocity(replica: NumpyNetwork) -> None:
+    replica.optimizer.state["velocity"][7] = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(bias, "layer 2 bias, the first of 1 differences"), (rate, "learning rates"), (velocity, "optimizer.velocity")],
+)
+def test_who_differs_in_what(
+    change: Callable[[Any], object], words: str, flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    """And the training stops on all ranks; with `copy` it goes on, in bits as if nothing had happened."""
+    edits = [Edits(change)] if world.rank == 1 else []
+    with made(flat) as trainer:
+        text = raised(world, DivergenceError, lambda: fit(trainer, *edits, CheckDivergence(every=2)))
+        assert text.startswith("after step 2 of epoch 1 the replicas are no longer equal: rank 1 differs from")
+        assert words in text
+        assert all(f"rank {rank}: " in text for rank in range(3))
+    with made(flat) as trainer:
+        fit(trainer, CheckDivergence(every=1))
+        right = trainer.parameters_sha256()
+    with made(flat) as trainer:
+        check = CheckDivergence(every=1, on_divergence="copy")
+        fit(trainer, *edits, check)
+        assert check.copies == 2  # once in each epoch
+        assert trainer.parameters_sha256() == right
+
+
+def test_a_rank_that_is_right(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    with made(flat) as trainer:
+        fit(trainer, *([Edits(bias)] if world.rank == 1 else []), CheckDivergence(2, "copy", source=1))
+        assert len(set(trainer.parameters_sha256())) == 1
+        wrong = raised(world, ArgumentError, lambda: fit(trainer, CheckDivergence(2, "copy", source=3)))
+        assert "source=3" in wrong
+        other = CheckDivergence(2 + (world.rank == 2))
+        assert "every=3" in raised(world, DisagreementError, lambda: fit(trainer, other))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "sync", "spare"])
+def test_replicas_that_are_equal(
+    kind: str, flat: allreduce.Topology, world: MPI.Intracomm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No false alarm; what has no copies is said. An error of one rank beside a check is everyone's, and no hang."""
+    notices._said.clear()
+    with made(flat, kind) as trainer:
+        fit(trainer, CheckDivergence(every=1))
+        if world.rank == 0 and kind == "sharded":
+            assert "CheckDivergence leaves out what can't differ: " in caplog.text
+            assert "parameters (the ranks have one copy of them in common)" in caplog.text
+
+        def fails(replica: Any) -> None:
+            raise ArgumentError("on purpose")
+
+        edits = [Edits(fails)] if world.rank == 0 else []
+        assert "on purpose" in raised(world, ArgumentError, lambda: fit(trainer, *edits, CheckDivergence(every=1)))
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "central", "sync", "async", "spare"])
+def test_who_brings_nan(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    with made(flat, kind) as trainer:
+        text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients(), x=BAD))
+        if kind in ("replicated", "sharded", "central"):
+            assert text.startswith(
+                "in epoch 1, step 2, gradients are no numbers: rank 2 has brought 67 NaN gradients, "
+            )
+        assert "NaN gradients, the first in layer 1 weights (element 0): look at" in text
+    with made(flat, kind) as trainer:
+        check = CheckGradients("skip")
+        fit(trainer, check, x=BAD)
+        together = kind not in ("async", "spare")
+        assert world.allreduce(check.skipped) == (2 * SIZE if together else 2)
+        assert len(set(trainer.parameters_sha256())) == 1
+        skipped = trainer.evaluate(X, Y)["loss"]
+    if together:
+        with made(flat, kind) as trainer:
+            without = np.delete(X, slice(20, 40), axis=0), np.delete(Y, slice(20, 40), axis=0)
+            trainer.fit(*without, 2, 20, shuffle=False, progress=False)
+            assert skipped == trainer.evaluate(X, Y)["loss"]  # as if there were no such batch
+    else:
+        assert np.isfinite(skipped)
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_sums_that_overflow(update: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """Every rank's gradients are numbers. Without the check the training goes on with infinite parameters."""
+    with made(flat, update) as trainer:
+        replica, plain = trainer.replica, trainer.replica.gradients
+
+        def large(*batch: Any) -> Any:
+            values = plain(*batch)
+            replica._gradients[5] = 2e38  # type: ignore[attr-defined]
+            replica._gradients[-1] = -1e30  # type: ignore[attr-defined]
+            return values
+
+        replica.gradients = large  # type: ignore[method-assign]
+        text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients()))
+        assert "the sum of gradients overflows in layer 1 weights (element 5), and every rank's own are numbers" in text
+        replica.gradients = plain  # type: ignore[method-assign]
+        assert np.isfinite(fit(trainer, CheckGradients()).column("loss")).all()
+
+
+def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    with made(flat) as trainer:
+        assert "on_bad='ignore'" in raised(world, ArgumentError, lambda: fit(trainer, CheckGradients("ignore")))
+        with pytest.raises(DivergedError):  # what happens without it names no rank
+            fit(trainer, x=BAD)

@@ -1,0 +1,76 @@
+"""The checks of replicas and gradients on one rank: what is counted and named, and the options that ask for them."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from trainers import divergence, finite, options
+from trainers.callbacks import CheckDivergence, CheckGradients
+from trainers.divergence import Divergence
+from trainers.errors import ArgumentError
+from trainers.finite import Findings, Place
+from trainers.watching import options as watching
+
+PLACES = [Place("weights", 0, 600_000), Place("bias", 600_000, 7)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"], ids=str)
+def test_what_is_no_number_is_counted_and_named(dtype: str) -> None:
+    gradients = np.full(600_007, 0.25, dtype)
+    found = Findings()
+    found.add(gradients, PLACES)
+    assert found.finite
+    assert found.norm == pytest.approx(0.25 * 600_007**0.5, rel=1e-2)
+    gradients[[300_000, 600_001, 600_003]] = np.nan
+    gradients[400_000] = -np.inf
+    found.add(gradients, PLACES)
+    assert found.row().tolist() == [3, 1, 0, 300_000]
+    text = finite.told(np.array([[0, 0, -1, 0], found.row()]), PLACES)
+    assert text.endswith("rank 1 has brought 3 NaN and 1 infinite gradients, the first in weights (element 300000)")
+
+
+def test_large_gradients_are_numbers() -> None:
+    """Their squares overflow float32; and their sum over ranks may overflow, which is looked at."""
+    gradients = np.full(600_007, 2e38, np.float32)
+    found = Findings()
+    found.add(gradients, PLACES)
+    rows, norms = finite.exchange(MPI.COMM_SELF, found)
+    assert rows is None
+    assert finite.may_overflow(norms, gradients.dtype)
+    assert finite.overflowing(MPI.COMM_SELF, gradients, PLACES, gradients.size, gradients.dtype) == ""
+    gradients[600_002] = np.inf  # as a sum has become that was added up on one rank
+    assert finite.overflowing(MPI.COMM_SELF, gradients, PLACES, gradients.size, gradients.dtype) == "bias (element 2)"
+
+
+@pytest.mark.parametrize(
+    ("columns", "source", "root", "differing"),
+    [
+        ([1, 1, 1, 2], "majority", 0, [3]),
+        ([2, 1, 1, 1], "majority", 1, [0]),
+        ([2, 2, 1, 1], "majority", 0, [2, 3]),  # as frequent: the lowest rank's
+        ([2, 2, 1, 1], 3, 3, [0, 1]),
+    ],
+)
+def test_whose_replica_is_copied(columns: list[int], source: str | int, root: int, differing: list[int]) -> None:
+    found = Divergence(["a", "b"], np.array([[5, each] for each in columns]), [""] * 4)
+    assert found.root(source) == root
+    assert found.differing(root) == differing
+    assert " in b, the first of 1 differences" in str(found)
+
+
+def test_what_is_compared_is_bits() -> None:
+    assert divergence.compare(MPI.COMM_SELF, {"a": np.array([np.nan]), "none": np.zeros((0, 2)), "text": "x"}) is None
+    assert divergence.refusal(1, "copy", 1, 2) == ""
+    for bad in ((0, "copy", 0, 2), (1, "ignore", 0, 2), (1, "copy", 2, 2), (1, "copy", True, 2), (True, "copy", 0, 2)):
+        assert divergence.refusal(*bad)
+
+
+def test_options_of_the_command_line() -> None:
+    chosen = options.parse(["--check-divergence", "50", "--on-divergence", "copy", "--check-gradients", "skip"], False)
+    first, second = watching.callbacks(chosen)
+    assert isinstance(first, CheckDivergence)
+    assert isinstance(second, CheckGradients)
+    assert (first.every, first.on_divergence, second.on_bad) == (50, "copy", "skip")
+    with pytest.raises(ArgumentError, match="needs --check-divergence N"):
+        options.parse(["--on-divergence", "copy"], False)

@@ -1,0 +1,149 @@
+"""Whether gradients are numbers: found out on the rank that brings them, before they are averaged.
+
+Afterwards nobody could say whose NaN it was. Each rank takes the norm of its own gradients, which costs one reading
+and is no number when one of them is none. The sum of the ranks' norms is a bound of every sum of gradients: as long
+as it is small, no sum can overflow, and nobody needs to look at the averages.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.arrays import dtypes
+from allreduce.messages.agreement import wait_for
+
+ANSWERS = ("raise", "skip")  # what may be done about gradients that are no numbers
+BLOCK = 1 << 18  # elements that are looked at together, where they can't be in one go
+WAITS = "hear whether all gradients are numbers"
+ADVICE = "look at its rows of the batch, scale the features, or lower the learning rate"
+
+
+class Place(NamedTuple):
+    """The gradients of one parameter: elements [start, start + size) of what is looked at."""
+
+    name: str
+    start: int
+    size: int
+
+
+class Findings:
+    """What a rank has found in its gradients. norm: of those that are numbers only if all are."""
+
+    def __init__(self) -> None:
+        self.squares = 0.0
+        self.nan = self.infinite = 0
+        self.place, self.element = -1, 0  # of the first that is no number
+
+    def add(self, gradients: Any, places: Sequence[Place], first: int = 0) -> None:
+        """Look at a 1-D array, on the host or a GPU. places: of its parameters, of which `first` is the number."""
+        squares = _squares(gradients)
+        if not np.isfinite(squares):
+            squares = self._look(gradients, places, first)
+        self.squares += squares
+
+    @property
+    def finite(self) -> bool:
+        return not (self.nan or self.infinite)
+
+    @property
+    def norm(self) -> float:
+        return float(np.sqrt(self.squares))
+
+    def _look(self, gradients: Any, places: Sequence[Place], first: int) -> float:
+        """Count what is no number; the sum of squares, in float64."""
+        squares = 0.0
+        for number, (_, start, size) in enumerate(places, first):
+            for begin in range(start, start + size, BLOCK):
+                block = _wide(gradients[begin : min(begin + BLOCK, start + size)])
+                good = np.isfinite(block)
+                if good.all():
+                    squares += float(np.dot(block, block))
+                    continue
+                if self.finite:
+                    self.place, self.element = number, begin - start + int(np.argmin(good))
+                nan = int(np.isnan(block).sum())
+                self.nan += nan
+                self.infinite += int((~good).sum()) - nan
+        return squares
+
+    def row(self) -> np.ndarray:
+        return np.array([self.nan, self.infinite, self.place, self.element], np.int64)
+
+
+def exchange(comm: MPI.Intracomm, own: Findings) -> tuple[np.ndarray | None, float]:
+    """The rows of all ranks' findings, None when all gradients are numbers; and the sum of the norms. Collective."""
+    sums = np.array([own.norm if own.finite else 0.0, not own.finite])
+    wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, sums), WAITS)
+    if not sums[1]:
+        return None, float(sums[0])
+    rows = np.empty((comm.size, 4), np.int64)
+    wait_for(comm, comm.Iallgather(own.row(), rows), WAITS)
+    return rows, float(sums[0])
+
+
+def told(rows: np.ndarray, places: Sequence[Place]) -> str:
+    """Which ranks have brought gradients that are no numbers, and of which parameters."""
+    texts = []
+    for rank, (nan, infinite, place, element) in enumerate(rows.tolist()):
+        if nan or infinite:
+            where = f"the first in {places[place].name} (element {element})"
+            texts.append(f"rank {rank} has brought {_count(nan, infinite)}, {where}")
+    return f"gradients are no numbers: {'; '.join(texts)}"
+
+
+def may_overflow(norms: float, dtype: np.dtype) -> bool:
+    """Whether sums of gradients, of which the ranks' norms have this sum, may leave the range of the dtype."""
+    return not norms < largest(dtype) / 2
+
+
+def largest(dtype: np.dtype) -> float:
+    """The largest number of a floating dtype."""
+    if dtype.kind == "f":
+        return float(np.finfo(dtype).max)
+    return float(np.finfo(np.float32).max)  # bfloat16 has the range of float32
+
+
+def overflowing(comm: MPI.Intracomm, gradients: Any, places: Sequence[Place], length: int, dtype: np.dtype) -> str:
+    """The parameter whose gradients are numbers on all ranks and whose sum may be none; "" for none. Collective.
+
+    gradients: None on ranks that have none. Takes its time: every gradient is added up in float64, by absolute value.
+    """
+    for begin in range(0, length, BLOCK):
+        end = min(begin + BLOCK, length)
+        sums = np.zeros(end - begin) if gradients is None else np.abs(_wide(gradients[begin:end]))
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, sums), WAITS)
+        over = np.flatnonzero(sums > largest(dtype))
+        if over.size:
+            at = begin + int(over[0])
+            place = next(each for each in places if each.start <= at < each.start + each.size)
+            return f"{place.name} (element {at - place.start})"
+    return ""
+
+
+def overflow_told(where: str) -> str:
+    return (
+        f"the sum of gradients overflows in {where}, and every rank's own are numbers: they are too large for the "
+        "dtype; lower the learning rate, or clip"
+    )
+
+
+def _count(nan: int, infinite: int) -> str:
+    parts = [f"{number} {what}" for number, what in ((nan, "NaN"), (infinite, "infinite")) if number]
+    return f"{' and '.join(parts)} gradient{'s' * (nan + infinite > 1)}"
+
+
+def _squares(gradients: Any) -> float:
+    """The sum of the squares; no number when a gradient is none, or when their squares are too large."""
+    if dtypes.is_half(gradients.dtype):
+        wide = (gradients[at : at + BLOCK].astype(np.float32) for at in range(0, len(gradients), BLOCK))
+        return float(sum(float(block.dot(block)) for block in wide))
+    with np.errstate(all="ignore"):
+        return float(gradients.dot(gradients))
+
+
+def _wide(block: Any) -> np.ndarray:
+    """A block on the host, in float64."""
+    host = block.get() if hasattr(block, "get") else block
+    return host.astype(np.float64)

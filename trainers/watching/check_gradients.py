@@ -1,0 +1,91 @@
+"""CheckGradients: NaN and infinite gradients are found before they are averaged, and their rank is named."""
+
+from typing import Any
+
+import numpy as np
+
+from allreduce import notices
+from allreduce.arrays import dtypes
+from allreduce.messages.agreement import known
+from trainers import finite
+from trainers.errors import ArgumentError, NotFiniteError
+from trainers.finite import Findings, Place
+from trainers.watching.callback import Callback, Logs
+
+
+class CheckGradients(Callback):
+    """Looks at every rank's own gradients in every step. Given on all ranks or on none.
+
+    on_bad: "raise": all ranks raise the same NotFiniteError, which names the ranks that have brought gradients that
+        are no numbers, and the parameters. "skip": say so, and leave the step out on all ranks: nothing is updated,
+        and its metrics are those of the ranks whose loss is a number. Where steps are not taken together (trainers
+        with servers that do not wait) the rank leaves its gradients out.
+
+    Gradients that are numbers on every rank, but whose sum overflows, are told as that. Costs a message of
+    16 bytes a step, and one reading of the gradients, a dot product: 1.1 ms for 10 million float32, whose average over
+    two ranks takes 12.
+
+    Raises ArgumentError on all ranks when the fit begins.
+    """
+
+    collective = True
+    reads_batches = False
+
+    def __init__(self, on_bad: str = "raise") -> None:
+        self.on_bad = on_bad
+        self.skipped = 0  # steps that were left out
+        self._places: list[Place] = []
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        trainer, error = self.trainer, None
+        if self.on_bad not in finite.ANSWERS:
+            error = ArgumentError(f'CheckGradients: on_bad={self.on_bad!r} is unknown; use "raise" or "skip"')
+        trainer._agree(f"CheckGradients(on_bad={self.on_bad!r})", error)
+        self._places = _places(trainer.replica)
+
+    def before_update(self, epoch: int, batch: int) -> bool:
+        trainer, gradients = self.trainer, self.trainer._fresh_gradients
+        own = Findings()
+        if gradients is not None:
+            own.add(gradients, self._places)
+        rows, norms = finite.exchange(trainer._comm, own)
+        text = "" if rows is None else finite.told(rows, self._places)
+        dtype = dtypes.parse(trainer.replica.gradient_dtype)
+        if rows is None and finite.may_overflow(norms, dtype):
+            length = trainer.replica.gradient_length
+            where = finite.overflowing(trainer._comm, gradients, self._places, length, dtype)
+            text = finite.overflow_told(where) if where else ""
+        if not text:
+            return False
+        text = f"in epoch {epoch + 1}, step {batch + 1}, {text}"
+        if self.on_bad == "raise":
+            raise known(NotFiniteError(f"{text}: {finite.ADVICE}"), trainer._comm)
+        self.skipped += 1
+        if trainer.rank == 0:
+            notices.log.warning("allreduce: %s; no rank takes this step", text)
+        return True
+
+    def unusable(self, gradients: Any) -> bool:
+        own = Findings()
+        own.add(gradients, self._places)
+        if own.finite:
+            return False
+        rows = np.zeros((self.trainer.size, 4), np.int64)
+        rows[self.trainer.rank] = own.row()
+        text = finite.told(rows, self._places)
+        if self.on_bad == "raise":
+            raise NotFiniteError(f"{text}: {finite.ADVICE}")
+        self.skipped += 1
+        notices.log.warning("allreduce: %s; it leaves them out", text)
+        return True
+
+
+def _places(replica: Any) -> list[Place]:
+    """Where the gradients of which parameter are; behind them may be what a replica averages beside."""
+    places, start = [], 0
+    for name, shape in replica.shapes().items():
+        places.append(Place(name, start, int(np.prod(shape))))
+        start += places[-1].size
+    if start < replica.gradient_length:
+        places.append(Place("statistics" if places else "parameters", start, replica.gradient_length - start))
+    return places
