@@ -18,6 +18,7 @@ from mpi4py import MPI
 from allreduce import notices
 from allreduce.arrays.signature import ALLOCATED, FOREIGN
 from allreduce.machine import Machine, identify
+from allreduce.messages.agreement import root_value
 from allreduce.registry import BACKENDS
 from allreduce.topology import Topology
 
@@ -106,8 +107,10 @@ def rule_for(comm: MPI.Intracomm, topology: Topology, given: str | os.PathLike[s
     debug level). Calls that the
     table has no entry for (other dtypes, GPU arrays) are left to `builtin`.
     """
-    read = _read(topology, given) if comm.rank == 0 else None
-    entries, said = comm.bcast(read)
+    read, said = _read(topology, given) if comm.rank == 0 else ({}, "")
+    told = [[*key, steps] for key, steps in read.items()], said
+    listed, said = root_value(comm, told, "learn how to choose a backend")
+    entries = {(dtype, memory): [Step(*step) for step in steps] for dtype, memory, steps in listed}
     if comm.size > 1 and said:
         notices.once(comm.rank, said)
     return _as_rule(entries, builtin) if entries else builtin

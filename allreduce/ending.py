@@ -40,6 +40,11 @@ def world_ranks(comm: MPI.Comm) -> tuple[int, ...]:
     return ranks
 
 
+def here() -> tuple[int, int]:
+    """This rank's number in MPI.COMM_WORLD, and how many there are. Local."""
+    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
 def install() -> None:
     """From now on an uncaught exception prints its traceback, with the rank, and ends the whole job. Local.
 

@@ -116,4 +116,4 @@ def _broadcast(comm: MPI.Comm, array: np.ndarray, root: int) -> None:
     """Overwrite a 1-D array of any dtype with what rank `root` has in it. Collective."""
     memory = array.view(np.uint8)
     for piece in chunks.segments(slice(0, memory.size), LARGEST_COUNT):
-        comm.Bcast(memory[piece], root)
+        comm.Bcast(memory[piece], root)  # in a call of a backend, which is watched

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from mpi4py import MPI
 
 from allreduce.errors import OptionError
+from allreduce.messages.agreement import all_values, root_value
 from allreduce.messages.watch import STALL, TIMEOUT, seconds
 
 
@@ -21,8 +22,8 @@ def simulated_node(rank: int, ranks_per_node: int | Sequence[int]) -> int:
 
 def number_nodes(world: MPI.Intracomm, node: MPI.Intracomm) -> tuple[tuple[int, ...], int]:
     """The sizes of all nodes, and which one is this rank's. Nodes are in the order of their leaders. Collective."""
-    leader = node.bcast(world.rank)
-    sizes = dict(world.allgather((leader, node.size)))
+    leader = root_value(node, world.rank, "learn the leader of this node")
+    sizes = dict(all_values(world, [leader, node.size], "count the nodes"))
     leaders = sorted(sizes)
     return tuple(sizes[each] for each in leaders), leaders.index(leader)
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from allreduce.messages.agreement import everywhere, place_of, watched
+from allreduce.messages.agreement import everywhere, place_of, waiting, watched
 from allreduce.messages.board import Board
 from allreduce.messages.notes import Wait
 from allreduce.messages.watch import Watch
@@ -44,7 +44,8 @@ class Owner:
         self.check_open()
         if user is not None and user not in self._users:
             self._users.append(user)
-        comm = self._own(self.world.Dup())
+        with waiting(self.world, "make a communicator"):
+            comm = self._own(self.world.Dup())
         watched(comm, self.watch, wait or self.watch.place(self._number(), raises=True))
         return comm
 
@@ -89,9 +90,15 @@ class Owner:
                     self.release(comm)
             raise
 
-    def _own(self, comm: MPI.Comm) -> MPI.Intracomm:
+    def _own(self, comm: MPI.Comm, watch: bool = False) -> MPI.Intracomm:
+        """Free it in the end. watch: waits on it are in a place of their own."""
         assert isinstance(comm, MPI.Intracomm)
         self._owned.append(comm)
+        return self._watched(comm) if watch else comm
+
+    def _watched(self, comm: MPI.Comm) -> MPI.Intracomm:
+        assert isinstance(comm, MPI.Intracomm)
+        watched(comm, self.watch, self.place())
         return comm
 
     def _number(self) -> int:

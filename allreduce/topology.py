@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from allreduce import children, ending, machine, notices
 from allreduce.errors import ClosedError, OptionError
-from allreduce.messages.agreement import agree, place_of
+from allreduce.messages.agreement import agree, all_values, place_of, waiting, watched
 from allreduce.messages.board import Board
 from allreduce.messages.reach import Reach
 from allreduce.messages.watch import TIMEOUT, Watch, seconds
@@ -59,22 +59,29 @@ class Topology(Owner):
         self.closed = False
         self.simulated = ranks_per_node is not None
         self.timeout = seconds(TIMEOUT, 1800.0) if timeout is None else float(timeout)
-        self.watch = Watch(self._own(comm.Dup()), self.timeout)
-        self.world: MPI.Intracomm = self._own(comm.Dup())
+        with waiting(comm, asked):
+            first = self._own(comm.Dup())
+        self.watch = Watch(first, self.timeout)
+        watched(first, self.watch, self.place())
+        with waiting(first, asked):
+            self._connect(first, ranks_per_node)
+
+    def _connect(self, comm: MPI.Intracomm, ranks_per_node: int | Sequence[int] | None) -> None:
+        """Make all communicators but the watch's, which is `comm`. Collective."""
+        self.world: MPI.Intracomm = self._own(comm.Dup(), watch=True)
         self._control = self.private()
-        real = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-        assert isinstance(real, MPI.Intracomm)
+        real = self._watched(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank))
         self.board = Board(real, self.rank, self.size)
-        self.cores = len(set().union(*real.allgather(machine.cores())))
+        self.cores = len(set().union(*all_values(real, machine.cores(), "count the cores of this node")))
         self.sharing = real.size  # ranks that share them
         if real.size > self.cores:
             text = f"{real.size} ranks share the {self.cores} cores of this node: expect no speed-up from more ranks"
             text += ", and times of communication that are mostly waits for a core"
             notices.once(self.rank, text)
-        self.node: MPI.Intracomm = self._own(self._divide(real, ranks_per_node))
+        self.node: MPI.Intracomm = self._own(self._divide(real, ranks_per_node), watch=True)
         self.reach = Reach(self.node)
         self.node_sizes, self.node_index = number_nodes(self.world, self.node)
-        self.cross: MPI.Intracomm = self._own(self.world.Split(self.node.rank, self.node_index))
+        self.cross: MPI.Intracomm = self._own(self.world.Split(self.node.rank, self.node_index), watch=True)
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[int], name: str, timeout: float | None = None) -> "Topology":
@@ -89,7 +96,8 @@ class Topology(Owner):
                 f"ranks {list(ranks)}: give some ranks of MPI, each of them once; there are 0 to {everyone.size - 1}"
             )
         group = everyone.Incl(list(ranks))
-        comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(name.encode()) % TAGS)
+        with waiting(MPI.COMM_WORLD, f"Topology.of_ranks({list(ranks)}, {name!r})"):
+            comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(name.encode()) % TAGS)
         try:
             return cls(comm, timeout=timeout)
         finally:
@@ -175,7 +183,8 @@ class Topology(Owner):
         """
         self.check_open()
         agree(self._control, [], "Topology.split", bad_split(colour, on_error))
-        comm = self.world.Split(colour, self.rank)
+        with waiting(self.world, "Topology.split"):
+            comm = self.world.Split(colour, self.rank)
         assert isinstance(comm, MPI.Intracomm)
         try:
             part = self._child(Topology(comm, ranks_per_node, self.timeout))
@@ -196,9 +205,12 @@ class Topology(Owner):
         copy.__dict__.update(self.__dict__)
         copy._owned, copy._users, copy._children, copy._worker, copy._origin = [], [], [], None, self
         copy._numbers = self._number() << 16
-        copy.world, copy.node, copy.cross = (copy._own(comm.Dup()) for comm in (self.world, self.node, self.cross))
+        with waiting(self.world, "Topology.duplicate"):
+            copies = [copy._own(comm.Dup(), watch=True) for comm in (self.world, self.node, self.cross)]
+            alone = MPI.COMM_SELF.Dup()
+        copy.world, copy.node, copy.cross = copies
         copy._control = copy.private()
-        copy.board = Board(MPI.COMM_SELF.Dup(), self.rank, self.size)  # for nobody: those made here are parts of a user
+        copy.board = Board(alone, self.rank, self.size)  # for nobody: those made here are parts of a user
         return self._child(copy)
 
     def close(self) -> None:
@@ -246,6 +258,7 @@ class Topology(Owner):
             self.close()
 
     def _child(self, child: "Topology") -> "Topology":
+        child.cores, child.sharing = self.cores, self.sharing  # whose ranks need them too
         self._children = [each for each in self._children if not each.closed] + [child]
         return child
 

@@ -18,7 +18,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce import Topology
 from allreduce.errors import AllReduceError, OptionError
-from allreduce.messages.agreement import raise_together
+from allreduce.messages.agreement import raise_together, root_value
 from benchmarks import cli
 from benchmarks.measuring import machine, sizes
 from benchmarks.measuring.contenders import Contender
@@ -123,7 +123,7 @@ def _check_outputs(comm: MPI.Intracomm, args: argparse.Namespace) -> None:
     problem = plot.missing(args.plot) if args.plot and comm.rank == 0 else None
     if args.html and comm.rank == 0:
         problem = problem or report.missing()
-    problem = comm.bcast(problem)
+    problem = root_value(comm, problem, "check the outputs")
     raise_together(comm, OptionError(problem) if problem else None)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 import allreduce
-from allreduce.messages.agreement import together
+from allreduce.messages.agreement import root_value, together
 from benchmarks import cli
 from benchmarks.showing import outputs
 from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
@@ -116,7 +116,7 @@ def measure(topology: allreduce.Topology, options: argparse.Namespace, folder: s
     size = os.path.getsize(files.paths(folder)[0]) if topology.rank == 0 else 0
     return {
         "parameters": replica.gradient_length,
-        "bytes": topology.world.bcast(size),
+        "bytes": root_value(topology.world, size, "learn the size of a checkpoint"),
         "seconds": {name: times[chosen].tolist() for name, chosen in kinds.items()},
     }
 
@@ -135,7 +135,7 @@ def _run(topology: allreduce.Topology, options: argparse.Namespace) -> int:
     outputs.check(topology.world, {"--json": None if options.json == "-" else options.json})
     first = topology.rank == 0
     with tempfile.TemporaryDirectory(dir=options.folder or ".", prefix="checkpoints-") as own:
-        folder = topology.world.bcast(own)
+        folder = root_value(topology.world, own, "learn the folder")
         result = measure(topology, options, folder)
         together(topology.world, lambda: None)  # nobody's folder goes before all are done
     if first:

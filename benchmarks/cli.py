@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.errors import AllReduceError, OptionError
-from allreduce.messages.agreement import everywhere, raise_together
+from allreduce.messages.agreement import everywhere, raise_together, root_value
 from benchmarks.measuring import sizes
 
 INTERRUPTED = 130  # exit code, as a shell has it
@@ -31,18 +31,19 @@ def parser(program: str, about: str | None, epilog: str | None = None) -> argpar
 
 def parse_together(parser: argparse.ArgumentParser, argv: Sequence[str] | None, comm: MPI.Intracomm) -> Any:
     """Rank 0 parses and tells the others: help and errors appear once, and all ranks exit alike. Collective."""
-    outcome: argparse.Namespace | int | None = None
+    given = list(sys.argv[1:] if argv is None else argv)
+    code, parsed = None, None
     if comm.rank == 0:
         try:
-            outcome = parser.parse_args(argv)
+            parsed = parser.parse_args(given)
         except SystemExit as stop:
-            outcome = int(stop.code or 0)
+            code = int(stop.code or 0)
         sys.stdout.flush()
         sys.stderr.flush()
-    outcome = comm.bcast(outcome)
-    if isinstance(outcome, int):
-        sys.exit(outcome)
-    return outcome
+    code, given = root_value(comm, [code, given], "parse the command line")
+    if code is not None:
+        sys.exit(code)
+    return parsed or parser.parse_args(given)
 
 
 def run_together(program: str, comm: MPI.Intracomm, main: Callable[[], int]) -> int:

@@ -38,7 +38,7 @@ from allreduce.decision_table import (
 )
 from allreduce.errors import AllReduceError, OptionError, UnavailableError
 from allreduce.machine import identify
-from allreduce.messages.agreement import raise_together
+from allreduce.messages.agreement import raise_together, root_value
 from benchmarks import cli
 from benchmarks.measuring import machine, sizes
 from benchmarks.measuring.contenders import Contender
@@ -137,8 +137,9 @@ def _run(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 def _left_out(topology: Topology, dtypes: list[np.dtype], kept: Entries) -> list[np.dtype]:
     """The dtypes that the table does not have for this topology. Collective."""
-    known = {key.dtype for key in kept if key[:2] == topology_key(topology)}
-    left = [dtype for dtype in dtypes if str(dtype) not in topology.world.bcast(known)]
+    here = [key.dtype for key in kept if key[:2] == topology_key(topology)]
+    known = root_value(topology.world, here, "learn what was measured already")
+    left = [dtype for dtype in dtypes if str(dtype) not in known]
     if topology.rank == 0:
         measured = ", ".join(str(dtype) for dtype in dtypes if dtype not in left) or "none"
         print(f"# measured already for {topology}: {measured}", flush=True)

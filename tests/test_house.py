@@ -90,6 +90,75 @@ def test_no_pickle_and_no_path_of_one_machine(path: Path) -> None:
     assert not re.search(r"[\"']/(home|root|work|Users|tmp)/", text)
 
 
+# Calls in which MPI waits for other ranks, and who may make them bare: what is below a backend, and backends, whose
+# calls are watched. Everybody else does so inside of `with waiting(...)`.
+WAITS = {"Barrier", "Bcast", "Reduce", "Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Exscan",
+         "Gather", "Gatherv", "Allgather", "Allgatherv", "Scatter", "Scatterv", "Alltoall", "Alltoallv", "Alltoallw",
+         "Send", "Ssend", "Recv", "Sendrecv", "Probe", "Mprobe", "Dup", "Split", "Split_type", "Create_group",
+         "Agree", "Shrink", "Spawn"}  # fmt: skip
+BELOW = ("allreduce/messages/", "allreduce/backends/", "allreduce/moves.py")
+WATCHED = {("allreduce/topology.py", "_connect"), ("allreduce/topology.py", "_divide")}  # called in `with waiting(...)`
+PICKLES = {"allreduce", "reduce", "bcast", "allgather", "gather", "scatter", "alltoall", "scan", "exscan", "barrier",
+           "send", "ssend", "isend", "recv", "irecv", "sendrecv", "mrecv"}  # fmt: skip
+COMMUNICATOR = re.compile(r"(^|[._])(comm|world|node|cross|control|real|local|part|messages|COMM_\w+)$")
+
+
+def is_waiting(node: ast.With) -> bool:
+    calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+    return any(ast.unparse(call.func) in ("waiting", "self._waiting") for call in calls)
+
+
+def bare_waits(node: ast.AST, path: str) -> Iterator[str]:
+    """Calls that wait for other ranks in MPI, where no watch sees it."""
+    if isinstance(node, ast.With) and is_waiting(node):
+        return
+    if isinstance(node, ast.FunctionDef) and (path, node.name) in WATCHED:
+        return
+    if isinstance(node, ast.Attribute) and node.attr in WAITS and ast.unparse(node.value) != "go":
+        yield f"{ast.unparse(node)} in line {node.lineno}"
+    for child in ast.iter_child_nodes(node):
+        yield from bare_waits(child, path)
+
+
+def pickling(tree: ast.AST) -> list[str]:
+    """mpi4py's calls for objects, which send pickles, and whoever sends such by hand."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return [
+        f"{ast.unparse(node)} in line {node.lineno}"
+        for node in attributes
+        if node.attr == "pickle" or (node.attr in PICKLES and COMMUNICATOR.search(ast.unparse(node.value)))
+    ]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if not relative(path).startswith("benchmarks/")], ids=relative)
+def test_every_wait_is_watched(path: Path) -> None:
+    if not relative(path).startswith(BELOW):
+        assert list(bare_waits(ast.parse(path.read_text()), relative(path))) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_no_object_is_sent(path: Path) -> None:
+    """A pickle from another rank, perhaps of another version, runs what is in it."""
+    assert pickling(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "bare", "pickles"),
+    [
+        ("comm.Barrier()", True, False),
+        ("with waiting(comm, 'x'):\n  comm.Barrier()", False, False),
+        ("partial(self._comm.Allreduce, x)", True, False),
+        ("topology.world.bcast(1)", False, True),
+        ("self._comm.allgather(1)", False, True),
+        ("MPI.pickle.loads(x)", False, True),
+        ("self.allreduce(x)", False, False),
+    ],
+)
+def test_waits_and_pickles_are_seen(code: str, bare: bool, pickles: bool) -> None:
+    assert bool(list(bare_waits(ast.parse(code), "x"))) == bare
+    assert bool(pickling(ast.parse(code))) == pickles
+
+
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_files_stay_small(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 300

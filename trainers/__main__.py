@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TextIO
 from allreduce import Topology
 from allreduce.arrays import gpu
 from allreduce.errors import AllReduceError
-from allreduce.messages.agreement import everywhere, known, raise_together, together
+from allreduce.messages.agreement import everywhere, known, raise_together, root_value, together, waiting
 from trainers import datasets, options, results, roles, strategies
 from trainers.checkpoints import Checkpoint
 from trainers.errors import ArgumentError, DivergedError, TrainerError
@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise  # the other ranks don't know: the hook of Topology shows the traceback and ends the job
         _say(world, f"error: {error}", sys.stderr)
         code = FAILED if isinstance(error, DivergedError) else BAD_ARGUMENTS
-        world.world.Barrier()  # the first rank to leave with a code ends the job, so let rank 0 print
+        with waiting(world.world, "end together, after an error"):
+            world.world.Barrier()  # the first rank to leave with a code ends the job, so let rank 0 print
     except KeyboardInterrupt:
         if world.size > 1:
             raise
@@ -127,7 +128,7 @@ def _train_and_evaluate(job: _Job, world: Topology, topology: Topology) -> None:
 def _end_together(job: _Job, world: Topology, error: Exception | None) -> None:
     """Raise on all ranks the error of those who train, which all of them bring, or else the evaluator's. Collective."""
     told = None if error is None else (isinstance(error, DivergedError), str(error))
-    failed = world.world.bcast(told, job.roles.chief)
+    failed = root_value(world.world, told, "hear how the training has ended", job.roles.chief)
     if failed is None:
         raise_together(world.world, error)
         return

@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any, TextIO, TypeVar
 
 import numpy as np
-from mpi4py import MPI
 
 from allreduce.errors import ClosedError
-from allreduce.messages.agreement import agree, together, wait_for
+from allreduce.messages.agreement import agree, combine, together, waiting
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from trainers.admission import NO_TARGETS, look_at
@@ -230,7 +229,8 @@ class Trainer(ABC):
         parameters = np.ascontiguousarray(together(self._comm, self.replica.state)["parameters"])
         mine = np.frombuffer(hashlib.sha256(parameters.view(np.uint8).data).digest(), np.uint8)
         everyone = np.empty((self.size, mine.size), np.uint8)
-        self._comm.Allgather(mine, everyone)
+        with waiting(self._comm, "parameters_sha256"):
+            self._comm.Allgather(mine, everyone)
         return [each.tobytes().hex() for each in everyone]
 
     def close(self) -> None:
@@ -258,7 +258,7 @@ class Trainer(ABC):
     def _evaluate(self, x: Any, y: np.ndarray | None) -> dict[str, float]:
         with np.errstate(all="ignore"):  # a model that has diverged has a loss that says so
             sums = together(self._comm, lambda: evaluated(self.replica, x, y, self.size, self.rank))
-        wait_for(self._comm, self._comm.Iallreduce(MPI.IN_PLACE, sums), "add up an evaluation")
+        combine(self._comm, sums, "add up an evaluation")
         return dict(zip(self.replica.metrics, (sums / len(x)).tolist(), strict=True))
 
     # Agreement

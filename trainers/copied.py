@@ -1,6 +1,5 @@
 """The update of one rank whose whole state is copied to the others: for replicas whose parameters can't be shared."""
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,7 +9,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import gpu
 from allreduce.base import AllReduce
-from allreduce.messages.agreement import together
+from allreduce.messages.agreement import all_values, root_value, together, waiting
 from allreduce.tracing.trace import Series, Trace, now
 from allreduce.two_phase import TwoPhase
 from trainers.exchange import pieces
@@ -43,8 +42,7 @@ class CopiedUpdate:
         self._comm, self._clock, self._measured = comm, clock, measured
         self._span: Callable[[str], AbstractContextManager[None]] = nothing
         self._copies: Series | None = None
-        roots = comm.allgather(backend.owned(1).stop)
-        self._root = roots.index(1)
+        self._root = all_values(comm, backend.owned(1).stop, "learn who updates").index(1)
 
     def step(self) -> Any:
         """Reduce the buffer, update on one rank, copy its state; returns what was measured, reduced, a view."""
@@ -74,13 +72,15 @@ class CopiedUpdate:
     def _copy(self, owner: bool) -> None:
         """The owner's state and what was measured, to all ranks."""
         state = together(self._comm, lambda: self._held() if owner else {})
-        described = json.dumps([[name, array.dtype.str, array.shape] for name, array in state.items()])
-        shapes = json.loads(self._comm.bcast(described, self._root))
+        what = "copy the state of the rank that updates"
+        shapes = [[name, array.dtype.str, array.shape] for name, array in state.items()]
+        shapes = root_value(self._comm, shapes, what, self._root)
         if not owner:
             state = {name: np.empty(shape, dtype) for name, dtype, shape in shapes}
-        for array in state.values():
-            for piece in pieces(array):
-                self._comm.Bcast(piece, self._root)
+        with waiting(self._comm, what):
+            for array in state.values():
+                for piece in pieces(array):
+                    self._comm.Bcast(piece, self._root)
         measured = state.pop(MEASURED)
         if gpu.is_gpu_array(self._measured):
             self._measured.set(measured)

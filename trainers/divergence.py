@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.messages.agreement import wait_for
+from allreduce.messages.agreement import all_values, wait_for
 
 ANSWERS = ("raise", "copy")  # what may be done about ranks that differ
 MAJORITY = "majority"
@@ -67,7 +67,7 @@ def compare(comm: MPI.Intracomm, held: Mapping[str, np.ndarray | str]) -> Diverg
     wait_for(comm, comm.Iallgather(own, sums), WAITS)
     names = list(held)
     first = int(np.flatnonzero((sums != sums[0]).any(axis=0))[0])
-    return Divergence(names, sums, comm.allgather(_side(held[names[first]], int(own[first]))))
+    return Divergence(names, sums, all_values(comm, _side(held[names[first]], int(own[first])), WAITS))
 
 
 def refusal(every: Any, on_divergence: Any, source: Any, ranks: int) -> str:

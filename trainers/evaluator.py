@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.messages.agreement import waiting
 from trainers import forward
 from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint
@@ -156,7 +157,8 @@ class Ending:
     def heard(self) -> bool:
         """On the evaluator: whether the training has ended. Local."""
         if not self._heard and self._comm.Iprobe(self._chief, END):
-            self._comm.Recv(np.empty(0, np.uint8), self._chief, END)
+            with waiting(self._comm, "hear that the training has ended"):
+                self._comm.Recv(np.empty(0, np.uint8), self._chief, END)
             self._heard = True
         return self._heard
 
@@ -165,7 +167,8 @@ class Ending:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._evaluator is not None and self._comm.rank == self._chief:
-            self._comm.Send(np.empty(0, np.uint8), self._evaluator, END)
+            with waiting(self._comm, "tell the evaluator that the training has ended"):
+                self._comm.Send(np.empty(0, np.uint8), self._evaluator, END)
         if self._comm.rank == self._evaluator:
             while not self.heard():  # what it met may not end before the training does
                 time.sleep(LOOK_SECONDS)

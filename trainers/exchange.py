@@ -6,6 +6,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk, segments
+from allreduce.messages.agreement import all_values, waiting
 
 MESSAGE_BYTES = 1 << 30  # an MPI count is a C int in Open MPI 5
 
@@ -16,7 +17,8 @@ def gather_rows(comm: MPI.Intracomm, rows: np.ndarray) -> None:
     counts, starts = [span.stop - span.start for span in spans], [span.start for span in spans]
     width = rows.itemsize * int(np.prod(rows.shape[1:]))
     row = MPI.BYTE.Create_contiguous(width).Commit()  # so that counts are rows, which keeps them small
-    comm.Allgatherv(MPI.IN_PLACE, [rows.reshape(-1).view(np.uint8), counts, starts, row])
+    with waiting(comm, "gather the rows of a result"):
+        comm.Allgatherv(MPI.IN_PLACE, [rows.reshape(-1).view(np.uint8), counts, starts, row])
     row.Free()
 
 
@@ -24,23 +26,26 @@ def of_root(comm: MPI.Intracomm, state: dict[str, np.ndarray], root: int = 0) ->
     """The root's arrays, on all ranks; the others bring contiguous ones that are alike, which stay as they are."""
     if comm.rank != root:  # a state may be live views, or read-only
         state = {name: np.empty_like(array) for name, array in state.items()}
-    for array in state.values():
-        for piece in pieces(array):
-            comm.Bcast(piece, root)
+    with waiting(comm, f"take on the state of rank {root}"):
+        for array in state.values():
+            for piece in pieces(array):
+                comm.Bcast(piece, root)
     return state
 
 
 def to_root(comm: MPI.Intracomm, own: np.ndarray, start: int, whole: np.ndarray | None) -> None:
     """Fill rank 0's `whole` with the parts that the ranks own, each from its `start` on; the others give None."""
-    parts = comm.gather((start, own.size))
-    if parts is None or whole is None:
-        for piece in pieces(own):
-            comm.Send(piece, 0)
-        return
-    whole[start : start + own.size] = own
-    for rank, (first, size) in enumerate(parts[1:], 1):
-        for piece in pieces(whole[first : first + size]):
-            comm.Recv(piece, rank)
+    what = "collect a state on rank 0"
+    parts = all_values(comm, [start, own.size], what)
+    with waiting(comm, what):
+        if whole is None:
+            for piece in pieces(own):
+                comm.Send(piece, 0)
+            return
+        whole[start : start + own.size] = own
+        for rank, (first, size) in enumerate(parts[1:], 1):
+            for piece in pieces(whole[first : first + size]):
+                comm.Recv(piece, rank)
 
 
 def pieces(array: np.ndarray) -> Iterator[np.ndarray]:

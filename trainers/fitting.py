@@ -7,9 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
-from mpi4py import MPI
 
-from allreduce.messages.agreement import everywhere, raise_together, wait_for
+from allreduce.messages.agreement import combine, everywhere, raise_together
 from trainers import prefetch
 from trainers.data import Batch, Batches
 from trainers.leaving_out import left_out
@@ -277,6 +276,6 @@ class Fit:
         trainer = self._trainer
         trainer._agree(f"fit, {where}", self.error)
         sums = np.array([trainer.stop_training or self._stopped, *times], np.float64)
-        wait_for(trainer._comm, trainer._comm.Iallreduce(MPI.IN_PLACE, sums), f"fit, {where}")
+        combine(trainer._comm, sums, f"fit, {where}")
         trainer.stop_training = bool(sums[0])
         return (sums[1:] / trainer.size).tolist()

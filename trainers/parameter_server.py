@@ -5,9 +5,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
-from allreduce.messages.agreement import everywhere, wait_for
+from allreduce.messages.agreement import combine, everywhere
 from allreduce.topology import Topology
 from trainers.base import Trainer
 from trainers.data import Batch, Batches
@@ -123,7 +122,7 @@ class ParameterServerTrainer(ServedTrainer):
         measured = self.measured
         measured[len(self.replica.metrics) :] = flags
         self._communication.start()
-        wait_for(self._comm, self._comm.Iallreduce(MPI.IN_PLACE, measured, MPI.SUM), "a step of fit")
+        combine(self._comm, measured, "a step of fit")
         self._communication.stop()
         if measured[-1]:  # a rank has failed
             return measured

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.messages.agreement import together
+from allreduce.messages.agreement import together, waiting
 from allreduce.topology import Topology
 from trainers import tf_config
 from trainers.errors import RoleError
@@ -89,7 +89,8 @@ def assign(
         if config.task is not None:
             mine[:2] = TYPES.index(config.task[0]), config.task[1]
     everyone = np.empty((topology.size, 3), np.int64)
-    topology.world.Allgather(mine, everyone)
+    with waiting(topology.world, "tell each other the roles"):
+        topology.world.Allgather(mine, everyone)
 
     def decide() -> Roles:
         if config is None:
@@ -108,7 +109,8 @@ def training(topology: Topology, roles: Roles, ranks_per_node: int | Sequence[in
     if roles.training == tuple(range(topology.size)):
         return Topology(topology.world, ranks_per_node, topology.timeout)
     evaluates = topology.rank == roles.evaluator
-    part = topology.world.Split(int(evaluates), 0 if evaluates else roles.training.index(topology.rank))
+    with waiting(topology.world, "divide the ranks by their roles"):
+        part = topology.world.Split(int(evaluates), 0 if evaluates else roles.training.index(topology.rank))
     assert isinstance(part, MPI.Intracomm)
     try:
         return Topology(part, None if evaluates else ranks_per_node, topology.timeout)

@@ -1,6 +1,5 @@
 """The checkpoints of one fit: collected from all ranks, written by rank 0 beside the training, and gone on from."""
 
-import json
 import logging
 import math
 import os
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from allreduce.messages.agreement import together
+from allreduce.messages.agreement import root_value, together
+from allreduce.messages.parcels import bytes_of_root, bytes_to_root
 from trainers import random_state, resuming
 from trainers.checkpoints import Checkpoint, period
 from trainers.data import Batches
@@ -83,10 +83,10 @@ class Saver:
         self._choices = trainer._choices()
         found = together(comm, lambda: self._look() if self._chief else None)
         resumed = None
-        if comm.bcast(found is not None):
-            text = json.dumps([found[0], asdict(found[1].progress)]) if found else ""
-            path, progress = json.loads(comm.bcast(text))
-            resumed = path, Progress(**progress), comm.bcast(found[1].measured.tolist() if found else None)
+        told = found and [found[0], asdict(found[1].progress), found[1].measured.tolist()]
+        told = root_value(comm, told, "hear of the newest checkpoint")
+        if told is not None:
+            resumed = told[0], Progress(**told[1]), told[2]
             self._take_on(None if found is None else found[1], resumed[1])
             self._written = resumed[1].total
         trainer._snapshot(self._memory)  # takes the memory now, and shows that the state can be collected
@@ -145,7 +145,8 @@ class Saver:
         together(comm, lambda: self._take_rates(progress.rates))
         trainer._mirror(whole=False)
         same = progress.ranks == trainer.size
-        mine = npz.unpacked(comm.scatter(together(comm, lambda: None if saved is None else self._packed(saved, same))))
+        packed = together(comm, lambda: [] if saved is None else self._packed(saved, same))
+        mine = npz.unpacked(bytes_of_root(comm, packed, "hear what a checkpoint has of each rank"))
         self.watching = _taken(mine, WATCHING)
         if same:  # or else what is each rank's own can't be that of other ranks
             together(comm, partial(self._take_own, mine))
@@ -183,7 +184,9 @@ class Saver:
         """Whether a checkpoint is to be written after so many epochs. Collective."""
         if self._unit == "epochs":
             return epochs % self._count == 0
-        asked = self._unit == "seconds" and self._trainer._comm.bcast(self.wants())
+        asked = self._unit == "seconds"
+        if asked:
+            asked = root_value(self._trainer._comm, self.wants(), "hear whether it is time for a checkpoint")
         return self.due(epochs * self._steps, asked)
 
     def is_best(self, history: History) -> bool:
@@ -201,12 +204,12 @@ class Saver:
         trainer = self._trainer
         packed, watching = together(trainer._comm, partial(self._own, callbacks))
         state = trainer._snapshot(self._memory)
-        everyone = trainer._comm.gather(packed)
+        everyone = bytes_to_root(trainer._comm, packed, "collect what each rank has of a checkpoint")
         self._written, self._since = progress.total, time.monotonic()
 
         def start() -> None:
             replica = trainer.replica
-            local = [npz.unpacked(each) for each in everyone or []]
+            local = [npz.unpacked(each) for each in everyone]
             local[0] |= watching  # which may be large, and does not change
             saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured)
             self._writer.start(partial(self._write, saved, best))

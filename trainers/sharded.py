@@ -19,7 +19,7 @@ from allreduce import notices
 from allreduce.arrays import dtypes
 from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import together
+from allreduce.messages.agreement import combine, on_all, together
 from allreduce.messages.window import CommonWindow
 from allreduce.tracing.trace import Series, Trace, now
 from allreduce.two_phase import TwoPhase
@@ -91,13 +91,13 @@ class ShardedUpdate:
     def _allocate(self, dtype: str) -> np.ndarray:
         """Memory that the ranks of the node have in common, where these own everything and it has room."""
         node = self._backend.topology.node
-        owned = node.allreduce(self._mine.stop - self._mine.start)
-        if self._comm.allreduce(owned == self._buffer.size, MPI.LAND):
+        owned = combine(node, np.array([self._mine.stop - self._mine.start]), "add up what the ranks of a node own")
+        if on_all(self._comm, owned[0] == self._buffer.size, "see whether each node owns everything"):
             try:
                 self._window = CommonWindow(node, self._buffer.size, dtypes.parse(dtype))
             except UnavailableError as error:  # on all ranks of this node, and perhaps of no other
                 notices.once(node.rank, f"each rank has parameters of its own: {error}")
-            if self._comm.allreduce(self._window is not None, MPI.LAND):
+            if on_all(self._comm, self._window is not None, "see whether each node has common memory"):
                 assert self._window is not None
                 return self._window.array
             self._free()

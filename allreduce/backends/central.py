@@ -18,13 +18,14 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import ALLOCATED, FOREIGN
 from allreduce.base import AllReduce
 from allreduce.errors import OptionError, UnavailableError
-from allreduce.messages.agreement import together
+from allreduce.messages.agreement import all_values, together
 from allreduce.messages.transfer import Transfer
 from allreduce.messages.tree import binomial
 from allreduce.messages.window import Window
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase
 
+ROOT = "learn where the root is"
 BLOCK_BYTES = 256 * 1024  # what a rank adds at a time, from each rank
 
 
@@ -56,13 +57,13 @@ class Central(TwoPhase):
     def _divide(self, topology: Topology) -> None:
         """Make the parts inside of nodes and across them."""
         inside = topology.inside()
-        places = np.flatnonzero(inside.world.allgather(self.rank == self.root))
+        places = np.flatnonzero(all_values(inside.world, self.rank == self.root, ROOT))
         leader = int(places[0]) if places.size else 0
         leaders = topology.split(int(inside.rank != leader), ranks_per_node=1)
         self._made = [inside, leaders]
         self._inside = self._part(inside, leader)
         if inside.rank == leader:
-            self._across = self._part(leaders, leaders.world.allgather(self.rank == self.root).index(True))
+            self._across = self._part(leaders, all_values(leaders.world, self.rank == self.root, ROOT).index(True))
 
     def _part(self, topology: Topology, root: int) -> "Central":
         part = Central(topology, root=root, check="never")

@@ -9,7 +9,7 @@ from allreduce.arrays import dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce
 from allreduce.errors import AllReduceError, OptionError, UnavailableError
-from allreduce.messages.agreement import raise_together, together
+from allreduce.messages.agreement import all_values, raise_together, root_value, together
 from allreduce.topology import Topology
 
 AVERAGE = 4  # ncclAvg in nccl.h, since NCCL 2.10
@@ -97,10 +97,10 @@ class Nccl(AllReduce):
         """Make the NCCL communicator on the current device. Collective."""
         cuda = self._cupy.cuda
         self._device = cuda.runtime.getDevice()
-        uuid = together(self._comm, lambda: bytes(cuda.runtime.getDeviceProperties(self._device)["uuid"]))
-        raise_together(self._comm, self._shared_gpu(self._comm.allgather(uuid)))
+        uuid = together(self._comm, lambda: bytes(cuda.runtime.getDeviceProperties(self._device)["uuid"]).hex())
+        raise_together(self._comm, self._shared_gpu(all_values(self._comm, uuid, "learn which GPUs the ranks have")))
         unique = together(self._comm, lambda: self._nccl.get_unique_id() if self.rank == 0 else None)
-        unique = self._comm.bcast(unique)
+        unique = tuple(root_value(self._comm, unique, "meet in NCCL"))
         error: AllReduceError | None = None
         try:
             self._communicator = self._nccl.NcclCommunicator(self.size, unique, self.rank)
@@ -110,7 +110,7 @@ class Nccl(AllReduce):
             error = UnavailableError(f"NCCL could not connect {self.size} ranks: {refused}; NCCL_DEBUG=INFO says more")
         raise_together(self._comm, error)
 
-    def _shared_gpu(self, holders: list[bytes]) -> UnavailableError | None:
+    def _shared_gpu(self, holders: list[str]) -> UnavailableError | None:
         """An error when this rank shares its GPU and this NCCL would not allow it. holders: the ranks' GPUs."""
         sharing = [rank for rank, uuid in enumerate(holders) if uuid == holders[self.rank]]
         version = self._nccl.get_version()

@@ -1,7 +1,9 @@
 """Agreement: what raises an error on every rank, or on none.
 
 Control messages have communicators of their own, on which no data travels. Every wait here looks at the
-topology's watch (`watched` ties a communicator to it), so it ends in a result or in a named error.
+topology's watch (`watched` ties a communicator to it), so it ends in a result or in a named error. Whoever has to
+wait inside of MPI, for large messages, does it in `waiting`; outside of `allreduce.messages` and of backends, whose
+calls are watched, there is no other wait. Values travel as JSON: a pickle would run what a peer has put into it.
 """
 
 import functools
@@ -9,7 +11,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -17,9 +20,9 @@ from mpi4py import MPI
 
 from allreduce import ending
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError
-from allreduce.messages.notes import Call, Said, Wait
+from allreduce.messages.notes import Said, Wait
 from allreduce.messages.waiting import Pause
-from allreduce.messages.watch import LOOK_SECONDS, STALL, TIMEOUT, Watch, seconds
+from allreduce.messages.watch import LOOK_SECONDS, Watch, lonely
 from allreduce.notices import log
 
 ResultT = TypeVar("ResultT")
@@ -28,6 +31,7 @@ Portable = tuple[str, str, str]  # an error: its type's module and name, its tex
 
 AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to different ones get a table too
 LONE_SECONDS = 60.0  # how long a rank with an error waits for others to hear of it
+LARGEST_VALUES = 1 << 30  # bytes of JSON that are taken from other ranks
 EAGER_SECONDS, LONGEST_SLEEP = 1e-3, 1e-3  # of waits for small messages, which are seldom long
 
 _given_up: list[MPI.Request] = []  # their buffers must live on, because MPI may still write there
@@ -119,61 +123,101 @@ def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = mat
     limit: seconds after which it is given up; never longer than the topology's timeout.
     Raises CollectiveTimeoutError, RankLeftError or DisagreementError on this rank when the others don't come.
     """
+    with _at_place(comm, what, raises=True) as (watch, wait):
+        try:
+            if not request.Test():
+                _look_until(request, watch, wait, what, limit)
+        except BaseException:
+            _given_up.append(request)
+            raise
+
+
+@contextmanager
+def waiting(comm: MPI.Comm, what: str) -> Iterator[None]:
+    """Around a call of MPI that waits for the other ranks of `comm`, which no loop of ours can end. Local.
+
+    When they don't come, the watch says who is missing in `what`, and ends the job.
+    """
+    with _at_place(comm, what, raises=False):
+        yield
+
+
+@contextmanager
+def _at_place(comm: MPI.Comm, what: str, raises: bool) -> Iterator[tuple[Watch, Wait]]:
+    """The place where this rank waits on a communicator, with `what` as its call unless a backend's is under way."""
     pair: Any = comm.Get_attr(_watched())
-    watch, wait = pair or (None, Wait(0))
-    call: Call | None = wait.call  # of a backend that agrees before it reduces
-    if call is None:
+    watch, wait = pair or (lonely(), lonely().place(0))
+    begins = wait.call is None
+    if begins:
         wait.begin(Said(what))
-    inside, wait.raises = wait.raises, True
+    inside, wait.raises = wait.raises, raises
     try:
-        if not request.Test():
-            _look_until(request, watch, wait, what, limit)
-    except BaseException:
-        _given_up.append(request)
-        raise
+        yield watch, wait
     finally:
         wait.raises = inside
-        if call is None:
+        if begins:
             wait.end()
+        if pair is None:
+            watch.forget(wait)
 
 
-def _look_until(request: MPI.Request, watch: Watch | None, wait: Wait, what: str, limit: float) -> None:
+def _look_until(request: MPI.Request, watch: Watch, wait: Wait, what: str, limit: float) -> None:
     begin = looked = time.monotonic()
     pause = Pause(EAGER_SECONDS, LONGEST_SLEEP)
     while not request.Test():
         now = time.monotonic()
         pause(now)
         if now - looked > LOOK_SECONDS:
-            if watch is not None:
-                watch.look(wait)
-            else:
-                _alone(what, looked - begin, now - begin)
             looked = now
+            watch.look(wait)
         if now - begin > limit:
             raise CollectiveTimeoutError(f"waited {now - begin:.0f} s for other ranks in: {what}")
 
 
-def _alone(what: str, before: float, waited: float) -> None:
-    """A wait of ranks that have no watch yet."""
-    try:
-        limit, stall = seconds(TIMEOUT, 1800.0), seconds(STALL, 30.0)
-    except AllReduceError:  # Topology tells it
-        limit, stall = 1800.0, 30.0
-    if waited > limit:
-        raise CollectiveTimeoutError(f"waited {waited:.0f} s for other ranks in: {what} ({TIMEOUT}={limit:g})")
-    if before <= stall < waited:
-        log.warning("a rank has waited %.0f s for the other ranks in: %s", waited, what)
+def all_values(comm: MPI.Comm, value: Any, what: str) -> list[Any]:
+    """Every rank's `value`, by rank. Collective. value: what JSON can hold; tuples become lists."""
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = np.empty(comm.size, np.int64)
+    wait_for(comm, comm.Iallgather(np.array([mine.size]), lengths), what)
+    _check_size(comm, int(lengths.sum()), what)
+    everyone = np.empty(lengths.sum(), np.uint8)
+    wait_for(comm, comm.Iallgatherv(mine, [everyone, lengths.tolist()]), what)
+    texts = np.split(everyone, np.cumsum(lengths)[:-1])
+    return [json.loads(text.tobytes()) for text in texts]
+
+
+def root_value(comm: MPI.Comm, value: Any, what: str, root: int = 0) -> Any:
+    """Rank `root`'s `value`, on all ranks, as all_values(); what others bring does not matter. Collective."""
+    mine = np.frombuffer(json.dumps(value).encode() if comm.rank == root else b"", np.uint8)
+    length = np.array([mine.size])
+    wait_for(comm, comm.Ibcast(length, root), what)
+    _check_size(comm, int(length[0]), what)
+    text = mine if comm.rank == root else np.empty(length[0], np.uint8)
+    wait_for(comm, comm.Ibcast(text, root), what)
+    return json.loads(text.tobytes())
+
+
+def combine(comm: MPI.Comm, numbers: np.ndarray, what: str, op: MPI.Op = MPI.SUM) -> np.ndarray:
+    """Overwrite a few numbers with those of all ranks, added up say; returns them. Collective."""
+    if comm.size > 1:
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, numbers, op), what)
+    return numbers
+
+
+def on_all(comm: MPI.Comm, true: bool, what: str) -> bool:
+    """Whether something is so on all ranks. Collective."""
+    return bool(combine(comm, np.array([true], np.uint8), what, MPI.MIN)[0])
+
+
+def _check_size(comm: MPI.Comm, nbytes: int, what: str) -> None:
+    """All ranks see the same size."""
+    if not 0 <= nbytes <= LARGEST_VALUES:
+        raise known(AllReduceError(f"{what}: values of {nbytes} bytes; at most {LARGEST_VALUES} are sent"), comm)
 
 
 def _exchange(comm: MPI.Comm, side: str, error: Exception | None) -> list[tuple[str, Portable | None]]:
     """Every rank's side of something that went wrong: in words, and its error. Collective."""
-    mine = np.frombuffer(json.dumps([side, _portable(error)]).encode(), np.uint8)
-    lengths = np.empty(comm.size, np.int64)
-    wait_for(comm, comm.Iallgather(np.array([mine.size]), lengths), side)
-    everyone = np.empty(lengths.sum(), np.uint8)
-    wait_for(comm, comm.Iallgatherv(mine, [everyone, lengths.tolist()]), side)
-    texts = np.split(everyone, np.cumsum(lengths)[:-1])
-    sides = [json.loads(text.tobytes()) for text in texts]
+    sides = all_values(comm, [side, _portable(error)], side)
     return [(words, tuple(portable) if portable else None) for words, portable in sides]
 
 

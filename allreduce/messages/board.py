@@ -12,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.errors import UnavailableError
+from allreduce.messages.agreement import all_values
 from allreduce.messages.window import CommonWindow
 
 USERS = 64  # of one topology at a time; any more do without
@@ -45,7 +46,7 @@ class Board:
     def __init__(self, node: MPI.Intracomm, rank: int, ranks: int) -> None:
         self._node = node
         self._complete = node.size == ranks
-        self._ranks = tuple(node.allgather(rank))
+        self._ranks = tuple(all_values(node, rank, "make a board"))
         self.free = dict.fromkeys(range(USERS), 0)  # parts that no user has: how often ranks have met there
         self._window: CommonWindow | None = None
         self._words: memoryview | None = None

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.errors import AllReduceError
+from allreduce.errors import AllReduceError, CollectiveTimeoutError
 
 TEXT_BYTES = 512
 WAITING, WENT_ON, LEFT = range(3)
@@ -120,11 +120,17 @@ class Notes:
             else:
                 self.heard.pop((status.source, number), None)
 
-    def drain(self) -> None:
-        """Take all notes, so that the communicator can be freed. Collective."""
-        request = self._comm.Ibarrier()  # all have been sent when it is done
+    def drain(self, limit: float) -> None:
+        """Take all notes, so that the communicator can be freed. Collective.
+
+        limit: seconds after which a CollectiveTimeoutError is raised, when ranks don't come.
+        """
+        request, deadline = self._comm.Ibarrier(), time.monotonic() + limit  # all have been sent when it is done
         while not request.Test():
             self.listen()
+            if time.monotonic() > deadline:
+                self._sent.append((request, bytearray()))
+                raise CollectiveTimeoutError(f"waited {limit:.0f} s for other ranks to close a topology")
             time.sleep(1e-5)
         self.listen()
         for sent, _ in self._sent:

@@ -13,6 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
+from allreduce.messages.agreement import on_all, waiting
 
 
 class _Span(ctypes.Structure):
@@ -45,11 +46,11 @@ class Reach:
         secret = np.array([secrets.randbits(62)], np.int64)
         mine = np.array([os.getpid(), MPI.Get_address(secret), secret[0]], np.int64)
         everyone = np.empty((comm.size, 3), np.int64)
-        comm.Allgather(mine, everyone)
+        with waiting(comm, "exchange addresses"):
+            comm.Allgather(mine, everyone)
         self._pids = everyone[:, 0].tolist()
-        works = np.array([all(self._sees(rank, *row) for rank, row in enumerate(everyone[:, 1:].tolist()))], np.uint8)
-        comm.Allreduce(MPI.IN_PLACE, works, MPI.MIN)  # and then nobody uses `secret` any more
-        self.works = bool(works[0])
+        works = all(self._sees(rank, *row) for rank, row in enumerate(everyone[:, 1:].tolist()))
+        self.works = on_all(comm, works, "see each other's memory")  # and then nobody uses `secret` any more
 
     def address(self, array: np.ndarray) -> int:
         """Where other ranks find an array's memory; 0 for memory of a kind that they can't reach (of some devices)."""

@@ -8,6 +8,7 @@ Waits in loops of ours (agreements, lanes of the worker) end in an error that is
 MPI can't be left: its error is printed, and the job ends.
 """
 
+import functools
 import os
 import threading
 import time
@@ -47,12 +48,15 @@ def seconds(variable: str, default: float) -> float:
 class Watch:
     """The waits of one topology's ranks. Creating it and `close` are collective.
 
-    comm: a communicator of its own. timeout: seconds after which a wait ends in a CollectiveTimeoutError.
+    comm: a communicator of its own; of this rank alone where the waits are for ranks that can't be told of them yet.
+    timeout, stall: seconds after which a wait ends in a CollectiveTimeoutError, and after which it is first told.
     """
 
-    def __init__(self, comm: MPI.Intracomm, timeout: float) -> None:
-        self.timeout, self.stall = timeout, seconds(STALL, 30.0)
+    def __init__(self, comm: MPI.Intracomm, timeout: float, stall: float | None = None, lonely: bool = False) -> None:
+        self.timeout, self.stall = timeout, seconds(STALL, 30.0) if stall is None else stall
         self.notes = Notes(comm)
+        self._rank, ranks = ending.here() if lonely else (comm.rank, comm.size)
+        self.active = ranks > 1
         self._waits: list[Wait] = []
         self._lock = threading.Lock()
         self._from_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -75,7 +79,7 @@ class Watch:
         with self._lock:
             self.closed = True
             self._waits.clear()
-        self.notes.drain()
+        self.notes.drain(self.timeout)
 
     def abandon(self) -> None:
         """Stop watching. Local."""
@@ -85,7 +89,7 @@ class Watch:
 
     def look(self, wait: Wait | None = None) -> None:
         """Look at all waits, tell and hear, and judge them. Raises the error of `wait`. From any thread."""
-        if not self.closed and self.notes.size > 1 and self._lock.acquire(blocking=False):
+        if not self.closed and self.active and self._lock.acquire(blocking=False):
             try:
                 if not self.closed:
                     self._look(time.monotonic(), wait is not None or self._from_threads)
@@ -140,17 +144,13 @@ class Watch:
             )
         elif waited > self.timeout:
             error = CollectiveTimeoutError(
-                f"waited {waited:.0f} s for other ranks in: {call}\n{self.notes.table(call)}\n"
+                f"waited {waited:.0f} s for other ranks in: {call}{self._where(call)}\n"
                 f"  ({TIMEOUT} or Topology(timeout=seconds) sets how long a rank waits)"
             )
         elif waited > self.stall and not wait.warned:
             wait.warned = True
             log.warning(
-                "rank %d has waited %.0f s for other ranks in: %s\n%s",
-                self.notes.rank,
-                waited,
-                call,
-                self.notes.table(call),
+                "rank %d has waited %.0f s for other ranks in: %s%s", self._rank, waited, call, self._where(call)
             )
         if error is None or wait.call is not call:
             return
@@ -158,6 +158,20 @@ class Watch:
             wait.error = error
         else:
             ending.end_job(f"{type(error).__name__}: {error}\n", 1)
+
+    def _where(self, call: Call) -> str:
+        """Where all ranks are, on lines of their own, if anybody tells."""
+        return f"\n{self.notes.table(call)}" if self.notes.size > 1 else ""
+
+
+@functools.cache
+def lonely() -> Watch:
+    """Watches the waits on communicators of no topology, the first of a topology's too: of others nothing is known."""
+    try:
+        timeout, stall = seconds(TIMEOUT, 1800.0), seconds(STALL, 30.0)
+    except OptionError:  # Topology tells it
+        timeout, stall = 1800.0, 30.0
+    return Watch(MPI.COMM_SELF, timeout, stall, lonely=True)
 
 
 class _Watchdog:
@@ -170,7 +184,7 @@ class _Watchdog:
 
     def add(self, watch: Watch) -> None:
         self._watches.add(watch)
-        if self._thread is None and watch.notes.size > 1:
+        if self._thread is None and watch.active:
             self._thread = threading.Thread(target=self._run, name="allreduce watchdog", daemon=True)
             self._thread.start()
             ending.on_leaving(self._end)

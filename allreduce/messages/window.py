@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import together, wait_for
+from allreduce.messages.agreement import root_value, together, wait_for
 
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 PAGE_BYTES = mmap.PAGESIZE
@@ -109,7 +109,8 @@ def _whole_pages(nbytes: int) -> int:
 
 def _map(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
     """`nbytes` zeroed bytes that all ranks map: whole pages. Every view of the array keeps it alive. Collective."""
-    path = comm.bcast(together(comm, lambda: _create(nbytes, comm.size) if comm.rank == 0 else None))
+    created = together(comm, lambda: _create(nbytes, comm.size) if comm.rank == 0 else None)
+    path = root_value(comm, created, "learn where memory is that ranks have in common")
     mine = chunk(nbytes // PAGE_BYTES, comm.size, comm.rank)  # pages, which are taken near the rank that claims them
     try:
         memory = together(comm, lambda: _claim(path, nbytes, mine, comm.size))

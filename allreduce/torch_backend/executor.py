@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from allreduce import children, notices
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import disagreement
+from allreduce.messages.agreement import all_values, disagreement
 from allreduce.messages.lanes import Lane
 from allreduce.messages.notes import Said
 from allreduce.messages.waiting import asleep
@@ -147,7 +147,7 @@ class Executor:
             self._left = [request, sides]
             raise self.broken
         if sides[0] != -sides[1]:
-            raise disagreement(self._comm, self._comm.allgather(what))
+            raise disagreement(self._comm, all_values(self._comm, what, "learn what the ranks have called"))
 
     def _ended(self, work: Work, error: BaseException | None) -> None:
         """The lane is done with an operation, or has given it up."""

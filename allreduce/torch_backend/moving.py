@@ -1,6 +1,7 @@
 """Collectives that move tensors and compute nothing: they carry bytes, so every dtype will do."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from allreduce.messages.agreement import waiting
 from allreduce.torch_backend.spans import parts, whole
 from allreduce.torch_backend.tensors import as_bytes, readable, writable
 
@@ -23,7 +25,7 @@ class Mover:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Overwrite `tensor` by that of rank `root`."""
-        with writable(tensor, filled=self._comm.rank == root) as place:
+        with writable(tensor, filled=self._comm.rank == root) as place, self._waiting("broadcast"):
             self._comm.Bcast(whole(as_bytes(place)), root)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> None:
@@ -32,7 +34,8 @@ class Mover:
         source = readable(source)
         arrived = torch.empty(sum(sizes), dtype=torch.uint8)
         mine = whole(as_bytes(source))
-        self._comm.Allgatherv(mine, parts(as_bytes(arrived), sizes))
+        with self._waiting("all_gather"):
+            self._comm.Allgatherv(mine, parts(as_bytes(arrived), sizes))
         _spread(arrived, outputs)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor) -> None:
@@ -41,34 +44,36 @@ class Mover:
             # MPI wants separate memory, and FSDP passes the slice itself.
             source = readable(source.clone() if _overlap(place, source) else source)
             everything = parts(as_bytes(place), [source.nbytes] * self._comm.size)
-            self._comm.Allgatherv(whole(as_bytes(source)), everything)
+            with self._waiting("all_gather"):
+                self._comm.Allgatherv(whole(as_bytes(source)), everything)
 
     def gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor, root: int) -> None:
         """Fill outputs[r] on rank `root` from rank r's `source`."""
         plain = readable(source)
         mine = whole(as_bytes(plain))
         if self._comm.rank != root:
-            self._comm.Gatherv(mine, None, root)
+            with self._waiting("gather"):
+                self._comm.Gatherv(mine, None, root)
             return
         sizes = [output.nbytes for output in outputs]
         arrived = torch.empty(sum(sizes), dtype=torch.uint8)
-        self._comm.Gatherv(mine, parts(as_bytes(arrived), sizes), root)
+        with self._waiting("gather"):
+            self._comm.Gatherv(mine, parts(as_bytes(arrived), sizes), root)
         _spread(arrived, outputs)
 
     def scatter(self, output: torch.Tensor, sources: Sequence[torch.Tensor], root: int) -> None:
         """Fill rank r's `output` from sources[r] on rank `root`."""
         with writable(output) as place:
             mine = whole(as_bytes(place))
-            if self._comm.rank != root:
-                self._comm.Scatterv(None, mine, root)
-                return
-            self._comm.Scatterv(_joined(sources), mine, root)
+            with self._waiting("scatter"):
+                self._comm.Scatterv(_joined(sources) if self._comm.rank == root else None, mine, root)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Fill outputs[r] from what rank r has in its sources at this rank's place."""
         sizes = [output.nbytes for output in outputs]
         arrived = torch.empty(sum(sizes), dtype=torch.uint8)
-        self._comm.Alltoallv(_joined(sources), parts(as_bytes(arrived), sizes))
+        with self._waiting("all_to_all"):
+            self._comm.Alltoallv(_joined(sources), parts(as_bytes(arrived), sizes))
         _spread(arrived, outputs)
 
     def all_to_all_single(
@@ -77,7 +82,11 @@ class Mover:
         """Exchange slices: source_sizes[r] bytes go to rank r, output_sizes[r] come from it."""
         with writable(output) as place:
             source = readable(source.clone() if _overlap(place, source) else source)
-            self._comm.Alltoallv(parts(as_bytes(source), source_sizes), parts(as_bytes(place), output_sizes))
+            with self._waiting("all_to_all"):
+                self._comm.Alltoallv(parts(as_bytes(source), source_sizes), parts(as_bytes(place), output_sizes))
+
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        return waiting(self._comm, f"{what} of a process group")
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> list[Any]:

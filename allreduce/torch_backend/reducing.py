@@ -15,7 +15,7 @@ from allreduce.arrays import chunks
 from allreduce.arrays.workspace import Workspace
 from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import agree
+from allreduce.messages.agreement import agree, waiting
 from allreduce.messages.operations import numpy_operation
 from allreduce.topology import Topology
 from allreduce.torch_backend import gpu
@@ -99,9 +99,9 @@ class Reducer:
             self._agree(tensor, reduction.mpi)
             for piece in chunks.segments(slice(0, array.size), LARGEST_COUNT):
                 part = array[piece]
-                self._comm.Allreduce(
-                    MPI.IN_PLACE, [part, part.size, MPI_TYPES[tensor.dtype]], _operation(reduction.mpi, array.dtype)
-                )
+                operation = _operation(reduction.mpi, array.dtype)
+                with waiting(self._comm, f"all_reduce of {tensor.dtype}, MPI.{reduction.mpi}"):
+                    self._comm.Allreduce(MPI.IN_PLACE, [part, part.size, MPI_TYPES[tensor.dtype]], operation)
         self._divide(tensor, reduction)
 
     def _agree(self, tensor: torch.Tensor, op: str) -> None:

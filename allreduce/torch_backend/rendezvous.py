@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import raise_together
+from allreduce.messages.agreement import raise_together, root_value
 from allreduce.topology import Topology
 
 CONNECT_SECONDS = 3.0
@@ -74,7 +74,8 @@ def _meet(topology: Topology, timeout: timedelta) -> dist.Store:
     server = None
     if topology.rank == 0:
         server = dist.TCPStore("localhost", 0, None, True, timeout, wait_for_workers=False)
-    port, addresses = topology.world.bcast((server.port, _addresses()) if server else None)
+    told = [server.port, _addresses()] if server else None
+    port, addresses = root_value(topology.world, told, "learn where rank 0's store is")
     if topology.nodes == 1:
         addresses = ["localhost"]
     address = "localhost" if server else _reachable(addresses, port)

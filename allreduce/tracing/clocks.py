@@ -12,7 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-ROUNDS = 12
+from allreduce.messages.agreement import waiting
+
+ROUNDS, WHAT = 12, "compare clocks"
 now = time.perf_counter_ns
 
 
@@ -32,23 +34,25 @@ def compare(comm: MPI.Intracomm) -> list[Comparison]:
     if comm.rank == 0:
         return [Comparison(now(), 0, 0), *(_ask(comm, rank) for rank in range(1, comm.size))]
     stamp = np.empty(1, np.int64)
-    for _ in range(ROUNDS):
-        comm.Recv(stamp, 0)
-        stamp[0] = now()
-        comm.Send(stamp, 0)
+    with waiting(comm, WHAT):
+        for _ in range(ROUNDS):
+            comm.Recv(stamp, 0)
+            stamp[0] = now()
+            comm.Send(stamp, 0)
     return []
 
 
 def _ask(comm: MPI.Intracomm, rank: int) -> Comparison:
     best, stamp = None, np.empty(1, np.int64)
-    for _ in range(ROUNDS):
-        asked = now()
-        comm.Send(stamp, rank)
-        comm.Recv(stamp, rank)
-        answered = now()
-        heard = comparison(asked, int(stamp[0]), answered)
-        if best is None or heard.error < best.error:
-            best = heard
+    with waiting(comm, WHAT):
+        for _ in range(ROUNDS):
+            asked = now()
+            comm.Send(stamp, rank)
+            comm.Recv(stamp, rank)
+            answered = now()
+            heard = comparison(asked, int(stamp[0]), answered)
+            if best is None or heard.error < best.error:
+                best = heard
     assert best is not None
     return best
 

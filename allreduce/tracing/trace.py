@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from threading import get_ident
 from typing import Any, TextIO
 
-import numpy as np
-
-from allreduce.arrays.chunks import segments
 from allreduce.errors import OptionError
 from allreduce.messages.agreement import together
+from allreduce.messages.parcels import bytes_to_root
 from allreduce.notices import log
 from allreduce.topology import Topology
 from allreduce.tracing import clocks, merging
@@ -107,21 +105,8 @@ class Trace:
         """What all ranks have recorded, on rank 0. Collective."""
         mine = Recorded(self._spans, self._calls, self._left_out)
         self._spans, self._calls = [], []
-        if self._comm.rank:
-            message = np.frombuffer(json.dumps(mine).encode(), np.uint8)
-            self._comm.Send(np.array([message.size]), 0)
-            for part in segments(slice(0, message.size), PIECE):
-                self._comm.Send(message[part], 0)
-            return []
-        return [mine, *(self._receive(rank) for rank in range(1, self._comm.size))]
-
-    def _receive(self, rank: int) -> Recorded:
-        size = np.empty(1, np.int64)
-        self._comm.Recv(size, rank)
-        message = np.empty(int(size[0]), np.uint8)
-        for part in segments(slice(0, message.size), PIECE):
-            self._comm.Recv(message[part], rank)
-        return Recorded(*json.loads(message.tobytes()))
+        packed = bytes_to_root(self._comm, json.dumps(mine).encode(), "collect a trace")
+        return [Recorded(*json.loads(message)) for message in packed]
 
     def _write(self, everyone: list[Recorded], last: list[clocks.Comparison]) -> None:
         ranks = [

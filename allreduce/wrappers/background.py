@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import DTypeLike
 
 from allreduce.base import AllReduce
+from allreduce.messages.agreement import on_all
 from allreduce.messages.worker import Pending
 from allreduce.topology import Topology
 from allreduce.wrappers.wrapper import Wrapper
@@ -19,7 +19,7 @@ from allreduce.wrappers.wrapper import Wrapper
 
 def crowded(topology: Topology) -> bool:
     """True where some node has no core to spare for a second thread of each of its ranks. Collective."""
-    return bool(topology.world.allreduce(topology.cores < 2 * topology.sharing, MPI.LOR))
+    return not on_all(topology.world, topology.cores >= 2 * topology.sharing, "see whether cores are to spare")
 
 
 class Background(Wrapper):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from allreduce.messages.agreement import all_values
 from allreduce.topology import Topology
 from benchmarks.comparing.counted import CountedComm, Traffic
 from trainers import NumpyNetwork, datasets, options, strategies
@@ -106,7 +107,7 @@ class Bench:
 
     def run(self, variant: Variant, slow: bool) -> Outcome:
         chosen = self._options(variant)
-        servers = spread(self._world.world.allgather(self._world.node_index), variant.servers)
+        servers = spread(all_values(self._world.world, self._world.node_index, "learn the nodes"), variant.servers)
         comm = CountedComm.of(self._world.world, self._traffic).Split(0, self._world.rank in servers)
         with Topology(comm, self._chosen.ranks_per_node or None, self._world.timeout) as topology:
             network = self._network(chosen, slow)

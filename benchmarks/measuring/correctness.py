@@ -5,6 +5,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
+from allreduce.messages.agreement import combine
 
 PERIOD = 8191  # prime, so that no chunk or segment that lands in the wrong place looks right
 ROWS = 64  # periods compared at a time: they fit the cache
@@ -34,7 +35,7 @@ class Checker:
         rows = _rows(array)
         count = sum(self._outside(rows[start : start + ROWS]) for start in range(0, len(rows), ROWS))
         count += self._outside(array[rows.size :])
-        return int(self._comm.allreduce(count))
+        return int(combine(self._comm, np.array([count]), "count wrong elements")[0])
 
     def _outside(self, values: np.ndarray) -> int:
         wide = values.astype(self._low.dtype, copy=False)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.messages.agreement import combine
 from benchmarks.measuring.correctness import Checker
 
 LEAST_ITERATIONS, MOST_ITERATIONS = 5, 1000
@@ -105,7 +106,7 @@ def _warm_up(comm: MPI.Intracomm, turns: Turns, plan: Plan, burst: int) -> float
             break
         begin = time.perf_counter()
         _rounds(comm, turns, burst, burst)
-        last = comm.allreduce(time.perf_counter() - begin, MPI.MAX)
+        last = float(combine(comm, np.array([time.perf_counter() - begin]), "warm up", MPI.MAX)[0])
         spent += last
     return last / burst
 

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.errors import AllReduceError, OptionError, UnavailableError
-from allreduce.messages.agreement import raise_together
+from allreduce.messages.agreement import all_values, raise_together, root_value
 from allreduce.topology import Topology
 from benchmarks.measuring.contenders import Contender
 
@@ -97,7 +97,7 @@ def _join(distributed: Any, topology: Topology) -> None:
 
 def _meet(distributed: Any, topology: Topology) -> tuple[str, int, Any]:
     """Host and port (one that its system chose) of rank 0's TCP store, and on rank 0 the store. Collective."""
-    local = len(set(topology.world.allgather(socket.gethostname()))) == 1
+    local = len(set(all_values(topology.world, socket.gethostname(), "meet for gloo"))) == 1
     if local:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names often lead nowhere in containers
     store, place, error = None, None, None
@@ -111,7 +111,7 @@ def _meet(distributed: Any, topology: Topology) -> tuple[str, int, Any]:
         except (OSError, RuntimeError) as failed:
             error = OptionError(f"--peers gloo: no TCP store on {host}: {failed}")
     raise_together(topology.world, error)
-    return *topology.world.bcast(place), store
+    return *root_value(topology.world, place, "meet for gloo"), store
 
 
 def _tensor(torch: Any, array: np.ndarray) -> Any:

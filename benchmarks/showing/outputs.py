@@ -7,7 +7,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from allreduce.errors import AllReduceError, OptionError
-from allreduce.messages.agreement import raise_together
+from allreduce.messages.agreement import raise_together, root_value
 
 
 def check(comm: MPI.Intracomm, wanted: Mapping[str, str | None]) -> None:
@@ -22,7 +22,7 @@ def check(comm: MPI.Intracomm, wanted: Mapping[str, str | None]) -> None:
         if len({os.path.realpath(path) for path in given.values()}) < len(given):
             lines.append(f"two outputs go to the same file: {', '.join(f'{o} {p}' for o, p in given.items())}")
         error = OptionError("; ".join(lines)) if lines else None
-    text = comm.bcast(str(error) if error else None)
+    text = root_value(comm, str(error) if error else None, "check the outputs")
     raise_together(comm, OptionError(text) if text else None)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from allreduce.messages.agreement import combine, on_all
 from allreduce.topology import Topology
 from benchmarks.steps.memory import peak_memory, trim
 from benchmarks.steps.models import Workload
@@ -76,9 +77,9 @@ class Bench:
         found = {}
         for name, flat in results.items():
             if reference is not None and name not in (PLAIN, DDP_GLOO):
-                largest = self._comm.allreduce(float((flat - reference).abs().max()), MPI.MAX)
+                largest = self._largest(float((flat - reference).abs().max()))
                 found[name] = {
-                    "bits_equal": self._comm.allreduce(torch.equal(flat, reference), MPI.LAND),
+                    "bits_equal": on_all(self._comm, torch.equal(flat, reference), "compare bits"),
                     "largest": largest,
                 }
         return found
@@ -100,5 +101,9 @@ class Bench:
                 self._comm.Barrier()
             variant.close()
             del variant
-            peaks[name] = self._comm.allreduce(peak[0], MPI.MAX)
+            peaks[name] = self._largest(peak[0])
         return peaks
+
+    def _largest(self, value: float) -> float:
+        """Of all ranks' values. Collective."""
+        return float(combine(self._comm, np.array([value], np.float64), "find the largest", MPI.MAX)[0])

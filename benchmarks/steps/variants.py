@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from allreduce.messages.agreement import root_value
 from allreduce.topology import Topology
 from benchmarks.steps.models import Workload
 from trainers.pytorch import MirroredOptimizer
@@ -80,5 +81,5 @@ def _join_process_group(comm: MPI.Intracomm) -> None:
             address = (socket.gethostbyname(socket.gethostname()), probe.getsockname()[1])
     else:
         address = None
-    host, port = comm.bcast(address)
+    host, port = root_value(comm, address, "meet for gloo")
     dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=comm.rank, world_size=comm.size)

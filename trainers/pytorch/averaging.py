@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from allreduce.base import AllReduce
-from allreduce.messages.agreement import raise_together
+from allreduce.messages.agreement import all_values, raise_together
 from allreduce.messages.worker import Lane
 from trainers.pytorch.backward import EDITED, Backward, GradientError, meet
 from trainers.pytorch.buffers import Memory, allocate
@@ -124,7 +124,7 @@ class Averager:
     def mean(self, value: float) -> float:
         """The mean of a number over all ranks, or over all rows, the same bits on each. Runs in the lane."""
         weight = 1.0 if self.rows is None else self.rows.weight
-        return sum(self.comm.allgather(value * weight)) / self.comm.size
+        return sum(all_values(self.comm, value * weight, "average a loss")) / self.comm.size
 
     # Called by autograd
 

@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 
 from allreduce.errors import AllReduceError
-from allreduce.messages.agreement import raise_together
+from allreduce.messages.agreement import raise_together, waiting
 from allreduce.messages.worker import Pending
 from trainers.pytorch.report import Clock
 
@@ -157,7 +157,8 @@ class Backward:
         facts[1 + np.array(self.unused, dtype=np.intp)] = 0
         facts[0] = self._error is not None
         if comm.size > 1:
-            comm.Allreduce(MPI.IN_PLACE, facts, MPI.MAX)
+            with waiting(comm, "hear what the other ranks' backwards have met"):
+                comm.Allreduce(MPI.IN_PLACE, facts, MPI.MAX)
         if facts[0]:
             self.averager.family.failed()
             raise_together(comm, self._error)

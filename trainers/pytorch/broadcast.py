@@ -8,8 +8,10 @@ import torch
 from mpi4py import MPI
 
 from allreduce.errors import DisagreementError
-from allreduce.messages.agreement import raise_together, together
+from allreduce.messages.agreement import all_values, raise_together, root_value, together, waiting
 from trainers.exchange import pieces
+from trainers.pytorch import plain
+from trainers.pytorch.plain import Place
 from trainers.replicas.pytorch.tensors import as_bytes
 
 
@@ -18,9 +20,10 @@ def compare(comm: MPI.Intracomm, lines: list[str]) -> None:
 
     lines: one for each parameter, telling all that must be alike.
     """
-    if len(set(comm.allgather(zlib.crc32("\n".join(lines).encode())))) == 1:
+    what = "compare models and optimizers"
+    if len(set(all_values(comm, zlib.crc32("\n".join(lines).encode()), what))) == 1:
         return
-    everyone = comm.allgather(lines)
+    everyone = all_values(comm, lines, what)
     first = next(at for at in range(max(map(len, everyone)) + 1) if len({_line(each, at) for each in everyone}) > 1)
     table = "\n".join(
         f"  rank {rank}: {len(each)} parameters, number {first} is {_line(each, first)}"
@@ -38,18 +41,18 @@ def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[torch.Tensor], root
     for tensor in tensors:
         whole = tensor.detach()
         packed = whole if whole.is_contiguous() else whole.contiguous()
-        for piece in pieces(as_bytes(packed)):
-            comm.Bcast(piece, root=root)
+        with waiting(comm, f"take on tensors of rank {root}"):
+            for piece in pieces(as_bytes(packed)):
+                comm.Bcast(piece, root=root)
         if packed is not whole:
             whole.copy_(packed)
 
 
 def broadcast_state(comm: MPI.Intracomm, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
     """Give every rank the state and the hyperparameters of the root's optimizer. Collective."""
-    # Before anybody waits for it: the root alone finds out that a state can't be taken apart or pickled.
-    tensors, payload = together(comm, lambda: _packed(optimizer) if comm.rank == root else ([], b""))
-    payload = comm.bcast(payload, root)
-    skeleton, shapes = together(comm, lambda: MPI.pickle.loads(payload))
+    # Before anybody waits for it: the root alone finds out that a state can't be taken apart or sent.
+    tensors, packed = together(comm, lambda: _packed(optimizer) if comm.rank == root else ([], None))
+    skeleton, shapes = plain.from_json(root_value(comm, packed, "take on the state of an optimizer", root))
     if comm.rank != root:
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
     broadcast_tensors(comm, tensors, root)
@@ -62,22 +65,18 @@ def broadcast_state(comm: MPI.Intracomm, optimizer: torch.optim.Optimizer, root:
     raise_together(comm, error)
 
 
-def _packed(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], bytes]:
+def _packed(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], Any]:
     """An optimizer's tensors, and all else: its state around them, their shapes and dtypes."""
     tensors: list[torch.Tensor] = []
     skeleton = _taken_out(optimizer.state_dict(), tensors)
-    return tensors, MPI.pickle.dumps((skeleton, [(each.shape, each.dtype) for each in tensors]))
-
-
-class _Place(int):
-    """Stands for a tensor: its number in the list."""
+    return tensors, plain.to_json([skeleton, [[list(each.shape), each.dtype] for each in tensors]])
 
 
 def _taken_out(value: Any, tensors: list[torch.Tensor]) -> Any:
     """`value` with every tensor in it moved to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return _Place(len(tensors) - 1)
+        return Place(len(tensors) - 1)
     if isinstance(value, dict):
         return {key: _taken_out(each, tensors) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -86,7 +85,7 @@ def _taken_out(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, _Place):
+    if isinstance(value, Place):
         return tensors[value]
     if isinstance(value, dict):
         return {key: _put_back(each, tensors) for key, each in value.items()}

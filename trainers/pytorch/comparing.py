@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from allreduce.errors import DisagreementError
-from allreduce.messages.agreement import known
+from allreduce.messages.agreement import all_values, known, waiting
 from trainers.replicas.pytorch.alike import hyperparameters
 from trainers.replicas.pytorch.tensors import as_bytes
 
@@ -27,14 +27,16 @@ def compare_replicas(comm: MPI.Intracomm, optimizer: Optimizer, parameters: Mapp
     )
     low = np.concatenate([hashes, -hashes])  # the minimum of -x is minus the maximum: one message gives both
     if comm.size > 1:
-        comm.Allreduce(MPI.IN_PLACE, low, MPI.MIN)
+        with waiting(comm, "compare the replicas"):
+            comm.Allreduce(MPI.IN_PLACE, low, MPI.MIN)
     differ = np.flatnonzero(low[: hashes.size] != -low[hashes.size :])
     if not differ.size:
         return
     first = int(differ[0])
     name = [*groups, *parameters][first]
     side = groups.get(name) or f"crc {hashes[first]:08x}, norm {float(parameters[name].detach().double().norm())!r}"
-    table = "\n".join(f"  rank {rank}: {name}: {text}" for rank, text in enumerate(comm.allgather(side)))
+    sides = all_values(comm, side, "compare the replicas")
+    table = "\n".join(f"  rank {rank}: {name}: {text}" for rank, text in enumerate(sides))
     raise known(
         DisagreementError(
             f"the replicas are no longer equal: {_odd(comm, int(hashes[first]))} in {name}, the first of {differ.size} "
@@ -46,7 +48,7 @@ def compare_replicas(comm: MPI.Intracomm, optimizer: Optimizer, parameters: Mapp
 
 def _odd(comm: MPI.Intracomm, value: int) -> str:
     """Which ranks differ from the most common value. Collective."""
-    values = comm.allgather(value)
+    values = all_values(comm, value, "compare the replicas")
     usual = max(values, key=lambda each: (values.count(each), each == values[0]))
     odd = [str(rank) for rank, each in enumerate(values) if each != usual]
     return f"rank{'s' * (len(odd) > 1)} {', '.join(odd)} differ{'s' * (len(odd) == 1)} from the others"

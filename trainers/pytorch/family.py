@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from allreduce.ending import world_ranks
 from allreduce.errors import ClosedError, OptionError
-from allreduce.messages.agreement import known
+from allreduce.messages.agreement import all_values, combine, known
 from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
 
@@ -60,7 +60,7 @@ class Family:
         """The number of a new member, the same on all ranks. Collective. It calls `leave` in the end."""
         self._members += 1
         self.newest += 1
-        everyone = comm.allgather(list(self._remains))
+        everyone = all_values(comm, list(self._remains), "learn which MirroredOptimizers are still used")
         for number in sorted(set(everyone[0]).intersection(*everyone[1:])):
             self._remains.pop(number).close()
         self._lane.abandon()  # with what ranks have given up waiting for
@@ -96,7 +96,7 @@ class Family:
             taking = np.zeros(self.newest + 3, np.int64)
             taking[[number - 1 for number in here]] = 1
             taking[-2:] = failures, -failures
-            exchange = partial(self._comm.Allreduce, MPI.IN_PLACE, taking, MPI.MAX)
+            exchange = partial(combine, self._comm, taking, "learn which MirroredOptimizers average gradients", MPI.MAX)
             pending = self._lane.submit(exchange, "averages gradients")
             while not pending.done():
                 try:
@@ -121,8 +121,9 @@ class Family:
         if len(self._lanes) - len(self._remains) > 1:
             gc.collect()  # a traceback, say, holds one that the program has dropped
         usable = {number for number, lane in self._lanes.items() if lane.broken is None}
-        everyone = self._comm.allgather(usable - set(self._remains))
-        members = len(set.intersection(*everyone))
+        usable -= set(self._remains)
+        everyone = all_values(self._comm, list(usable), "learn which MirroredOptimizers are still used")
+        members = len(set.intersection(*map(set, everyone)))
         if members > 1:
             text = (
                 f"join() is for one optimizer, and there are {members} MirroredOptimizers on these ranks; close() the "

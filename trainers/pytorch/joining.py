@@ -6,6 +6,7 @@ from functools import partial
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from allreduce.messages.agreement import all_values
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors
 from trainers.pytorch.sharded import ShardedOptimizer
@@ -43,7 +44,7 @@ def _follow(averager: Averager, mine: int, optimizer: Optimizer, trained: dict[s
     Runs in the lane.
     """
     comm = averager.comm
-    steps = comm.allgather(mine)
+    steps = all_values(comm, mine, "learn who has done the most steps")
     if min(steps) < max(steps):
         root = steps.index(max(steps))
         broadcast_tensors(comm, trained.values(), root)

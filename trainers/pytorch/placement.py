@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes
 from allreduce.errors import OptionError
-from allreduce.messages.agreement import raise_together, together
+from allreduce.messages.agreement import combine, on_all, raise_together, together, waiting
 from allreduce.messages.window import CommonWindow
 from allreduce.two_phase import TwoPhase
 from trainers.pytorch.averaging import Averager
@@ -44,9 +44,10 @@ class Placement:
     def _allocate(self, owned: list[slice]) -> dict[str, np.ndarray]:
         node = self._backend.topology.node
         mine = sum(each.stop - each.start for each in owned)
-        whole = node.allreduce(mine) == sum(memory.array.size for memory in self._averager.buckets)
+        of_node = combine(node, np.array([mine]), "add up what the ranks of a node own")
+        whole = of_node[0] == sum(memory.array.size for memory in self._averager.buckets)
         lengths = {dtype: flat.numel() for dtype, flat in self._averager.flats.items()}
-        if self._comm.allreduce(whole, MPI.LAND):
+        if on_all(self._comm, whole, "see whether each node owns everything"):
             make = partial(_windows, node, lengths)
             made = together(self._comm, make)  # one node's memory may be full
             self._windows = list(made.values())
@@ -99,7 +100,8 @@ class Placement:
         used = [each.grad is not None for each in self._averager.parameters]
         found = np.array([error is not None, bool(edited), *used], np.uint8)
         if self._comm.size > 1:
-            self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+            with waiting(self._comm, "begin an update"):
+                self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
         if found[0]:
             raise_together(self._comm, error)
         if found[1]:
@@ -143,9 +145,10 @@ class Placement:
     def _refuse_edits(self, edited: list[str]) -> None:
         """Raise on all ranks unless one rank of every node has edited its memory. Collective."""
         topology = self._backend.topology
-        editors = topology.node.allreduce(bool(edited))
-        most = self._comm.allreduce(editors, MPI.MAX)
-        nodes = self._comm.allreduce(topology.node_rank == 0 and editors > 0)
+        what = "count the ranks that have edited parameters"
+        editors = combine(topology.node, np.array([bool(edited)], np.int64), what)[0]
+        nodes = combine(self._comm, np.array([topology.node_rank == 0 and editors > 0], np.int64), what)[0]
+        most = combine(self._comm, np.array([editors]), what, MPI.MAX)[0]
         error = None
         if edited and (most > 1 or nodes < topology.nodes):
             where, hence = "several ranks", "it may have been edited several times"

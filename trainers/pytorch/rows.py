@@ -7,7 +7,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from allreduce.errors import OptionError
-from allreduce.messages.agreement import known, raise_together
+from allreduce.messages.agreement import known, raise_together, waiting
 from allreduce.messages.worker import Lane
 
 NOBODY = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
@@ -56,7 +56,8 @@ class Rows:
         bad = self._error is not None
         found = np.array([0 if bad else self._mine, self._active, bad], dtype=np.float64)
         if self._comm.size > 1:
-            self._comm.Allreduce(MPI.IN_PLACE, found, MPI.SUM)
+            with waiting(self._comm, "count the rows of a step"):
+                self._comm.Allreduce(MPI.IN_PLACE, found, MPI.SUM)
         if found[2]:
             raise_together(self._comm, self._error)
         self._total, self._ranks = float(found[0]), int(found[1])

@@ -17,11 +17,13 @@ from torch.optim import Optimizer
 
 from allreduce.arrays import dtypes
 from allreduce.errors import OptionError
+from allreduce.messages.agreement import all_values
 from allreduce.two_phase import TwoPhase
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.broadcast import broadcast_tensors
 from trainers.pytorch.layout import Piece, pieces
 from trainers.pytorch.placement import Placement
+from trainers.pytorch.plain import from_json, to_json
 from trainers.replicas.pytorch import elementwise
 from trainers.replicas.pytorch.alike import hyperparameters, optimizer_like
 from trainers.replicas.pytorch.elementwise import ELEMENTWISE as ELEMENTWISE
@@ -52,7 +54,8 @@ class ShardedOptimizer:
         self._plain, self._averager, self._comm = plain, averager, comm
         self._groups = _groups(plain, averager)
         owned = [backend.owned(memory.array.size) for memory in averager.buckets]
-        self._owned: list[list[slice]] = comm.allgather(owned)  # of all ranks
+        parts = all_values(comm, [[each.start, each.stop] for each in owned], "learn who updates what")
+        self._owned = [[slice(*part) for part in of_rank] for of_rank in parts]  # of all ranks
         self.placement = Placement(averager, backend, comm, owned)
         self.pieces = pieces(averager.plan, owned, BLOCK, self._cuts())
         flats = self.placement.flats
@@ -164,8 +167,8 @@ class ShardedOptimizer:
                     for key, value in self.optimizer.state[part].items()
                 }
         merged: dict[int, dict[str, Any]] = {}
-        for each in self._comm.allgather(mine):
-            merged = {**each, **merged}
+        for each in all_values(self._comm, to_json(mine), "learn which parameters have a state"):
+            merged = {**from_json(each), **merged}
         return merged
 
     def _gather_flat(self, dtype: str, key: str, of: torch.dtype) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.messages.agreement import together, wait_for
+from allreduce.messages.agreement import combine, together
 from trainers.errors import DivergedError
 from trainers.watching.callback import Callback, Logs
 
@@ -40,7 +40,7 @@ class Tally(Callback):
         finite: whether the parameters that this rank has updated are numbers.
         """
         together(comm, lambda: self._check(finite))
-        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, self._sums), "add up what an epoch has measured")
+        combine(comm, self._sums, "add up what an epoch has measured")
 
     def _check(self, finite: bool) -> None:
         if not finite:

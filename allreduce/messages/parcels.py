@@ -1,0 +1,49 @@
+"""Bytes of any number, which differ from rank to rank, to rank 0 or from there."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.arrays.chunks import segments
+from allreduce.messages.agreement import all_values, root_value, waiting
+
+PIECE = 1 << 30  # bytes in a message: an MPI count is a C int in Open MPI 5
+
+
+def bytes_to_root(comm: MPI.Intracomm, mine: bytes, what: str) -> list[bytes]:
+    """Every rank's bytes, by rank, on rank 0; none elsewhere. Collective."""
+    sizes = all_values(comm, len(mine), what)
+    if comm.rank:
+        _send(comm, mine, 0, what)
+        return []
+    return [mine, *(_receive(comm, size, rank, what) for rank, size in enumerate(sizes[1:], 1))]
+
+
+def bytes_of_root(comm: MPI.Intracomm, everyone: list[bytes], what: str) -> bytes:
+    """What rank 0 has for this rank in a list, which the others leave empty. Collective."""
+    sizes = root_value(comm, [len(each) for each in everyone], what)
+    if comm.rank:
+        return _receive(comm, sizes[comm.rank], 0, what)
+    for rank in range(1, comm.size):
+        _send(comm, everyone[rank], rank, what)
+    return everyone[0]
+
+
+def _send(comm: MPI.Intracomm, message: bytes, rank: int, what: str) -> None:
+    with waiting(comm, what):
+        for piece in _pieces(np.frombuffer(message, np.uint8)):
+            comm.Send(piece, rank)
+
+
+def _receive(comm: MPI.Intracomm, size: int, rank: int, what: str) -> bytes:
+    memory = np.empty(size, np.uint8)
+    with waiting(comm, what):
+        for piece in _pieces(memory):
+            comm.Recv(piece, rank)
+    return memory.tobytes()
+
+
+def _pieces(memory: np.ndarray) -> Iterator[np.ndarray]:
+    for span in segments(slice(0, memory.size), PIECE):
+        yield memory[span]
