@@ -7,6 +7,7 @@ between is interpolated.
 """
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -29,27 +30,30 @@ class Comparison(NamedTuple):
     error: int
 
 
-def compare(comm: MPI.Intracomm) -> list[Comparison]:
-    """The comparison of every rank's clock, on rank 0; an empty list on the others. Collective."""
+def compare(comm: MPI.Intracomm, clock: Callable[[], int] = now) -> list[Comparison]:
+    """The comparison of every rank's clock, on rank 0; an empty list on the others. Collective.
+
+    clock: what shows nanoseconds; time.time_ns for the time of day.
+    """
     if comm.rank == 0:
-        return [Comparison(now(), 0, 0), *(_ask(comm, rank) for rank in range(1, comm.size))]
+        return [Comparison(clock(), 0, 0), *(_ask(comm, rank, clock) for rank in range(1, comm.size))]
     stamp = np.empty(1, np.int64)
     with waiting(comm, WHAT):
         for _ in range(ROUNDS):
             comm.Recv(stamp, 0)
-            stamp[0] = now()
+            stamp[0] = clock()
             comm.Send(stamp, 0)
     return []
 
 
-def _ask(comm: MPI.Intracomm, rank: int) -> Comparison:
+def _ask(comm: MPI.Intracomm, rank: int, clock: Callable[[], int]) -> Comparison:
     best, stamp = None, np.empty(1, np.int64)
     with waiting(comm, WHAT):
         for _ in range(ROUNDS):
-            asked = now()
+            asked = clock()
             comm.Send(stamp, rank)
             comm.Recv(stamp, rank)
-            answered = now()
+            answered = clock()
             heard = comparison(asked, int(stamp[0]), answered)
             if best is None or heard.error < best.error:
                 best = heard

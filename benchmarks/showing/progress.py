@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from allreduce.terminal import on_terminal
 from benchmarks.measuring.measure import Plan
-from trainers.watching.progress import on_terminal
 
 
 class Progress:

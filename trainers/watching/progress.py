@@ -1,14 +1,12 @@
 """What a user sees of the training: on a terminal a bar that moves, and one line per epoch; on rank 0 only."""
 
-import os
 import sys
-from pathlib import Path
 from typing import Any, TextIO
 
+from allreduce.terminal import on_terminal
 from trainers.watching.callback import Callback, Logs
 from trainers.watching.history import Epoch
 
-LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "hydra_", "srun", "orterun")
 BAR_DELAY = 0.5  # seconds; shorter epochs get their line and no bar
 
 
@@ -52,21 +50,3 @@ class Progress(Callback):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-def on_terminal() -> bool:
-    """True when stderr ends in a terminal, be it by way of the pipe to the mpirun that started this process."""
-    if sys.stderr.isatty():
-        return True
-    pid = os.getppid()
-    for _ in range(3):  # MPICH has a proxy between mpiexec and the rank
-        try:
-            process = Path("/proc", str(pid))
-            if not (process / "comm").read_text().startswith(LAUNCHERS):
-                return False
-            if os.readlink(process / "fd" / "2").startswith(("/dev/pts/", "/dev/tty")):
-                return True
-            pid = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):  # not Linux, or another user's process
-            return False
-    return False

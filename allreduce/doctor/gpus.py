@@ -1,0 +1,181 @@
+"""GPUs: which rank has which, whether two have the same, and whether CuPy, NCCL and MPI can use them.
+
+The driver is asked (libcuda), which makes no context and needs no CuPy; it numbers the devices as a program sees
+them, after CUDA_VISIBLE_DEVICES.
+"""
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from allreduce.arrays import gpu
+from allreduce.doctor.findings import (
+    OK,
+    PROBLEM,
+    WARNING,
+    Finding,
+    Needs,
+    Place,
+    Rank,
+    by_node,
+    grouped,
+    named,
+    nbytes,
+    plural,
+    some,
+)
+
+AREA = "GPUs"
+DRIVER = "libcuda.so.1"
+PRESENT = Path("/proc/driver/nvidia/gpus")
+UUID_BYTES, NAME_BYTES = 16, 128
+
+
+def look(place: Place) -> dict[str, Any]:
+    found: dict[str, Any] = {"devices": [], "driver": None, "trouble": "", "cupy": None, "mine": None}
+    try:
+        found["driver"], found["devices"] = _devices()
+    except OSError as error:
+        found["trouble"] = str(error)
+    found["present"] = len(list(PRESENT.iterdir())) if PRESENT.is_dir() else 0
+    found["visible"] = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found["cuda_aware"] = gpu.mpi_is_cuda_aware()
+    if found["devices"]:
+        found["mine"] = place.topology.node_rank % len(found["devices"])  # as gpu.choose_device has it
+        found["cupy"] = _cupy()
+    return found
+
+
+def judge(ranks: Sequence[Rank], needs: Needs) -> list[Finding]:
+    without = [rank for rank in ranks if not rank.facts["gpus"]["devices"]]
+    if len(without) == len(ranks):
+        return [_none(ranks)]
+    having = [rank for rank in ranks if rank.facts["gpus"]["devices"]]
+    findings = [_assigned(having), *_duplicates(having)]
+    if without:
+        text = f"{named(without)} see{'s' * (len(without) == 1)} none, and others do"
+        advice = "ask the scheduler for GPUs on every host (--gpus-per-node), and look at CUDA_VISIBLE_DEVICES there"
+        findings.append(Finding(AREA, "missing", WARNING, text, advice))
+    return [*findings, *_software(having), _aware(having)]
+
+
+def _none(ranks: Sequence[Rank]) -> Finding:
+    facts = ranks[0].facts["gpus"]
+    if not facts["present"]:
+        return Finding(AREA, "devices", OK, "none: training runs on CPUs")
+    text = f"{ranks[0].host} has {plural(facts['present'], 'GPU')}, and no rank sees one"
+    reason = facts["trouble"] or f"CUDA_VISIBLE_DEVICES={facts['visible']}"
+    return Finding(AREA, "devices", WARNING, text, f"{reason}: unset it, or start the container with --gpus all")
+
+
+def _mine(rank: Rank) -> dict[str, Any]:
+    return rank.facts["gpus"]["devices"][rank.facts["gpus"]["mine"]]
+
+
+def _assigned(ranks: Sequence[Rank]) -> Finding:
+    texts = []
+    for here in by_node(ranks).values():
+        pairs = [f"rank {rank.rank}: GPU {rank.facts['gpus']['mine']}" for rank in here]
+        kinds = {f"{_mine(rank)['name']}, {nbytes(_mine(rank)['bytes'])}" for rank in here}
+        texts.append(f"{here[0].host} ({' and '.join(sorted(kinds))}): {some(pairs, ', ')}")
+    return Finding(AREA, "which rank has which", OK, some(texts))
+
+
+def _duplicates(ranks: Sequence[Rank]) -> list[Finding]:
+    texts = []
+    for (host, number, _), sharing in grouped(ranks, lambda rank: (rank.host, _mine(rank)["uuid"], "")).items():
+        if len(sharing) > 1:
+            texts.append(f"{named(sharing)} on {host} ({number[:12]})")
+    if not texts:
+        return []
+    text = f"one GPU is shared by {some(texts)}"
+    advice = "as many ranks a node as it has GPUs; NCCL refuses to share one, and ranks that do slow each other down"
+    return [Finding(AREA, "duplicates", WARNING, text, advice)]
+
+
+def _software(ranks: Sequence[Rank]) -> list[Finding]:
+    missing = [rank for rank in ranks if rank.facts["gpus"]["cupy"] is None]
+    broken = [rank for rank in ranks if rank.facts["gpus"]["cupy"] and rank.facts["gpus"]["cupy"]["trouble"]]
+    if missing:
+        text = f"not installed on {named(missing)}: --device cuda and the backend nccl need it"
+        return [Finding(AREA, "CuPy", WARNING, text, gpu.EXTRA)]
+    if broken:
+        facts = broken[0].facts["gpus"]
+        text = f"does not work on {named(broken)}: {facts['cupy']['trouble']}"
+        advice = f"the driver is for CUDA {_version(facts['driver'])} at most: {gpu.EXTRA}"
+        return [Finding(AREA, "CuPy", PROBLEM, text, advice)]
+    facts = ranks[0].facts["gpus"]
+    cupy = facts["cupy"]
+    text = f"{cupy['version']} for CUDA {_version(cupy['runtime'])}; the driver takes up to {_version(facts['driver'])}"
+    findings = [Finding(AREA, "CuPy", OK, text)]
+    if cupy["nccl"] is None:
+        text, advice = "CuPy finds none: the backend nccl is not available", gpu.EXTRA
+        return [*findings, Finding(AREA, "NCCL", WARNING, text, advice)]
+    number = cupy["nccl"]
+    major, rest = divmod(number, 10_000)
+    return [*findings, Finding(AREA, "NCCL", OK, f"{major}.{rest // 100}.{rest % 100}")]
+
+
+def _aware(ranks: Sequence[Rank]) -> Finding:
+    if ranks[0].facts["gpus"]["cuda_aware"]:
+        return Finding(AREA, "CUDA-aware MPI", OK, "MPI takes arrays in GPU memory")
+    text = "no: arrays in GPU memory go through pinned host memory, unless the backend is nccl"
+    advice = "fine with nccl; else an MPI that was built with CUDA (ALLREDUCE_CUDA_AWARE=1 if it can't say so itself)"
+    several = len(by_node(ranks)) > 1 or len(ranks) > 1
+    return Finding(AREA, "CUDA-aware MPI", WARNING if several else OK, text, advice if several else "")
+
+
+def _version(number: int | None) -> str:
+    """CUDA's way of writing 12.8 is 12080."""
+    return "?" if not number else f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _devices() -> tuple[int | None, list[dict[str, Any]]]:
+    """The driver's CUDA version, and the devices that this process sees. Raises OSError in its words."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return None, []
+
+    def call(name: str, *arguments: Any) -> None:
+        code = getattr(driver, name)(*arguments)
+        if code:
+            raise OSError(f"{name} of the NVIDIA driver says {code}")
+
+    version, number, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+    call("cuInit", 0)
+    call("cuDriverGetVersion", ctypes.byref(version))
+    call("cuDeviceGetCount", ctypes.byref(number))
+    found = []
+    for index in range(number.value):
+        name, uuid = ctypes.create_string_buffer(NAME_BYTES), ctypes.create_string_buffer(UUID_BYTES)
+        call("cuDeviceGet", ctypes.byref(device), index)
+        call("cuDeviceGetName", name, NAME_BYTES, device)
+        call("cuDeviceGetUuid", uuid, device)
+        call("cuDeviceTotalMem_v2", ctypes.byref(size), device)
+        found.append({"uuid": uuid.raw.hex(), "name": name.value.decode(errors="replace"), "bytes": size.value})
+    return version.value, found
+
+
+def _cupy() -> dict[str, Any] | None:
+    """What CuPy says; None where there is none. It is imported only where there is a GPU."""
+    if importlib.util.find_spec("cupy") is None:
+        return None
+    found: dict[str, Any] = {"version": "?", "runtime": None, "nccl": None, "trouble": ""}
+    try:
+        cupy = gpu.cupy()
+        found["version"], found["runtime"] = cupy.__version__, cupy.cuda.runtime.runtimeGetVersion()
+        cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # of CuPy's own kinds
+        found["trouble"] = str(error)
+        return found
+    try:
+        from cupy.cuda import nccl
+
+        found["nccl"] = nccl.get_version()
+    except Exception:  # CuPy was built without it, or its library is missing
+        found["nccl"] = None
+    return found

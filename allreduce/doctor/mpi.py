@@ -1,0 +1,78 @@
+"""The MPI library: which one, with threads or without, and what becomes of the others when a rank is lost."""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from allreduce.doctor.findings import OK, PROBLEM, WARNING, Finding, Needs, Place, Rank, grouped, named
+from allreduce.machine import mpi_library
+
+AREA = "MPI"
+THREADS = {
+    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
+}
+STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # how many processes the launcher has started
+ULFM = "OMPI_MCA_mpi_ft_enable"  # what `mpirun --with-ft ulfm` sets
+FIRST_WITH_ULFM = 5  # of Open MPI
+
+
+def look(place: Place) -> dict[str, Any]:
+    return {
+        "library": mpi_library(),
+        "threads": THREADS.get(MPI.Query_thread(), "unknown"),
+        "ulfm": os.environ.get(ULFM, "").lower() in ("1", "true"),
+        "ranks": place.topology.size,
+        "started": max(int(os.environ.get(name) or 1) for name in STARTED),
+    }
+
+
+def judge(ranks: Sequence[Rank], needs: Needs) -> list[Finding]:
+    return [*_library(ranks), _threads(ranks), _losses(ranks)]
+
+
+def _library(ranks: Sequence[Rank]) -> list[Finding]:
+    facts = ranks[0].facts["mpi"]
+    libraries = grouped(ranks, lambda rank: rank.facts["mpi"]["library"])
+    findings = []
+    if len(libraries) > 1:
+        text = "; ".join(f"{library} on {named(some)}" for library, some in libraries.items())
+        advice = "load the same MPI library on all hosts, that of the mpirun which starts the job"
+        findings.append(Finding(AREA, "library", PROBLEM, text, advice))
+    else:
+        findings.append(Finding(AREA, "library", OK, facts["library"]))
+    if facts["ranks"] == 1 and facts["started"] > 1:
+        text = f"{facts['started']} processes were started, and MPI sees 1 rank: each is alone"
+        advice = (
+            f"mpirun is another MPI's than mpi4py's ({facts['library']}): `which mpirun python` shows one folder "
+            "when they belong together; under Slurm: srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)"
+        )
+        findings.append(Finding(AREA, "launcher", PROBLEM, text, advice))
+    return findings
+
+
+def _threads(ranks: Sequence[Rank]) -> Finding:
+    lesser = [rank for rank in ranks if rank.facts["mpi"]["threads"] != "MPI_THREAD_MULTIPLE"]
+    if not lesser:
+        return Finding(AREA, "threads", OK, "MPI_THREAD_MULTIPLE: gradients can be reduced in the background")
+    text = f"{lesser[0].facts['mpi']['threads']} on {named(lesser)}: nothing can be reduced in the background"
+    advice = "remove mpi4py.rc.threads and mpi4py.rc.thread_level, or use an MPI that was built with thread support"
+    return Finding(AREA, "threads", WARNING, text, advice)
+
+
+def _losses(ranks: Sequence[Rank]) -> Finding:
+    """A choice of the user's, and no fault: always ok."""
+    facts = ranks[0].facts["mpi"]
+    if facts["ulfm"]:
+        return Finding(AREA, "a lost rank", OK, "ULFM is in force: the others can go on without it")
+    version = re.match(r"Open MPI v(\d+)", facts["library"])
+    if version and int(version[1]) >= FIRST_WITH_ULFM:
+        text = "ends the job; with ULFM (mpirun --with-ft ulfm) the others could go on without it"
+    else:
+        text = "ends the job, and this MPI has nothing else to offer: train with --checkpoint, and go on with --resume"
+    return Finding(AREA, "a lost rank", OK, text)
