@@ -30,4 +30,5 @@ def judge(ranks: Sequence[Rank], ahead: Sequence[float]) -> list[Finding]:
         advice = "run chronyd or ntpd on all hosts: times of files, of logs and of deadlines are off by as much"
         return [Finding(AREA, "skew", WARNING, f"clocks differ from that of {hosts[0]}: {some(wrong)}", advice)]
     most = max(map(abs, ahead))
-    return [Finding(AREA, "skew", OK, f"at most {1000 * most:.3g} ms between hosts")]
+    text = f"at most {1000 * most:.3g} ms between hosts" if most else "no difference between hosts that can be measured"
+    return [Finding(AREA, "skew", OK, text)]

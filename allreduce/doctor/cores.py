@@ -62,8 +62,7 @@ def _cores_per_rank(ranks: Sequence[Rank]) -> Finding:
         if room < len(here):
             crowded.append((here, room))
     if not crowded:
-        text = f"{least:.0f} or more" if least >= 1 else "1"
-        return Finding(AREA, "cores per rank", OK, text)
+        return Finding(AREA, "cores per rank", OK, f"at least {least:.3g}")
     text = some([f"{here[0].host}: {plural(len(here), 'rank')} on {_cores(room)}" for here, room in crowded])
     text += "; ranks wait for each other's cores"
     here, room = crowded[0]

@@ -18,6 +18,10 @@ LATER_SECONDS = 50e-6
 LONG_SECONDS = 50e-6  # a latency within a node that says that something is wrong
 SHARE_OF_LINK = 0.25  # of what an interface promises
 KINDS = ("same node", "across nodes")
+CAUSES = {
+    KINDS[0]: "which cores they are bound to, and at what else runs there",
+    KINDS[1]: "the hosts' adapters, cables and switches, and at what else uses them",
+}
 
 Pair = tuple[int, int]
 
@@ -48,7 +52,7 @@ def plan(nodes: Sequence[int]) -> list[list[Pair]]:
         number = max(free[node] for node in ends)
         free.update({node: number + 1 - free[node] for node in ends})
         rounds += [[] for _ in range(number + 1 - len(rounds))]
-        rounds[number].append(pair)
+        rounds[number].append((min(pair), max(pair)))
     return rounds
 
 
@@ -112,7 +116,10 @@ def judge(ranks: Sequence[Rank], needs: Needs, measured: Sequence[Measured], lin
     findings = []
     for name, alike in _kinds(measured, nodes).items():
         findings.append(_of_kind(name, alike, ranks, needs, link))
-    return [*findings, *_slow_ones(slow(measured, nodes), ranks)]
+    slow_ones = slow(measured, nodes)
+    for name in KINDS:
+        findings += _slow_ones(name, [pair for pair in slow_ones if kind(pair, nodes) == name], ranks)
+    return findings
 
 
 def _kinds(measured: Sequence[Measured], nodes: Sequence[int]) -> dict[str, list[Measured]]:
@@ -143,17 +150,18 @@ def _of_kind(name: str, alike: Sequence[Measured], ranks: Sequence[Rank], needs:
     return Finding(AREA, name, OK, text)
 
 
-def _slow_ones(pairs: Sequence[Measured], ranks: Sequence[Rank]) -> list[Finding]:
+def _slow_ones(name: str, pairs: Sequence[Measured], ranks: Sequence[Rank]) -> list[Finding]:
+    """Of one kind."""
     if not pairs:
         return []
     texts = [
         f"ranks {pair.first} and {pair.second}{_hosts(pair, ranks)}: {_figures(pair.latency, pair.bandwidth)}"
         for pair in sorted(pairs, key=lambda pair: pair.bandwidth)
     ]
-    advice = "the ring is as fast as its slowest pair: look at their binding, and at the adapters and cables between"
-    if shared := _in_common(pairs, ranks):
-        advice = f"all of them have {shared} in common: look at its binding, its adapter and cable, or leave it out"
-    return [Finding(AREA, "slow pairs", WARNING, some(texts), advice)]
+    shared = _in_common(pairs, ranks)
+    where = f"all of them have {shared} in common: look" if shared else "look"
+    advice = f"{where} at {CAUSES[name]}; a ring is as fast as its slowest pair"
+    return [Finding(AREA, "slow pairs", WARNING, f"{name}: {some(texts)}", advice)]
 
 
 def _hosts(pair: Measured, ranks: Sequence[Rank]) -> str:

@@ -45,7 +45,7 @@ def summary(findings: Sequence[Finding]) -> str:
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     code = exit_code(findings)
     if not code:
-        return f"{counts[OK]} findings, all ok"
+        return f"{plural(counts[OK], 'finding')}, all ok"
     worse = [plural(counts[level], level) for level in (PROBLEM, WARNING) if counts[level]]
     return f"{', '.join(worse)}, {counts[OK]} ok; exit code {code}"
 
