@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from allreduce.doctor import clock, cores, gpus, measuring, memory, mpi, network, pairs, versions
 from allreduce.doctor.findings import PROBLEM, Finding, Needs, Place, Rank, grouped, named
-from allreduce.doctor.values import all_values, root_value
+from allreduce.messages.agreement import all_values, root_value
 from allreduce.topology import Topology
 
 LOOKS: tuple[ModuleType, ...] = (mpi, cores, memory, gpus, versions, network)
