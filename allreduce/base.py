@@ -56,7 +56,8 @@ class AllReduce(Moves):
         self._pinned: Workspace | None = None
         self._agreed: set[Any] = set()  # what calls are known by: their signatures
         self._known: dict[tuple, Call] = {}  # what __call__ looks up: plain arrays in C order
-        self._connect(topology)
+        with topology.watch.hearing():
+            self._connect(topology)
 
     def _connect(self, topology: Topology) -> None:
         """Make all that depends on the ranks; algorithms add theirs. Collective. `abandon` drops it."""
@@ -113,21 +114,29 @@ class AllReduce(Moves):
     def close(self) -> None:
         """Free communicators, windows and scratch memory. Collective; closing twice does nothing.
 
-        Arrays from `allocate` that are still in use stay valid.
+        Arrays from `allocate` that are still in use stay valid. When a rank was lost, this is `abandon`.
         """
         if self.closed:
             return
         if self._calls.broken is not None:  # the other ranks may be anywhere
             self.abandon()
             return
+        try:
+            self._close_together()
+        except Exception as error:
+            if self.topology.watch.loss_of(error) is None:
+                raise
+            self.abandon()
+        if self.owns_topology:
+            self.topology.close()
+
+    def _close_together(self) -> None:
         self._calls.agree([], f"close() of {self.name}")
         self.closed = True
         self._close()
         self._forget()
         self.topology.release(self._comm, self)
         self._calls.close()
-        if self.owns_topology:
-            self.topology.close()
 
     def abandon(self) -> None:
         """Let go of everything without the other ranks, who may be lost. Local; what they share stays to the end."""

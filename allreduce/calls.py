@@ -12,7 +12,8 @@ from mpi4py import MPI
 from allreduce import ending
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import AGREEING, NUMBER, NUMBER_BITS, Signature, unpacked, word
-from allreduce.errors import BrokenError, CommunicationError, DisagreementError, OptionError
+from allreduce.errors import BrokenError, CommunicationError, DisagreementError, OptionError, RankLostError
+from allreduce.messages import losses
 from allreduce.messages.agreement import agree, everywhere
 from allreduce.messages.board import Slot
 from allreduce.messages.notes import Call as Shown
@@ -134,6 +135,8 @@ class Calls:
 
     def refuse(self) -> None:
         """Raise BrokenError after a call that failed half-way, OptionError while another thread is in a call."""
+        if isinstance(self.broken, RankLostError):
+            raise losses.again(self.broken)
         if self.broken is not None:
             raise BrokenError(
                 f"{self._backend!r} can't go on, since a call has failed half-way ({type(self.broken).__name__}: "
@@ -177,6 +180,7 @@ class Calls:
                     time.sleep(SLEEP_SECONDS)
                 elif now - begin >= self._spin:
                     os.sched_yield()
+                self._topology.watch.check()
                 if now - looked > LOOK_SECONDS:
                     looked = now
                     self._topology.watch.look(self.wait)
@@ -187,6 +191,9 @@ class Calls:
         """A call has failed: what all ranks raise leaves them in step, anything else (a node's error) does not."""
         if everywhere(error, self._topology.world):
             return
+        if (lost := self._topology.watch.loss_of(error)) is not None:
+            self.broken = lost
+            raise lost from error
         self.broken = error
         self._topology.watch.leave(f"its call failed ({type(error).__name__}: {error})")
         if isinstance(error, MPI.Exception):

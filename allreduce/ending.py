@@ -115,7 +115,9 @@ def _tells(error: BaseException) -> bool:
     """Whether this is the one rank that tells an error: the one that brought it, of those that have it."""
     ranks = range(MPI.COMM_WORLD.size) if isinstance(error, KeyboardInterrupt) else getattr(error, "ranks", None)
     teller = getattr(error, "teller", None)
-    return not ranks or MPI.COMM_WORLD.rank == (min(ranks) if teller is None else teller)
+    if teller is None:
+        teller = min(ranks) if ranks else MPI.COMM_WORLD.rank
+    return MPI.COMM_WORLD.rank == teller
 
 
 def say(text: str) -> None:

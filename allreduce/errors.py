@@ -31,6 +31,18 @@ class RankLeftError(AllReduceError, RuntimeError):
     """A rank has ended its program, or died, while others wait for it."""
 
 
+class RankLostError(AllReduceError, RuntimeError):
+    """A rank has died, and MPI lets the others go on: `Topology.survivors()` is the topology of those.
+
+    lost: the ranks that are known to be lost, as numbers of the topology that was in use; empty on a rank that has
+        heard of it from another one.
+    teller: the rank of MPI.COMM_WORLD that reports it when nobody catches it.
+    """
+
+    lost: tuple[int, ...] = ()
+    teller: int | None = None
+
+
 class BrokenError(AllReduceError, RuntimeError):
     """Something that failed half-way was used again: its ranks may be anywhere."""
 

@@ -1,5 +1,6 @@
 """What a topology is asked for: ranks, nodes to simulate, time to wait; or why that can't be."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from mpi4py import MPI
@@ -18,6 +19,20 @@ def simulated_node(rank: int, ranks_per_node: int | Sequence[int]) -> int:
         if rank < end:
             return index
     raise AssertionError("sizes were checked to cover all ranks")
+
+
+def divide(real: MPI.Intracomm, rank: int, ranks_per_node: int | Sequence[int] | None) -> MPI.Comm:
+    """The node that this rank is on, or is said to be on. real: the ranks that share memory with it. Collective."""
+    return real.Dup() if ranks_per_node is None else real.Split(simulated_node(rank, ranks_per_node), key=rank)
+
+
+def nodes_left(
+    ranks_per_node: int | Sequence[int] | None, left: Sequence[int], ranks: int
+) -> int | Sequence[int] | None:
+    """`ranks_per_node` of those ranks that are left of `ranks`: each stays on its node."""
+    if ranks_per_node is None or bad_ranks_per_node(ranks_per_node, ranks) is not None:
+        return ranks_per_node  # Topology refuses what is bad
+    return list(Counter(simulated_node(rank, ranks_per_node) for rank in left).values())
 
 
 def number_nodes(world: MPI.Intracomm, node: MPI.Intracomm) -> tuple[tuple[int, ...], int]:

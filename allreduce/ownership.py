@@ -1,11 +1,13 @@
 """Who owns communicators: a topology does, all of them, and knows who uses them."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from mpi4py import MPI
 
+from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere, place_of, waiting, watched
 from allreduce.messages.board import Board
 from allreduce.messages.notes import Wait
@@ -30,6 +32,10 @@ class Owner:
     _users: list[Closeable]
     _children: list[Any]  # topologies that were made from this one
     _numbers: int
+    _guard: threading.Lock  # of _owned; held for moments, never while communicating
+    _revoked: bool
+    closed: bool
+    apart: bool  # a part that goes on when a rank of another one is lost
 
     def check_open(self) -> None:
         """Raise ClosedError after `close()`."""
@@ -66,7 +72,8 @@ class Owner:
         """Free a communicator that `private` gave to `user`. Collective."""
         if user is not None:
             self.let_go(user)
-        self._owned.remove(comm)
+        with self._guard:
+            self._owned.remove(comm)
         if (place := place_of(comm)) is not None:
             self.watch.forget(place)
         comm.Free()
@@ -88,17 +95,39 @@ class Owner:
                 self._users, self.board.free = users, parts | self.board.free
                 for comm in [each for each in reversed(self._owned) if each not in owned]:
                     self.release(comm)
+            elif losses.lost(error) is not None:
+                self._users = users  # what is half made can't be abandoned
             raise
+
+    def revoke(self) -> None:
+        """End every wait, of all ranks, in what this topology and its children communicate with. Local.
+
+        From then on all their calls raise RankLostError, but `finished`, `survivors` and `abandon`. A RankLostError
+        was raised after this was done. Parts of `split(on_error="part")` go on. Without ULFM nothing happens.
+        """
+        if losses.in_force() and not self.closed:
+            self.watch.lose()
+
+    def _revoke(self) -> None:
+        with self._guard:
+            self._revoked = True
+            for comm in self._owned:
+                comm.Revoke()
+        for child in list(self._children):
+            if not child.apart:
+                child._revoke()
+                if "watch" in vars(child):  # it is not still being made
+                    child.watch.lose()
 
     def _own(self, comm: MPI.Comm, watch: bool = False) -> MPI.Intracomm:
         """Free it in the end. watch: waits on it are in a place of their own."""
         assert isinstance(comm, MPI.Intracomm)
-        self._owned.append(comm)
-        return self._watched(comm) if watch else comm
-
-    def _watched(self, comm: MPI.Comm) -> MPI.Intracomm:
-        assert isinstance(comm, MPI.Intracomm)
-        watched(comm, self.watch, self.place())
+        with self._guard:
+            self._owned.append(comm)
+            if self._revoked:  # while it was made; other ranks may not have it
+                comm.Revoke()
+        if watch:
+            watched(comm, self.watch, self.place())
         return comm
 
     def _number(self) -> int:

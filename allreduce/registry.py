@@ -9,6 +9,7 @@ from typing import Any
 
 from allreduce.base import AllReduce, Recipe
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
+from allreduce.messages import losses
 from allreduce.messages.agreement import known
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
@@ -67,7 +68,7 @@ def create(
     row = f"create({name!r}, check={check!r}{traced}{shown})"
     try:
         topology.agree([zlib.crc32(row.encode())], row, error)
-        with topology.trial():
+        with topology.watch.hearing(), topology.trial():
             backend = _constructed(backend_class, topology, arguments)
         backend.name = name
         if trace is not None:
@@ -85,7 +86,9 @@ def _constructed(kind: type[AllReduce], topology: Topology, arguments: dict[str,
     try:
         return kind(topology, **arguments)
     except AllReduceError as error:
-        if error.ranks is None:  # arguments are alike on all ranks, so what is refused is refused on all
+        if (
+            error.ranks is None and losses.lost(error) is None
+        ):  # arguments are alike on all ranks, so what is refused is refused on all
             known(error, topology.world)
         raise
 

@@ -1,5 +1,6 @@
 """Who is where: the world, the node and the cross communicators, their owner, and simulated nodes."""
 
+import threading
 import zlib
 from collections.abc import Sequence
 
@@ -7,18 +8,19 @@ from mpi4py import MPI
 
 from allreduce import children, ending, machine, notices
 from allreduce.errors import ClosedError, OptionError
-from allreduce.messages.agreement import agree, all_values, place_of, waiting, watched
+from allreduce.messages.agreement import agree, all_values, waiting, watched
 from allreduce.messages.board import Board
 from allreduce.messages.reach import Reach
 from allreduce.messages.watch import TIMEOUT, Watch, seconds
 from allreduce.messages.worker import Worker
-from allreduce.nodes import bad_ranks_per_node, bad_split, bad_timeout, checked, number_nodes, simulated_node
-from allreduce.ownership import Closeable, Owner
+from allreduce.nodes import bad_ranks_per_node, bad_split, bad_timeout, checked, divide, number_nodes
+from allreduce.ownership import Closeable
+from allreduce.survival import Survival
 
 TAGS = 1 << 15  # every MPI has at least this many
 
 
-class Topology(Owner):
+class Topology(Survival):
     """The ranks of a communicator and the nodes that they run on. Creating and closing are collective.
 
     comm: an intracommunicator, duplicated here; MPI.COMM_WORLD when none is given.
@@ -37,48 +39,67 @@ class Topology(Owner):
     node rank 0 of each node should speak for it.
     """
 
+    cores: int  # of this node
+    sharing: int  # ranks that share them
+
     def __init__(
         self,
         comm: MPI.Intracomm | None = None,
         ranks_per_node: int | Sequence[int] | None = None,
         timeout: float | None = None,
+        *,
+        parent: "Topology | None" = None,
     ) -> None:
         children.check()
         if MPI.COMM_WORLD.size > 1:
             ending.install()
-        comm = checked(comm, MPI.COMM_WORLD)
+        comm = self._given(comm)
         asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
         error = bad_ranks_per_node(ranks_per_node, comm.size) or bad_timeout(timeout)
         agree(comm, [zlib.crc32(asked.encode())], asked, error)
+        self._begin(parent)
+        self._origin: Topology | None = None  # what this is a duplicate of
+        self._numbers, self.apart = 0, False
+        self.simulated, self._ranks_per_node = ranks_per_node is not None, ranks_per_node
+        self.timeout = seconds(TIMEOUT, 1800.0) if timeout is None else float(timeout)
+        try:
+            with waiting(comm, asked):
+                first = self._own(comm.Dup())
+            self.watch = Watch(first, self.timeout, revoke=self._revoke)
+            watched(first, self.watch, self.place())
+            with waiting(first, asked):
+                self._connect(first)
+        except BaseException:
+            self.closed = True
+            raise
+        if parent is not None:
+            self.cores, self.sharing = parent.cores, parent.sharing  # whose ranks need them too
+
+    def _begin(self, parent: "Topology | None") -> None:
+        """Become a child before there is anything to wait for: when the parent hears of a lost rank, so does this."""
         self._owned: list[MPI.Intracomm] = []
         self._users: list[Closeable] = []
         self._children: list[Topology] = []
         self._worker: Worker | None = None
-        self._origin: Topology | None = None  # what this is a duplicate of
-        self._numbers = 0
-        self.closed = False
-        self.simulated = ranks_per_node is not None
-        self.timeout = seconds(TIMEOUT, 1800.0) if timeout is None else float(timeout)
-        with waiting(comm, asked):
-            first = self._own(comm.Dup())
-        self.watch = Watch(first, self.timeout)
-        watched(first, self.watch, self.place())
-        with waiting(first, asked):
-            self._connect(first, ranks_per_node)
+        self._guard, self._revoked, self.closed = threading.Lock(), False, False
+        if parent is not None:
+            parent._children = [child for child in parent._children if not child.closed] + [self]
+            self._revoked = parent._revoked
 
-    def _connect(self, comm: MPI.Intracomm, ranks_per_node: int | Sequence[int] | None) -> None:
+    def _connect(self, comm: MPI.Intracomm) -> None:
         """Make all communicators but the watch's, which is `comm`. Collective."""
         self.world: MPI.Intracomm = self._own(comm.Dup(), watch=True)
         self._control = self.private()
-        real = self._watched(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank))
+        self._finish = self.place()
+        self.former = tuple(range(self.size))
+        real = self._own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
         self.board = Board(real, self.rank, self.size)
         self.cores = len(set().union(*all_values(real, machine.cores(), "count the cores of this node")))
-        self.sharing = real.size  # ranks that share them
+        self.sharing = real.size
         if real.size > self.cores:
-            text = f"{real.size} ranks share the {self.cores} cores of this node: expect no speed-up from more ranks"
-            text += ", and times of communication that are mostly waits for a core"
-            notices.once(self.rank, text)
-        self.node: MPI.Intracomm = self._own(self._divide(real, ranks_per_node), watch=True)
+            text = f"{real.size} ranks share the {self.cores} cores of this node: expect no speed-up from more ranks, "
+            notices.once(self.rank, text + "and times of communication that are mostly waits for a core")
+        self.node: MPI.Intracomm = self._own(divide(real, self.rank, self._ranks_per_node), watch=True)
         self.reach = Reach(self.node)
         self.node_sizes, self.node_index = number_nodes(self.world, self.node)
         self.cross: MPI.Intracomm = self._own(self.world.Split(self.node.rank, self.node_index), watch=True)
@@ -104,6 +125,10 @@ class Topology(Owner):
             comm.Free()
             group.Free()
             everyone.Free()
+
+    @staticmethod
+    def _given(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+        return checked(comm, MPI.COMM_WORLD)
 
     @property
     def rank(self) -> int:
@@ -149,7 +174,8 @@ class Topology(Owner):
 
     def inside(self) -> "Topology":
         """The topology of this node alone: its ranks, one node. Collective over the node."""
-        return self._child(Topology(self.node, timeout=self.timeout))
+        self.check_open()
+        return Topology(self.node, timeout=self.timeout, parent=self)
 
     def across(self) -> "Topology | None":
         """The topology of one rank per node, each on a node of its own. Collective over the world.
@@ -158,7 +184,7 @@ class Topology(Owner):
         """
         if self.leaders_only and self.node_rank:
             return None
-        return self._child(Topology(self.cross, ranks_per_node=1, timeout=self.timeout))
+        return Topology(self.cross, ranks_per_node=1, timeout=self.timeout, parent=self)
 
     def agree(self, values: Sequence[int], text: str, error: Exception | None = None) -> None:
         """Return when all ranks bring equal `values` and no error; raise on all of them otherwise. Collective.
@@ -181,19 +207,21 @@ class Topology(Owner):
             RankLeftError; other parts go on, and the job's exit code says in the end that one has failed. A wait
             inside of MPI, a thread that dies, and Ctrl-C end the job all the same.
         """
-        self.check_open()
-        agree(self._control, [], "Topology.split", bad_split(colour, on_error))
+        self.agree([], "Topology.split", bad_split(colour, on_error))
         with waiting(self.world, "Topology.split"):
-            comm = self.world.Split(colour, self.rank)
-        assert isinstance(comm, MPI.Intracomm)
+            comm = self._own(self.world.Split(colour, self.rank))
         try:
-            part = self._child(Topology(comm, ranks_per_node, self.timeout))
+            part = Topology(comm, ranks_per_node, self.timeout, parent=self)
         finally:
-            comm.Free()
+            self.release(comm)
         part.agree([on_error == "part"], f"split(on_error={on_error!r})")
         if on_error == "part":
-            ending.contain(part)
+            part._stand_apart()
         return part
+
+    def _stand_apart(self) -> None:
+        self.apart = True
+        ending.contain(self)
 
     def duplicate(self) -> "Topology":
         """The same ranks and nodes on communicators of its own. Collective.
@@ -203,20 +231,32 @@ class Topology(Owner):
         self.check_open()
         copy = object.__new__(Topology)
         copy.__dict__.update(self.__dict__)
-        copy._owned, copy._users, copy._children, copy._worker, copy._origin = [], [], [], None, self
-        copy._numbers = self._number() << 16
+        copy._begin(self)
+        copy._origin, copy._numbers = self, self._number() << 16
         with waiting(self.world, "Topology.duplicate"):
             copies = [copy._own(comm.Dup(), watch=True) for comm in (self.world, self.node, self.cross)]
-            alone = MPI.COMM_SELF.Dup()
+            nobody = copy._own(MPI.COMM_SELF.Dup())  # those made here are parts of a user, who meet on no board
         copy.world, copy.node, copy.cross = copies
         copy._control = copy.private()
-        copy.board = Board(alone, self.rank, self.size)  # for nobody: those made here are parts of a user
-        return self._child(copy)
+        copy.board = Board(nobody, self.rank, self.size)
+        return copy
 
     def close(self) -> None:
-        """Close what still uses this topology, then free every communicator. Collective."""
+        """Close what still uses this topology, then free every communicator. Collective.
+
+        When a rank was lost, this is `abandon`.
+        """
         if self.closed:
             return
+        try:
+            self._close_together()
+        except Exception as error:
+            if self.watch.loss_of(error) is None:
+                raise
+            self.closed = False
+            self.abandon()
+
+    def _close_together(self) -> None:
         agree(self._control, [], f"close {self}", None)
         for user in [*reversed(self._users), *reversed(self._children)]:
             user.close()
@@ -226,11 +266,8 @@ class Topology(Owner):
         self.board.close()
         if self._origin is None:
             self.watch.close()
-        for comm in reversed(self._owned):
-            if (place := place_of(comm)) is not None:
-                self.watch.forget(place)
-            comm.Free()
-        self._owned.clear()
+        for comm in reversed(list(self._owned)):
+            self.release(comm)
 
     def abandon(self) -> None:
         """Let go of everything without the other ranks, who may be lost. Local; communicators stay to the end."""
@@ -256,19 +293,6 @@ class Topology(Owner):
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:  # after an exception the other ranks may not come to a collective close
             self.close()
-
-    def _child(self, child: "Topology") -> "Topology":
-        child.cores, child.sharing = self.cores, self.sharing  # whose ranks need them too
-        self._children = [each for each in self._children if not each.closed] + [child]
-        return child
-
-    def _divide(self, real: MPI.Intracomm, ranks_per_node: int | Sequence[int] | None) -> MPI.Intracomm:
-        """The node that this rank is on, or is said to be on. real: the ranks that share memory with it."""
-        if ranks_per_node is None:
-            return real.Dup()
-        node = real.Split(simulated_node(self.rank, ranks_per_node), key=self.rank)
-        assert isinstance(node, MPI.Intracomm)
-        return node
 
 
 children.guard(

@@ -152,7 +152,8 @@ def _at_place(comm: MPI.Comm, what: str, raises: bool) -> Iterator[tuple[Watch, 
         wait.begin(Said(what))
     inside, wait.raises = wait.raises, raises
     try:
-        yield watch, wait
+        with watch.hearing():
+            yield watch, wait
     finally:
         wait.raises = inside
         if begins:
@@ -167,6 +168,8 @@ def _look_until(request: MPI.Request, watch: Watch, wait: Wait, what: str, limit
     while not request.Test():
         now = time.monotonic()
         pause(now)
+        if watch is not None:
+            watch.check()
         if now - looked > LOOK_SECONDS:
             looked = now
             watch.look(wait)

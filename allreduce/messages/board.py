@@ -39,7 +39,7 @@ class Slot(NamedTuple):
 class Board:
     """The board of one topology. Creating and closing are collective over the ranks of a node.
 
-    node: the ranks that really share memory; the board owns it. rank, ranks: this one's number in the topology, and
+    node: the ranks that really share memory. rank, ranks: this one's number in the topology, and
         how many that has.
     """
 
@@ -73,13 +73,12 @@ class Board:
         self.free[part] = met
 
     def close(self) -> None:
-        """Free the memory and the communicator. Collective."""
+        """Free the memory. Local."""
         if self._words is not None:
             self._words.release()
             self._words = None
         if self._window is not None:
             self._window.free()
-        self._node.Free()
 
     def abandon(self) -> None:
         """Let go of the memory. Local."""

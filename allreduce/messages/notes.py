@@ -90,7 +90,7 @@ class Notes:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.heard: dict[tuple[int, int], Note] = {}  # the last of each rank and place
         self.left: dict[int, Note] = {}  # the ranks that wait for nobody any more
         self._sent: list[tuple[MPI.Request, bytearray]] = []
@@ -102,12 +102,12 @@ class Notes:
         self._sent = [pair for pair in self._sent if not pair[0].Test()]
         for rank in range(self.size):
             if rank != self.rank:
-                self._sent.append((self._comm.Isend([message, MPI.BYTE], rank), message))
+                self._sent.append((self.comm.Isend([message, MPI.BYTE], rank), message))
 
     def listen(self) -> None:
         """Take the notes that have arrived."""
         status = MPI.Status()
-        while (message := self._comm.Improbe(status=status)) is not None:
+        while (message := self.comm.Improbe(status=status)) is not None:
             buffer = bytearray(status.Get_count(MPI.BYTE))
             message.Recv([buffer, MPI.BYTE])
             kind, number, turn, word = np.frombuffer(buffer[:32], np.int64).tolist()
@@ -120,12 +120,16 @@ class Notes:
             else:
                 self.heard.pop((status.source, number), None)
 
+    def probe(self) -> None:
+        """Let MPI go on; it raises when a rank has died, or when another one says so."""
+        self.comm.Iprobe()
+
     def drain(self, limit: float) -> None:
         """Take all notes, so that the communicator can be freed. Collective.
 
         limit: seconds after which a CollectiveTimeoutError is raised, when ranks don't come.
         """
-        request, deadline = self._comm.Ibarrier(), time.monotonic() + limit  # all have been sent when it is done
+        request, deadline = self.comm.Ibarrier(), time.monotonic() + limit  # all have been sent when it is done
         while not request.Test():
             self.listen()
             if time.monotonic() > deadline:

@@ -6,6 +6,9 @@ while all is well, because nobody waits for a second.
 
 Waits in loops of ours (agreements, lanes of the worker) end in an error that is raised there. A wait inside of
 MPI can't be left: its error is printed, and the job ends.
+
+Where ranks may die while others go on (messages/losses.py) it also listens for that, in `losses.HEAR_SECONDS`: what
+a topology communicates with is revoked then, so that waits inside of MPI come out, and `lost` tells our own loops.
 """
 
 import functools
@@ -13,6 +16,8 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from mpi4py import MPI
 
@@ -20,16 +25,20 @@ from allreduce import ending
 from allreduce.errors import (
     AllReduceError,
     CollectiveTimeoutError,
+    CommunicationError,
     DisagreementError,
     OptionError,
     RankLeftError,
+    RankLostError,
 )
+from allreduce.messages import losses
 from allreduce.messages.notes import LEFT, WAITING, WENT_ON, Call, Notes, Wait
 from allreduce.notices import log
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
 NOTE_SECONDS = 1.0  # a wait as long as this is told to the other ranks
 LOOK_SECONDS = 0.25  # how often the waits are looked at
+SOON_SECONDS = 1.0  # by then MPI has told of a rank that has died
 LEFT_SECONDS = 2.0  # the last messages of a rank that has left may still be on their way
 
 
@@ -50,10 +59,20 @@ class Watch:
 
     comm: a communicator of its own; of this rank alone where the waits are for ranks that can't be told of them yet.
     timeout, stall: seconds after which a wait ends in a CollectiveTimeoutError, and after which it is first told.
+    revoke: ends all that the topology communicates with, when a rank is lost; called in any thread.
     """
 
-    def __init__(self, comm: MPI.Intracomm, timeout: float, stall: float | None = None, lonely: bool = False) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        timeout: float,
+        stall: float | None = None,
+        lonely: bool = False,
+        revoke: Callable[[], object] = bool,
+    ) -> None:
         self.timeout, self.stall = timeout, seconds(STALL, 30.0) if stall is None else stall
+        self.lost: RankLostError | None = None  # a rank has died, or another one says so
+        self._lonely, self._revoke = lonely, revoke
         self.notes = Notes(comm)
         self._rank, ranks = ending.here() if lonely else (comm.rank, comm.size)
         self.active = ranks > 1
@@ -87,8 +106,64 @@ class Watch:
             self.closed = True
             self._waits.clear()
 
+    def listen(self) -> None:
+        """Hear whether a rank was lost; then nothing of the topology's communicates any more. From any thread."""
+        if self.closed or self.lost is not None or self.notes.size == 1:
+            return
+        try:
+            with self._lock:
+                if not self.closed:
+                    self.notes.probe()
+        except MPI.Exception as error:
+            if losses.lost(error) is None:
+                raise
+            self.lose()
+
+    def lose(self) -> RankLostError:
+        """A rank is lost: every wait of the topology ends, on all ranks. Local."""
+        if self.lost is None:
+            self.lost = losses.loss(self.notes.comm)
+            self._revoke()
+        return self.lost
+
+    def loss_of(self, error: BaseException) -> RankLostError | None:
+        """The error to raise instead when `error` comes from a lost rank; every wait ends then. Local."""
+        if not losses.in_force():
+            return None
+        told = losses.lost(error)
+        if self._lonely:
+            return told
+        if told is None and not (isinstance(error, CommunicationError) and self._hears_soon()):
+            return None
+        return losses.again(self.lose())
+
+    def _hears_soon(self) -> bool:
+        """Whether memory that can't be reached any more is that of a rank that has died."""
+        deadline = time.monotonic() + SOON_SECONDS
+        while self.lost is None and time.monotonic() < deadline:
+            time.sleep(losses.HEAR_SECONDS)
+        return self.lost is not None
+
+    @contextmanager
+    def hearing(self) -> Iterator[None]:
+        """What MPI raises inside when a rank was lost becomes a RankLostError, and every wait ends."""
+        try:
+            yield
+        except Exception as error:
+            lost = self.loss_of(error)
+            if lost is None or (isinstance(error, RankLostError) and error.args == lost.args):
+                raise
+            raise lost from error
+
+    def check(self) -> None:
+        """Raise RankLostError when a rank was lost. Costs nothing; for loops that wait."""
+        if self.lost is not None:
+            raise losses.again(self.lost)
+
     def look(self, wait: Wait | None = None) -> None:
         """Look at all waits, tell and hear, and judge them. Raises the error of `wait`. From any thread."""
+        if wait is not None:
+            self.check()
         if not self.closed and self.active and self._lock.acquire(blocking=False):
             try:
                 if not self.closed:
@@ -100,12 +175,13 @@ class Watch:
 
     def leave(self, why: str) -> None:
         """Tell the others that this rank's program ends."""
-        if self.closed or self.notes.size == 1:
+        if self.closed or self.lost is not None or self.notes.size == 1:
             return
         with self._lock:
             self.notes.tell(LEFT, Wait(0), why)
 
     def _look(self, now: float, may_communicate: bool) -> None:
+        may_communicate = may_communicate and self.lost is None
         for wait in list(self._waits):
             call = wait.call
             if wait.new(now) and wait.noted:
@@ -179,30 +255,43 @@ class _Watchdog:
 
     def __init__(self) -> None:
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     def add(self, watch: Watch) -> None:
-        self._watches.add(watch)
+        with self._lock:
+            self._watches.add(watch)
         if self._thread is None and watch.active:
             self._thread = threading.Thread(target=self._run, name="allreduce watchdog", daemon=True)
             self._thread.start()
             ending.on_leaving(self._end)
 
     def _run(self) -> None:
-        while not self._stop.wait(LOOK_SECONDS):
-            for watch in list(self._watches):
+        listens = losses.in_force()
+        looked = time.monotonic()
+        while not self._stop.wait(losses.HEAR_SECONDS if listens else LOOK_SECONDS):
+            due = not listens or time.monotonic() - looked > LOOK_SECONDS
+            looked = time.monotonic() if due else looked
+            for watch in self._all():
                 try:
-                    watch.look()
+                    if listens:
+                        watch.listen()
+                    if due:
+                        watch.look()
                 except Exception:  # a watchdog that dies would leave hangs without a word
                     log.exception("the watchdog met an error, and goes on")
+
+    def _all(self) -> list[Watch]:
+        with self._lock:
+            return list(self._watches)
 
     def _end(self, why: str) -> None:
         """MPI ends after this."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
-        for watch in list(self._watches):
+        for watch in self._all():
             watch.leave(why)
 
 

@@ -158,7 +158,7 @@ class Worker:
                 continue
             now = time.monotonic()
             pause(now)
-            if now - looked > LOOK_SECONDS:
+            if now - looked > LOOK_SECONDS or self.watch.lost is not None:
                 looked = now
                 self._look()
             if deadline is not None and now > deadline:
@@ -166,8 +166,9 @@ class Worker:
 
     def _turn(self) -> bool:
         """Hear what the ranks have announced or rank 0 has decided, and run one call. True when there was one."""
-        if self.size > 1 and not self._ready:
-            self._listen()
+        if self.size > 1 and not self._ready and self.watch.lost is None:
+            with self.watch.hearing():
+                self._listen()
         if not self._ready:
             return False
         verb, lane, pending = self._ready.popleft()

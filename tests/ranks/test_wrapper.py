@@ -91,6 +91,7 @@ def test_nothing_is_left_to_the_base() -> None:
         "_where",
         "_forget",
         "_close",
+        "_close_together",
         "_hand_round",
         "_phase",
     }

@@ -1,0 +1,98 @@
+"""Ranks that die while the others go on: whether MPI offers it (ULFM), which errors mean it, and how ranks agree then.
+
+Without `mpirun --with-ft ulfm` no function of MPI is called here: a rank that dies takes the job with it.
+"""
+
+import functools
+import os
+
+from mpi4py import MPI
+
+from allreduce import ending
+from allreduce.errors import RankLostError
+
+HEAR_SECONDS = 0.005  # how often the watchdog listens for losses
+ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by mpirun
+
+
+@functools.cache
+def in_force() -> bool:
+    """Whether ranks may die without ending the job: Open MPI's ULFM, and a thread that hears of it. Local."""
+    if os.environ.get(ENABLED, "").lower() not in ("1", "true", "yes", "on", "enabled"):
+        return False
+    if MPI.get_vendor()[0] != "Open MPI" or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        return False
+    try:
+        MPI.COMM_SELF.Get_failed().Free()
+    except (MPI.Exception, NotImplementedError):  # an Open MPI that was built without it
+        return False
+    return True
+
+
+def lost(error: BaseException | None) -> RankLostError | None:
+    """The RankLostError that `error` is, or comes from, or a new one where it comes from MPI's; else None. Local."""
+    if not in_force():
+        return None
+    while error is not None:
+        if isinstance(error, RankLostError):
+            return error
+        if isinstance(error, MPI.Exception) and error.Get_error_class() in _classes():
+            return RankLostError(f"a rank was lost ({error}); Topology.survivors() goes on with those that are left")
+        error = error.__cause__
+    return None
+
+
+def loss(comm: MPI.Comm) -> RankLostError:
+    """The error of a rank that has heard on `comm`, a topology's, that one was lost. Local."""
+    lost = failed(comm)
+    ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}" if lost else "a rank"
+    be = "were" if len(lost) > 1 else "was"
+    error = RankLostError(f"{ranks} of {comm.size} {be} lost; Topology.survivors() goes on with those that are left")
+    error.lost = lost
+    world = ending.world_ranks(comm)
+    error.teller = min(world[rank] for rank in range(comm.size) if rank not in lost)
+    return error
+
+
+def again(error: RankLostError) -> RankLostError:
+    """The same error, to be raised once more, maybe in another thread."""
+    other = RankLostError(*error.args)
+    other.lost, other.teller = error.lost, error.teller
+    return other
+
+
+def failed(comm: MPI.Comm) -> tuple[int, ...]:
+    """The ranks of a communicator that this rank knows to be dead. Local."""
+    dead, everyone = comm.Get_failed(), comm.Get_group()
+    ranks = tuple(sorted(MPI.Group.Translate_ranks(dead, range(dead.size), everyone)))
+    dead.Free()
+    everyone.Free()
+    return ranks
+
+
+def places(left: MPI.Comm, comm: MPI.Comm) -> tuple[int, ...]:
+    """The ranks in `comm` of all ranks of `left`. Local."""
+    few, everyone = left.Get_group(), comm.Get_group()
+    ranks = tuple(MPI.Group.Translate_ranks(few, range(few.size), everyone))
+    few.Free()
+    everyone.Free()
+    return ranks
+
+
+def agree(comm: MPI.Comm, flags: int) -> int:
+    """The bits that all living ranks of `comm` bring, the same on all of them, whoever dies meanwhile. Collective.
+
+    Also on a communicator that was revoked. Nothing but the arrival of all who live ends it.
+    """
+    while True:
+        comm.Ack_failed()
+        try:
+            return comm.Agree(flags)
+        except MPI.Exception as error:  # on all of them: one has died that somebody had not known of
+            if error.Get_error_class() != MPI.ERR_PROC_FAILED:
+                raise
+
+
+@functools.cache
+def _classes() -> tuple[int, ...]:
+    return MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED

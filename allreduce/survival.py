@@ -1,0 +1,113 @@
+"""What is left when a rank dies: how the others agree what they have done, and the topology they go on with."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from mpi4py import MPI
+
+from allreduce import children
+from allreduce.errors import UnavailableError
+from allreduce.messages import losses
+from allreduce.messages.agreement import waiting
+from allreduce.messages.notes import Said, Wait
+from allreduce.nodes import nodes_left
+from allreduce.ownership import Owner
+
+TopologyT = TypeVar("TopologyT", bound="Survival")
+
+
+class Survival(Owner):
+    """The part of a topology that outlives ranks, where MPI offers it (messages/losses.py)."""
+
+    former: tuple[int, ...]  # the rank that each rank had in the topology before, for one of survivors
+    timeout: float
+    _finish: Wait
+    _ranks_per_node: int | Sequence[int] | None
+
+    def __init__(
+        self, comm: MPI.Intracomm | None, ranks_per_node: int | Sequence[int] | None, timeout: float | None
+    ) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def _given(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+        """The communicator, or the default."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Let go of everything without the other ranks."""
+        raise NotImplementedError
+
+    def _stand_apart(self) -> None:
+        raise NotImplementedError
+
+    def finished(self, ok: bool = True) -> bool:
+        """Whether all ranks that are left come here with `ok`: the same answer on all of them. Collective over those.
+
+        The end of what a loss may interrupt: ranks that have heard of it come with ok=False, others, whose calls have
+        all returned, with True. On False all of them call `survivors` and do it again; on True it is done, whoever
+        has died meanwhile, and a loss is met in the next call. Nobody must wait for others on the way here but
+        in calls of this topology, its children and its backends. Without ULFM the answer is `ok`, and nobody waits.
+        """
+        self.check_open()
+        if not losses.in_force():
+            return ok
+        self._finish.begin(Said("finished: the end of what a lost rank may interrupt"))
+        try:
+            return bool(losses.agree(self.world, int(ok)))
+        finally:
+            self._finish.end()
+
+    def survivors(self: TopologyT) -> TopologyT:
+        """The topology of the ranks that are left, in their order, on the nodes they were on. Collective over those.
+
+        When another rank dies meanwhile, it is made again. This topology and all that uses it are revoked and
+        abandoned; arrays from `allocate` stay readable. Simulated nodes keep those of their ranks that are left. The
+        new topology's `former` are the ranks that its ranks had here.
+
+        Raises UnavailableError where ULFM is not in force.
+        """
+        self.check_open()
+        if not losses.in_force():
+            raise UnavailableError(
+                "ranks can't be outlived in this job: start it with Open MPI's mpirun --with-ft ulfm"
+            )
+        self.revoke()
+        made = type(self).of_survivors(self.world, self._ranks_per_node, self.timeout)
+        if self.apart:
+            made._stand_apart()
+        self.abandon()
+        return made
+
+    @classmethod
+    def of_survivors(
+        cls: type[TopologyT],
+        comm: MPI.Intracomm | None = None,
+        ranks_per_node: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> TopologyT:
+        """`Topology(...)` of those ranks of `comm` that are alive, whoever dies meanwhile. Collective over those.
+
+        For the start of a program that goes on without lost ranks. Without ULFM it is `Topology(...)`.
+        """
+        children.check()
+        comm = cls._given(comm)
+        while losses.in_force():
+            with waiting(comm, "make a topology of the ranks that are left"):
+                left = comm.Shrink()
+            assert isinstance(left, MPI.Intracomm)
+            former, made = losses.places(left, comm), None
+            try:
+                made = cls(left, nodes_left(ranks_per_node, former, comm.size), timeout)
+            except Exception as error:
+                if losses.lost(error) is None:
+                    raise
+            done = losses.agree(left, made is not None)
+            left.Free()
+            if made is not None and done:
+                made.former = former
+                return made
+            if made is not None:
+                made.revoke()
+                made.abandon()
+        return cls(comm, ranks_per_node, timeout)
