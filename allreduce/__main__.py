@@ -14,14 +14,15 @@ import numpy as np
 
 from allreduce import Topology, __version__
 from allreduce.doctor import command as doctor
+from allreduce.doctor.meeting import said_when_late
 from allreduce.errors import OptionError
 from allreduce.machine import mpi_library
 from allreduce.messages.agreement import raise_together
-from allreduce.messages.watch import STALL
+from allreduce.messages.watch import STALL, TIMEOUT
 
 COMMANDS: dict[str, ModuleType] = {"doctor": doctor}
 BAD_OPTIONS = 64  # exit code, as sysexits.h has it: 0 to 2 say what the doctor has found
-STALL_SECONDS, TIMEOUT_SECONDS = "10", 120.0  # of waits here, which are short where ranks can reach each other
+PATIENCE = {STALL: "20", TIMEOUT: "90"}  # waits are short here, where ranks can reach each other
 EXAMPLES = """\
 examples:
   python -m allreduce doctor                 this machine
@@ -60,8 +61,10 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command on all ranks; returns the exit code, the same on each. Collective."""
-    os.environ.setdefault(STALL, STALL_SECONDS)
-    topology = Topology(timeout=TIMEOUT_SECONDS)
+    for variable, seconds in PATIENCE.items():
+        os.environ.setdefault(variable, seconds)
+    with said_when_late():
+        topology = Topology()
     shown = topology.rank == 0
     try:
         name, chosen = parse(sys.argv[1:] if arguments is None else arguments, shown)

@@ -1,6 +1,7 @@
 """python -m allreduce doctor: what is made of what ranks have found, and the command itself."""
 
 import json
+import threading
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import launch
 import pytest
 from conftest import JobRunner, in_one_job
+from mpi4py import MPI
 
 from allreduce import __main__ as command_line
 from allreduce.doctor import (
@@ -17,6 +19,7 @@ from allreduce.doctor import (
     examination,
     gpus,
     measuring,
+    meeting,
     memory,
     mpi,
     network,
@@ -30,7 +33,7 @@ from allreduce.errors import OptionError
 
 GIB = 1 << 30
 NEEDS = Needs(25_000_000)
-LINK = {"name": "eth0", "address": "10.0.0.1", "network": "10.0.0.0/24", "speed": 1000}
+LINK: Any = {"name": "eth0", "address": "10.0.0.1", "network": "10.0.0.0/24", "speed": 1000}
 
 
 def facts_of(node: int, node_rank: int) -> dict[str, Any]:
@@ -304,6 +307,48 @@ def test_network() -> None:
         ranks = cluster(2, 2)
         ranks[2].facts["network"] |= change
         assert words in only(network.judge(ranks, NEEDS)).text
+
+
+def test_ranks_that_do_not_meet_hear_what_may_be_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    with meeting.said_when_late(seconds=60):
+        (timer,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    timer.join(30)
+    assert capsys.readouterr().err == ""
+    with meeting.said_when_late(seconds=0):
+        (timer,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)] or (None,)
+        if timer is not None:
+            timer.join(30)
+    assert "the ranks have not met yet" in capsys.readouterr().err
+    said = meeting.advice("host0", [LINK, LINK | {"name": "lo", "network": "127.0.0.0/8"}])
+    assert "This host, host0, has eth0 in 10.0.0.0/24.\n" in said
+    assert "--mca btl_tcp_if_include 10.0.0.0/24" in said
+    assert "has no network." in meeting.advice("host0", [])
+
+
+class SilentRequest:
+    def Test(self) -> bool:  # noqa: N802, MPI's name
+        return False
+
+
+class SilentRank:
+    """A communicator of two ranks, of which the other one never answers."""
+
+    rank, size = 0, 1  # of size 1 for agreements
+
+    def Isend(self, *_: Any) -> SilentRequest:  # noqa: N802, MPI's name
+        return SilentRequest()
+
+    Irecv = Isend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(MPI.COMM_SELF, name)
+
+
+def test_a_rank_that_does_not_answer_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "ANSWER_SECONDS", 0.01)
+    comm: Any = SilentRank()
+    results = measuring.measure(comm, [[(0, 1)], [(0, 2)]], 10, lambda *_: None)
+    assert results == measuring.Results([], [(0, 1)])
 
 
 def test_clocks() -> None:

@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from allreduce.doctor.findings import OK, WARNING, Finding, Needs, Place, Rank, by_node, some
 
@@ -19,6 +19,15 @@ DEVICES = Path("/sys/class/net")
 INFINIBAND = Path("/sys/class/infiniband")
 
 
+class Interface(TypedDict):
+    """One with an IPv4 address."""
+
+    name: str
+    address: str
+    network: str  # "10.0.0.0/24"
+    speed: int | None  # Mb/s, where the system knows it
+
+
 def look(place: Place) -> dict[str, Any] | None:
     """Of the first rank of each node; the others are in the same place."""
     if place.topology.node_rank:
@@ -26,7 +35,7 @@ def look(place: Place) -> dict[str, Any] | None:
     first = place.hosts[0]
     return {
         "name": socket.gethostname(),
-        "interfaces": _interfaces(),
+        "interfaces": interfaces(),
         "infiniband": sorted(each.name for each in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else [],
         "resolves": resolved(socket.gethostname()),
         "first": first,
@@ -52,7 +61,7 @@ def speed(ranks: Sequence[Rank]) -> float | None:
     return max(speeds, default=0) * 1e6 / 8 or None
 
 
-def _up(rank: Rank) -> list[dict[str, Any]]:
+def _up(rank: Rank) -> list[Interface]:
     """The interfaces that may lead to other hosts."""
     found = rank.facts["network"]["interfaces"]
     return [each for each in found if not ipaddress.ip_address(each["address"]).is_loopback]
@@ -84,13 +93,13 @@ def _common(leaders: Sequence[Rank]) -> Finding:
     texts = []
     for network in common:
         names = Counter(each["name"] for rank in leaders for each in _up(rank) if each["network"] == network)
-        speeds = {each["speed"] for rank in leaders for each in _up(rank) if each["network"] == network} - {None}
-        shown = f", {min(speeds) / 1000:g} Gb/s" if speeds else ""
+        speeds = [each["speed"] or 0 for rank in leaders for each in _up(rank) if each["network"] == network]
+        shown = f", {min(speeds) / 1000:g} Gb/s" if min(speeds) else ""
         texts.append(f"{network} ({'/'.join(names)}{shown})")
     return Finding(AREA, "interfaces", OK, f"all hosts are in {some(texts)}")
 
 
-def _interface_list(interfaces: Sequence[dict[str, Any]]) -> str:
+def _interface_list(interfaces: Sequence[Interface]) -> str:
     return ", ".join(f"{each['name']} {each['address']}" for each in interfaces) or "none"
 
 
@@ -154,9 +163,9 @@ def resolved(name: str) -> str:
     return found[0] if found else ""
 
 
-def _interfaces() -> list[dict[str, Any]]:
-    """Those with an IPv4 address: name, address, network, and speed in Mb/s where the system knows it."""
-    found = []
+def interfaces() -> list[Interface]:
+    """This host's, in the system's order."""
+    found: list[Interface] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
