@@ -92,6 +92,8 @@ def _side(value: np.ndarray | str, crc: int) -> str:
     """A rank's value, in words."""
     if isinstance(value, str):
         return value
+    text = f"crc {crc:08x}"
+    if value.dtype.kind != "f":
+        return text
     with np.errstate(all="ignore"):
-        norm = float(np.linalg.norm(value.astype(np.float64))) if value.dtype.kind in "iufbV" else None
-    return f"crc {crc:08x}, norm {norm!r}"
+        return f"{text}, norm {float(np.linalg.norm(value.astype(np.float64)))!r}"

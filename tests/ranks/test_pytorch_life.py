@@ -192,7 +192,7 @@ def test_check_every(world: MPI.Intracomm, flat: allreduce.Topology, what: str, 
         words = ["lr 0.5"] if update == "sharded" else ["rank 1 differs from the others in group 0", "lr=0.5"]
     else:
         change = lambda: model[2].weight.grad[0].mul_(2)  # noqa: E731
-        words = ["rank 1 differs from the others in 2.weight, the first of 1 differences", "rank 1: 2.weight: crc"]
+        words = ["rank 1 differs from the others in 2.weight, the first of 2 differences", "rank 1: 2.weight: crc"]
 
     def loop() -> None:
         for _ in range(2):
@@ -207,7 +207,8 @@ def test_check_every(world: MPI.Intracomm, flat: allreduce.Topology, what: str, 
     if update == "sharded" and what == "parameter":
         loop()  # its ranks share the parameters, so they stay equal whatever one of them does
         return
-    text = raised_everywhere(world, errors.DisagreementError, loop)
+    kind = errors.DisagreementError if update == "sharded" else errors.DivergenceError  # the former tells of a call
+    text = raised_everywhere(world, kind, loop)
     assert all(word in text for word in words), text
 
 

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from allreduce.base import AllReduce
-from allreduce.messages.agreement import all_values, raise_together
+from allreduce.messages.agreement import all_values
 from allreduce.messages.worker import Lane
-from trainers.pytorch.backward import EDITED, Backward, GradientError, meet
+from trainers.pytorch.backward import Backward, GradientError, meet
 from trainers.pytorch.buffers import Memory, allocate
 from trainers.pytorch.family import Family
+from trainers.pytorch.gradient_check import GradientCheck
 from trainers.pytorch.layout import plan
 from trainers.pytorch.ownership import CLOSED, refuse, take_over
 from trainers.pytorch.report import Clock
@@ -80,6 +81,7 @@ class Averager:
         self.state = LOCAL
         self._in_charge = False  # of the model's gradients; see take_over
         self.enabled, self.keeps_rows = True, False  # otherwise inside of no_sync(); of a step with a closure
+        self.check: GradientCheck | None = None  # of NaN, where it is asked for
         self.clock = Clock()
         self.rows: Rows | None = None  # of the batches of this step, where they were told
         self._spent: Rows | None = None  # the rows of the last average
@@ -88,7 +90,7 @@ class Averager:
         self.leftover: set[int] = set()  # parameters whose .grad holds the leftovers of a SCATTERED reduction
         self._of_others: list[int] = []  # parameters that other ranks have used, and this one has not
         self._backward: Backward | None = None  # the one under way, or what remains of one that raised
-        self._versions: list[int] = []
+        self.versions: list[int] = []
         self._hooks = [
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
             for index, each in enumerate(self.parameters)
@@ -120,6 +122,10 @@ class Averager:
         self.abandon()
         self.rows = Rows(self.lane, self.comm, mine, self.call("counts rows"), active)
         return self.rows
+
+    def leaves_out(self) -> bool:
+        """Whether all ranks leave out the step of the last averages, since gradients were no numbers. Local."""
+        return self.check is not None and self.check.left_out
 
     def mean(self, value: float) -> float:
         """The mean of a number over all ranks, or over all rows, the same bits on each. Runs in the lane."""
@@ -167,6 +173,8 @@ class Averager:
         if self.joining and self.rows is None:
             self.count_rows(1)
         self.state = LOCAL
+        if self.check is not None:
+            self.check.begin()
         self._backward = Backward(self, self.call("averages gradients"))
         self._begun += 1
         return self._backward
@@ -186,7 +194,7 @@ class Averager:
         self.averages += 1
         self._spent = self.rows
         self._of_others = [index for index in backward.unused if backward.used(index)]
-        self._set(self._reduces_to)
+        self.become(self._reduces_to)
 
     def abandon(self) -> None:
         """End an average that backward began before it raised, if the other ranks wait for it. Collective only then."""
@@ -220,6 +228,8 @@ class Averager:
         """Reduce a bucket, weighted by the rows of the ranks where they were told. Runs in the lane."""
         if self.rows is not None:
             self.rows.weigh(memory.tensor)
+        if self.check is not None:
+            self.check.look(memory)
         self._reduce(memory.array)
 
     def _adopt(self, index: int, look: bool = False) -> bool:
@@ -244,29 +254,14 @@ class Averager:
         self.leftover.discard(index)
         return False
 
-    def _set(self, state: str) -> None:
+    def become(self, state: str) -> None:
+        """What the buffers hold from now on. Local."""
         self.state = state
         self.leftover = set(range(len(self.parameters))) if state == SCATTERED else set()
-        self._versions = [each._version for each in self.flats.values()]
+        self.versions = [each._version for each in self.flats.values()]
         if state == AVERAGED:
             for index in self._of_others:
                 self.parameters[index].grad = self.views[index]
-
-    def gathered(self, gather: Callable[[np.ndarray], object], error: GradientError | None) -> None:
-        """Go from SCATTERED to AVERAGED. Runs in the lane.
-
-        gather: fills a bucket from what the ranks own. error: of this rank, raised on all of them.
-        """
-        raise_together(self.comm, error)
-        for memory in self.buckets:
-            gather(memory.array)
-        self._set(AVERAGED)
-
-    def edited(self) -> GradientError | None:
-        """What is wrong when SCATTERED gradients were edited: clipped by a norm of leftovers, for example."""
-        if self.state != SCATTERED or self._versions == [each._version for each in self.flats.values()]:
-            return None
-        return GradientError(EDITED)
 
     def forget(self, release: bool) -> None:
         """The gradients are used up: the next ones are new. release: .grad of every parameter becomes None."""

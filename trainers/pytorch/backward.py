@@ -11,6 +11,7 @@ from mpi4py import MPI
 from allreduce.errors import AllReduceError
 from allreduce.messages.agreement import raise_together, waiting
 from allreduce.messages.worker import Pending
+from trainers.errors import NotFiniteError
 from trainers.pytorch.report import Clock
 
 if TYPE_CHECKING:
@@ -162,6 +163,12 @@ class Backward:
         if facts[0]:
             self.averager.family.failed()
             raise_together(comm, self._error)
+        if (check := self.averager.check) is not None:
+            try:
+                check.settle(comm, may_leave_out=not self.averager.keeps_rows)
+            except NotFiniteError:
+                self.averager.family.failed()
+                raise
 
 
 _running: "weakref.WeakSet[Backward]" = weakref.WeakSet()

@@ -15,7 +15,9 @@ from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
 from allreduce.messages.agreement import agree, raise_together
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
+from trainers import divergence, finite
 from trainers.backends import UPDATES
+from trainers.divergence import MAJORITY
 from trainers.pytorch import sharded
 from trainers.pytorch.ownership import owner_of
 from trainers.replicas.pytorch.tensors import DTYPES
@@ -33,6 +35,9 @@ class Options(NamedTuple):
     overlap: bool | str
     bucket_mb: tuple[float, float]
     check_every: int
+    on_divergence: str = "raise"
+    source: str | int = MAJORITY
+    check_gradients: str | None = None
     trace: str | os.PathLike[str] | Trace | None = None
 
     def __str__(self) -> str:
@@ -41,13 +46,14 @@ class Options(NamedTuple):
         return (
             f"MirroredOptimizer(allreduce={name!r}, update={self.update!r}, overlap={self.overlap!r}, "
             f"first_bucket_mb={float(self.bucket_mb[0])!r}, bucket_mb={float(self.bucket_mb[1])!r}, "
-            f"check_every={self.check_every!r}{', trace=...' * (self.trace is not None)})"
+            f"check_every={self.check_every!r}, on_divergence={self.on_divergence!r}, source={self.source!r}, "
+            f"check_gradients={self.check_gradients!r}{', trace=...' * (self.trace is not None)})"
         )
 
 
 def options_together(comm: MPI.Intracomm, optimizer: Optimizer, model: Module, options: Options) -> None:
     """Raise on all ranks when the arguments of any rank make no sense, or the ranks' options differ. Collective."""
-    raise_together(comm, next(_problems(optimizer, model, options), None))
+    raise_together(comm, next(_problems(optimizer, model, options, comm.size), None))
     agree(comm, [zlib.crc32(str(options).encode())], str(options), None)
 
 
@@ -85,8 +91,8 @@ def still_fit(optimizer: Optimizer, trained: dict[str, Parameter], frozen: dict[
         raise OptionError(GROUP_ADDED)
 
 
-def _problems(optimizer: Optimizer, model: Module, options: Options) -> Iterator[AllReduceError]:
-    backend, topology, update, overlap, bucket_mb, check_every, _ = options
+def _problems(optimizer: Optimizer, model: Module, options: Options, ranks: int) -> Iterator[AllReduceError]:
+    backend, topology, update, overlap, bucket_mb, check_every, *_ = options
     if not isinstance(optimizer, Optimizer) or not isinstance(model, Module):
         yield OptionError(
             "MirroredOptimizer(optimizer, model) takes a torch.optim.Optimizer and a torch.nn.Module, not "
@@ -102,6 +108,10 @@ def _problems(optimizer: Optimizer, model: Module, options: Options) -> Iterator
         yield OptionError(f"first_bucket_mb={bucket_mb[0]!r}, bucket_mb={bucket_mb[1]!r}: give positive sizes in MiB")
     if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
         yield OptionError(f"check_every={check_every!r}: give a number of steps, or 0 for never")
+    if wrong := divergence.refusal(1, options.on_divergence, options.source, ranks):
+        yield OptionError(wrong)
+    if options.check_gradients not in (None, *finite.ANSWERS):
+        yield OptionError(f'check_gradients={options.check_gradients!r} is unknown; use "raise", "skip" or None')
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         yield OptionError(
             "the model is wrapped in DistributedDataParallel, which averages gradients as well; pass the plain "

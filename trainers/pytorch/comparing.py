@@ -2,57 +2,80 @@
 
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+import torch
 from mpi4py import MPI
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from allreduce.errors import DisagreementError
-from allreduce.messages.agreement import all_values, known, waiting
+from allreduce import notices
+from allreduce.errors import DivergenceError
+from allreduce.messages.agreement import known, together
+from trainers.divergence import compare
+from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors
+from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.replicas.pytorch.alike import hyperparameters
 from trainers.replicas.pytorch.tensors import as_bytes
 
 
-def compare_replicas(comm: MPI.Intracomm, optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> None:
-    """Raise the same DisagreementError on all ranks unless parameters and hyperparameters are equal. Collective.
+def compare_replicas(
+    comm: MPI.Intracomm,
+    optimizer: Optimizer,
+    parameters: Mapping[str, Parameter],
+    sharded: ShardedOptimizer | None,
+    on_divergence: str,
+    source: str | int,
+) -> None:
+    """See that parameters, hyperparameters and the optimizer's state are equal on all ranks. Collective.
 
-    Costs one reading of the parameters and a message of 16 bytes a parameter.
+    sharded: whose slices no other rank has. What the ranks of one node have in common has no copies that could differ.
+    on_divergence, source: as of MirroredOptimizer. Costs one reading of all that, and a message of 16 bytes.
     """
-    groups = {f"group {at}": _text(group) for at, group in enumerate(optimizer.param_groups)}
-    hashes = np.array(
-        [zlib.crc32(text.encode()) for text in groups.values()]
-        + [zlib.crc32(as_bytes(each.detach().contiguous()).data) for each in parameters.values()],
-        dtype=np.int64,
-    )
-    low = np.concatenate([hashes, -hashes])  # the minimum of -x is minus the maximum: one message gives both
-    if comm.size > 1:
-        with waiting(comm, "compare the replicas"):
-            comm.Allreduce(MPI.IN_PLACE, low, MPI.MIN)
-    differ = np.flatnonzero(low[: hashes.size] != -low[hashes.size :])
-    if not differ.size:
+    held = together(comm, lambda: _held(optimizer, parameters, sharded))
+    found = compare(comm, held)
+    if found is None:
         return
-    first = int(differ[0])
-    name = [*groups, *parameters][first]
-    side = groups.get(name) or f"crc {hashes[first]:08x}, norm {float(parameters[name].detach().double().norm())!r}"
-    sides = all_values(comm, side, "compare the replicas")
-    table = "\n".join(f"  rank {rank}: {name}: {text}" for rank, text in enumerate(sides))
-    raise known(
-        DisagreementError(
-            f"the replicas are no longer equal: {_odd(comm, int(hashes[first]))} in {name}, the first of {differ.size} "
-            f"differences. Gradients, parameters or hyperparameters were changed on some ranks only:\n{table}"
-        ),
-        comm,
-    )
+    if on_divergence == "raise":
+        raise known(DivergenceError(str(found)), comm)
+    root = found.root(source)
+    broadcast_tensors(comm, parameters.values(), root)
+    broadcast_state(comm, optimizer, root)
+    if sharded is not None:
+        sharded.placement.move_in()
+    if comm.rank == 0:
+        ranks = ", ".join(map(str, found.differing(root)))
+        notices.log.warning("allreduce: %s\n  copied again to rank %s: the replica of rank %d", found, ranks, root)
 
 
-def _odd(comm: MPI.Intracomm, value: int) -> str:
-    """Which ranks differ from the most common value. Collective."""
-    values = all_values(comm, value, "compare the replicas")
-    usual = max(values, key=lambda each: (values.count(each), each == values[0]))
-    odd = [str(rank) for rank, each in enumerate(values) if each != usual]
-    return f"rank{'s' * (len(odd) > 1)} {', '.join(odd)} differ{'s' * (len(odd) == 1)} from the others"
+def _held(
+    optimizer: Optimizer, parameters: Mapping[str, Parameter], sharded: ShardedOptimizer | None
+) -> dict[str, np.ndarray | str]:
+    """What must be equal on all ranks, by name."""
+    held: dict[str, np.ndarray | str] = {f"group {at}": _text(group) for at, group in enumerate(optimizer.param_groups)}
+    if sharded is None or not sharded.placement.one_memory:
+        held |= {name: _array(each) for name, each in parameters.items()}
+    if sharded is None:
+        held |= {f"the state of {name}": _state(optimizer.state.get(each, {})) for name, each in parameters.items()}
+    return held
+
+
+def _array(parameter: Parameter) -> np.ndarray:
+    whole = parameter.detach().contiguous()
+    return as_bytes(whole) if whole.dtype == torch.bfloat16 else whole.numpy()
 
 
 def _text(group: dict) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in sorted(hyperparameters(group).items()))
+
+
+def _state(state: Mapping[str, Any]) -> str:
+    """An optimizer's state of one parameter, its tensors by their CRC."""
+    return ", ".join(f"{key}={_digest(value)}" for key, value in sorted(state.items(), key=lambda pair: str(pair[0])))
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"crc {zlib.crc32(as_bytes(value.detach().contiguous()).data):08x}"
+    return repr(value) if isinstance(value, int | float | str | bool | None) else type(value).__name__

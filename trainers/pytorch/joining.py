@@ -30,7 +30,7 @@ def leave(
     while averager.count_rows(0, active=False).ranks():
         averager.forget(release=True)
         averager.average()
-        if sharded is not None:
+        if sharded is not None and not averager.leaves_out():
             sharded.update()
         stepped()
     averager.rows = None

@@ -22,6 +22,7 @@ from trainers.pytorch import checks, choices
 from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
 from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compare
 from trainers.pytorch.family import DROPPED, Family
+from trainers.pytorch.gradient_check import GradientCheck
 from trainers.pytorch.placement import AfterLoading
 from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.tracing import TracedClock
@@ -103,6 +104,9 @@ def _make(
         made.callback(sharded.close)
         for module in model.modules():
             made.callback(module.register_load_state_dict_post_hook(AfterLoading(sharded.placement)).remove)
+    if options.check_gradients is not None:
+        owned = backend.owned if isinstance(backend, TwoPhase) and sharded is not None else partial(slice, 0)
+        averager.check = GradientCheck(options.check_gradients, averager.names, averager.buckets, owned)
     family.add(averager)
     return Parts(backend, averager, sharded, trained, frozen, made)
 

@@ -16,18 +16,18 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
 from trainers import malloc
+from trainers.divergence import MAJORITY
 from trainers.pytorch import choices
 from trainers.pytorch.averaging import SCATTERED
 from trainers.pytorch.checks import GROUP_ADDED, Options, still_fit
-from trainers.pytorch.closures import mean_loss
-from trainers.pytorch.comparing import compare_replicas
 from trainers.pytorch.editing import editing
 from trainers.pytorch.family import family_of
+from trainers.pytorch.gathering import gather
 from trainers.pytorch.joining import leave
 from trainers.pytorch.loading import load_of_root
 from trainers.pytorch.making import drop, make
 from trainers.pytorch.report import Report, report_of
-from trainers.pytorch.sharded import ShardedOptimizer
+from trainers.pytorch.stepping import Stepper
 
 CHECK_EVERY = 1000  # steps
 
@@ -54,9 +54,14 @@ class MirroredOptimizer(Optimizer):
     overlap: True: buckets of gradients are reduced in a thread while backward goes on; False: all of them
         when it ends; "auto": True on several nodes, and on one that has two cores a rank.
     bucket_mb, first_bucket_mb: the least size of a bucket, and of the first one, in MiB, with overlap.
-    check_every: after so many steps the ranks compare a hash of all parameters and hyperparameters, and raise
-        a DisagreementError that names rank and parameter when they differ: a gradient that was edited on one
-        rank, a scheduler that saw a rank's own loss, nn.Embedding(max_norm=). 0 for never.
+    check_every: after so many steps the ranks compare a hash of parameters, state and hyperparameters, and name rank
+        and parameter when they differ: a gradient that was edited on one rank, a scheduler that saw a rank's own
+        loss, nn.Embedding(max_norm=). 0 for never. Sharded parameters of one node are one memory: they can't differ.
+    on_divergence, source: what is done then. "raise": a DivergenceError on all ranks. "copy": all get those of
+        `source` again, a rank, or the "majority" (the lowest rank's of the most frequent), and go on.
+    check_gradients: look at every rank's gradients before they are averaged. "raise": NaN and infinite ones make all
+        ranks raise a NotFiniteError that names the rank that brought them; "skip": no rank takes that step (one with
+        a closure raises). Costs one reading of the gradients, and a small message.
     trace: a file for Perfetto that `close` writes: compute, each bucket, waits and updates of all ranks; or a Trace.
 
     All ranks must do the same in the same order: creating, backward, `step`, `synchronize` and `close` are
@@ -91,16 +96,21 @@ class MirroredOptimizer(Optimizer):
         bucket_mb: float = 25.0,
         first_bucket_mb: float = 1.0,
         check_every: int = CHECK_EVERY,
+        on_divergence: str = "raise",
+        source: str | int = MAJORITY,
+        check_gradients: str | None = None,
         trace: str | os.PathLike[str] | Trace | None = None,
     ) -> None:
         self.closed = False
         self.optimizer, self.model, self.update, self.check_every = optimizer, model, update, check_every
-        options = Options(allreduce, topology, update, overlap, (first_bucket_mb, bucket_mb), check_every, trace)
+        sizes, checks = (first_bucket_mb, bucket_mb), (check_every, on_divergence, source, check_gradients)
+        options = Options(allreduce, topology, update, overlap, sizes, *checks, trace)
         given = allreduce.topology if isinstance(allreduce, AllReduce) else topology
         family = family_of(given)
         self.topology = given or family.topology
         parts = make(optimizer, model, options, self.topology, family)
         self.backend, self._averager, self._sharded, self._trained, self._frozen, self._made = parts
+        self._steps = Stepper(optimizer, self._averager, self._sharded, self._trained, options)
         self._averager.take_over(self)
         self._dropped = weakref.finalize(self, drop, family, self._averager, self._made)
         self._dropped.atexit = False
@@ -130,36 +140,12 @@ class MirroredOptimizer(Optimizer):
         closure: as for any optimizer; what is returned is the mean of its losses over the ranks.
         """
         self._check_usable()
-        sharded = self._sharded
-        loss = self._step_replicated(closure) if sharded is None else self._step_sharded(sharded, closure)
-        self._stepped()
-        return loss
+        return self._steps.step(closure)
 
-    def _step_replicated(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is not None:
-            self._averager.keeps_rows = True  # for all calls of the closure, which begins with zero_grad()
-            try:
-                return self.optimizer.step(partial(mean_loss, self._averager, closure))
-            finally:
-                self._averager.keeps_rows = False
-        self._averager.average()
-        return self._averager.clock.update(self.optimizer.step)
-
-    def _step_sharded(self, sharded: ShardedOptimizer, closure: Callable[[], Any] | None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = mean_loss(self._averager, closure)
-        self._averager.average()
-        self._averager.clock.update(sharded.update)
-        return loss
-
-    def _stepped(self) -> None:
-        averager = self._averager
-        averager.stepped(release=self._sharded is not None)
-        if self.check_every and averager.steps % self.check_every == 0:
-            compare = partial(compare_replicas, averager.comm, self.optimizer, self._trained)
-            averager.together("compares the replicas", compare)
+    @property
+    def steps_skipped(self) -> int:
+        """How many steps all ranks have left out, with check_gradients="skip"."""
+        return self._steps.skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. model.zero_grad() does as well, except with update="sharded" and False."""
@@ -176,8 +162,7 @@ class MirroredOptimizer(Optimizer):
         self._averager.average()
         if self._averager.state == SCATTERED:
             assert isinstance(self.backend, TwoPhase)
-            gather = partial(self._averager.gathered, self.backend.all_gather, self._averager.edited())
-            self._averager.clock.communicate(partial(self._averager.together, "gathers gradients", gather))
+            gather(self._averager, self.backend.all_gather)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -225,7 +210,7 @@ class MirroredOptimizer(Optimizer):
         self._averager.joining = True
         try:
             yield
-            leave(self._averager, self.optimizer, self._trained, self._sharded, self._stepped)
+            leave(self._averager, self.optimizer, self._trained, self._sharded, self._steps.stepped)
         finally:
             self._averager.joining = False
 

@@ -41,6 +41,11 @@ class Placement:
         """True when the parameters live in memory that the ranks of the node have in common."""
         return bool(self._windows)
 
+    @property
+    def one_memory(self) -> bool:
+        """True when all ranks have the parameters in common, so that they can't differ."""
+        return self.in_common and self._backend.topology.nodes == 1
+
     def _allocate(self, owned: list[slice]) -> dict[str, np.ndarray]:
         node = self._backend.topology.node
         mine = sum(each.stop - each.start for each in owned)

@@ -21,6 +21,7 @@ from allreduce.messages.agreement import all_values
 from allreduce.two_phase import TwoPhase
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.broadcast import broadcast_tensors
+from trainers.pytorch.gathering import edited
 from trainers.pytorch.layout import Piece, pieces
 from trainers.pytorch.placement import Placement
 from trainers.pytorch.plain import from_json, to_json
@@ -94,7 +95,7 @@ class ShardedOptimizer:
         what = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self._plain.param_groups)}"
         if moved:
             what += f" after {', '.join(moved)} got other memory"
-        settle = partial(placement.settle, bool(moved), averager.edited())
+        settle = partial(placement.settle, bool(moved), edited(averager))
         used = averager.clock.wait(partial(averager.together, what, settle))
         self.step(used)
         count = averager.clock.wait if placement.in_common else averager.clock.communicate

@@ -1,0 +1,123 @@
+"""MirroredOptimizer: replicas that differ are copied again, and gradients that are no numbers are named or left out."""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from trained import (  # noqa: E402
+    OPTIMIZERS,
+    SIZE,
+    SMALL_BUCKETS,
+    assert_mirrored,
+    both_overlaps,
+    both_updates,
+    mine,
+    mirrored,
+    network,
+    raised_everywhere,
+    train,
+)
+
+import allreduce  # noqa: E402
+from allreduce import errors  # noqa: E402
+from trainers.errors import NotFiniteError  # noqa: E402
+from trainers.pytorch import MirroredOptimizer  # noqa: E402
+
+ONCE = SIZE == 3 and MPI.get_vendor()[0] != "MPICH"
+pytestmark = pytest.mark.skipif(not ONCE, reason="a majority needs three ranks, and once is enough")
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["momentum"](model.parameters())
+
+
+@both_updates
+def test_replicas_are_copied_again(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """Parameters, state and hyperparameters of the majority: in bits as if nothing had happened."""
+    model = network()
+    options = {"topology": flat, "update": update, "check_every": 1, "on_divergence": "copy"}
+    with mirrored(sgd(model), model, **options) as optimizer:
+        train(model, optimizer, mine, steps=2)
+        if world.rank == 1 and update == "replicated":
+            with torch.no_grad():
+                model[2].weight[0, 0] += 1e-3
+            optimizer.optimizer.state[model[4].bias]["momentum_buffer"][1] = 3.0
+        weight = model[2].weight.detach().clone()
+        optimizer.zero_grad()
+        optimizer.step()  # of nothing: no rank has a gradient
+        assert_mirrored(world, model)
+        if update == "replicated":
+            world.Bcast(weight.numpy(), 0)
+            assert torch.equal(model[2].weight, weight)
+            momentum = optimizer.optimizer.state[model[4].bias]["momentum_buffer"]
+            assert len(set(world.allgather(tuple(momentum.tolist())))) == 1
+            assert momentum[1] != 3.0
+
+
+@both_updates
+@both_overlaps
+def test_who_brings_nan(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
+    """All ranks raise it in the same backward, and go on afterwards; or leave the step out."""
+    ends = []
+    for check in ("raise", "skip", None):
+        model = network()
+        options: dict[str, Any] = {"topology": flat, "update": update, "overlap": overlap, **SMALL_BUCKETS}
+        with mirrored(sgd(model), model, check_gradients=check, **options) as optimizer:
+            train(model, optimizer, mine, steps=2)
+            if check is not None:
+                optimizer.zero_grad()
+                bad = float("nan") if world.rank == 2 else 1.0
+
+                def step() -> None:
+                    (model[2].bias[3] * bad + model[4].weight.sum()).backward()  # noqa: B023
+                    optimizer.step()
+
+                if check == "raise":
+                    text = raised_everywhere(world, NotFiniteError, step)
+                    assert "gradients are no numbers: rank 2 has brought 1 NaN gradient, the first in 2.bias" in text
+                else:
+                    step()
+                    assert optimizer.steps_skipped == 1
+            train(model, optimizer, mine, steps=2)
+            assert_mirrored(world, model)
+            ends.append([each.detach().clone() for each in model.parameters()])
+    for end in ends[:2]:
+        assert all(torch.equal(here, there) for here, there in zip(end, ends[2], strict=True))
+
+
+@both_updates
+def test_averages_that_overflow(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update=update, check_gradients="raise") as optimizer:
+        backward = lambda: (model[4].bias[1] * 2e38).backward()  # noqa: E731
+        text = raised_everywhere(world, NotFiniteError, backward)
+        assert "the sum of gradients overflows in 4.bias, and every rank's own are numbers" in text
+        optimizer.zero_grad()
+        (model[4].bias[1] * 1e37).backward()
+        optimizer.step()
+        assert torch.isfinite(model[4].bias).all()
+
+
+def test_a_closure_can_not_be_left_out(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, check_gradients="skip") as optimizer:
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = model[4].bias.sum() * (float("inf") if world.rank == 0 else 1.0)
+            loss.backward()
+            return loss
+
+        assert "rank 0 has brought 3 inf" in raised_everywhere(world, NotFiniteError, lambda: optimizer.step(closure))
+
+
+def test_bad_options(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    for bad in ({"on_divergence": "ignore"}, {"source": 3}, {"check_gradients": "ignore"}):
+        make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, **bad)  # noqa: B023, E731
+        (name,) = bad
+        assert f"{name}={bad[name]!r}" in raised_everywhere(world, errors.OptionError, make)

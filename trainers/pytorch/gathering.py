@@ -1,0 +1,34 @@
+"""Averages of slices become whole: what `synchronize` does for a sharded update."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from allreduce.messages.agreement import raise_together
+from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
+from trainers.pytorch.backward import EDITED, GradientError
+
+
+def gather(averager: Averager, all_gather: Callable[[np.ndarray], object]) -> None:
+    """Go from SCATTERED to AVERAGED. Collective.
+
+    all_gather: fills a bucket from what the ranks own. Edits of a rank are refused on all of them.
+    """
+    work = partial(_gather, averager, all_gather, edited(averager))
+    averager.clock.communicate(partial(averager.together, "gathers gradients", work))
+
+
+def edited(averager: Averager) -> GradientError | None:
+    """What is wrong when SCATTERED gradients were edited: clipped by a norm of leftovers, for example."""
+    if averager.state != SCATTERED or averager.versions == [each._version for each in averager.flats.values()]:
+        return None
+    return GradientError(EDITED)
+
+
+def _gather(averager: Averager, all_gather: Callable[[np.ndarray], object], error: GradientError | None) -> None:
+    """Runs in the lane. error: of this rank, raised on all of them."""
+    raise_together(averager.comm, error)
+    for memory in averager.buckets:
+        all_gather(memory.array)
+    averager.become(AVERAGED)

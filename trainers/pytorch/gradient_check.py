@@ -1,0 +1,81 @@
+"""Whether the gradients of a backward are numbers: each rank looks at its own before they are averaged."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce import notices
+from allreduce.messages.agreement import known, wait_for
+from trainers import finite
+from trainers.errors import NotFiniteError
+from trainers.finite import Findings, Place
+from trainers.pytorch.buffers import Memory
+
+
+class GradientCheck:
+    """Of one optimizer.
+
+    on_bad: "raise" or "skip", as of MirroredOptimizer's check_gradients.
+    names: of the parameters. owned: the slice of a bucket of this length that is averaged here, start and stop given.
+    """
+
+    def __init__(
+        self, on_bad: str, names: Sequence[str], buckets: Sequence[Memory], owned: Callable[[int], slice]
+    ) -> None:
+        self._on_bad, self._buckets, self._owned = on_bad, buckets, owned
+        self._places = [
+            Place(names[slot.parameter], slot.start - memory.bucket.start, slot.stop - slot.start)
+            for memory in buckets
+            for slot in memory.bucket.slots
+        ]
+        counts = [len(memory.bucket.slots) for memory in buckets]
+        self._first = {
+            (memory.bucket.dtype, memory.bucket.start): sum(counts[:at]) for at, memory in enumerate(buckets)
+        }
+        self._largest = min((finite.largest(memory.array.dtype) for memory in buckets), default=np.inf)
+        self._own = Findings()
+        self.left_out = False  # the step of these gradients is left out on all ranks
+
+    def begin(self) -> None:
+        """A backward begins. Local."""
+        self._own, self.left_out = Findings(), False
+
+    def look(self, memory: Memory) -> None:
+        """Look at this rank's gradients, which are about to be averaged. Local."""
+        first = self._first[memory.bucket.dtype, memory.bucket.start]
+        self._own.add(memory.array, self._places[first : first + len(memory.bucket.slots)], first)
+
+    def settle(self, comm: MPI.Intracomm, may_leave_out: bool) -> None:
+        """All buckets are averaged: raise on all ranks, or leave the step out, if any were no numbers. Collective.
+
+        may_leave_out: whether the step is one that can be left out; with a closure it can't.
+        """
+        rows, norms = finite.exchange(comm, self._own)
+        if rows is not None:
+            text = finite.told(rows, self._places)
+        elif norms < self._largest / 2 or not (where := self._overflow(comm)):
+            return
+        else:
+            text = finite.overflow_told(where)
+        if self._on_bad == "raise" or not may_leave_out:
+            raise known(NotFiniteError(f"{text}: {finite.ADVICE}"), comm)
+        self.left_out = True
+        if comm.rank == 0:
+            notices.log.warning("allreduce: %s; no rank takes this step", text)
+
+    def _overflow(self, comm: MPI.Intracomm) -> str:
+        """The first parameter whose average is no number, on any rank; "" for none. Collective."""
+        first = len(self._places)
+        for memory in self._buckets:
+            owned = self._owned(memory.array.size)
+            bad = np.flatnonzero(~np.isfinite(memory.array[owned]))
+            if bad.size:
+                at = owned.start + int(bad[0])
+                begin = self._first[memory.bucket.dtype, memory.bucket.start]
+                places = self._places[begin : begin + len(memory.bucket.slots)]
+                inside = next(number for number, place in enumerate(places) if at < place.start + place.size)
+                first = min(first, begin + inside)
+        found = np.array([first])
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, found, MPI.MIN), finite.WAITS)
+        return self._places[int(found[0])].name if found[0] < len(self._places) else ""

@@ -1,0 +1,75 @@
+"""A step of an optimizer: gradients averaged, parameters updated, replicas compared now and then."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from trainers.pytorch.averaging import Averager
+from trainers.pytorch.checks import Options
+from trainers.pytorch.closures import mean_loss
+from trainers.pytorch.comparing import compare_replicas
+from trainers.pytorch.sharded import ShardedOptimizer
+
+
+class Stepper:
+    """The steps of one MirroredOptimizer; see there. All methods are collective.
+
+    optimizer: the plain one. trained: its parameters by name. sharded: what updates slices; None where every rank
+        updates everything.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        averager: Averager,
+        sharded: ShardedOptimizer | None,
+        trained: dict[str, Parameter],
+        options: Options,
+    ) -> None:
+        self._optimizer, self._averager, self._sharded, self._trained = optimizer, averager, sharded, trained
+        self._every = options.check_every
+        self._answer = options.on_divergence, options.source
+        self.skipped = 0  # steps that all ranks have left out
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Average, update, and count; returns what a closure's losses are on average."""
+        sharded = self._sharded
+        loss = self._replicated(closure) if sharded is None else self._slices(sharded, closure)
+        self.stepped()
+        return loss
+
+    def _replicated(self, closure: Callable[[], Any] | None) -> Any:
+        averager = self._averager
+        if closure is not None:
+            averager.keeps_rows = True  # for all calls of the closure, which begins with zero_grad()
+            try:
+                return self._optimizer.step(partial(mean_loss, averager, closure))
+            finally:
+                averager.keeps_rows = False
+        averager.average()
+        return None if averager.leaves_out() else averager.clock.update(self._optimizer.step)
+
+    def _slices(self, sharded: ShardedOptimizer, closure: Callable[[], Any] | None) -> Any:
+        averager, loss = self._averager, None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = mean_loss(averager, closure)
+        averager.average()
+        if not averager.leaves_out():
+            averager.clock.update(sharded.update)
+        return loss
+
+    def stepped(self) -> None:
+        """What a step ends with."""
+        averager = self._averager
+        self.skipped += averager.leaves_out()
+        averager.stepped(release=self._sharded is not None)
+        if self._every and averager.steps % self._every == 0:
+            compare = partial(
+                compare_replicas, averager.comm, self._optimizer, self._trained, self._sharded, *self._answer
+            )
+            averager.together("compares the replicas", compare)
