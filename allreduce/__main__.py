@@ -12,16 +12,17 @@ from typing import Any, NoReturn
 import mpi4py
 import numpy as np
 
-from allreduce import Topology, __version__
+from allreduce import Topology, __version__, ending
 from allreduce.doctor import command as doctor
 from allreduce.doctor.meeting import said_when_late
-from allreduce.errors import OptionError
+from allreduce.errors import AllReduceError, OptionError
 from allreduce.machine import mpi_library
 from allreduce.messages.agreement import raise_together
 from allreduce.messages.watch import STALL, TIMEOUT
 
 COMMANDS: dict[str, ModuleType] = {"doctor": doctor}
-BAD_OPTIONS = 64  # exit code, as sysexits.h has it: 0 to 2 say what the doctor has found
+FAILED = 2  # exit codes: 0 to 2 say what the doctor has found; it is a problem when it can't look
+BAD_OPTIONS = 64  # as sysexits.h has it
 PATIENCE = {STALL: "20", TIMEOUT: "90"}  # waits are short here, where ranks can reach each other
 EXAMPLES = """\
 examples:
@@ -63,11 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command on all ranks; returns the exit code, the same on each. Collective."""
     for variable, seconds in PATIENCE.items():
         os.environ.setdefault(variable, seconds)
-    with said_when_late():
-        topology = Topology()
+    try:
+        with said_when_late():
+            topology = Topology()
+        return _main(sys.argv[1:] if arguments is None else arguments, topology)
+    except AllReduceError as error:  # of ranks that can't reach each other; they may be anywhere
+        ending.end_job(f"{type(error).__name__}: {error}\n", FAILED)
+
+
+def _main(arguments: Sequence[str], topology: Topology) -> int:
     shown = topology.rank == 0
     try:
-        name, chosen = parse(sys.argv[1:] if arguments is None else arguments, shown)
+        name, chosen = parse(arguments, shown)
         code: int = COMMANDS[name].run(chosen, topology)
     except OptionError as error:
         if shown:

@@ -3,7 +3,10 @@
 After TensorFlow's HierarchicalCopyAllReduce and ChainerMN's two_dimensional (equal nodes: every local
 rank carries its own slice across) and hierarchical (uneven nodes: the leaders carry everything).
 Steps: those of the parts. Bytes across m equal nodes: 2 S (m - 1) / m a node, shared by its ranks; of 16-bit floats
-too where nodes have one rank each, otherwise node sums go across as float32 and results come back as they are.
+too where nodes have one rank each. Otherwise node sums go across as float32 and results come back as they are: 3/4 of
+float32's bytes. With half of them, 16 bits, a sum can't be rounded once, at the end: two float16, one of [1024, 2048)
+and one of [0.5, 1), have 2^20 different sums, and the owner must tell them all apart, because what its own node brings
+may take the larger one away. (The originals of two ranks are 32 bits too, and those of more ranks are more.)
 """
 
 from collections.abc import Callable

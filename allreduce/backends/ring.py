@@ -1,9 +1,10 @@
 """Ring: bandwidth-optimal, the classic of deep learning.
 
 P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
-Steps: 2 (n - 1). Bytes sent per rank: 2 S (n - 1) / n, of 16-bit floats too.
+Steps: 2 (n - 1). Bytes sent per rank: 2 S (n - 1) / n, of 16-bit floats too, but on nodes of many ranks (`shorter`).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from mpi4py import MPI
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
 from allreduce.arrays.ops import Op
+from allreduce.messages.agreement import all_values
 from allreduce.messages.transfer import AHEAD, Arrival, Transfer
 from allreduce.messages.waiting import wait, wait_all
 from allreduce.topology import Topology
@@ -50,11 +52,24 @@ def plan(rank: int, ranks: int, first: int, last: int) -> list[Step]:
     ]
 
 
+def shorter(nodes: Sequence[int]) -> bool:
+    """Whether fewer bytes leave a node when the owner of 16-bit floats gets the originals, and not sums as float32.
+
+    nodes: the node of each rank. Originals go to every owner on another node, and there are as many as ranks here;
+    partial sums have twice their size, and cross only where a node's last rank hands them on. So it is the originals
+    on nodes of up to three ranks (and inside of one node), as a rule.
+    """
+    ranks = len(nodes)
+    originals = ranks**2 - sum(size**2 for size in Counter(nodes).values())  # pairs across nodes: a chunk each
+    sums = sum(node != nodes[rank - 1] for rank, node in enumerate(nodes)) * (ranks - 1)
+    return originals <= 2 * sums
+
+
 class Ring(TwoPhase):
     """Each segment of a chunk goes on to the right at once, so no link is idle between two steps.
 
-    16-bit floats are summed by their owner, who gets all ranks' originals straight from them: their partial sums
-    would have to travel as float32.
+    16-bit floats are summed by their owner, who gets all ranks' originals straight from them where that is `shorter`:
+    their partial sums have to travel as float32, or they would be rounded at each rank.
     """
 
     tagged = True
@@ -63,6 +78,8 @@ class Ring(TwoPhase):
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self._tag)
         self._left, self._right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        nodes = all_values(self._comm, topology.node_index, "learn who is on which node")
+        self._sends_originals = shorter(nodes)
         self._plan = plan(self.rank, self.size, 1, 2 * self.size - 1)
         self._scatter_plan = plan(self.rank, self.size, 1, self.size)
         self._gather_plan = plan(self.rank, self.size, self.size, 2 * self.size - 1)
@@ -74,10 +91,10 @@ class Ring(TwoPhase):
             self._walk(buffer, self._plan, op)
 
     def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
-        if dtypes.is_half(buffer.dtype):
+        if dtypes.is_half(buffer.dtype) and self._sends_originals:
             self._transfer.exchange(buffer, [self.owned(buffer.size, rank) for rank in range(self.size)], op)
         else:
-            self._reduce_scatter(buffer, op)
+            super()._scatter_rounded(buffer, op)
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         self._walk(buffer, self._scatter_plan, op)

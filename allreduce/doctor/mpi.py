@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from allreduce.doctor.findings import OK, PROBLEM, WARNING, Finding, Needs, Place, Rank, grouped, named
 from allreduce.machine import mpi_library
+from allreduce.messages import losses
 
 AREA = "MPI"
 THREADS = {
@@ -18,7 +19,6 @@ THREADS = {
     MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
 }
 STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # how many processes the launcher has started
-ULFM = "OMPI_MCA_mpi_ft_enable"  # what `mpirun --with-ft ulfm` sets
 FIRST_WITH_ULFM = 5  # of Open MPI
 
 
@@ -26,7 +26,7 @@ def look(place: Place) -> dict[str, Any]:
     return {
         "library": mpi_library(),
         "threads": THREADS.get(MPI.Query_thread(), "unknown"),
-        "ulfm": os.environ.get(ULFM, "").lower() in ("1", "true"),
+        "ulfm": losses.in_force(),
         "ranks": place.topology.size,
         "started": max(int(os.environ.get(name) or 1) for name in STARTED),
     }
