@@ -37,7 +37,7 @@ class Call:
         self.word = word(signature, op)
 
     def __str__(self) -> str:
-        return str(self.signature)
+        return f"{self.signature}; {self.signature.length * self.signature.dtype.itemsize} bytes"
 
 
 class Calls:

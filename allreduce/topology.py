@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 from allreduce import children, ending, machine, notices
 from allreduce.errors import ClosedError, OptionError
+from allreduce.messages import standing
 from allreduce.messages.agreement import agree, all_values, waiting, watched
 from allreduce.messages.board import Board
 from allreduce.messages.reach import Reach
@@ -51,8 +52,7 @@ class Topology(Survival):
         parent: "Topology | None" = None,
     ) -> None:
         children.check()
-        if MPI.COMM_WORLD.size > 1:
-            ending.install()
+        standing.install()
         comm = self._given(comm)
         asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
         error = bad_ranks_per_node(ranks_per_node, comm.size) or bad_timeout(timeout)

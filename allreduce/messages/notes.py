@@ -13,7 +13,7 @@ from mpi4py import MPI
 from allreduce.errors import AllReduceError, CollectiveTimeoutError
 
 TEXT_BYTES = 512
-WAITING, WENT_ON, LEFT = range(3)
+WAITING, WENT_ON, LEFT, STALLED = range(4)
 NOT_COME = "has not come: it computes, is stopped, or waits for something else"
 
 
@@ -50,6 +50,7 @@ class Wait:
         self.call: Call | None = None
         self.error: AllReduceError | None = None
         self._seen: tuple[int, Call | None] = (0, None)
+        self.last: Call | None = None  # that was seen by a look, which most calls are not
         self.since = 0.0
         self.noted = self.warned = False
 
@@ -63,11 +64,15 @@ class Wait:
         """It is done, or given up."""
         self.call = None
 
+    def __str__(self) -> str:
+        return f"{self.call}, call {self.count} there"
+
     def new(self, now: float) -> bool:
         """True when this is another call than at the last look."""
         if self._seen == (self.count, self.call) and self.call is not None:
             return False
         self._seen = (self.count, self.call)
+        self.last = self.call or self.last
         self.since, self.warned = now, False
         return True
 
@@ -93,6 +98,7 @@ class Notes:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.heard: dict[tuple[int, int], Note] = {}  # the last of each rank and place
         self.left: dict[int, Note] = {}  # the ranks that wait for nobody any more
+        self.stalled: dict[int, Note] = {}  # the ranks that ask for everybody's stacks
         self._sent: list[tuple[MPI.Request, bytearray]] = []
 
     def tell(self, kind: int, wait: Wait, text: str) -> None:
@@ -115,6 +121,8 @@ class Notes:
             note = Note(kind, number, turn, word, text, time.monotonic())
             if kind == LEFT:
                 self.left[status.source] = note
+            elif kind == STALLED:
+                self.stalled[status.source] = note
             elif kind == WAITING:
                 self.heard[status.source, number] = note
             else:

@@ -15,7 +15,6 @@ import functools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -31,14 +30,15 @@ from allreduce.errors import (
     RankLeftError,
     RankLostError,
 )
-from allreduce.messages import losses
-from allreduce.messages.notes import LEFT, WAITING, WENT_ON, Call, Notes, Wait
+from allreduce.messages import losses, stacks, watchdog
+from allreduce.messages.notes import LEFT, STALLED, WAITING, WENT_ON, Call, Notes, Wait
 from allreduce.notices import log
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
 NOTE_SECONDS = 1.0  # a wait as long as this is told to the other ranks
-LOOK_SECONDS = 0.25  # how often the waits are looked at
+LOOK_SECONDS = watchdog.LOOK_SECONDS
 SOON_SECONDS = 1.0  # by then MPI has told of a rank that has died
+SHOWN = 8  # places in a report
 LEFT_SECONDS = 2.0  # the last messages of a rank that has left may still be on their way
 
 
@@ -80,7 +80,9 @@ class Watch:
         self._lock = threading.Lock()
         self._from_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.closed = False
-        _watchdog.add(self)
+        if self.active and stacks.wanted():
+            stacks.put_off(self.stall)
+        watchdog.add(self)
 
     def place(self, number: int, raises: bool = False) -> Wait:
         """A new Wait, looked at from now on."""
@@ -197,6 +199,36 @@ class Watch:
                 self.notes.listen()
             self._judge(wait, call, now)
 
+        if stacks.wanted() and may_communicate:
+            self._give_stacks()
+
+    # Stacks
+
+    def _ask_for_stacks(self, wait: Wait) -> None:
+        """Write this rank's down, and have all others do so."""
+        log.warning("the stacks of all ranks are in %s", stacks.place())
+        stacks.dump(f"waits in {wait}")
+        if self._from_threads:
+            self.notes.tell(STALLED, wait, str(wait))
+
+    def _give_stacks(self) -> None:
+        """Write this rank's down, whatever it does, when another one asks."""
+        stacks.put_off(self.stall)
+        self.notes.listen()
+        for rank, note in self.notes.stalled.items():
+            stacks.dump(f"rank {rank} waits in {note.text}; here {self.standing() or 'nothing is waited for'}")
+        self.notes.stalled.clear()
+
+    def standing(self) -> str:
+        """Where this rank waits, and what it has called, newest first, on lines; "" before its first call. Local."""
+        now, lines = time.monotonic(), []
+        for wait in sorted(self._waits, key=lambda wait: -wait.since)[:SHOWN]:
+            if wait.call is not None:
+                lines.append(f"waits since {now - wait.since if wait.since else 0:.1f} s in {wait}")
+            elif wait.last is not None:
+                lines.append(f"{wait.count} calls in one place, among the last: {wait.last}")
+        return "\n  ".join(lines)
+
     # Judgement
 
     def _judge(self, wait: Wait, call: Call, now: float) -> None:
@@ -220,14 +252,16 @@ class Watch:
             )
         elif waited > self.timeout:
             error = CollectiveTimeoutError(
-                f"waited {waited:.0f} s for other ranks in: {call}{self._where(call)}\n"
+                f"waited {waited:.0f} s for other ranks in: {wait}{self._where(call)}\n"
                 f"  ({TIMEOUT} or Topology(timeout=seconds) sets how long a rank waits)"
             )
         elif waited > self.stall and not wait.warned:
             wait.warned = True
             log.warning(
-                "rank %d has waited %.0f s for other ranks in: %s%s", self._rank, waited, call, self._where(call)
+                "rank %d has waited %.0f s for other ranks in: %s%s", self._rank, waited, wait, self._where(call)
             )
+            if stacks.wanted():
+                self._ask_for_stacks(wait)
         if error is None or wait.call is not call:
             return
         if wait.raises:
@@ -248,51 +282,3 @@ def lonely() -> Watch:
     except OptionError:  # Topology tells it
         timeout, stall = 1800.0, 30.0
     return Watch(MPI.COMM_SELF, timeout, stall, lonely=True)
-
-
-class _Watchdog:
-    """The thread that looks after what waits inside of MPI. One a process; it starts with the first watch."""
-
-    def __init__(self) -> None:
-        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
-
-    def add(self, watch: Watch) -> None:
-        with self._lock:
-            self._watches.add(watch)
-        if self._thread is None and watch.active:
-            self._thread = threading.Thread(target=self._run, name="allreduce watchdog", daemon=True)
-            self._thread.start()
-            ending.on_leaving(self._end)
-
-    def _run(self) -> None:
-        listens = losses.in_force()
-        looked = time.monotonic()
-        while not self._stop.wait(losses.HEAR_SECONDS if listens else LOOK_SECONDS):
-            due = not listens or time.monotonic() - looked > LOOK_SECONDS
-            looked = time.monotonic() if due else looked
-            for watch in self._all():
-                try:
-                    if listens:
-                        watch.listen()
-                    if due:
-                        watch.look()
-                except Exception:  # a watchdog that dies would leave hangs without a word
-                    log.exception("the watchdog met an error, and goes on")
-
-    def _all(self) -> list[Watch]:
-        with self._lock:
-            return list(self._watches)
-
-    def _end(self, why: str) -> None:
-        """MPI ends after this."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
-        for watch in self._all():
-            watch.leave(why)
-
-
-_watchdog = _Watchdog()

@@ -88,7 +88,8 @@ class Backward:
         except GradientError as error:
             self._error = self._error or error
         last = self._launched == len(self._missing)
-        self.pending.append(self.averager.lane.submit(partial(self._reduce, memory, last, Clock.now()), self._what))
+        what = f"{self._what}, bucket {self._launched} of {len(self._missing)}"
+        self.pending.append(self.averager.lane.submit(partial(self._reduce, memory, last, Clock.now()), what))
 
     def launch_rest(self) -> None:
         """Submit all that was not submitted yet."""

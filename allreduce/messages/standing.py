@@ -1,0 +1,59 @@
+"""SIGUSR1: a rank says where it stands, and goes on.
+
+faulthandler prints the stacks of all threads, at once, wherever the program is: in C code that keeps Python's lock too.
+A thread, which a byte from Python's own signal handler wakes, prints where the rank waits. Both work while the main
+thread is inside of MPI. A handler that the program has set, or sets later, stays.
+"""
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+
+from allreduce import children, ending
+from allreduce.messages.watchdog import standing
+
+_installed: list[socket.socket] = []
+
+
+def install() -> None:
+    """From now on uncaught errors end the job (`ending`), and SIGUSR1 prints where this rank stands. Local.
+
+    Where the program has a handler for the signal, that stays.
+    """
+    if ending.here()[1] > 1:
+        ending.install()
+    free = hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    main = threading.current_thread() is threading.main_thread()
+    stderr = sys.__stderr__
+    if _installed or not free or not main or stderr is None:
+        return
+    try:
+        stderr.fileno()
+    except (OSError, ValueError):  # closed
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    _installed.extend((reader, writer))
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    if previous != -1:  # a loop of asyncio, say, which hears all signals; stacks must do
+        signal.set_wakeup_fd(previous)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=True, chain=True)
+    threading.Thread(target=_listen, args=(reader,), name="allreduce signals", daemon=True).start()
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _listen(reader: socket.socket) -> None:
+    while received := reader.recv(64):
+        if signal.SIGUSR1 in received and not children.forked():
+            ending.say(f"process {os.getpid()} on {socket.gethostname()}:\n  {standing()}\n")
+
+
+def _let_go() -> None:
+    """A forked child is no rank, and would wake its parent's thread."""
+    previous = signal.set_wakeup_fd(-1)
+    if previous not in (-1, _installed[1].fileno()):
+        signal.set_wakeup_fd(previous)

@@ -1,0 +1,72 @@
+"""Where a rank stands: SIGUSR1 prints it, and a wait that takes long puts the stacks of all ranks into files."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import launch
+import pytest
+from conftest import JobRunner
+
+PROGRAM = """
+import ctypes, os, signal, threading, time
+import numpy as np
+import allreduce
+topology = allreduce.Topology()
+reduce = allreduce.create("ring", topology)
+grads = reduce.allocate(50_000)
+reduce(grads)
+def looks_for_data():
+    time.sleep(5)
+def keeps_the_lock():
+    ctypes.PyDLL(None).sleep(5)
+if topology.rank == 0:
+    threading.Timer(2.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+if topology.rank == 1:
+    looks_for_data()
+if topology.rank == 2:
+    keeps_the_lock()
+reduce(grads)
+topology.close()
+print("came to the end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_a_stall_and_a_signal(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    """Also of the rank that computes, and of one whose C code keeps Python's lock; and then the job goes on."""
+    folder = tmp_path / "stacks"
+    limits = {"ALLREDUCE_STALL_SECONDS": "1", "ALLREDUCE_STALL_STACKS": str(folder)}
+    job = mpirun(3, ["-c", PROGRAM], mpi=mpi, timeout=60, env=limits)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("came to the end") == 3
+    assert "rank 0 has waited" in job.stderr
+    assert "200000 bytes, call " in job.stderr
+    assert str(folder / "stacks-rank-*.txt") in job.stderr
+    assert "in looks_for_data" in (folder / "stacks-rank-1.txt").read_text()
+    assert "in keeps_the_lock" in (folder / "stacks-rank-2.txt").read_text()
+    waiting = job.stderr.partition("rank 0 of 3: process ")[2]
+    assert waiting.partition("waits since ")[2].partition(" s in ")[2].startswith("all_reduce: length 50000"), (
+        job.stderr
+    )
+    assert "in _come" in job.stderr  # the stacks that SIGUSR1 prints
+
+
+def test_a_handler_of_the_program_stays() -> None:
+    code = (
+        "import os, signal\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('mine'))\n"
+        "import allreduce\n"
+        "allreduce.Topology()\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("mine\n", 0), done.stderr
+    without = subprocess.run(
+        [sys.executable, "-c", code.replace(code.splitlines()[1], "")],
+        env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert without.returncode == 0
+    assert "most recent call first" in without.stderr
