@@ -13,7 +13,8 @@ from allreduce.topology import Topology
 
 LOOKS: tuple[ModuleType, ...] = (mpi, cores, memory, gpus, versions, network)
 FAILED = "failed"
-SECOND_LOOKS = 2  # at pairs that seem slow
+SECOND_LOOKS = 2  # at pairs that seem slow,
+SECOND_SHARE = 0.2  # each with so much of the time
 Tell = Callable[[str], None]
 
 
@@ -100,12 +101,13 @@ def _measure(topology: Topology, nodes: Sequence[int], seconds: float, tell: Tel
     def told(done: int, rounds: int) -> None:
         tell(f"{what}: round {done} of {rounds}")
 
-    results = measuring.measure(comm, pairs.plan(nodes), seconds, told)
+    first = seconds * (1 - SECOND_LOOKS * SECOND_SHARE)
+    results = measuring.measure(comm, pairs.plan(nodes), first, told)
     for _ in range(SECOND_LOOKS):
         suspects = pairs.slow(results.measured, nodes)
         if not suspects or results.unreachable:
             break
         apart = [[(pair.first, pair.second)] for pair in suspects]
-        again = measuring.measure(comm, apart, seconds / SECOND_LOOKS, told)
+        again = measuring.measure(comm, apart, seconds * SECOND_SHARE, told)
         results = measuring.Results(pairs.better(results.measured, again.measured), again.unreachable)
     return results
