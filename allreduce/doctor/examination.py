@@ -85,9 +85,9 @@ def _tried(module: ModuleType, place: Place) -> Any:
 
 def _ranks(hosts: Sequence[str], heard: Sequence[Any]) -> list[Rank]:
     """The ranks, on nodes with names of their own: containers may all have one host name."""
-    first = {node: host for (node, _), host in reversed(list(zip(heard, hosts, strict=True)))}
-    twice = {host for host, number in Counter(first.values()).items() if number > 1}
-    names = {node: f"{host}#{node}" if host in twice else host for node, host in first.items()}
+    host_of = {node: host for (node, _), host in zip(heard, hosts, strict=True)}
+    times = Counter(host_of.values())
+    names = {node: f"{host}#{node}" if times[host] > 1 else host for node, host in host_of.items()}
     return [Rank(rank, node, names[node], facts) for rank, (node, facts) in enumerate(heard)]
 
 

@@ -52,7 +52,7 @@ def look(place: Place) -> dict[str, Any]:
 def judge(ranks: Sequence[Rank], needs: Needs) -> list[Finding]:
     without = [rank for rank in ranks if not rank.facts["gpus"]["devices"]]
     if len(without) == len(ranks):
-        return [_none(ranks)]
+        return [_none(ranks), _aware(ranks)]
     having = [rank for rank in ranks if rank.facts["gpus"]["devices"]]
     findings = [_assigned(having), *_duplicates(having)]
     if without:
@@ -120,12 +120,14 @@ def _software(ranks: Sequence[Rank]) -> list[Finding]:
 
 
 def _aware(ranks: Sequence[Rank]) -> Finding:
+    name = "CUDA-aware MPI"
     if ranks[0].facts["gpus"]["cuda_aware"]:
-        return Finding(AREA, "CUDA-aware MPI", OK, "MPI takes arrays in GPU memory")
+        return Finding(AREA, name, OK, "MPI takes arrays in GPU memory")
+    if len(ranks) == 1 or not ranks[0].facts["gpus"]["devices"]:
+        return Finding(AREA, name, OK, "no, and nothing here asks for it")
     text = "no: arrays in GPU memory go through pinned host memory, unless the backend is nccl"
     advice = "fine with nccl; else an MPI that was built with CUDA (ALLREDUCE_CUDA_AWARE=1 if it can't say so itself)"
-    several = len(by_node(ranks)) > 1 or len(ranks) > 1
-    return Finding(AREA, "CUDA-aware MPI", WARNING if several else OK, text, advice if several else "")
+    return Finding(AREA, name, WARNING, text, advice)
 
 
 def _version(number: int | None) -> str:
