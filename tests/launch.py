@@ -50,10 +50,11 @@ def mpirun(
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
+    ulfm: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python *args` on `ranks` ranks and return its end: returncode, stdout, stderr (text).
 
-    ranks: 0 runs it without a launcher.
+    ranks: 0 runs it without a launcher. ulfm: ranks may die, and the others live (Open MPI alone).
     The checkout's packages are importable whatever `cwd` is. env: additions to this process's
     environment. Raises JobTimeoutError after `timeout` seconds, when every process of the job is killed.
     """
@@ -61,6 +62,8 @@ def mpirun(
         raise AssertionError("a quick run starts no jobs but those of test_ranks.py; mark this test: @pytest.mark.jobs")
     bin_folder = environment(mpi) / "bin"
     launcher, *options = LAUNCHERS[mpi]
+    if ulfm:
+        options += ["--with-ft", "ulfm"]
     started_by = [str(bin_folder / launcher), *options, "-n", str(ranks)] if ranks else []
     command = [*started_by, str(bin_folder / "python"), *map(str, args)]
     mark = uuid.uuid4().hex

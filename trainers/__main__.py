@@ -10,13 +10,16 @@ from typing import Any, NamedTuple, TextIO
 from allreduce import Topology
 from allreduce.arrays import gpu
 from allreduce.errors import AllReduceError
+from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere, known, raise_together, root_value, together, waiting
-from trainers import datasets, options, results, roles, strategies
+from trainers import datasets, options, results, roles, strategies, surviving
+from trainers.base import Trainer
 from trainers.checkpoints import Checkpoint
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.evaluator import Ending, Evaluator
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.watching import options as watching
+from trainers.watching.history import History
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes
 
@@ -79,6 +82,8 @@ def _train(job: _Job, topology: Topology) -> None:
         if job.roles.servers or job.roles.evaluator is not None:
             _say(topology, f"roles: {job.roles}", shown)
         _say(topology, results.how(trainer, chosen), shown)
+        if losses.in_force() or chosen.on_failure:
+            _say(topology, f"if a rank is lost: {surviving.in_words(trainer)}", shown)
         _say(topology, f"data: {data}", shown)
         layers = "-".join(map(str, network.sizes))
         _say(topology, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}", shown)
@@ -94,15 +99,20 @@ def _train(job: _Job, topology: Topology) -> None:
             resume=chosen.resume,
         )
         scores = trainer.evaluate(data.x_test, data.y_test)
-        _check_loss(scores["loss"], topology)
+        _check_loss(scores["loss"], trainer.topology)
         if chosen.save:
             trainer.save(chosen.save)
-            _say(topology, f"saved: {chosen.save}", shown)
+            _say(trainer.topology, f"saved: {chosen.save}", shown)
         if chosen.json:
-            result = results.result(chosen, trainer, job.roles, network, history, scores)
-            written = partial(results.write_json, chosen.json, result)
-            together(topology.world, lambda: written() if topology.rank == 0 else None)
-        _say(topology, f"test accuracy: {scores['accuracy']:.4f}", shown)
+            trainer.surviving(lambda: _write_results(job, trainer, history, scores))
+        _say(trainer.topology, f"test accuracy: {scores['accuracy']:.4f}", shown)
+
+
+def _write_results(job: _Job, trainer: Trainer, history: History, scores: dict[str, float]) -> None:
+    """Collective over those who train."""
+    result = results.result(job.chosen, trainer, job.roles, job.network, history, scores)
+    written = partial(results.write_json, job.chosen.json, result)
+    together(trainer.topology.world, lambda: written() if trainer.rank == 0 else None)
 
 
 def _train_and_evaluate(job: _Job, world: Topology, topology: Topology) -> None:

@@ -1,7 +1,6 @@
 """What all trainers share: fit, evaluate, predict, save, load, and the agreement of the ranks about them."""
 
 import hashlib
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,30 +9,33 @@ from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
-from allreduce.errors import ClosedError
-from allreduce.messages.agreement import agree, combine, together, waiting
+from allreduce.messages import losses
+from allreduce.messages.agreement import combine, together, waiting
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
-from trainers.admission import NO_TARGETS, look_at
+from trainers.admission import NO_TARGETS
 from trainers.checkpoints import Checkpoint
 from trainers.data import Batch, Batches
 from trainers.exchange import gather_rows
 from trainers.fitting import Fit
 from trainers.forward import evaluated, predicted
-from trainers.mirroring import mirror
 from trainers.prefetch import AHEAD, wanted
+from trainers.ranks import Ranks
+from trainers.rejoining import FitCall
 from trainers.replica import Replica
 from trainers.samples import Collate
 from trainers.saving import make_saver
+from trainers.surviving import Call, Loss, Survival
 from trainers.watching import stopwatch
 from trainers.watching.history import History
 from trainers.watching.meter import Meter
 
 TrainerT = TypeVar("TrainerT", bound="Trainer")
+ResultT = TypeVar("ResultT")
 UNTRACED = nullcontext()
 
 
-class Trainer(ABC):
+class Trainer(Ranks, ABC):
     """Trains a replica together with the trainers of the other ranks of a topology.
 
     Every method is collective: all ranks call it with the same arguments. x and y are the whole data on
@@ -47,16 +49,15 @@ class Trainer(ABC):
 
     def __init__(self, replica: Replica, topology: Topology) -> None:
         self.replica = replica
-        self.topology = topology
-        self.rank, self.size = topology.rank, topology.size
-        self.part: int | None = topology.rank  # which part of every batch this rank takes; None for none
-        self.parts = topology.size
         self.closed = self.cut_short = False  # cut_short: steps not taken together have ended before the epoch's last
         self.stop_training = False  # set by a callback, on any rank
         self.measured: Any = None  # what the last step returned
         self.trace: Trace | None = None  # while a callback records what is done
-        self._comm = topology.private(self)
+        self.steps = 0  # that were taken together
+        self.losses: list[Loss] = []  # the ranks that were lost so far, the same on all ranks
+        self._survival: Survival | None = None  # where the others go on, or stop in order, when a rank is lost
         self._communication = stopwatch.make(replica.device)
+        self._connect(topology)
 
     @abstractmethod
     def _compute(self, batch: Batch | None) -> None:
@@ -84,18 +85,6 @@ class Trainer(ABC):
         """What measures the epochs of a fit, as a Meter does."""
         return Meter(self.replica.metrics, batches.sizes(), self.measured.dtype, self.replica.device)
 
-    def _whole(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A state of the replica with what other ranks have of it. Collective."""
-        return state
-
-    def _complete(self) -> None:  # noqa: B027, most replicas always have all of it
-        """Have rank 0's replica hold its whole state. Collective."""
-
-    def _snapshot(self, memory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A copy of the whole state on rank 0, in `memory` as of Replica.snapshot; of nothing elsewhere. Collective."""
-        self._complete()
-        return together(self._comm, lambda: self.replica.snapshot(memory) if self.rank == 0 else {})
-
     def _apart(self) -> dict[str, str]:
         """What of the replica's state is no copy of what other ranks have, by name, and why. Local."""
         return {}
@@ -113,12 +102,6 @@ class Trainer(ABC):
     def _choices(self) -> dict[str, str]:
         """What was chosen for this job, by name. Collective."""
         return {}
-
-    def _check_edits(self) -> None:  # noqa: B027, most ranks have parameters of their own
-        """Raise, on this rank, when the replica was edited in a way that several ranks may have done."""
-
-    def _settle(self) -> None:  # noqa: B027
-        """The ranks have written the same parameters: go on when all have done so. Collective."""
 
     def fit(
         self,
@@ -165,55 +148,55 @@ class Trainer(ABC):
         settings["validation_data"] = "none" if validation_data is None else "given"
         settings |= {"checkpoint": checkpoint, "resume": resume}
         fetches_ahead = wanted(x, y) if prefetch is None else prefetch
-        x, y = self._admit("fit", x, y, settings, collate)
-        if validation_data is not None:
-            validation = partial(self._evaluate, *self._admit_validation(validation_data, collate))
-        self._mirror(whole=True)
-        batches = Batches(x, y, batch_size, self.part, self.parts, seed, shuffle, AHEAD if fetches_ahead else 0)
-        saver = together(self._comm, lambda: make_saver(self, batches, checkpoint, resume, validation_data is not None))
-        return Fit(
-            self,
-            batches,
-            epochs,
-            validate=None if validation_data is None else validation,
-            callbacks=callbacks,
-            fetches_ahead=fetches_ahead,
-            progress=progress,
-            stream=stream,
-            saver=saver,
-        ).run()
+
+        def begin() -> Fit:
+            rows = self._admit("fit", x, y, settings, collate)
+            validate = None
+            if validation_data is not None:
+                validate = partial(self._evaluate, *self._admit_validation(validation_data, collate))
+            self._mirror(whole=True)
+            ahead = AHEAD if fetches_ahead else 0
+            batches = Batches(*rows, batch_size, self.part, self.parts, seed, shuffle, ahead)
+            validates = validation_data is not None
+            saver = together(self._comm, lambda: make_saver(self, batches, checkpoint, resume, validates))
+            return Fit(
+                self,
+                batches,
+                epochs,
+                validate=validate,
+                callbacks=callbacks,
+                fetches_ahead=fetches_ahead,
+                progress=progress,
+                stream=stream,
+                saver=saver,
+            )
+
+        return self._call(FitCall(self, begin))
 
     def evaluate(self, x: Any, y: np.ndarray | None = None, collate: Collate | None = None) -> dict[str, float]:
         """The replica's metrics ("loss", "accuracy", ...), means over these rows; the ranks share the work.
 
         x, y, collate: all rows on every rank, arrays or a data set, as for `fit`.
         """
-        return self._evaluate(*self._admit("evaluate", x, y, collate=collate))
+        return self._call(Call("evaluate", lambda: self._evaluate(*self._admit("evaluate", x, y, collate=collate))))
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         """The replica's output for every row, in order, on every rank; the ranks share the work.
 
         For a NumpyNetwork: (rows, outputs) float32, probabilities with a cross-entropy loss.
         """
-        x, _ = self._admit("predict", x, NO_TARGETS)
-        outputs = together(self._comm, lambda: predicted(self.replica, x, self.size, self.rank))
-        gather_rows(self._comm, outputs)
-        return outputs
+        return self._call(Call("predict", lambda: self._predict(x)))
 
     def save(self, path: str) -> None:
         """Write the model, with the optimizer's state, to exactly `path`, by rank 0. Raises ModelFileError.
 
         The file (.npz, no pickle) does not depend on the number of ranks; NumpyNetwork.load reads it without MPI.
         """
-        self._enter("save")
-        self._complete()
-        self._on_one(lambda: self.replica.save(path))
+        self._call(Call("save", lambda: self._save(path)))
 
     def load(self, path: str) -> None:
         """Take on the model in `path`, which rank 0 reads and hands to all ranks. Raises ModelFileError."""
-        self._enter("load")
-        self._on_one(lambda: self.replica.restore(path))
-        self._mirror(whole=False)
+        self._call(Call("load", lambda: self._load(path)))
 
     def record(self, trace: Trace | None) -> None:
         """Record what this rank does in `trace` from now on, or, with None, no more. Local, on all ranks or on none."""
@@ -225,6 +208,9 @@ class Trainer(ABC):
 
     def parameters_sha256(self) -> list[str]:
         """The SHA-256 of every rank's parameters, by rank, the same on all ranks; mirrored replicas have equal ones."""
+        return self._call(Call("parameters_sha256", self._parameters_sha256))
+
+    def _parameters_sha256(self) -> list[str]:
         self._enter("parameters_sha256")
         parameters = np.ascontiguousarray(together(self._comm, self.replica.state)["parameters"])
         mine = np.frombuffer(hashlib.sha256(parameters.view(np.uint8).data).digest(), np.uint8)
@@ -233,19 +219,37 @@ class Trainer(ABC):
             self._comm.Allgather(mine, everyone)
         return [each.tobytes().hex() for each in everyone]
 
+    def note_step(self) -> None:
+        """A step was taken, which counts where a loss may keep other ranks from coming to its end. Local."""
+        self.steps += 1
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the training goes on with the other ranks when one is lost."""
+        return self._survival is not None and self._survival.goes_on
+
     def close(self) -> None:
-        """Free what the trainer made; the replica stays usable. Closing twice does nothing."""
-        if not self.closed:
+        """Free what the trainer made; the replica stays usable. Closing twice does nothing.
+
+        Where a rank is lost meanwhile, this is `abandon`.
+        """
+        if self.closed:
+            return
+        try:
             self._agree("close")
             self.closed = True
             self.topology.release(self._comm, self)
             self._close()
+        except Exception as error:
+            if losses.lost(error) is None:
+                raise
+            self.abandon()
 
     def abandon(self) -> None:
         """Let go of everything without the other ranks, who may be lost. Local; the replica stays usable."""
         self.closed = True
 
-    def _close(self) -> None:  # noqa: B027, a trainer may hold nothing else
+    def _close(self) -> None:
         """Free what a kind of trainer holds besides `_comm`."""
 
     def __enter__(self: TrainerT) -> TrainerT:
@@ -255,46 +259,38 @@ class Trainer(ABC):
         if kind is None:  # after an exception the other ranks may not come to a collective close
             self.close()
 
+    def _call(self, call: Call[ResultT]) -> ResultT:
+        """Make a call, which survives lost ranks where that is asked for. Collective."""
+        try:
+            return call.run() if self._survival is None else self._survival.run(call)
+        finally:
+            call.close()
+
+    def surviving(self, action: Callable[[], ResultT]) -> ResultT:
+        """What `action()` returns, a collective call of the user's own on this trainer's `topology`. Collective.
+
+        Where the training goes on without lost ranks, this is made again by those that are left.
+        """
+        return self._call(Call("a call of the user's", action))
+
+    def _predict(self, x: np.ndarray) -> np.ndarray:
+        x, _ = self._admit("predict", x, NO_TARGETS)
+        outputs = together(self._comm, lambda: predicted(self.replica, x, self.size, self.rank))
+        gather_rows(self._comm, outputs)
+        return outputs
+
+    def _save(self, path: str) -> None:
+        self._enter("save")
+        self._complete()
+        self._on_one(lambda: self.replica.save(path))
+
+    def _load(self, path: str) -> None:
+        self._enter("load")
+        self._on_one(lambda: self.replica.restore(path))
+        self._mirror(whole=False)
+
     def _evaluate(self, x: Any, y: np.ndarray | None) -> dict[str, float]:
         with np.errstate(all="ignore"):  # a model that has diverged has a loss that says so
             sums = together(self._comm, lambda: evaluated(self.replica, x, y, self.size, self.rank))
         combine(self._comm, sums, "add up an evaluation")
         return dict(zip(self.replica.metrics, (sums / len(x)).tolist(), strict=True))
-
-    # Agreement
-
-    def _admit(
-        self, call: str, x: Any, y: Any, settings: dict[str, Any] | None = None, collate: Collate | None = None
-    ) -> tuple[Any, Any]:
-        """Arrays x and y, or Samples and None, when all ranks bring the same and it makes sense; or all raise."""
-        self._check_open()
-        data, row, error = look_at(self.replica, call, (x, y), settings or {}, collate)
-        self._agree(row, error)
-        return data
-
-    def _admit_validation(self, given: Any, collate: Collate | None) -> tuple[Any, Any]:
-        pair = isinstance(given, tuple | list)
-        x, y = given if pair and len(given) == 2 else (given, None)
-        return self._admit("validation_data of fit", x, y, collate=None if pair else collate)
-
-    def _enter(self, call: str) -> None:
-        """Begin a method without data; a rank that came to another one is told instead of waited for."""
-        self._check_open()
-        self._agree(call)
-
-    def _agree(self, row: str, error: Exception | None = None) -> None:
-        agree(self._comm, [zlib.crc32(row.encode())], row, error)
-
-    def _on_one(self, action: Callable[[], None]) -> None:
-        """Do something on rank 0; its error, whatever it is, is raised on all ranks."""
-        together(self._comm, lambda: action() if self.rank == 0 else None)
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ClosedError(f"this {type(self).__name__} is closed; make another to go on")
-
-    # Communication
-
-    def _mirror(self, whole: bool = True) -> None:
-        """Give all replicas the state of rank 0's, as `mirroring.mirror` does."""
-        mirror(self, whole)

@@ -9,10 +9,10 @@ from mpi4py import MPI
 
 from allreduce.arrays import gpu
 from allreduce.base import AllReduce
-from allreduce.messages.agreement import all_values, root_value, together, waiting
+from allreduce.messages.agreement import all_values, together
 from allreduce.tracing.trace import Series, Trace, now
 from allreduce.two_phase import TwoPhase
-from trainers.exchange import pieces
+from trainers.exchange import sent
 from trainers.replica import Replica
 from trainers.sharded import nothing
 from trainers.watching.stopwatch import Stopwatch
@@ -72,15 +72,7 @@ class CopiedUpdate:
     def _copy(self, owner: bool) -> None:
         """The owner's state and what was measured, to all ranks."""
         state = together(self._comm, lambda: self._held() if owner else {})
-        what = "copy the state of the rank that updates"
-        shapes = [[name, array.dtype.str, array.shape] for name, array in state.items()]
-        shapes = root_value(self._comm, shapes, what, self._root)
-        if not owner:
-            state = {name: np.empty(shape, dtype) for name, dtype, shape in shapes}
-        with waiting(self._comm, what):
-            for array in state.values():
-                for piece in pieces(array):
-                    self._comm.Bcast(piece, self._root)
+        state = sent(self._comm, state, self._root, "copy the state of the rank that updates")
         measured = state.pop(MEASURED)
         if gpu.is_gpu_array(self._measured):
             self._measured.set(measured)

@@ -50,11 +50,17 @@ class Batches:
         ahead: int = 0,
     ) -> None:
         self.rows, self.batch_size = len(x), min(batch_size, len(x))
-        self._part, self._parts = part, parts
+        self._x, self._y, self._ahead = x, y, ahead
         self._seed, self._shuffle = seed, shuffle
-        most = -(-self.batch_size // parts)
         self.checked = not isinstance(x, Samples)  # all rows could be checked before
-        self._source = x if isinstance(x, Samples) else _Arrays(x, y, most, ahead + 1)
+        self.divide(part, parts)
+
+    def divide(self, part: int | None, parts: int) -> None:
+        """From now on every batch is cut into so many parts, and the shares are this one."""
+        self._part, self._parts = part, parts
+        most = -(-self.batch_size // parts)
+        x = self._x
+        self._source = x if isinstance(x, Samples) else _Arrays(x, self._y, most, self._ahead + 1)
 
     @property
     def settings(self) -> dict[str, Any]:

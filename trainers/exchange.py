@@ -6,7 +6,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk, segments
-from allreduce.messages.agreement import all_values, waiting
+from allreduce.messages.agreement import all_values, root_value, waiting
 
 MESSAGE_BYTES = 1 << 30  # an MPI count is a C int in Open MPI 5
 
@@ -27,6 +27,18 @@ def of_root(comm: MPI.Intracomm, state: dict[str, np.ndarray], root: int = 0) ->
     if comm.rank != root:  # a state may be live views, or read-only
         state = {name: np.empty_like(array) for name, array in state.items()}
     with waiting(comm, f"take on the state of rank {root}"):
+        for array in state.values():
+            for piece in pieces(array):
+                comm.Bcast(piece, root)
+    return state
+
+
+def sent(comm: MPI.Intracomm, state: dict[str, np.ndarray], root: int, what: str) -> dict[str, np.ndarray]:
+    """The root's arrays, on all ranks, whatever they are; what the others bring is not looked at. Collective."""
+    shapes = root_value(comm, [[name, array.dtype.str, array.shape] for name, array in state.items()], what, root)
+    if comm.rank != root:
+        state = {name: np.empty(shape, dtype) for name, dtype, shape in shapes}
+    with waiting(comm, what):
         for array in state.values():
             for piece in pieces(array):
                 comm.Bcast(piece, root)

@@ -8,22 +8,28 @@ import numpy as np
 
 from allreduce.arrays import dtypes
 from allreduce.base import AllReduce
+from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere, together
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
-from trainers import malloc
+from trainers import malloc, surviving
 from trainers.backends import UPDATES, backend_for, used_by
-from trainers.base import Trainer
 from trainers.data import Batch
 from trainers.errors import ArgumentError
-from trainers.fitting import FLAGS
+from trainers.outliving import Outliving
 from trainers.replica import Replica
 from trainers.sharded import ShardedUpdate, Update
+from trainers.stepping import FLAGS
+from trainers.surviving import Survival
+
+MEASURED, RATES = "trainer.measured", "trainer.learning_rates"  # what ranks hand each other besides a replica's state
+
+NEWEST = "take on the newest state of the ranks that are left"
 
 
-class MirroredTrainer(Trainer):
+class MirroredTrainer(Outliving):
     """Synchronous data-parallel training with one AllReduce a step.
 
     All replicas become copies of rank 0's at once, and again when a fit begins.
@@ -49,6 +55,7 @@ class MirroredTrainer(Trainer):
         topology: Topology | None = None,
         *,
         update: str = "replicated",
+        on_failure: str | None = None,
     ) -> None:
         """Make the replicas equal and bind their gradients to the backend's memory. Collective.
 
@@ -59,6 +66,11 @@ class MirroredTrainer(Trainer):
             which divides the update's time and the optimizer's memory by the ranks; the ranks of a node then
             have one copy of the parameters in common. For replicas with `bind_parameters`, on the CPU, and
             backends with two phases; "auto" names one. The result is the same.
+        on_failure: what happens when a rank is lost (it was killed, its node has died), where MPI lets the others live:
+            Open MPI 5, started as mpirun --with-ft ulfm. "continue": the call goes on with the ranks that are left, and
+            `topology`, `allreduce`, `rank` and `size` of this trainer are new. "stop", which None stands for: where
+            a fit writes checkpoints it writes one more, and all ranks raise RankLostError. Without such an MPI, the job
+            ends, and "continue" is refused.
 
         Raises on all ranks, and leaves nothing behind: ArgumentError, DisagreementError (models that differ),
         UnknownBackendError, UnavailableError, OptionError.
@@ -67,7 +79,7 @@ class MirroredTrainer(Trainer):
         self._owns_backend, self._owns_topology = not given, not given and topology is None
         ranks = allreduce.topology if isinstance(allreduce, AllReduce) else topology or Topology()
         try:
-            self._agree_on_arguments(ranks, replica, allreduce, topology, update)
+            self._agree_on_arguments(ranks, replica, allreduce, topology, update, on_failure)
             self.allreduce = backend_for(allreduce, ranks, update)
         except Exception as error:
             if self._owns_topology and everywhere(error, ranks.world):  # so all ranks come to the close
@@ -79,15 +91,27 @@ class MirroredTrainer(Trainer):
         self.buffer: Any = None
         self._untraced: AllReduce | None = None  # the backend, while another around it records its calls
         self._sharded: Update | None = None
+        self._update = update
+        self._asked = self.allreduce.recipe if isinstance(allreduce, AllReduce) else allreduce  # for other ranks
+        self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)
         try:
-            self._bind(update)
+            self._bind()
         except Exception as error:
             if everywhere(error, self._comm):
                 self.close()
             raise
+        remade = self._asked is not None and update == "replicated" and replica.device == "cpu"
+        if remade and losses.in_force() and self.size > 1:
+            self._survival = Survival(self, goes_on=on_failure == "continue")
 
     def _agree_on_arguments(
-        self, ranks: Topology, replica: Replica, allreduce: str | AllReduce, topology: Topology | None, update: str
+        self,
+        ranks: Topology,
+        replica: Replica,
+        allreduce: str | AllReduce,
+        topology: Topology | None,
+        update: str,
+        on_failure: str | None,
     ) -> None:
         """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective."""
         name = allreduce.name if isinstance(allreduce, AllReduce) else allreduce
@@ -98,10 +122,17 @@ class MirroredTrainer(Trainer):
             error = ArgumentError(f'update="sharded" works on the CPU, and this replica is on {replica.device}')
         elif isinstance(allreduce, AllReduce) and topology is not None and topology is not allreduce.topology:
             error = ArgumentError(f"{allreduce!r} has a topology of its own; pass the backend's name, or no topology")
-        row = f"MirroredTrainer({type(replica).__name__}, {name!r}, update={update!r})"
+        error = error or surviving.refusal(on_failure, ranks, replica, allreduce, update)
+        row = f"MirroredTrainer({type(replica).__name__}, {name!r}, update={update!r}, on_failure={on_failure!r})"
         ranks.agree([zlib.crc32(row.encode())], row, error)
 
-    def _bind(self, update: str) -> None:
+    def _bind(self) -> None:
+        self._make_buffer()
+        self._mirror()  # evaluate and predict share their work, so they need equal replicas before any fit
+        if self._update == "sharded":
+            self._share_update()
+
+    def _make_buffer(self) -> None:
         replica, length = self.replica, self.replica.gradient_length
         extra = len(replica.metrics) + len(FLAGS)
         beside = dtypes.is_half(dtypes.parse(replica.gradient_dtype))
@@ -111,9 +142,6 @@ class MirroredTrainer(Trainer):
         self.measured = self._measured
         self.buffer = buffer  # before ranks are bound to it, of which one may fail: closing unbinds all
         together(self._comm, lambda: replica.bind(buffer[:length]))
-        self._mirror()  # evaluate and predict share their work, so they need equal replicas before any fit
-        if update == "sharded":
-            self._share_update()
 
     def _share_update(self) -> None:
         """From now on each rank updates what it owns, and the ranks hand each other the parameters. Collective."""
@@ -221,9 +249,16 @@ class MirroredTrainer(Trainer):
 
     def abandon(self) -> None:
         super().abandon()
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of the backend, without the other ranks. Local."""
         if self._sharded is not None:
             self._sharded.abandon()
         self._let_go()
+        if self._owns_backend:
+            (self._untraced or self.allreduce).abandon()
+            self._untraced = None
 
     def _let_go(self) -> None:
         """Keep no memory of the backend, in the replica neither. Local."""

@@ -11,7 +11,7 @@ from allreduce.topology import Topology
 from trainers.base import Trainer
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError
-from trainers.fitting import FLAGS, Fit
+from trainers.fitting import Fit
 from trainers.replica import Replica
 from trainers.serving.dealer import Dealer
 from trainers.serving.parcels import GRADIENTS, NOTHING, PUSH, WORK, Head, Parcel
@@ -20,6 +20,7 @@ from trainers.serving.rows import Rows
 from trainers.serving.staleness import STALE, Counts, Rule
 from trainers.serving.stream import Stream
 from trainers.serving.trainer import ServedTrainer, agree_on_arguments
+from trainers.stepping import FLAGS
 
 UPDATES = ("async", "sync")
 RATES = ("keep", "divide")

@@ -82,6 +82,7 @@ def result(
         "model": network.config(),
         "parameters": network.gradient_length,
         "parameters_sha256": trainer.parameters_sha256(),
+        **({"lost": [loss._asdict() for loss in trainer.losses]} if trainer.losses else {}),
     }
 
 

@@ -6,6 +6,9 @@ import tempfile
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
+
+from trainers import random_state
 from trainers.errors import CheckpointError, ModelFileError
 from trainers.files import checkpoint as files
 from trainers.files.checkpoint import Saved
@@ -60,6 +63,16 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
         raise CheckpointError(f"{path} is of a training with {counts}")
     if progress.step >= steps or (progress.step and len(saved.measured[0]) != len(replica.metrics)):
         raise CheckpointError(f"{path} is damaged: step {progress.step} of {steps}")
+
+
+def take_own(replica: Replica, local: dict[str, np.ndarray], own: dict[str, np.ndarray], folder: str) -> None:
+    """Take on what is a rank's own: its replica's `local` state, and the random numbers of the programs in `own`."""
+    try:
+        replica.load_local_state(local)
+        random_state.load(own)
+    except (ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+        text = f"the checkpoint in {folder} is damaged, or of another model"
+        raise CheckpointError(f"{text}: a rank can't go on with what is its own: {error!r}") from error
 
 
 def _described(name: str, shape: Any) -> str:

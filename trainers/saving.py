@@ -9,7 +9,7 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -59,6 +59,8 @@ class Saver:
         self._choices: dict[str, str] = {}
         self._written = 0  # steps before the last checkpoint
         self._since = time.monotonic()
+        self._saving = self._overdue = False  # one is collected; one was not written, since a rank was lost
+        self._is_mine = False  # rank 0: whether the folder is taken
         if self._watched and self._watched not in known:
             raise ArgumentError(
                 f"Checkpoint(best={checkpoint.best!r}): this fit measures {', '.join(known)}"
@@ -95,7 +97,7 @@ class Saver:
 
     def _look(self) -> tuple[str, Saved] | None:
         """The newest checkpoint, if the training may go on from it. On rank 0."""
-        resuming.prepare(self._folder, self._held)
+        self._take_folder()
         found = files.newest(self._folder)
         if found is None:
             return None
@@ -107,6 +109,22 @@ class Saver:
         resuming.check(*found, self._trainer.replica, self._settings, self._steps)
         self._check_way(found[0], found[1].progress)
         return found
+
+    def _take_folder(self) -> None:
+        resuming.prepare(self._folder, self._held)
+        self._is_mine = True
+
+    def told(self) -> dict[str, Any]:
+        """What this rank tells the others when a rank was lost. Local."""
+        return {"mine": self._is_mine, "saving": self._saving, "written": self._written}
+
+    def rejoin(self, sides: list[dict[str, Any]]) -> None:
+        """The ranks are others, and rank 0 may be a new one. sides: what all ranks have `told`. Collective."""
+        self._written = max(side["written"] for side in sides)
+        self._overdue |= not sides[0]["mine"] or any(side["saving"] for side in sides)
+        self._saving = False
+        self._choices = self._trainer._choices()
+        together(self._trainer._comm, lambda: self._take_folder() if self._chief and not self._is_mine else None)
 
     def _check_room(self) -> None:
         needed = sum(array.nbytes for array in self._memory.values())
@@ -149,21 +167,13 @@ class Saver:
         mine = npz.unpacked(bytes_of_root(comm, packed, "hear what a checkpoint has of each rank"))
         self.watching = _taken(mine, WATCHING)
         if same:  # or else what is each rank's own can't be that of other ranks
-            together(comm, partial(self._take_own, mine))
+            together(comm, partial(resuming.take_own, trainer.replica, _taken(mine, REPLICA), mine, self._folder))
 
     def _packed(self, saved: Saved, same: bool) -> list[bytes]:
         """For each rank what was its own; on another number of ranks, what was rank 0's, for their callbacks."""
         if same:
             return [npz.packed(local) for local in saved.local]
         return [npz.packed(saved.local[0])] * self._trainer.size
-
-    def _take_own(self, own: dict[str, np.ndarray]) -> None:
-        try:
-            self._trainer.replica.load_local_state(_taken(own, REPLICA))
-            random_state.load(own)
-        except (ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-            text = f"the checkpoint in {self._folder} is damaged, or of another model"
-            raise CheckpointError(f"{text}: a rank can't go on with what is its own: {error!r}") from error
 
     def _take_rates(self, rates: list[float]) -> None:
         """Go on with the learning rates that a schedule had come to; a model file has those of its begin."""
@@ -174,7 +184,8 @@ class Saver:
 
     def wants(self) -> bool:
         """Whether this rank says that it is time, by the clock; only rank 0 ever does. Local."""
-        return self._chief and self._unit == "seconds" and time.monotonic() - self._since >= self._count
+        late = self._unit == "seconds" and time.monotonic() - self._since >= self._count
+        return self._chief and (late or self._overdue)
 
     def due(self, total: int, asked: bool) -> bool:
         """Whether a checkpoint is to be written after `total` steps. asked: by a rank's `wants`. Local."""
@@ -182,6 +193,8 @@ class Saver:
 
     def due_after(self, epochs: int) -> bool:
         """Whether a checkpoint is to be written after so many epochs. Collective."""
+        if self._overdue:  # on all ranks
+            return True
         if self._unit == "epochs":
             return epochs % self._count == 0
         asked = self._unit == "seconds"
@@ -201,7 +214,7 @@ class Saver:
         callbacks: this rank's. measured: the values of the steps of an unfinished epoch.
         What the checkpoint before has met, a full disk say, is raised here, on all ranks.
         """
-        trainer = self._trainer
+        trainer, self._saving = self._trainer, True
         packed, watching = together(trainer._comm, partial(self._own, callbacks))
         state = trainer._snapshot(self._memory)
         everyone = bytes_to_root(trainer._comm, packed, "collect what each rank has of a checkpoint")
@@ -215,6 +228,7 @@ class Saver:
             self._writer.start(partial(self._write, saved, best))
 
         together(trainer._comm, lambda: start() if self._chief else None)
+        self._saving = self._overdue = False
 
     def progress(self, history: History, epoch: int, step: int = 0, seconds: float = 0.0) -> Progress:
         """How far the training is. Local."""
@@ -264,6 +278,7 @@ class Saver:
             log.error("trainers: %s", error)
         self._memory.clear()
         self._held.close()
+        self._is_mine = False
 
 
 def _taken(own: dict[str, np.ndarray], whose: str) -> dict[str, np.ndarray]:

@@ -9,12 +9,13 @@ from allreduce.messages.agreement import everywhere
 from allreduce.topology import Topology
 from trainers.data import Batch
 from trainers.errors import ArgumentError
-from trainers.fitting import FLAGS, Fit
+from trainers.fitting import Fit
 from trainers.replica import Replica
 from trainers.serving.lead import Lead
 from trainers.serving.parcels import GRADIENTS, NOTHING, WORK, Head
 from trainers.serving.staleness import Counts
 from trainers.serving.trainer import ServedTrainer, agree_on_arguments
+from trainers.stepping import FLAGS
 
 CHIEF = 0
 

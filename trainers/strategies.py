@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import allreduce
 import trainers
 from allreduce.topology import Topology
+from trainers import surviving
 from trainers.backends import UPDATES
 from trainers.base import Trainer
 from trainers.errors import ArgumentError
@@ -32,7 +33,9 @@ class Strategy(NamedTuple):
 
 
 def _mirrored(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
-    return trainers.MirroredTrainer(replica, chosen.allreduce, topology, update=chosen.update)
+    return trainers.MirroredTrainer(
+        replica, chosen.allreduce, topology, update=chosen.update, on_failure=chosen.on_failure
+    )
 
 
 def _central_storage(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
@@ -61,7 +64,7 @@ ASYNC_ONLY = {"stale": "keep", "max_staleness": None, "warm_up": 0, "lr_by_worke
 STRATEGIES = {
     "mirrored": Strategy(
         "all ranks hold the model and average their gradients in every step",
-        {"allreduce": "auto", "update": "replicated"},
+        {"allreduce": "auto", "update": "replicated", "on_failure": None},
         _mirrored,
     ),
     "central_storage": Strategy(
@@ -93,6 +96,11 @@ def add_options(group: Any) -> None:
         "--update", choices=UPDATES,
         help="replicated: every rank updates all parameters; sharded: its own slice, which divides the work "
         f"(default: replicated; {_of('update')})",
+    )  # fmt: skip
+    add(
+        "--on-failure", choices=surviving.CHOICES,
+        help="when a rank is lost, and the job was started with mpirun --with-ft ulfm: continue: the others go on; "
+        f"stop: they write a checkpoint where --checkpoint asks for some, and stop ({_of('on_failure')})",
     )  # fmt: skip
     add(
         "--storage-rank", type=integer(0), metavar="R",

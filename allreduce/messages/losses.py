@@ -9,7 +9,7 @@ import os
 from mpi4py import MPI
 
 from allreduce import ending
-from allreduce.errors import RankLostError
+from allreduce.errors import CommunicationError, RankLostError
 
 HEAR_SECONDS = 0.005  # how often the watchdog listens for losses
 ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by mpirun
@@ -40,6 +40,18 @@ def lost(error: BaseException | None) -> RankLostError | None:
             return RankLostError(f"a rank was lost ({error}); Topology.survivors() goes on with those that are left")
         error = error.__cause__
     return None
+
+
+def may_be(error: BaseException | None) -> bool:
+    """Whether an error may come from a loss of which MPI tells the reason only later. Local.
+
+    Some calls of Open MPI report a dead rank as "error in status" or "other".
+    """
+    while error is not None:
+        if isinstance(error, CommunicationError | MPI.Exception):
+            return True
+        error = error.__cause__
+    return False
 
 
 def loss(comm: MPI.Comm) -> RankLostError:

@@ -24,7 +24,6 @@ from allreduce import ending
 from allreduce.errors import (
     AllReduceError,
     CollectiveTimeoutError,
-    CommunicationError,
     DisagreementError,
     OptionError,
     RankLeftError,
@@ -135,7 +134,7 @@ class Watch:
         told = losses.lost(error)
         if self._lonely:
             return told
-        if told is None and not (isinstance(error, CommunicationError) and self._hears_soon()):
+        if told is None and not (losses.may_be(error) and self._hears_soon()):
             return None
         return losses.again(self.lose())
 

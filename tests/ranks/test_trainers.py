@@ -16,9 +16,9 @@ from allreduce.errors import ClosedError, DisagreementError, OptionError, Unknow
 from trainers import MirroredTrainer, NumpyNetwork, datasets
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DivergedError, ModelFileError
-from trainers.fitting import FLAGS
 from trainers.options import DEFAULTS
 from trainers.replica import Replica
+from trainers.stepping import FLAGS
 
 CPU_BACKENDS = [name for name in allreduce.NAMES if name != "nccl"]
 EPOCHS, BATCH = 5, 100

@@ -1,12 +1,16 @@
 """Callbacks: what a fit tells those who watch it. The events are Keras'."""
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 Logs = Mapping[str, Any]
+Event = tuple[float, int]  # an epoch, -1 before the first and infinity after the last; BEGIN or END
+BEGIN, END = 0, 1
+NO_EVENT = (-math.inf, BEGIN)
 
 
 class Callback:
@@ -56,6 +60,12 @@ class Callback:
         """Whether this rank does not bring what it has computed, where steps are not taken together. Local."""
         return False
 
+    def on_ranks_change(self) -> None:
+        """A rank was lost and the fit goes on, in the middle of anything: trainer.rank, .size and .topology are new.
+
+        Who is rank 0 now writes from here on what rank 0 writes. A batch that was not finished begins again.
+        """
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to hold of this callback: numbers, or arrays that are not changed any more."""
         return {}
@@ -71,9 +81,14 @@ class Callbacks:
     """Several callbacks as one.
 
     Keras' own are taken too, as far as they need no more of a model than `stop_training`.
+
+    An event that a lost rank has interrupted can be told again: who has heard it does not hear it twice, but for those
+    that communicate, which hear it again together, with the state that they had before it.
     """
 
-    def __init__(self, callbacks: Iterable[Any], trainer: Any, epochs: int, steps: int) -> None:
+    def __init__(
+        self, callbacks: Iterable[Any], trainer: Any = None, epochs: int = 0, steps: int = 0, keeps: bool = False
+    ) -> None:
         self._all = list(callbacks)
         for callback in self._all:
             if hasattr(callback, "set_params"):
@@ -85,12 +100,60 @@ class Callbacks:
         self._before_update = [each for each in ours if _overrides(each, "before_update")]
         self._between_steps = [each for each in ours if _overrides(each, "between_steps")]
         self._unusable = [each for each in ours if _overrides(each, "unusable")]
-        self.collective = [type(each).__name__ for each in self._all if getattr(each, "collective", False)]
+        self._collective = [at for at, each in enumerate(self._all) if getattr(each, "collective", False)]
+        self.collective = [type(self._all[at]).__name__ for at in self._collective]
         self.read_batches = any(getattr(each, "reads_batches", True) for each in self._batch_end)
+        self._keeps = keeps  # the states that callbacks had before an event
+        self._event = NO_EVENT
+        self._heard: set[int] = set()  # who has heard it, by place
+        self._before: dict[int, dict[str, np.ndarray]] = {}
 
     def train_begin(self) -> None:
+        self._tell((-1, BEGIN), lambda callback: callback.on_train_begin({}))
+
+    def train_end(self, logs: Logs) -> None:
+        self._tell((math.inf, END), lambda callback: callback.on_train_end(logs))
+
+    def epoch_begin(self, epoch: int) -> None:
+        self._tell((epoch, BEGIN), lambda callback: callback.on_epoch_begin(epoch, {}))
+
+    def epoch_end(self, epoch: int, logs: Logs) -> None:
+        self._tell((epoch, END), lambda callback: callback.on_epoch_end(epoch, logs))
+
+    def _tell(self, event: Event, tell: Callable[[Any], object]) -> None:
+        """Tell an event to all who have not heard it yet."""
+        if event != self._event:
+            self._event, self._heard, self._before = event, set(), {}
+        for at, callback in enumerate(self._all):
+            if at not in self._heard:
+                if self._keeps and at in self._collective and event[0] >= 0 and isinstance(callback, Callback):
+                    self._prepare(at, callback)
+                tell(callback)
+                self._heard.add(at)
+
+    def _prepare(self, at: int, callback: Callback) -> None:
+        """Give a callback the state that it had before it was told this event the first time."""
+        if at in self._before:
+            callback.load_state(self._before[at])
+        else:
+            self._before[at] = {name: np.asarray(value) for name, value in callback.state().items()}
+
+    def heard(self) -> tuple[Event, list[int]]:
+        """The last event, and which of those that communicate have heard it, by their order."""
+        return self._event, [order for order, at in enumerate(self._collective) if at in self._heard]
+
+    def tell_again(self, sides: Iterable[tuple[Event, list[int]]]) -> None:
+        """Those that communicate hear an event again that not all ranks' have heard. sides: `heard` of all ranks."""
+        for event, heard in sides:
+            if event < self._event:
+                self._heard -= set(self._collective)
+            elif event == self._event:
+                self._heard -= {at for order, at in enumerate(self._collective) if order not in heard}
+
+    def ranks_change(self) -> None:
         for callback in self._all:
-            callback.on_train_begin({})
+            if hasattr(callback, "on_ranks_change"):
+                callback.on_ranks_change()
 
     def state(self) -> dict[str, np.ndarray]:
         """What all of them have to remember, by kind of callback, and by place among those of a kind."""
@@ -114,18 +177,6 @@ class Callbacks:
                 kind = type(callback).__name__
                 yield f"{kind}.{seen[kind]}.", callback
                 seen[kind] += 1
-
-    def train_end(self, logs: Logs) -> None:
-        for callback in self._all:
-            callback.on_train_end(logs)
-
-    def epoch_begin(self, epoch: int) -> None:
-        for callback in self._all:
-            callback.on_epoch_begin(epoch, {})
-
-    def epoch_end(self, epoch: int, logs: Logs) -> None:
-        for callback in self._all:
-            callback.on_epoch_end(epoch, logs)
 
     def batch_begin(self, batch: int) -> None:
         for callback in self._batch_begin:

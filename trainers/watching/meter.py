@@ -50,6 +50,16 @@ class Meter(Callback):
         self._done = self._seen = len(values)
         self._rows[: self._done] = values if isinstance(self._rows, np.ndarray) else gpu.cupy().asarray(values)
 
+    def step_back(self) -> None:
+        """The last step is taken once more."""
+        self._done -= 1
+        self._seen = min(self._seen, self._done)
+
+    def look_again(self) -> None:
+        """Look at all values of this epoch, as `look` does."""
+        self._seen = 0
+        self.look()
+
     def look(self) -> None:
         """Raise DivergedError, on all ranks since all have the same values, when a new loss is no number."""
         losses = self._host(self._rows[self._seen : self._done, 0])

@@ -11,16 +11,23 @@ BAR_DELAY = 0.5  # seconds; shorter epochs get their line and no bar
 
 
 class Progress(Callback):
-    """shown: false on all ranks but one, and where a user wants no output. stream: where the lines go."""
+    """wanted: false where a user wants no output. stream: where the lines go."""
 
     reads_batches = False
 
-    def __init__(self, shown: bool, steps: int, epochs: int, stream: TextIO | None = None) -> None:
-        self._shown = shown
-        self._bars = shown and on_terminal()
+    def __init__(self, wanted: bool, rank: int, steps: int, epochs: int, stream: TextIO | None = None) -> None:
+        self._wanted = wanted
+        self._look_who_shows(rank)
         self._steps, self._epochs = steps, epochs
         self._stream = stream
         self._bar: Any = None
+
+    def _look_who_shows(self, rank: int) -> None:
+        self._shown = self._wanted and rank == 0
+        self._bars = self._shown and on_terminal()
+
+    def on_ranks_change(self) -> None:
+        self._look_who_shows(self.trainer.rank)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if self._bars:

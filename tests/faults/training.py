@@ -1,0 +1,104 @@
+"""One rank of a training in which ranks kill themselves at named moments, and the others go on.
+
+    mpirun --with-ft ulfm -n 4 python training.py TRAINING [OPTION=VALUE ...]
+
+TRAINING: one of TRAININGS below. Prints, from the rank that is 0 in the end, what came of it, as JSON.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce import Topology
+from trainers import MirroredTrainer, NumpyNetwork
+from trainers.callbacks import Callback
+
+ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(5)
+    return random.normal(size=(ROWS, 8)).astype(np.float32), random.integers(0, 3, ROWS)
+
+
+def network(seed: int) -> NumpyNetwork:
+    return NumpyNetwork([8, 16, 3], seed=seed, lr=0.01)
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Deaths(Callback):
+    """Has this rank die at a moment: (event, epoch, batch), batch 0 for those of epochs."""
+
+    def __init__(self, moment: tuple[str, int, int] | None) -> None:
+        self.moment, self.epoch = moment, -1
+        self.told: list[str] = []
+
+    def _come(self, event: str, batch: int = 0) -> None:
+        self.told.append(f"{event} {self.epoch} {batch}")
+        if (event, self.epoch, batch) == self.moment:
+            die()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+        self._come("epoch_begin")
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._come("batch_begin", batch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._come("batch_end", batch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._come("epoch_end")
+
+
+def several(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """Three of four ranks die, the chief first, in a batch, after one and in an event, down to one rank."""
+    moments = {0: ("batch_begin", 1, 2), 2: ("batch_end", 3, 4), 1: ("epoch_end", 4, 0)}
+    deaths = Deaths(moments.get(ranks.rank))
+    return trained(ranks, options, deaths)
+
+
+def trained(ranks: Topology, options: dict[str, str], deaths: Deaths) -> dict[str, Any]:
+    """What comes of a training, and what one rank alone has come to."""
+    x, y = data()
+    given: dict[str, Any] = {"validation_data": (x[:50], y[:50])}
+    with MirroredTrainer(network(ranks.rank), topology=ranks, on_failure="continue", **options) as trainer:
+        history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=[deaths], **given, progress=False)
+        came = {
+            "history": [epoch.as_dict() for epoch in history],
+            "ranks": trainer.size,
+            "lost": [loss.ranks for loss in trainer.losses],
+            "sha256": trainer.parameters_sha256(),
+            "evaluated": trainer.evaluate(x, y),
+            "predicted": trainer.predict(x)[:3].tolist(),
+            "told": deaths.told,
+            "rank": trainer.rank,
+        }
+    with MirroredTrainer(network(0), topology=Topology(MPI.COMM_SELF)) as alone:
+        came["alone"] = [epoch.as_dict() for epoch in alone.fit(x, y, EPOCHS, BATCH, **given, progress=False)]
+        came["predicted alone"] = alone.predict(x)[:3].tolist()
+    return came
+
+
+TRAININGS: dict[str, Callable[[Topology, dict[str, str]], dict[str, Any]]] = {"several": several}
+
+
+def main(name: str, *options: str) -> None:
+    ranks = Topology()
+    came = TRAININGS[name](ranks, dict(option.split("=") for option in options))
+    if came["rank"] == 0:
+        print(json.dumps(came), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,34 @@
+"""Trainings that lose ranks, and go on: jobs under Open MPI's ULFM in which ranks kill themselves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import JobRunner
+
+TRAINING = Path(__file__).parent / "faults" / "training.py"
+pytestmark = pytest.mark.jobs
+
+
+def training(mpirun: JobRunner, ranks: int, name: str, *options: str) -> dict[str, Any]:
+    job = mpirun(ranks, [TRAINING, name, *options], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    return json.loads(job.stdout.splitlines()[-1])
+
+
+def check_like_alone(came: dict[str, Any]) -> None:
+    """Every step counts once: the training is that of one rank, to float tolerance."""
+    for name in ("epoch", "loss", "accuracy", "validation_loss"):
+        np.testing.assert_allclose([e[name] for e in came["history"]], [e[name] for e in came["alone"]], rtol=1e-4)
+    np.testing.assert_allclose(came["predicted"], came["predicted alone"], rtol=1e-3)
+    assert len(set(came["sha256"])) == 1
+
+
+def test_ranks_are_lost_one_after_another_down_to_one(mpirun: JobRunner) -> None:
+    came = training(mpirun, 4, "several")
+    assert (came["ranks"], came["lost"]) == (1, [[0], [2], [1]])
+    check_like_alone(came)
+    ends = [text for text in came["told"] if text.startswith(("batch_end", "epoch_end"))]
+    assert len(ends) == len(set(ends)) == 6 * 5 + 6  # each event once, on this rank

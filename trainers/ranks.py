@@ -1,0 +1,107 @@
+"""What a trainer does with the other ranks besides training: agree, and hand each other a state."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.errors import ClosedError
+from allreduce.messages.agreement import agree, together
+from allreduce.topology import Topology
+from trainers.admission import look_at
+from trainers.mirroring import mirror
+from trainers.replica import Replica
+from trainers.samples import Collate
+
+
+class Ranks:
+    """The part of a trainer that knows who the ranks are. `_connect` is called again when a rank was lost."""
+
+    replica: Replica
+    topology: Topology
+    rank: int
+    size: int
+    part: int | None  # which part of every batch this rank takes; None for none
+    parts: int
+    closed: bool
+    _comm: MPI.Intracomm
+
+    def _connect(self, topology: Topology) -> None:
+        """Make what depends on the ranks. Collective; what was made on other ranks is dropped before."""
+        self.topology = topology
+        self.rank, self.size = topology.rank, topology.size
+        self.part, self.parts = topology.rank, topology.size
+        self._comm = topology.private(self)  # type: ignore[arg-type]
+
+    def _reconnect(self, topology: Topology) -> None:
+        """Make anew what depends on the ranks, after `_let_go_of_ranks`. Collective."""
+        self._connect(topology)
+
+    def _let_go_of_ranks(self) -> None:
+        """Drop what was made on ranks of which some are lost, and keep what this rank has of the state. Local.
+
+        May be called again when another rank is lost before `_restore` has ended.
+        """
+        self.topology.let_go(self)  # type: ignore[arg-type]
+
+    def _restore(self) -> None:
+        """All ranks take on the newest state that they have, and its `steps`. Collective."""
+        raise NotImplementedError
+
+    # A state that ranks hold together
+
+    def _whole(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A state of the replica with what other ranks have of it. Collective."""
+        return state
+
+    def _complete(self) -> None:
+        """Have rank 0's replica hold its whole state. Collective."""
+
+    def _snapshot(self, memory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A copy of the whole state on rank 0, in `memory` as of Replica.snapshot; of nothing elsewhere. Collective."""
+        self._complete()
+        return together(self._comm, lambda: self.replica.snapshot(memory) if self.rank == 0 else {})
+
+    def _check_edits(self) -> None:
+        """Raise, on this rank, when the replica was edited in a way that several ranks may have done."""
+
+    def _settle(self) -> None:
+        """The ranks have written the same parameters: go on when all have done so. Collective."""
+
+    # Agreement
+
+    def _admit(
+        self, call: str, x: Any, y: Any, settings: dict[str, Any] | None = None, collate: Collate | None = None
+    ) -> tuple[Any, Any]:
+        """Arrays x and y, or Samples and None, when all ranks bring the same and it makes sense; or all raise."""
+        self._check_open()
+        data, row, error = look_at(self.replica, call, (x, y), settings or {}, collate)
+        self._agree(row, error)
+        return data
+
+    def _admit_validation(self, given: Any, collate: Collate | None) -> tuple[Any, Any]:
+        pair = isinstance(given, tuple | list)
+        x, y = given if pair and len(given) == 2 else (given, None)
+        return self._admit("validation_data of fit", x, y, collate=None if pair else collate)
+
+    def _enter(self, call: str) -> None:
+        """Begin a method without data; a rank that came to another one is told instead of waited for."""
+        self._check_open()
+        self._agree(call)
+
+    def _agree(self, row: str, error: Exception | None = None) -> None:
+        agree(self._comm, [zlib.crc32(row.encode())], row, error)
+
+    def _on_one(self, action: Callable[[], None]) -> None:
+        """Do something on rank 0; its error, whatever it is, is raised on all ranks."""
+        together(self._comm, lambda: action() if self.rank == 0 else None)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"this {type(self).__name__} is closed; make another to go on")
+
+    def _mirror(self, whole: bool = True) -> None:
+        """Give all replicas the state of rank 0's, as `mirroring.mirror` does."""
+        mirror(self, whole)  # type: ignore[arg-type]

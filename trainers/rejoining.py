@@ -1,0 +1,99 @@
+"""A fit whose ranks have changed: where the others are, what they have and this rank lacks."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from allreduce.messages.agreement import all_values
+from trainers.errors import DivergedError
+from trainers.fitting import Fit
+from trainers.stepping import STEPS, Place
+from trainers.surviving import Call
+from trainers.watching.history import History
+
+if TYPE_CHECKING:
+    from trainers.base import Trainer
+
+
+HOW_FAR = "hear how far the ranks are in a fit"
+
+
+class FitCall(Call[History]):
+    """A fit, which goes on where it was when a rank is lost. begin: makes it; collective.
+
+    Ranks are a part of a step or of what follows an epoch apart at the most, since they do all of it together. Who is
+    behind takes from who is ahead what all ranks would have come to know there, and tells its callbacks.
+    """
+
+    def __init__(self, trainer: "Trainer", begin: Callable[[], Fit]) -> None:
+        super().__init__("fit", self._run)
+        self._trainer, self._begin = trainer, begin
+        self._fit: Fit | None = None
+
+    def _run(self) -> History:
+        if self._fit is None:
+            self._fit = self._begin()
+        return self._fit.run()
+
+    def close(self) -> None:
+        if self._fit is not None:
+            self._fit.close()
+
+    def __str__(self) -> str:
+        if self._fit is None or not self._fit.place.epoch >= 0:
+            return "fit, before its first epoch"
+        return f"fit, epoch {self._fit.place.epoch + 1}, step {self._fit.place.step + 1}"
+
+    def rejoin(self) -> None:
+        """Come to the place where the rank is that is farthest. Collective."""
+        fit, comm = self._fit, self._trainer._comm
+        if not all(all_values(comm, fit is not None and fit.begun, HOW_FAR)):  # nothing was trained: begin anew
+            self.close()
+            self._fit = None
+            return
+        assert fit is not None
+        fit.batches.divide(self._trainer.part, self._trainer.parts)
+        move(fit, self._trainer.steps - fit.taken)
+        sides = all_values(comm, told(fit), HOW_FAR)
+        catch_up(fit, sides)
+        fit.guarded(fit.callbacks.ranks_change)
+        if fit.saver is not None:
+            fit.saver.rejoin([side["saver"] for side in sides])
+        fit.meter.look_again()
+
+    def keep(self) -> None:
+        if self._fit is not None:
+            self._fit.save_now()
+
+
+def told(fit: Fit) -> dict[str, Any]:
+    """What this rank tells of a fit: something that JSON can hold. Local."""
+    return {
+        "place": fit.place,
+        "logs": fit.logs,
+        "stop": [fit.stopped, fit.trainer.stop_training],
+        "heard": fit.callbacks.heard(),
+        "saver": None if fit.saver is None else fit.saver.told(),
+    }
+
+
+def move(fit: Fit, gained: int) -> None:
+    """This rank has the state after so many more updates, and `trainer.measured` of the last. Local."""
+    if gained > 0:
+        fit.hear_flags()
+        with suppress(DivergedError):  # which all ranks see together, at the end
+            fit.end_step()
+    elif gained < 0:
+        fit.step_back()
+
+
+def catch_up(fit: Fit, sides: list[dict[str, Any]]) -> None:
+    """Come to the place of who is farthest. sides: what all ranks have `told`. Local, the same on all ranks."""
+    ahead = max(sides, key=lambda side: side["place"])
+    place = Place(*ahead["place"])
+    if fit.place < place:
+        fit.place = place
+        if place.stage != STEPS:
+            fit.logs = ahead["logs"]
+        fit.stopped, fit.trainer.stop_training = ahead["stop"]
+    fit.callbacks.tell_again((tuple(event), heard) for event, heard in (side["heard"] for side in sides))

@@ -1,0 +1,185 @@
+"""What a trainer does when a rank is lost: it goes on with the ranks that are left, or stops in order.
+
+A call of a trainer is made by all ranks together, and left by all together: in the end the survivors agree whether all
+of them are through it. If not, they shrink to those that live, make anew what depends on the ranks (topology, backend,
+buffers), take on the newest state that any of them has, and make the call again. A fit goes on where it was; other
+calls begin anew. A rank that is lost meanwhile begins this again. Calls inside of calls, as callbacks make them, are
+ended by a loss, and the outermost one goes on.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from allreduce import ending
+from allreduce.base import AllReduce
+from allreduce.errors import RankLostError
+from allreduce.messages import losses
+from allreduce.messages.agreement import everywhere, known
+from allreduce.topology import Topology
+from trainers.errors import ArgumentError
+from trainers.replica import Replica
+
+if TYPE_CHECKING:
+    from trainers.base import Trainer
+
+log = logging.getLogger("trainers")
+
+ResultT = TypeVar("ResultT")
+CHOICES = ("stop", "continue")
+
+
+class Loss(NamedTuple):
+    """ranks: of MPI.COMM_WORLD, that were lost. left: how many went on.
+
+    during: the call that they were lost in, "fit: epoch 3, step 17" say. seconds: until the others had begun anew.
+    """
+
+    ranks: tuple[int, ...]
+    left: int
+    during: str
+    seconds: float
+
+    def __str__(self) -> str:
+        ranks = f"rank{'s' * (len(self.ranks) != 1)} {', '.join(map(str, self.ranks))}"
+        return f"{ranks} of the job {'was' if len(self.ranks) == 1 else 'were'} lost in {self.during}"
+
+
+class Call(Generic[ResultT]):
+    """A collective call of a trainer. run: makes it; on other ranks once more when one was lost."""
+
+    def __init__(self, name: str, run: Callable[[], ResultT]) -> None:
+        self.name, self.run = name, run
+
+    def rejoin(self) -> None:
+        """The ranks are others now, and have equal states: those after `trainer.steps`. Collective."""
+
+    def keep(self) -> None:
+        """The job stops after this: write down what it can be gone on from. Collective."""
+
+    def close(self) -> None:
+        """The call is over, however it has ended. Local."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Survival:
+    """How the calls of one trainer survive lost ranks. goes_on: false where the job stops."""
+
+    def __init__(self, trainer: "Trainer", goes_on: bool) -> None:
+        self._trainer, self.goes_on = trainer, goes_on
+        self._busy = False
+
+    def run(self, call: Call[ResultT]) -> ResultT:
+        """What the call returns, or raises on all ranks. Collective.
+
+        Raises RankLostError where the job stops, and where nobody has the newest state whole.
+        """
+        if self._busy:
+            return call.run()
+        self._busy = True
+        try:
+            while True:
+                results, error, lost = self._attempt(call)
+                if self._trainer.topology.finished(lost is None):
+                    if error is not None:
+                        raise error
+                    return results[0]
+                self._recover(call)
+        finally:
+            self._busy = False
+
+    def _attempt(self, call: Call[ResultT]) -> tuple[list[ResultT], Exception | None, RankLostError | None]:
+        """What the call returns, if it does; the error that it ends in; what this rank has heard of a loss."""
+        trainer = self._trainer
+        try:
+            return [call.run()], None, None
+        except Exception as met:
+            lost = losses.lost(met)
+            if lost is not None:
+                trainer.topology.revoke()
+            elif not everywhere(met, trainer._comm):
+                raise  # the others don't know of it: it ends the job
+            return [], met, lost
+
+    def _recover(self, call: Call[ResultT]) -> None:
+        """Go on with those that are left, whoever is lost meanwhile. Collective over them."""
+        trainer, begin = self._trainer, time.monotonic()
+        before, during = ending.world_ranks(trainer.topology.world), str(call)
+        while True:
+            error: Exception | None = None
+            lost = None
+            trainer._let_go_of_ranks()
+            topology = trainer.topology = next_topology(trainer.topology)
+            try:
+                trainer._reconnect(topology)
+                trainer._restore()
+                call.rejoin()
+                if not self.goes_on:
+                    call.keep()
+            except Exception as met:
+                lost, error = losses.lost(met), met
+                if lost is not None:
+                    topology.revoke()
+                elif not everywhere(met, topology.world):
+                    raise
+            if topology.finished(lost is None):
+                break
+        self._note(before, during, time.monotonic() - begin)
+        if error is not None:
+            raise error
+        if not self.goes_on:
+            raise known(RankLostError(f'{trainer.losses[-1]}; the job stops (on_failure="stop")'), topology.world)
+
+    def _note(self, before: tuple[int, ...], during: str, seconds: float) -> None:
+        trainer = self._trainer
+        left = ending.world_ranks(trainer.topology.world)
+        gone = tuple(rank for rank in before if rank not in left)
+        trainer.losses.append(Loss(gone, len(left), during, seconds))
+        if trainer.rank == 0 and self.goes_on:
+            rest = f"{len(left)} rank{'s' * (len(left) != 1)} go on" if len(left) > 1 else "one rank goes on alone"
+            log.warning("trainers: %s; %s (after %.3f s)", trainer.losses[-1], rest, seconds)
+
+
+def next_topology(old: Topology) -> Topology:
+    """The ranks with which a training goes on: those of `old` that live. Collective over them.
+
+    The one place where this is decided: ranks that join in the place of lost ones come in here.
+    """
+    return old.survivors()
+
+
+def refusal(
+    on_failure: str | None, ranks: Topology, replica: Replica, backend: str | AllReduce, update: str
+) -> ArgumentError | None:
+    """What is wrong with on_failure=... here. Local."""
+    if on_failure is not None and on_failure not in CHOICES:
+        return ArgumentError(f"on_failure={on_failure!r} is unknown; use one of {', '.join(CHOICES)}, or None")
+    if on_failure != "continue" or ranks.size == 1:
+        return None
+    if not losses.in_force():
+        return ArgumentError(
+            'on_failure="continue" needs an MPI that lets the others live when a rank is lost: Open MPI 5, started as '
+            "mpirun --with-ft ulfm -n 4 python ...; otherwise leave it out, and go on from a checkpoint (resume=True)"
+        )
+    if update != "replicated":
+        return ArgumentError(f'on_failure="continue" works with update="replicated" so far, not with {update!r}')
+    if replica.device != "cpu":
+        return ArgumentError(f'on_failure="continue" works on the CPU, and this replica is on {replica.device}')
+    if isinstance(backend, AllReduce) and backend.recipe is None:
+        return ArgumentError(
+            f'on_failure="continue": {backend!r} has no recipe by which it can be made again on other ranks; make it '
+            "with allreduce.create(), or give its name"
+        )
+    return None
+
+
+def in_words(trainer: "Trainer") -> str:
+    """What happens when a rank is lost, for the start of a program."""
+    if trainer.size == 1:
+        return "there are no others to go on"
+    if not losses.in_force():
+        return "the job ends (mpirun --with-ft ulfm lets the others live)"
+    return "the others go on" if trainer.goes_on else "the others stop (--on-failure continue: they go on)"
