@@ -366,6 +366,9 @@ def test_a_look_that_failed_is_a_finding_and_the_others_are_judged() -> None:
         f"failed on rank {rank}: OSError: no such thing" for rank in (3, 0, 3, 2)
     ]
     assert exit_code(findings) == 2
+    alone = cluster(2)
+    alone[0].facts["network"] = {examination.FAILED: "OSError: x"}
+    examination.judge(alone, NEEDS, [], measuring.Results(measured(alone), []))
     everywhere = cluster(2)
     for each in everywhere:
         each.facts["cores"] = {examination.FAILED: "OSError: x"}

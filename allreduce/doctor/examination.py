@@ -19,7 +19,7 @@ Tell = Callable[[str], None]
 
 
 class Examination(NamedTuple):
-    """What was found; complete on rank 0."""
+    """What was found; the same on all ranks."""
 
     ranks: list[Rank]
     findings: list[Finding]

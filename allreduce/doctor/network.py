@@ -45,6 +45,8 @@ def look(place: Place) -> dict[str, Any] | None:
 
 def judge(ranks: Sequence[Rank], needs: Needs) -> list[Finding]:
     leaders = [rank for rank in ranks if rank.facts["network"] is not None]
+    if not leaders:
+        return []
     if len(by_node(ranks)) == 1:
         return [_names(leaders, False)]
     return [_common(leaders), *_same_addresses(leaders), *_infiniband(leaders), _names(leaders, True)]
