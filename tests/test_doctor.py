@@ -287,6 +287,65 @@ def test_gpus() -> None:
     assert "host0 has 2 GPUs, and no rank sees one" in only(gpus.judge(ranks, NEEDS)).text
 
 
+class FakeDriver:
+    """libcuda with two devices; an argument by reference holds what it refers to in `_obj`."""
+
+    def __init__(self, started: int = 0) -> None:
+        self._started = started
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802, CUDA's names
+        return self._started
+
+    def cuDriverGetVersion(self, version: Any) -> int:  # noqa: N802
+        version._obj.value = 12080
+        return 0
+
+    def cuDeviceGetCount(self, number: Any) -> int:  # noqa: N802
+        number._obj.value = 2
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
+        device._obj.value = index
+        return 0
+
+    def cuDeviceGetName(self, name: Any, size: int, device: Any) -> int:  # noqa: N802
+        name.value = b"H200"
+        return 0
+
+    def cuDeviceGetUuid(self, uuid: Any, device: Any) -> int:  # noqa: N802
+        uuid.raw = bytes([device.value] * 16)
+        return 0
+
+    def cuDeviceTotalMem_v2(self, size: Any, device: Any) -> int:  # noqa: N802
+        size._obj.value = 141 * GIB
+        return 0
+
+
+def test_the_driver_is_asked_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: FakeDriver())
+    version, devices = gpus._devices()
+    assert version == 12080
+    assert [device["uuid"] for device in devices] == ["00" * 16, "01" * 16]
+    assert {(device["name"], device["bytes"]) for device in devices} == {("H200", 141 * GIB)}
+    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: FakeDriver(started=999))
+    with pytest.raises(OSError, match="cuInit of the NVIDIA driver says 999"):
+        gpus._devices()
+
+
+def test_limits_of_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "CONTROL_GROUP", tmp_path)
+    assert cores._quota() is None
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert cores._quota() == 1.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cores._quota() is None
+    monkeypatch.setattr(memory, "GROUPS", ((tmp_path / "max", tmp_path / "current"),))
+    assert memory._left_in_container() == memory.UNLIMITED
+    (tmp_path / "max").write_text("1000\n")
+    (tmp_path / "current").write_text("400\n")
+    assert memory._left_in_container() == 600
+
+
 def test_network() -> None:
     ranks = cluster(2, 2)
     docker = {"name": "docker0", "address": "172.17.0.1", "network": "172.17.0.0/16", "speed": None}

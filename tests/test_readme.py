@@ -106,6 +106,19 @@ def test_the_lists_hold_nothing_that_is_gone() -> None:
     assert {block.split()[1].rstrip(",") for block in blocks("python")} == set(PRINTS)
 
 
+def messages() -> list[str]:
+    """What is quoted in the first column of the table of messages, in pieces between the dots."""
+    table = README.partition("| message |")[2].partition("\n\n")[0]
+    quoted = [span for row in table.splitlines()[2:] for span in re.findall("`([^`]+)`", row.split("|")[1])]
+    return [piece.strip() for text in quoted for piece in re.split(r"\.\.\.|: ", text) if len(piece.strip()) > 1]
+
+
+@pytest.mark.parametrize("message", messages())
+def test_messages_are_those_of_the_code(message: str) -> None:
+    paths = [path for package in ("allreduce", "trainers") for path in (launch.ROOT / package).rglob("*.py")]
+    assert any(message in path.read_text() for path in paths)
+
+
 @pytest.mark.parametrize("program", blocks("python"), ids=lambda program: program.split()[1].rstrip(","))
 def test_program(mpirun: JobRunner, tmp_path: Path, program: str) -> None:
     if "torch" in program:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 
 from allreduce import ending
@@ -14,6 +15,7 @@ from allreduce.topology import Topology
 ABOUT = "says whether this place is fit for training, and what to do where it is not"
 DEFAULT_PARAMETERS = 25_000_000  # a ResNet-50's
 DEFAULT_SECONDS = 10.0
+LAUNCHER_SECONDS = 0.2
 UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
 MORE = """\
 Run it as the training will be run, under the same launcher, with as many ranks on the same hosts:
@@ -63,6 +65,8 @@ def _progress(shown: bool) -> Callable[[str], None]:
     def tell(text: str) -> None:
         sys.stderr.write(f"\r\033[K{text}")
         sys.stderr.flush()
+        if not text:  # a launcher passes on what comes next, on the standard output, by a way of its own
+            time.sleep(LAUNCHER_SECONDS)
 
     return tell
 
