@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainers.replica import Replica
     from trainers.replicas.numpy.network import NumpyNetwork
     from trainers.spare_replicas import SpareReplicasTrainer
+    from trainers.terminating import Terminating
 
 __all__ = [
     "CentralStorageTrainer",
@@ -29,6 +30,7 @@ __all__ = [
     "ParameterServerTrainer",
     "Replica",
     "SpareReplicasTrainer",
+    "Terminating",
 ]
 
 _HOMES = {
@@ -39,6 +41,7 @@ _HOMES = {
     "ParameterServerTrainer": "trainers.parameter_server",
     "Replica": "trainers.replica",
     "SpareReplicasTrainer": "trainers.spare_replicas",
+    "Terminating": "trainers.terminating",
 }
 
 

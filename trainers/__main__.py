@@ -18,9 +18,11 @@ from trainers.checkpoints import Checkpoint
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.evaluator import Ending, Evaluator
 from trainers.replicas.numpy.network import NumpyNetwork
+from trainers.terminating import Terminated, Terminating
 from trainers.watching import options as watching
 from trainers.watching.history import History
 
+ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # of a training
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes
 
 
@@ -29,8 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     world = Topology()
     code = 0
     try:
-        chosen = together(world.world, lambda: options.parse(arguments, shown=world.rank == 0))
-        _run(chosen, world)
+        with Terminating() as sigterm:  # also of ranks that don't train, and while data is loaded
+            chosen = together(world.world, lambda: options.parse(arguments, shown=world.rank == 0))
+            _run(chosen, world)
+            sigterm.heard = True  # too late: all is done
     except (AllReduceError, TrainerError) as error:
         if world.size > 1 and not everywhere(error, world.world):
             raise  # the other ranks don't know: the hook of Topology shows the traceback and ends the job
@@ -119,14 +123,14 @@ def _train_and_evaluate(job: _Job, world: Topology, topology: Topology) -> None:
     """The parts of all ranks, of which one evaluates. Collective; an error of either part is raised on all ranks."""
     chosen, evaluates = job.chosen, world.rank == job.roles.evaluator
     evaluator = together(world.world, lambda: _evaluator(job) if evaluates else None)
-    error: Exception | None = None
+    error: Exception | Terminated | None = None
     try:
         with Ending(world.private(), job.roles.chief, job.roles.evaluator) as ending:
             if evaluator is not None:
                 evaluator.run(ending.heard)
             else:
                 _train(job, topology)
-    except Exception as met:
+    except (Exception, Terminated) as met:
         if not (evaluates or everywhere(met, topology.world)):
             raise  # the others who train don't know
         error = met
@@ -135,16 +139,18 @@ def _train_and_evaluate(job: _Job, world: Topology, topology: Topology) -> None:
         _say(world, f"evaluations: {chosen.evaluations}", job.shown)
 
 
-def _end_together(job: _Job, world: Topology, error: Exception | None) -> None:
+def _end_together(job: _Job, world: Topology, error: Exception | Terminated | None) -> None:
     """Raise on all ranks the error of those who train, which all of them bring, or else the evaluator's. Collective."""
-    told = None if error is None else (isinstance(error, DivergedError), str(error))
+    kind = next((number for number, each in enumerate(ENDS) if isinstance(error, each)), len(ENDS) - 1)
+    told = None if error is None else (kind, str(error))
     failed = root_value(world.world, told, "hear how the training has ended", job.roles.chief)
     if failed is None:
+        assert not isinstance(error, Terminated)
         raise_together(world.world, error)
         return
     if error is None or world.rank == job.roles.evaluator:
-        diverged, text = failed
-        error = (DivergedError if diverged else TrainerError)(text)
+        kind, text = failed
+        error = ENDS[kind](text)
     raise known(error, world.world)
 
 

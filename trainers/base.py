@@ -26,6 +26,7 @@ from trainers.replica import Replica
 from trainers.samples import Collate
 from trainers.saving import make_saver
 from trainers.surviving import Call, Loss, Survival
+from trainers.terminating import stops_at_sigterm
 from trainers.watching import stopwatch
 from trainers.watching.history import History
 from trainers.watching.meter import Meter
@@ -103,6 +104,7 @@ class Trainer(Ranks, ABC):
         """What was chosen for this job, by name. Collective."""
         return {}
 
+    @stops_at_sigterm
     def fit(
         self,
         x: Any,
@@ -126,9 +128,8 @@ class Trainer(Ranks, ABC):
         x, y: ALL rows, on every rank: each rank takes its share of every batch. Arrays, or memory maps; or in x
             a data set with len() and rows by number whose rows are pairs (x, y), and no y (see
             trainers.samples.Samples). What a data set raises on one rank is raised on all, as DataError.
-        batch_size: rows in a GLOBAL batch, divided among the ranks. It need not be divisible, and the last
-            batch of an epoch may be short: gradients are weighted by samples, so that any number of
-            ranks trains as one rank would.
+        batch_size: rows in a GLOBAL batch, divided among the ranks. It need not be divisible, and the last one may be
+            short: gradients are weighted by samples, so that any number of ranks trains as one rank would.
         seed, shuffle: epoch e visits the rows in the order of data.order(rows, seed, e, shuffle).
         validation_data: (x, y) or a data set, evaluated after each epoch.
         callbacks: what watches the training, with Keras' events (trainers.watching.callback.Callback). Each rank
@@ -137,12 +138,11 @@ class Trainer(Ranks, ABC):
         checkpoint: where and how often the training is written down: a Checkpoint, or a folder. resume: go on from
             the newest good one there, if any (CheckpointError when it is of another model or other settings); `epochs`
             counts from the beginning, and the history has all. On as many ranks the bits are as if it never stopped.
-        prefetch: whether a thread fetches the next batch while this one computes; by default where rows are
-            not in memory: of data sets and memory maps.
+        prefetch: whether a thread fetches the next batch meanwhile; by default of data sets and memory maps.
         progress: print a line per epoch on rank 0, and on a terminal a bar. stream: where, if not to stdout.
 
-        Returns the history, the same on all ranks. Raises DivergedError on all ranks when the loss becomes NaN
-        or infinite.
+        Returns the history, the same on all ranks. Raises, on all ranks, DivergedError when the loss becomes NaN or
+        infinite, and Terminated, which is a SystemExit, when SIGTERM has come to any rank.
         """
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
         settings["validation_data"] = "none" if validation_data is None else "given"

@@ -26,7 +26,7 @@ from allreduce.messages.watch import LOOK_SECONDS, Watch, lonely
 from allreduce.notices import log
 
 ResultT = TypeVar("ResultT")
-ErrorT = TypeVar("ErrorT", bound=Exception)
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 Portable = tuple[str, str, str]  # an error: its type's module and name, its text
 
 AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to different ones get a table too
