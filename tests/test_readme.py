@@ -46,6 +46,7 @@ SKIPPED = {
     "mpirun -n 4 python scripts/torch_three_lines.py": "test_pytorch.py runs it",
     "mpirun -n 2 python -m benchmarks.checkpoint": "half a minute; test_benchmarks_runs.py runs it",
     "mpirun -n 2 python -m benchmarks.training_step": "minutes; test_pytorch.py runs it",
+    "mpirun --with-ft": "test_lost_ranks.py loses ranks",
     "mpirun -n 4 python -m allreduce doctor": "its exit code says what it finds; test_doctor.py runs it",
     "sudo": "test_cluster_sim.py runs the rig",
     "module load": "a cluster",

@@ -69,10 +69,10 @@ def _losses(ranks: Sequence[Rank]) -> Finding:
     """A choice of the user's, and no fault: always ok."""
     facts = ranks[0].facts["mpi"]
     if facts["ulfm"]:
-        return Finding(AREA, "a lost rank", OK, "ULFM is in force: the others can go on without it")
+        return Finding(AREA, "a lost rank", OK, "ULFM is in force: the others go on without it, with --on-failure continue")
     version = re.match(r"Open MPI v(\d+)", facts["library"])
     if version and int(version[1]) >= FIRST_WITH_ULFM:
-        text = "ends the job; with ULFM (mpirun --with-ft ulfm) the others could go on without it"
+        text = "ends the job; with mpirun --with-ft ulfm and --on-failure continue the others would go on"
     else:
         text = "ends the job, and this MPI has nothing else to offer: train with --checkpoint, and go on with --resume"
     return Finding(AREA, "a lost rank", OK, text)
