@@ -69,7 +69,8 @@ def _losses(ranks: Sequence[Rank]) -> Finding:
     """A choice of the user's, and no fault: always ok."""
     facts = ranks[0].facts["mpi"]
     if facts["ulfm"]:
-        return Finding(AREA, "a lost rank", OK, "ULFM is in force: the others go on without it, with --on-failure continue")
+        text = "ULFM is in force: with --on-failure continue the others go on without it"
+        return Finding(AREA, "a lost rank", OK, text)
     version = re.match(r"Open MPI v(\d+)", facts["library"])
     if version and int(version[1]) >= FIRST_WITH_ULFM:
         text = "ends the job; with mpirun --with-ft ulfm and --on-failure continue the others would go on"
