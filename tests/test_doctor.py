@@ -113,7 +113,7 @@ def test_what_slow_pairs_have_in_common_is_said() -> None:
     ranks = cluster(2, 2, 2, 2)
     bad_rank = {f"r{min(5, rank)}_{max(5, rank)}": (50e-6, 0.01e9) for rank in (0, 1, 2, 3, 6, 7)}
     (found,) = [each for each in pairs.judge(ranks, NEEDS, measured(ranks, **bad_rank), None) if each.level != OK]
-    assert "all of them have rank 5 in common" in found.advice
+    assert "all of them have rank 5 (host2) in common" in found.advice
     assert "and 1 more" in found.text
     bad_host = {f"r{one}_{other}": (50e-6, 0.01e9) for one in (0, 1) for other in (2, 3)}
     bad_host |= {f"r{one}_{other}": (50e-6, 0.01e9) for one in (2, 3) for other in (4, 5)}
@@ -121,6 +121,14 @@ def test_what_slow_pairs_have_in_common_is_said() -> None:
         "all of them have host host1 in common"
         in only(pairs.judge(ranks, NEEDS, measured(ranks, **bad_host), None)).advice
     )
+
+
+def test_half_of_the_pairs_are_slow_beside_the_other_half() -> None:
+    ranks = cluster(1, 1, 1, 1)
+    bad_host = {f"r{min(2, rank)}_{max(2, rank)}": (50e-6, 0.0129e9) for rank in (0, 1, 3)}
+    findings = pairs.judge(ranks, NEEDS, measured(ranks, **bad_host), None)
+    assert "0.12 GB/s (median of 6 pairs)" in findings[0].text
+    assert "all of them have rank 2 (host2) in common" in only(findings).advice
 
 
 def test_two_pairs_are_too_few_to_call_one_slow_and_second_looks_forgive_chance() -> None:

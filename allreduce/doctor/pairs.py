@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from statistics import median
+from statistics import median_high, median_low
 from typing import NamedTuple
 
 from allreduce.doctor.findings import OK, PROBLEM, WARNING, Finding, Needs, Rank, plural, some
@@ -128,7 +128,8 @@ def _kinds(measured: Sequence[Measured], nodes: Sequence[int]) -> dict[str, list
 
 
 def _medians(alike: Sequence[Measured]) -> tuple[float, float]:
-    return median(pair.latency for pair in alike), median(pair.bandwidth for pair in alike)
+    """Latency and bandwidth; where half of the pairs are slow, those of the other half."""
+    return median_low(pair.latency for pair in alike), median_high(pair.bandwidth for pair in alike)
 
 
 def _of_kind(name: str, alike: Sequence[Measured], ranks: Sequence[Rank], needs: Needs, link: float | None) -> Finding:
@@ -174,7 +175,7 @@ def _in_common(pairs: Sequence[Measured], ranks: Sequence[Rank]) -> str:
     if len(pairs) < 2:
         return ""
     if common := set.intersection(*({pair.first, pair.second} for pair in pairs)):
-        return f"rank {min(common)}"
+        return f"rank {min(common)} ({ranks[min(common)].host})"
     everywhere = len({rank.node for rank in ranks}) == 1
     hosts = set.intersection(*({ranks[pair.first].host, ranks[pair.second].host} for pair in pairs))
     return f"host {min(hosts)}" if len(hosts) == 1 and not everywhere else ""
