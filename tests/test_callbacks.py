@@ -22,7 +22,7 @@ class Trainer:
     """What callbacks use of a trainer, on one rank."""
 
     def __init__(self, rank: int = 0, size: int = 1, rates: Sequence[float] = (0.1,)) -> None:
-        self.rank, self.size, self.stop_training = rank, size, False
+        self.rank, self.size, self.stop_training, self.goes_on = rank, size, False, False
         self.replica = SimpleNamespace(learning_rates=list(rates))
         self.saved: list[str] = []
         self.save = self.saved.append

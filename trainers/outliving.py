@@ -46,6 +46,8 @@ class Outliving(Trainer):
 
     def _let_go_of_ranks(self) -> None:
         super()._let_go_of_ranks()
+        if self.trace is not None:
+            self.topology.let_go(self.trace)  # which goes on
         self._drop()
         self._owns_backend = self._owns_topology = True  # those that are made now
 

@@ -60,6 +60,7 @@ class Terminating(Callback):
     As a callback it ends the fit of a trainer; `fit` has one already.
     """
 
+    collective = True  # all ranks of a fit have one
     reads_batches = False
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:

@@ -68,6 +68,11 @@ class Trace:
         self._series.append(name)
         return Series(self, len(self._series) - 1)
 
+    def move(self, topology: Topology) -> None:
+        """Go on with the ranks of another topology, those that are left of this one's. Collective over them."""
+        self.topology, self._comm = topology, topology.private(self)
+        self._first = clocks.compare(self._comm)
+
     def close(self) -> None:
         """Collect what the ranks have recorded, and write the file. Collective; closing twice does nothing.
 

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,9 @@ class Callbacks:
     Keras' own are taken too, as far as they need no more of a model than `stop_training`.
 
     An event that a lost rank has interrupted can be told again: who has heard it does not hear it twice, but for those
-    that communicate, which hear it again together, with the state that they had before it.
+    that communicate, which hear it again together, with the attributes that they had before it.
+
+    keeps: whether that may happen.
     """
 
     def __init__(
@@ -103,10 +106,10 @@ class Callbacks:
         self._collective = [at for at, each in enumerate(self._all) if getattr(each, "collective", False)]
         self.collective = [type(self._all[at]).__name__ for at in self._collective]
         self.read_batches = any(getattr(each, "reads_batches", True) for each in self._batch_end)
-        self._keeps = keeps  # the states that callbacks had before an event
+        self._keeps = keeps
         self._event = NO_EVENT
         self._heard: set[int] = set()  # who has heard it, by place
-        self._before: dict[int, dict[str, np.ndarray]] = {}
+        self._before: dict[int, dict[str, Any]] = {}  # the attributes of those that communicate, before the event
 
     def train_begin(self) -> None:
         self._tell((-1, BEGIN), lambda callback: callback.on_train_begin({}))
@@ -126,17 +129,18 @@ class Callbacks:
             self._event, self._heard, self._before = event, set(), {}
         for at, callback in enumerate(self._all):
             if at not in self._heard:
-                if self._keeps and at in self._collective and event[0] >= 0 and isinstance(callback, Callback):
-                    self._prepare(at, callback)
+                if self._keeps and at in self._collective and event[0] >= 0:
+                    self._prepare(at)
                 tell(callback)
                 self._heard.add(at)
 
-    def _prepare(self, at: int, callback: Callback) -> None:
-        """Give a callback the state that it had before it was told this event the first time."""
+    def _prepare(self, at: int) -> None:
+        """Give a callback the attributes that it had before it was told this event the first time."""
+        held = vars(self._all[at])
         if at in self._before:
-            callback.load_state(self._before[at])
-        else:
-            self._before[at] = {name: np.asarray(value) for name, value in callback.state().items()}
+            held.clear()
+            held.update(self._before[at])
+        self._before[at] = {name: copy(value) if _changes(value) else value for name, value in held.items()}
 
     def heard(self) -> tuple[Event, list[int]]:
         """The last event, and which of those that communicate have heard it, by their order."""
@@ -207,6 +211,11 @@ def _tell_trainer(callback: Any, trainer: Any) -> None:
     tell = getattr(callback, "set_trainer", None) or getattr(callback, "set_model", None)
     if tell is not None:
         tell(trainer)
+
+
+def _changes(value: Any) -> bool:
+    """Whether a value is one that callbacks change in place; arrays they replace."""
+    return isinstance(value, list | dict | set)
 
 
 def _overrides(callback: Any, event: str) -> bool:

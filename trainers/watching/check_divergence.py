@@ -38,10 +38,13 @@ class CheckDivergence(Callback):
     def __init__(self, every: int = 100, on_divergence: str = "raise", source: str | int = MAJORITY) -> None:
         self.every, self.on_divergence, self.source = every, on_divergence, source
         self.copies = 0  # how often replicas were copied again
-        self._steps = 0
+        self._steps = 1  # of an epoch
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        self._steps = params["steps"]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        trainer, self._steps = self.trainer, 0
+        trainer = self.trainer
         what = f"CheckDivergence(every={self.every!r}, on_divergence={self.on_divergence!r}, source={self.source!r})"
         wrong = refusal(self.every, self.on_divergence, self.source, trainer.size)
         trainer._agree(what, ArgumentError(f"CheckDivergence: {wrong}") if wrong else None)
@@ -51,8 +54,8 @@ class CheckDivergence(Callback):
             notices.once(trainer.rank, f"CheckDivergence leaves out what can't differ: {', '.join(texts)}")
 
     def between_steps(self, epoch: int, batch: int) -> None:
-        self._steps += 1
-        if self.trainer.mirrors == "step" and self._steps % self.every == 0:
+        taken = epoch * self._steps + batch + 1  # counted so, all ranks come to it, also when one was lost
+        if self.trainer.mirrors == "step" and taken % self.every == 0:
             self._check(f"after step {batch + 1} of epoch {epoch + 1}")
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

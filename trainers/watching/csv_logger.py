@@ -27,30 +27,49 @@ class CSVLogger(Callback):
         self._file: IO[str] | None = None
         self._writer: csv.DictWriter | None = None
         self._columns: list[str] = []
+        self._rows: list[dict[str, Any]] | None = None  # of this fit so far, on every rank
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        if self.trainer.rank:
+        self._rows = []
+        if self.trainer.rank == 0:
+            self._open(self.append)
+
+    def on_ranks_change(self) -> None:
+        """Who has become rank 0 goes on with the file, and adds what the one before has not come to write."""
+        if self._rows is None or self.trainer.rank or self._file is not None:
             return
+        self._open(append=True)
+        written = self._last_epoch()
+        epochs = [row["epoch"] for row in self._rows]
+        for row in self._rows[epochs.index(written) + 1 if written in epochs else 0 :]:
+            self._write(row)
+
+    def _open(self, append: bool) -> None:
         try:
-            self._columns = self._header() if self.append else []
-            self._file = open(self.filename, "a" if self.append else "w", newline="", encoding="utf-8")  # noqa: SIM115
+            self._columns = self._header() if append else []
+            self._file = open(self.filename, "a" if append else "w", newline="", encoding="utf-8")  # noqa: SIM115
             if self._columns and not self._ends_in_a_line():
                 self._file.write("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise self._refused(error) from error
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        row = {"epoch": epoch, **(logs or {})}
+        if self._rows is not None:
+            self._rows.append(row)
+        self._write(row)
+
+    def _write(self, row: dict[str, Any]) -> None:
         if self._file is None:
             return
-        logs = logs or {}
         try:
             if self._writer is None:
-                columns = self._columns or ["epoch", *sorted(logs)]
+                columns = self._columns or ["epoch", *sorted(row.keys() - {"epoch"})]
                 style: dict[str, Any] = {"delimiter": self.separator, "lineterminator": "\n"}
                 self._writer = csv.DictWriter(self._file, columns, restval="NA", extrasaction="ignore", **style)
                 if not self._columns:
                     self._writer.writeheader()
-            self._writer.writerow({"epoch": epoch, **logs})
+            self._writer.writerow(row)
             self._file.flush()
         except OSError as error:
             raise self._refused(error) from error
@@ -74,6 +93,12 @@ class CSVLogger(Callback):
         with open(self.filename, newline="", encoding="utf-8") as file:
             return next(csv.reader([file.readline(1 << 16)], delimiter=self.separator), [])
 
+    def _last_epoch(self) -> int | None:
+        """That of the last whole line."""
+        with open(self.filename, newline="", encoding="utf-8") as file:
+            lines = [line.split(self.separator)[0] for line in file if line.endswith("\n")]
+        return next((int(first) for first in reversed(lines) if first.isdecimal()), None)
+
     def _ends_in_a_line(self) -> bool:
         """A writer that was killed may have left a part of one."""
         with open(self.filename, "rb") as file:
@@ -81,7 +106,7 @@ class CSVLogger(Callback):
             return file.read(1) == b"\n"
 
     def _close(self) -> None:
-        file, self._file, self._writer = self._file, None, None
+        file, self._file, self._writer, self._rows = self._file, None, None, None
         if file is not None:
             file.close()
 

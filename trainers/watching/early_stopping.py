@@ -56,7 +56,7 @@ class EarlyStopping(Callback):
     def _begin(self) -> None:
         self.wait = self.stopped_epoch = self.best_epoch = 0
         self.best: float | None = None
-        self._state: snapshot.State | None = None  # of the best epoch; empty on ranks other than 0
+        self._state: snapshot.State | None = None  # of the best epoch; see snapshot.take
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._begin()
@@ -90,7 +90,8 @@ class EarlyStopping(Callback):
 
     def state(self) -> dict[str, Any]:
         best = {} if self.best is None else {"best": self.best}
-        kept = {f"kept.{name}": array for name, array in (self._state or {}).items()}
+        mine = self._state if self._state and self.trainer.rank == 0 else {}  # others' is the same
+        kept = {f"kept.{name}": array for name, array in mine.items()}
         epochs = [self.wait, self.stopped_epoch, self.best_epoch]
         return {"epochs": epochs, "keeps": self._state is not None, **best, **kept}
 

@@ -43,7 +43,7 @@ class ModelCheckpoint(Callback):
             raise ArgumentError(f'save_freq={save_freq!r}: models are saved at the end of epochs, save_freq="epoch"')
         self.filepath, self.verbose, self.save_best_only = os.fspath(filepath), verbose, save_best_only
         self._monitor = Monitor(monitor, mode)
-        self.best = self._threshold = initial_value_threshold
+        self.best = initial_value_threshold
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.trainer._enter("ModelCheckpoint begins")
@@ -64,7 +64,7 @@ class ModelCheckpoint(Callback):
         return {} if self.best is None else {"best": self.best}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        self.best = float(state["best"]) if "best" in state else self._threshold
+        self.best = float(state["best"])
 
     def _path(self, epoch: int, logs: Logs) -> str:
         try:

@@ -37,11 +37,22 @@ class TensorBoard(Callback):
         self.reads_batches = every > 0
         self._writers: dict[str, EventFile] = {}
         self._step = 0
+        self._told: tuple[int, Logs] | None = None  # the last epoch, on every rank
+        self._open = False  # while a fit goes on
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._step = 0
+        self._step, self._told, self._open = 0, None, True
+        if self.trainer.goes_on:
+            _package()  # takes seconds, which the others would wait for when this rank becomes rank 0
         if self.trainer.rank == 0:
             self._writers = {"train": EventFile(os.path.join(self.log_dir, "train"))}
+
+    def on_ranks_change(self) -> None:
+        """Who has become rank 0 goes on, with the last epoch first, which the one before may not have written."""
+        if self._open and self.trainer.rank == 0 and not self._writers:
+            self._writers = {"train": EventFile(os.path.join(self.log_dir, "train"))}
+            if self._told is not None:
+                self._write_epoch(*self._told)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._step += 1
@@ -49,11 +60,14 @@ class TensorBoard(Callback):
             self._write("train", {f"batch_{name}": value for name, value in (logs or {}).items()}, self._step)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        if not self._writers:
-            return
+        self._told = epoch, logs or {}
+        if self._writers:
+            self._write_epoch(epoch, logs or {})
+
+    def _write_epoch(self, epoch: int, logs: Logs) -> None:
         trained: dict[str, Any] = {}
         validated: dict[str, Any] = {}
-        for name, value in (logs or {}).items():
+        for name, value in logs.items():
             side = validated if name.startswith(VALIDATION) else trained
             side[f"epoch_{name.removeprefix(VALIDATION)}"] = value
         for rate in self.trainer.replica.learning_rates[:1]:
@@ -89,7 +103,7 @@ class TensorBoard(Callback):
                 self._writers[side].histogram(tag, value, step)
 
     def _close(self) -> None:
-        writers, self._writers = self._writers, {}
+        writers, self._writers, self._open = self._writers, {}, False
         for writer in writers.values():
             writer.close()
 
@@ -98,18 +112,11 @@ class EventFile:
     """An event file in `folder`, which is made. Raises ArgumentError."""
 
     def __init__(self, folder: str) -> None:
-        try:
-            from tensorboardX import summary
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto.event_pb2 import Event
-        except ImportError as error:
-            raise ArgumentError(
-                f'TensorBoard needs tensorboardX ({error}): pip install ".[tensorboard]" in the checkout'
-            ) from error
-        self._summary, self._event, self._folder = summary, Event, folder
+        self._summary, self._event, writer = _package()
+        self._folder = folder
         try:
             os.makedirs(folder, exist_ok=True)
-            self._writer = EventsWriter(os.path.join(folder, "events"), f".{os.getpid()}.{time.time_ns()}")
+            self._writer = writer(os.path.join(folder, "events"), f".{os.getpid()}.{time.time_ns()}")
         except OSError as error:
             raise self._refused(error) from error
 
@@ -144,3 +151,16 @@ class EventFile:
 
     def _refused(self, error: OSError) -> ArgumentError:
         return ArgumentError(f"TensorBoard's events can't be written to {self._folder}: {error.strerror or error}")
+
+
+def _package() -> tuple[Any, Any, Any]:
+    """What of tensorboardX is used. Raises ArgumentError."""
+    try:
+        from tensorboardX import summary
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
+    except ImportError as error:
+        raise ArgumentError(
+            f'TensorBoard needs tensorboardX ({error}): pip install ".[tensorboard]" in the checkout'
+        ) from error
+    return summary, Event, EventsWriter

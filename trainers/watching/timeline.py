@@ -2,6 +2,7 @@
 
 import os
 
+from allreduce.messages.agreement import all_values
 from allreduce.tracing.trace import MOST_SPANS, Trace
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
@@ -13,7 +14,7 @@ class Timeline(Callback):
     path: of the file, which rank 0 writes. most: spans that each rank keeps.
 
     Given on all ranks or on none. `python -m benchmarks.timeline FILE` says who waits for whom. A fit that ends in an
-    error writes nothing. What is shown of a GPU is what the host spends on it.
+    error writes nothing, and what a lost rank did is lost. What is shown of a GPU is what the host spends on it.
     """
 
     collective = True
@@ -27,6 +28,7 @@ class Timeline(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.trainer._enter("Timeline begins")
+        self._drop()
         if self.trainer.trace is not None:
             raise ArgumentError(
                 f"{self.path}: this fit is recorded already, in {self.trainer.trace.path}; give one Timeline"
@@ -34,16 +36,31 @@ class Timeline(Callback):
         self._trace = Trace(self.path, self.trainer.topology, self.most)
         self.trainer.record(self._trace)
 
+    def on_ranks_change(self) -> None:
+        if self._trace is not None:
+            self.trainer.record(self._trace)  # of what was made anew
+
     def on_train_end(self, logs: Logs | None = None) -> None:
-        self.trainer._enter("Timeline ends")
-        trace, self._trace = self._trace, None
-        self.trainer.record(None)
-        if trace is not None:
-            trace.close()
+        trainer, trace = self.trainer, self._trace
+        trainer._enter("Timeline ends")
+        if not all(all_values(trainer._comm, trace is not None and not trace.closed, "write a trace")):
+            self._drop()  # a rank was lost while it was collected
+            return
+        assert trace is not None
+        trainer.record(None)
+        if trace.topology is not trainer.topology:
+            trace.move(trainer.topology)
+        trace.close()
+        self._trace = None
 
     def set_trainer(self, trainer: object) -> None:
-        if trainer is None and self._trace is not None:  # an error has ended the fit
+        if trainer is None:  # if it still goes on, an error has ended the fit
+            self._drop()
+        super().set_trainer(trainer)
+
+    def _drop(self) -> None:
+        """Let go of a trace that can't be written. Local."""
+        if self._trace is not None:
             self.trainer.record(None)
             self._trace.abandon()
             self._trace = None
-        super().set_trainer(trainer)
