@@ -9,6 +9,8 @@
 The mean of the gradients of all ranks, in memory that the backend chose, is the whole idea.
 """
 
+import os
+
 from allreduce import children
 
 
@@ -19,6 +21,10 @@ def _prepare_mpi() -> None:
 
         if children.is_child():
             mpi4py.rc.initialize = False  # no effect where the program has imported mpi4py.MPI before
+        if (
+            "OMPI_MCA_mpi_ft_enable" in os.environ
+        ):  # ranks may die, and the end of Open MPI waits for those of their host
+            os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
         from mpi4py import MPI  # noqa: F401
     except (ImportError, RuntimeError) as error:
         raise ImportError(

@@ -35,6 +35,8 @@ hosts share this machine's cores, so only what the links limit is to be believed
 A link that was idle lets a burst through before it holds to RATE: a millisecond's worth, at least 128 KiB.
 CLUSTER_SIM_BURST=1mb (bytes, as tc writes them) allows more, so that a rank that had to wait for a core can
 catch up; it flatters transfers that are not much longer.
+CLUSTER_SIM_CUT=HOST:FILE drops all that goes to and from a host (0, 1, ...) from the moment that FILE is there,
+and CLUSTER_SIM_MPIRUN="--with-ft ulfm" adds options of mpirun's.
 TEXT
 }
 
@@ -160,6 +162,13 @@ shape() {
         refuse "can't shape a link to $rate bytes/s with a burst of $burst (tc tbf, kernel module sch_tbf)"
 }
 
+# Drops everything to and from a host as soon as a file is there: cut_link HOST:FILE. Its link stays up, as on a real
+# network whose switch has failed.
+cut_link() {
+    until [[ -e ${1#*:} ]]; do sleep 0.01; done
+    ip link set "port${1%%:*}" nomaster
+}
+
 # mpirun starts its daemon on a host by "agent ADDRESS COMMAND...", as ssh would.
 write_agent() {
     cat >"$rig/agent" <<AGENT
@@ -200,9 +209,12 @@ inner() {
     if ((ranks > $(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc))); then # the ranks of all hosts share the same cores: let those that wait make room
         export OMPI_MCA_mpi_yield_when_idle=1
     fi
+    [[ -z ${CLUSTER_SIM_CUT-} ]] || cut_link "$CLUSTER_SIM_CUT" &
+    local options
+    read -ra options <<<"${CLUSTER_SIM_MPIRUN-}"
     export TMPDIR=$rig OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     nsenter -t "${pids[0]}" --net --uts --mount --wd="$PWD" \
-        mpirun --prtemca plm_ssh_agent "$rig/agent" --prtemca plm_ssh_no_tree_spawn 1 \
+        mpirun "${options[@]}" --prtemca plm_ssh_agent "$rig/agent" --prtemca plm_ssh_no_tree_spawn 1 \
         --prtemca prte_if_include "$SUBNET.0/24" --hostfile "$rig/hostfile" -n "$ranks" \
         --map-by slot --bind-to none --mca pml ob1 --mca btl tcp,self,sm \
         --mca btl_tcp_if_include "$SUBNET.0/24" sh -c "sleep $START_SECONDS; exec \"\$@\"" sh "$@" <&0 &

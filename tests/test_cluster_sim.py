@@ -19,6 +19,7 @@ import pytest
 from conftest import lacking
 
 import allreduce
+from benchmarks.injecting import jobs, judging, plans, points
 
 pytestmark = pytest.mark.jobs
 SCRIPT = launch.ROOT / "scripts" / "cluster_sim.sh"
@@ -184,6 +185,36 @@ def test_two_rigs_at_once(rig: Rig, tmp_path: Path) -> None:
     for process in [start(command, tmp_path), start(command, tmp_path)]:
         ended = finish(process, 60)
         assert (ended.returncode, ended.stdout) == (0, "2\n2\n"), ended.stderr
+
+
+LOSSES = ["--with-ft", "ulfm"]
+# A link that is cut is found out by the launcher's daemons, when they ask each other: by default after minutes.
+KEEPALIVE = [
+    f"--prtemca oob_tcp_keepalive_{name} {value}" for name, value in (("time", 1), ("intvl", 1), ("probes", 2))
+]
+
+
+def faulty(folder: Path, *faults: plans.Fault) -> tuple[plans.Plan, list[str]]:
+    """A run of benchmarks.faults on four ranks, and the command of its ranks."""
+    plan = plans.Plan(1, 4, program="calls", backend="hierarchical_copy", faults=faults)
+    (folder / "plan.json").write_text(json.dumps(plan.as_dict()))
+    return plan, ["python", "-m", "benchmarks.injecting.programs", str(folder)]
+
+
+def test_a_host_whose_ranks_all_die_is_survived(rig: Rig, tmp_path: Path) -> None:
+    plan, command = faulty(tmp_path, *(plans.Fault("kill", rank, "reduce", 20) for rank in (2, 3)))
+    job = rig("2x2", "1gbit", "--", *command, timeout=60, CLUSTER_SIM_MPIRUN=" ".join(LOSSES))
+    judged = judging.judge(plan, jobs.Ended(job.returncode, job.stdout + job.stderr, {}, 1.0), tmp_path)
+    assert (judged.outcome, len(judged.faults)) == ("survived", 2), f"{judged.why}\n{job.stdout}\n{job.stderr}"
+
+
+def test_a_cut_link_ends_the_job_with_a_word(rig: Rig, tmp_path: Path) -> None:
+    plan, command = faulty(tmp_path, plans.Fault("cut", 0, "reduce", 20))
+    options = " ".join([*LOSSES, *KEEPALIVE])
+    cut = f"1:{tmp_path / points.CUT}"
+    job = rig("2x2", "1gbit", "--", *command, timeout=60, CLUSTER_SIM_MPIRUN=options, CLUSTER_SIM_CUT=cut)
+    judged = judging.judge(plan, jobs.Ended(job.returncode, job.stdout + job.stderr, {}, 1.0), tmp_path)
+    assert (judged.outcome, len(judged.faults)) == ("told", 1), f"{judged.why}\n{job.stdout}\n{job.stderr}"
 
 
 SLEEPER = "import time; from mpi4py import MPI; print('up', flush=True); time.sleep(600)"

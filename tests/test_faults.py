@@ -1,11 +1,17 @@
-"""The drivers of tests/faults, in short: random programs with an injected disagreement, and the table of leaks."""
+"""The drivers of tests/faults and of benchmarks.faults, in short: random programs with an injected disagreement, the
+table of leaks, and one job for each kind of fault."""
 
+import json
+import os
 import sys
 from pathlib import Path
 
 import launch
+import numpy as np
 import pytest
 from conftest import JobRunner, lacking
+
+from benchmarks.injecting import jobs, judging, kinds, model, notes, plans, points, scenarios
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 import programs
@@ -61,3 +67,46 @@ def test_nothing_leaks(mpirun: JobRunner, mpi: str) -> None:
     job = mpirun(2, [LEAKS, "--scale", "0.01"], mpi=mpi, timeout=300)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "nothing grew" in job.stdout
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("name", scenarios.SCENARIOS)
+def test_what_must_be_seen_of_a_fault_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the job with a word, or is survived with the right result; benchmarks.faults draws more of them."""
+    plan = scenarios.SCENARIOS[name]
+    if any(fault.kind == "shm" for fault in plan.faults) and os.geteuid() != 0:
+        pytest.skip("only root can mount a /dev/shm")
+    try:
+        monkeypatch.setattr(sys, "executable", str(launch.environment("openmpi") / "bin" / "python"))
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+    ended = jobs.run(plan, tmp_path, 60)
+    judged = judging.judge(plan, ended, tmp_path)
+    losses = [fault for fault in plan.faults if fault.kind == "kill"]
+    wanted = "told" if any(kinds.KINDS[fault.kind].ends for fault in plan.faults) else "survived"
+    assert judged.outcome == wanted, f"{judged.why}\n{ended.printed}"
+    assert len(judged.faults) == len(plan.faults), "one did not come to happen"
+    assert not losses or any(fault.seconds is not None for fault in judged.faults)
+
+
+def test_every_run_of_a_number_is_the_same_and_leaves_somebody() -> None:
+    drawn = [plans.draw(number) for number in range(500)]
+    assert drawn == [plans.draw(number) for number in range(500)]
+    for plan in drawn:
+        assert plan == plans.Plan.of_dict(json.loads(json.dumps(plan.as_dict())))
+        victims = [fault.rank for fault in plan.faults]
+        assert 1 <= len(set(victims)) == len(victims) < plan.ranks
+    assert {fault.point for plan in drawn for fault in plan.faults} == {plans.OUTSIDE, *points.PLACES}
+
+
+def test_a_wrong_result_is_seen(tmp_path: Path) -> None:
+    """A batch that was left out, or done twice, is further from the right parameters than rounding is."""
+    plan = plans.Plan(1, 1)
+    right, accuracy = model.without_faults(plan)
+    end = {"size": 1, "hashes": ["a"], "epochs": plans.EPOCHS, "accuracy": accuracy, "predicted": accuracy}
+    notes.Notes(tmp_path, 0).add("end", **end)
+    found = {}
+    for name, parameters in (("right", right), ("wrong", model.without_faults(plan, left_out=7)[0])):
+        np.save(tmp_path / "parameters.0.npy", parameters)
+        found[name] = judging.judge(plan, jobs.Ended(0, "", {}, 1.0), tmp_path).outcome
+    assert found == {"right": "quiet", "wrong": "wrong"}

@@ -58,6 +58,7 @@ SKIPPED = {
     "for ": "minutes, and the rig",
     "mpirun --oversubscribe -n $n": "minutes, in a loop",
     "done": "the end of a loop",
+    "python -m benchmarks.faults": "minutes; test_faults.py runs a few",
     "python -m benchmarks.scaling --fit": "takes the files of the commands before it",
 }
 # What makes a command short.

@@ -1,0 +1,107 @@
+"""Ranks of real jobs are killed, again and again: do the others go on, in what time, and is the result right?
+
+    python -m benchmarks.faults --runs 1000 --seed 1       a table: injected, survived, hung, wrong, seconds, work lost
+    python -m benchmarks.faults --only 1000017             one run again, by the number that it was told with
+
+Starts jobs of its own, under Open MPI's mpirun --with-ft ulfm: start it without mpirun. A run is one training of 2 to
+5 ranks in a random configuration, of which one or several ranks, rank 0 too, get a SIGKILL: at an instant that nothing
+in the program knows, or at a named point, such as the middle of a reduction or the repair after another loss.
+
+    survived   those left have finished, with the same bits, and with the parameters and the accuracy of a training that
+               no rank has left (to float tolerance: batches do not depend on the number of ranks)
+    hung       the job did not end within --limit
+    wrong      it ended well, with another result
+    ended      it ended, in an error or without a word
+
+The seconds go from the kill until the last of those left has finished a step, or a call, without the lost rank. What
+a run that was not survived has left, with its output, is kept in --keep. Exit code 1 says that there was one.
+"""
+
+import mpi4py
+
+mpi4py.rc.initialize = False  # the jobs have MPI; this process needs none
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import shutil  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Iterator, Sequence  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from benchmarks.injecting import jobs, judging, plans  # noqa: E402
+from benchmarks.injecting.judging import Judged  # noqa: E402
+from benchmarks.injecting.table import record, table  # noqa: E402
+
+SEED_RUNS = 1_000_000  # numbers from one seed to the next
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    numbers = [options.seed * SEED_RUNS + place for place in range(options.runs)]
+    if options.only is not None:
+        numbers = [options.only]
+    begin = time.monotonic()
+    runs: list[Judged] = []
+    try:
+        for run in run_all(numbers, options):
+            runs.append(run)
+            _tell(run, len(runs), len(numbers), options)
+    except KeyboardInterrupt:
+        print("interrupted: what was done until then", flush=True)
+    seconds = time.monotonic() - begin
+    print(table(runs))
+    bad = [run for run in runs if run.outcome not in judging.GOOD]
+    print(f"{len(runs)} runs in {seconds:.0f} s, {len(bad)} of them bad")
+    if options.json:
+        Path(options.json).write_text(json.dumps(record(runs, options.seed, seconds), indent=1) + "\n")
+    return 1 if bad else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--runs", type=int, default=100, metavar="N", help="how many jobs (default: 100)")
+    add("--seed", type=int, default=1, metavar="S", help="another one gives other runs (default: 1)")
+    add("--only", type=int, metavar="NUMBER", help="one run, by its number")
+    add("--programs", default=",".join(plans.PROGRAMS), metavar="NAME,...", help="(default: %(default)s)")
+    add("--updates", default=",".join(plans.UPDATES), metavar="NAME,...", help="of trainers (default: %(default)s)")
+    add("--most-ranks", type=int, default=5, metavar="N", help="(default: 5)")
+    add("--jobs", type=int, default=1, metavar="N", help="jobs at once, which spoils the seconds (default: 1)")
+    add("--limit", type=float, default=60, metavar="S", help="after which a job is said to hang (default: 60)")
+    add("--keep", default="faults", metavar="DIR", help="where what is bad is kept (default: ./faults)")
+    add("--json", metavar="FILE", help="write all runs as JSON")
+    return parser
+
+
+def run_all(numbers: Sequence[int], options: argparse.Namespace) -> Iterator[Judged]:
+    """The runs of these numbers, in their order."""
+    with ThreadPoolExecutor(options.jobs) as pool:
+        yield from pool.map(lambda number: _run(number, options), numbers)
+
+
+def _run(number: int, options: argparse.Namespace) -> Judged:
+    plan = plans.draw(number, options.programs.split(","), options.updates.split(","), options.most_ranks)
+    with tempfile.TemporaryDirectory(prefix="faults", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        ended = jobs.run(plan, folder, options.limit)
+        judged = judging.judge(plan, ended, folder)
+        if judged.outcome not in judging.GOOD or options.only is not None:
+            kept = Path(options.keep) / str(number)
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(folder, kept)
+    return judged
+
+
+def _tell(run: Judged, done: int, runs: int, options: argparse.Namespace) -> None:
+    seconds = [f"{fault.seconds * 1e3:.0f} ms" if fault.seconds is not None else "-" for fault in run.faults]
+    why = f": {run.why}; see {options.keep}/{run.plan.number}" if run.why else ""
+    print(f"{done}/{runs} {run.outcome}{why} [{', '.join(seconds)}] {run.plan}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

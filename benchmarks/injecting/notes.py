@@ -1,0 +1,33 @@
+"""What a rank leaves behind of a run: a line for every event, written at once, so that a killed rank's stay."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Notes:
+    """The notes of one rank in a folder; `add` may be called from any thread."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self._file = os.open(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def add(self, what: str, **more: Any) -> None:
+        """what: "pid", "step" (step, size), "call" (name, size), "fault" (number) or "end" (what was found)."""
+        line = json.dumps({"what": what, "time": time.monotonic(), **more}) + "\n"
+        os.write(self._file, line.encode())
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    return folder / f"notes.{rank}"
+
+
+def read(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """A rank's notes; none when it never began. A line that is not whole yet is left out."""
+    path = path_of(folder, rank)
+    if not path.exists():
+        return []
+    *lines, _ = path.read_text().split("\n")
+    return [json.loads(line) for line in lines]

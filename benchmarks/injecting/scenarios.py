@@ -1,0 +1,40 @@
+"""Faults that are not left to chance: one run of each kind, and of each moment that a loss may come at."""
+
+from benchmarks.injecting.plans import BETWEEN, START, Fault, Plan
+
+SCENARIOS = {
+    "stop": Plan(1, 3, goes_on=False, faults=(Fault("stop", 1, turn=10, delay=2.5),)),
+    "slow": Plan(2, 2, goes_on=False, backend="ring", faults=(Fault("slow", 1, "compute", delay=0.01),)),
+    "raise": Plan(3, 3, goes_on=False, faults=(Fault("raise", 2, "compute", 20),)),
+    "exit": Plan(4, 3, goes_on=False, faults=(Fault("exit", 2, "compute", 20),)),
+    "truncate": Plan(6, 2, goes_on=False, checkpoint=7, faults=(Fault("truncate", 0, BETWEEN),)),
+    "alter": Plan(7, 2, goes_on=False, checkpoint=7, faults=(Fault("alter", 0, BETWEEN),)),
+    "shm": Plan(8, 2, goes_on=False, backend="shared", faults=(Fault("shm", 0, START),)),
+    "losses in calls": Plan(
+        10,
+        4,
+        program="calls",
+        backend="halving_doubling",
+        faults=(
+            Fault("kill", 0, "middle of a reduction", 10),
+            Fault("kill", 2, "survivors", 1),
+            Fault("kill", 1, turn=30, delay=0.002),
+        ),
+    ),
+    "losses in shared": Plan(
+        11, 3, program="calls", backend="shared", faults=(Fault("kill", 1, "reduce", 20, after=True),)
+    ),
+    "losses in a training": Plan(
+        12,
+        4,
+        backend="hierarchical_copy",
+        nodes=(2, 2),
+        checkpoint=7,
+        faults=(
+            Fault("kill", 0, turn=12, delay=0.001),
+            Fault("kill", 1, "checkpoint", 6),
+            Fault("kill", 3, "evaluate", 6),
+        ),
+    ),
+    "term": Plan(5, 3, goes_on=False, checkpoint=7, faults=(Fault("term", 1, turn=20),)),
+}
