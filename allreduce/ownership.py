@@ -114,7 +114,7 @@ class Owner:
             for comm in self._owned:
                 comm.Revoke()
         for child in list(self._children):
-            if not child.apart:
+            if not (child.apart or child.closed):
                 child._revoke()
                 if "watch" in vars(child):  # it is not still being made
                     child.watch.lose()

@@ -94,8 +94,7 @@ class Survival(Owner):
         comm = cls._given(comm)
         while losses.in_force():
             with waiting(comm, "make a topology of the ranks that are left"):
-                left = comm.Shrink()
-            assert isinstance(left, MPI.Intracomm)
+                left = losses.shrink(comm)
             former, made = losses.places(left, comm), None
             try:
                 made = cls(left, nodes_left(ranks_per_node, former, comm.size), timeout)

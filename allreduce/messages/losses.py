@@ -3,6 +3,7 @@
 Without `mpirun --with-ft ulfm` no function of MPI is called here: a rank that dies takes the job with it.
 """
 
+import ctypes
 import functools
 import os
 
@@ -10,8 +11,11 @@ from mpi4py import MPI
 
 from allreduce import ending
 from allreduce.errors import CommunicationError, RankLostError
+from allreduce.messages.waiting import asleep
+from allreduce.notices import log
 
 HEAR_SECONDS = 0.005  # how often the watchdog listens for losses
+PATIENCE_SECONDS = 0.1  # for what is local
 ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by mpirun
 
 
@@ -27,6 +31,18 @@ def in_force() -> bool:
     except (MPI.Exception, NotImplementedError):  # an Open MPI that was built without it
         return False
     return True
+
+
+def end_alone() -> None:
+    """Don't have the launcher wait for all ranks when MPI ends, as MPI itself does before. Local.
+
+    Open MPI's launcher may miss one that has died shortly before, and the others would hang.
+    """
+    try:
+        library = ctypes.CDLL("libmpi.so.40", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        ctypes.c_bool.in_dll(library, "ompi_async_mpi_finalize").value = True
+    except (OSError, ValueError):  # another Open MPI
+        log.debug("no ompi_async_mpi_finalize")
 
 
 def lost(error: BaseException | None) -> RankLostError | None:
@@ -54,8 +70,10 @@ def may_be(error: BaseException | None) -> bool:
     return False
 
 
-def loss(comm: MPI.Comm) -> RankLostError:
-    """The error of a rank that has heard on `comm`, a topology's, that one was lost. Local."""
+def loss(comm: MPI.Comm | None) -> RankLostError:
+    """The error of a rank that has heard on `comm`, a topology's while it is there, that one was lost. Local."""
+    if comm is None:
+        return RankLostError("a rank was lost while this one closed a topology of both")
     lost = failed(comm)
     ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}" if lost else "a rank"
     be = "were" if len(lost) > 1 else "was"
@@ -89,6 +107,25 @@ def places(left: MPI.Comm, comm: MPI.Comm) -> tuple[int, ...]:
     few.Free()
     everyone.Free()
     return ranks
+
+
+def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """The communicator of the living ranks of `comm`, also when it was revoked. Collective over those."""
+    release_numbers()
+    left = comm.Shrink()
+    assert isinstance(left, MPI.Intracomm)
+    return left
+
+
+def release_numbers() -> None:
+    """Let communicators be made again after one whose making was cut off by a loss. Local.
+
+    Open MPI 5 gives numbers to one new communicator at a time, the one with the oldest parent first, and one that is
+    cut off does not pass the turn on: all others would wait for ever. COMM_SELF is the oldest but for COMM_WORLD.
+    """
+    comm, request = MPI.COMM_SELF.Idup()
+    if asleep(request.Test, PATIENCE_SECONDS):
+        comm.Free()
 
 
 def agree(comm: MPI.Comm, flags: int) -> int:

@@ -122,10 +122,12 @@ class Watch:
 
     def lose(self) -> RankLostError:
         """A rank is lost: every wait of the topology ends, on all ranks. Local."""
-        if self.lost is None:
-            self.lost = losses.loss(self.notes.comm)
+        with self._lock:
+            first = self.lost is None
+            lost = self.lost = self.lost or losses.loss(None if self.closed else self.notes.comm)
+        if first:
             self._revoke()
-        return self.lost
+        return lost
 
     def loss_of(self, error: BaseException) -> RankLostError | None:
         """The error to raise instead when `error` comes from a lost rank; every wait ends then. Local."""
@@ -139,7 +141,7 @@ class Watch:
         return losses.again(self.lose())
 
     def _hears_soon(self) -> bool:
-        """Whether memory that can't be reached any more is that of a rank that has died."""
+        """Whether what can't be reached any more is a rank that has died."""
         deadline = time.monotonic() + SOON_SECONDS
         while self.lost is None and time.monotonic() < deadline:
             time.sleep(losses.HEAR_SECONDS)
@@ -152,6 +154,8 @@ class Watch:
             yield
         except Exception as error:
             lost = self.loss_of(error)
+            if isinstance(error, MPI.Exception) and lost is not None:
+                losses.release_numbers()
             if lost is None or (isinstance(error, RankLostError) and error.args == lost.args):
                 raise
             raise lost from error

@@ -43,6 +43,8 @@ class _Watchdog:
 
     def _run(self) -> None:
         listens = losses.in_force()
+        if listens:
+            losses.end_alone()
         looked = time.monotonic()
         while not self._stop.wait(losses.HEAR_SECONDS if listens else LOOK_SECONDS):
             due = not listens or time.monotonic() - looked > LOOK_SECONDS
