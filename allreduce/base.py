@@ -13,6 +13,7 @@ from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, 
 from allreduce.arrays.workspace import Workspace
 from allreduce.calls import Call, Calls, Reduction
 from allreduce.errors import AllReduceError, ClosedError, OptionError, UnavailableError
+from allreduce.messages.kept import keep
 from allreduce.moves import Moves, nothing_to_do
 from allreduce.topology import Topology
 
@@ -141,7 +142,7 @@ class AllReduce(Moves):
     def abandon(self) -> None:
         """Let go of everything without the other ranks, who may be lost. Local; what they share stays to the end."""
         self.closed = True
-        _abandoned.append(self.workspace)  # messages that are still under way write there
+        keep(self.workspace)  # messages that are still under way write there
         self.workspace = Workspace()
         self._forget()
 
@@ -277,7 +278,5 @@ class AllReduce(Moves):
         asked = f"allocate({length!r}, {dtype!r}, device={device!r})"
         self._calls.agree(allocation_row(size, code, device == "cuda"), asked, error)
 
-
-_abandoned: list[Workspace] = []
 
 children.guard(AllReduce, "__call__", "_check_open", "close")

@@ -16,6 +16,7 @@ from allreduce.errors import BrokenError, CommunicationError, DisagreementError,
 from allreduce.messages import losses
 from allreduce.messages.agreement import agree, everywhere
 from allreduce.messages.board import Slot
+from allreduce.messages.kept import keep
 from allreduce.messages.notes import Call as Shown
 from allreduce.messages.notes import Said
 from allreduce.messages.watch import LOOK_SECONDS
@@ -86,7 +87,7 @@ class Calls:
                 agree(self._control, [call.word], str(call), None)
             reduce(flat, call.op)
         except BaseException as error:
-            self._break_off(call, error)
+            self._break_off(call, error, flat)
             raise
         finally:
             wait.call = None
@@ -187,13 +188,14 @@ class Calls:
         finally:
             self.wait.raises = False
 
-    def _break_off(self, call: Shown, error: BaseException) -> None:
+    def _break_off(self, call: Shown, error: BaseException, array: Any = None) -> None:
         """A call has failed: what all ranks raise leaves them in step, anything else (a node's error) does not."""
         if everywhere(error, self._topology.world):
             return
         if (lost := self._topology.watch.loss_of(error)) is not None:
             self.broken = lost
-            raise lost from error
+            keep(array)  # late ranks may still write there
+            raise lost from (None if isinstance(error, RankLostError) else error)
         self.broken = error
         self._topology.watch.leave(f"its call failed ({type(error).__name__}: {error})")
         if isinstance(error, MPI.Exception):

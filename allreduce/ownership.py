@@ -10,6 +10,7 @@ from mpi4py import MPI
 from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere, place_of, waiting, watched
 from allreduce.messages.board import Board
+from allreduce.messages.kept import free_later
 from allreduce.messages.notes import Wait
 from allreduce.messages.watch import Watch
 
@@ -118,6 +119,13 @@ class Owner:
                 child._revoke()
                 if "watch" in vars(child):  # it is not still being made
                     child.watch.lose()
+
+    def _leave_owned(self) -> None:
+        """Leave all communicators as they are: other ranks may use them, if they were not revoked."""
+        with self._guard:
+            if self._revoked:
+                free_later(self._owned)
+                self._owned = []
 
     def _own(self, comm: MPI.Comm, watch: bool = False) -> MPI.Intracomm:
         """Free it in the end. watch: waits on it are in a place of their own."""

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from allreduce import children
 from allreduce.errors import UnavailableError
-from allreduce.messages import losses
+from allreduce.messages import kept, losses
 from allreduce.messages.agreement import waiting
 from allreduce.messages.notes import Said, Wait
 from allreduce.nodes import nodes_left
@@ -105,6 +105,7 @@ class Survival(Owner):
             left.Free()
             if made is not None and done:
                 made.former = former
+                kept.repaired()
                 return made
             if made is not None:
                 made.revoke()

@@ -281,6 +281,7 @@ class Topology(Survival):
         self.board.abandon()
         if self._origin is None:
             self.watch.abandon()
+        self._leave_owned()
 
     def check_open(self) -> None:
         """Raise ClosedError after `close()`."""

@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from allreduce import ending
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError
+from allreduce.messages.kept import keep
 from allreduce.messages.notes import Said, Wait
 from allreduce.messages.waiting import Pause
 from allreduce.messages.watch import LOOK_SECONDS, Watch, lonely
@@ -33,8 +34,6 @@ AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to 
 LONE_SECONDS = 60.0  # how long a rank with an error waits for others to hear of it
 LARGEST_VALUES = 1 << 30  # bytes of JSON that are taken from other ranks
 EAGER_SECONDS, LONGEST_SLEEP = 1e-3, 1e-3  # of waits for small messages, which are seldom long
-
-_given_up: list[MPI.Request] = []  # their buffers must live on, because MPI may still write there
 
 
 @functools.cache
@@ -128,7 +127,7 @@ def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = mat
             if not request.Test():
                 _look_until(request, watch, wait, what, limit)
         except BaseException:
-            _given_up.append(request)
+            keep(request)  # and its buffer, into which MPI may still write
             raise
 
 

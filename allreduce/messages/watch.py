@@ -158,7 +158,7 @@ class Watch:
                 losses.release_numbers()
             if lost is None or (isinstance(error, RankLostError) and error.args == lost.args):
                 raise
-            raise lost from error
+            raise lost from (None if isinstance(error, RankLostError) else error)
 
     def check(self) -> None:
         """Raise RankLostError when a rank was lost. Costs nothing; for loops that wait."""
@@ -182,8 +182,12 @@ class Watch:
         """Tell the others that this rank's program ends."""
         if self.closed or self.lost is not None or self.notes.size == 1:
             return
-        with self._lock:
-            self.notes.tell(LEFT, Wait(0), why)
+        try:
+            with self._lock:
+                self.notes.tell(LEFT, Wait(0), why)
+        except MPI.Exception as error:  # the others hear of a lost rank by themselves
+            if losses.lost(error) is None:
+                raise
 
     def _look(self, now: float, may_communicate: bool) -> None:
         may_communicate = may_communicate and self.lost is None

@@ -15,6 +15,7 @@ import os
 import secrets
 import tempfile
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import root_value, together, wait_for
+from allreduce.messages.agreement import raise_together, root_value, together, wait_for
 
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 PAGE_BYTES = mmap.PAGESIZE
@@ -109,27 +110,34 @@ def _whole_pages(nbytes: int) -> int:
 
 def _map(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
     """`nbytes` zeroed bytes that all ranks map: whole pages. Every view of the array keeps it alive. Collective."""
-    created = together(comm, lambda: _create(nbytes, comm.size) if comm.rank == 0 else None)
-    path = root_value(comm, created, "learn where memory is that ranks have in common")
+    name = f"allreduce-{secrets.token_hex(16)}"  # of rank 0's
+    path = os.path.join(SHARED_MEMORY, root_value(comm, name, "learn where memory is that ranks have in common"))
+    raise_together(comm, None)  # before it is there all know of it, and can remove it when rank 0 dies
     mine = chunk(nbytes // PAGE_BYTES, comm.size, comm.rank)  # pages, which are taken near the rank that claims them
     try:
+        together(comm, lambda: _create(path, nbytes, comm.size) if comm.rank == 0 else None)
         memory = together(comm, lambda: _claim(path, nbytes, mine, comm.size))
-    finally:
-        if comm.rank == 0:
-            os.unlink(path)
+    except BaseException:
+        _remove(path)
+        raise
+    if comm.rank == 0:
+        _remove(path)
     memory[::PAGE_BYTES].any()  # maps the others' pages, many at a time; writes in the first call would one by one
     return memory
 
 
-def _create(nbytes: int, ranks: int) -> str:
-    """The path of an empty file that only this user's processes can open."""
-    path = os.path.join(SHARED_MEMORY, f"allreduce-{secrets.token_hex(16)}")
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _create(path: str, nbytes: int, ranks: int) -> None:
+    """Make an empty file that only this user's processes can open."""
     try:
         _see_space(nbytes, ranks)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     except OSError as error:
         raise _unavailable(error, nbytes, ranks) from error
-    return path
 
 
 def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:

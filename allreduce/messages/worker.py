@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import ending
-from allreduce.errors import AllReduceError, BrokenError, ClosedError, UnavailableError
+from allreduce.errors import AllReduceError, BrokenError, ClosedError, RankLostError, UnavailableError
 from allreduce.messages.agreement import agree, raise_together
 from allreduce.messages.lanes import Lane, Pending
 from allreduce.messages.notes import Said
@@ -76,27 +76,35 @@ class Worker:
 
     def submit(self, lane: Lane, pending: Pending) -> Pending:
         """Take a call on; see Lane.submit."""
-        with self._changed:
-            if lane.broken is not None:
-                raise BrokenError(
-                    f"{lane.name} can't go on: an earlier call has failed ({type(lane.broken).__name__}: {lane.broken})"
-                ) from lane.broken
-            lane.submitted += 1
-            self._open += 1
-            if lane.alone or self.size == 1:
-                self._ready.append((RUN, lane, pending))
-            else:
-                if not lane.pending:
-                    lane.wait.begin(Said(pending.what))
-                lane.pending.append(pending)
-                if self._comm.rank == 0:
-                    self._note(0, lane.number, lane.submitted, pending.digest)
-                else:
-                    message = np.array([lane.number, lane.submitted, pending.digest], np.int64)
-                    self._comm.Send(message, 0, ANNOUNCE)
+        self.watch.check()
+        try:
+            with self.watch.hearing(), self._changed:
+                self._take(lane, pending)
+        except RankLostError as lost:
+            self._fail(lane, lost)
+            raise
         if self._thread is not None:
             self._wake.put(True)
         return pending
+
+    def _take(self, lane: Lane, pending: Pending) -> None:
+        if lane.broken is not None:
+            raise BrokenError(
+                f"{lane.name} can't go on: an earlier call has failed ({type(lane.broken).__name__}: {lane.broken})"
+            ) from lane.broken
+        lane.submitted += 1
+        self._open += 1
+        if lane.alone or self.size == 1:
+            self._ready.append((RUN, lane, pending))
+        else:
+            if not lane.pending:
+                lane.wait.begin(Said(pending.what))
+            lane.pending.append(pending)
+            if self._comm.rank == 0:
+                self._note(0, lane.number, lane.submitted, pending.digest)
+            else:
+                message = np.array([lane.number, lane.submitted, pending.digest], np.int64)
+                self._comm.Send(message, 0, ANNOUNCE)
 
     def wait_for(self, done: threading.Event, timeout: float | None) -> None:
         """Return when `done` is set; do the worker's work meanwhile where there is no thread for it."""
@@ -124,11 +132,13 @@ class Worker:
         _workers.discard(self)
 
     def abandon(self) -> None:
-        """Give all calls up. Local. A thread that is inside of MPI stays there."""
+        """Give all calls up. Local. A thread that is inside of MPI stays there, unless it hears of a lost rank."""
         for lane in list(self._lanes.values()):
             lane.abandon()
         if self._thread is not None:
             self._wake.put(False)
+            if self.watch.lost is not None and self._thread is not threading.current_thread():
+                self._thread.join(EXIT_SECONDS)
         _workers.discard(self)
 
     # The work: in the thread, or in whoever waits
