@@ -159,9 +159,7 @@ class Topology(Survival):
     def __str__(self) -> str:
         ranks = f"{self.size} rank{'s' * (self.size != 1)}"
         nodes = f"{self.nodes} {'simulated ' * self.simulated}node{'s' * (self.nodes != 1)}"
-        return (
-            f"{ranks} on {nodes} ({'+'.join(map(str, self.node_sizes))})" if self.nodes > 1 else f"{ranks} on {nodes}"
-        )
+        return f"{ranks} on {nodes}" + (f" ({'+'.join(map(str, self.node_sizes))})" if self.nodes > 1 else "")
 
     @property
     def worker(self) -> Worker:
@@ -279,9 +277,9 @@ class Topology(Survival):
         if self._worker is not None:
             self._worker.abandon()
         self.board.abandon()
+        self._leave_owned()
         if self._origin is None:
             self.watch.abandon()
-        self._leave_owned()
 
     def check_open(self) -> None:
         """Raise ClosedError after `close()`."""
