@@ -1,0 +1,194 @@
+"""Valid files of each kind, from which hostile ones are made."""
+
+import gzip
+import io
+import json
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from allreduce import decision_table
+from allreduce.machine import identify
+from benchmarks.showing.results import Run, summarize, to_json
+from trainers.files import checkpoint, model_file, npz
+from trainers.replicas.numpy.network import NumpyNetwork
+
+X = np.arange(24, dtype=np.float32).reshape(6, 4) / 10
+Y = np.array([0, 1, 2, 0, 1, 2])
+
+
+def idx(array: np.ndarray, kind: int = 8) -> bytes:
+    head = struct.pack(">HBB", 0, kind, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    return head + array.tobytes()
+
+
+IMAGES = [
+    idx(np.arange(96, dtype=np.uint8).reshape(6, 4, 4)),
+    idx(np.ones((6, 2, 2), ">f8"), 0x0E),
+    idx(np.ones((6, 3), ">i2"), 0x0B),
+    struct.pack(">HBB3I", 0, 0x0E, 3, *[2**32 - 1] * 3),
+]
+LABELS = [idx(Y.astype(np.uint8)), idx(Y.astype(">i4"), 0x0C)]
+TABLES = [
+    b"a,b,label\n1,2,0\n3,4.5,1\n-1e3,0,2\n",
+    b"1,2,cat\n3,4,dog\n5,6,cat\n",
+    b'"1","2","a b"\n3,4,c\n',
+    b"\xef\xbb\xbf1;2\n",
+    b"1,nan,0\r\n2,inf,1\r\n",
+    ("1,2,κλάση\n" * 3).encode(),
+    b"1,\x1b[31m,0\n",
+    b"1,2,\x1b]0;a\x07\n1,2,b\n",
+]
+
+
+def npy(array: np.ndarray) -> bytes:
+    memory = io.BytesIO()
+    np.lib.format.write_array(memory, array, allow_pickle=False)
+    return memory.getvalue()
+
+
+def header(array: np.ndarray, descr: str, shape: str, extra: str = "") -> bytes:
+    """The bytes of a .npy file whose header says what it likes."""
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, {extra}}}\n".encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", min(len(text), 65535)) + text + array.tobytes()
+
+
+def archive(members: list[tuple[str, bytes]], method: int, claim: int | None, comment: bytes) -> bytes:
+    """A .npz; the same name may come twice. claim: what its directory says that each member holds."""
+    memory = io.BytesIO()
+    with zipfile.ZipFile(memory, "w", method) as file:
+        for name, content in members:
+            file.writestr(zipfile.ZipInfo(name) if method == zipfile.ZIP_STORED else name, content)
+        for member in file.filelist if claim is not None else []:
+            member.file_size = claim or 0
+        file.comment = comment[:1000]
+    return memory.getvalue()
+
+
+def data_sets() -> list[dict[str, bytes]]:
+    return [
+        {"x": npy(X), "y": npy(Y)},
+        {"x_train": npy(X), "y_train": npy(Y), "x_test": npy(X[:2]), "y_test": npy(Y[:2])},
+        {"x": npy(X.astype(np.uint8)), "y": npy(Y.astype(np.float64))},
+    ]
+
+
+def network() -> NumpyNetwork:
+    return NumpyNetwork([4, 3], optimizer="adam", seed=1)
+
+
+def model() -> dict[str, bytes]:
+    made = network()
+    return {
+        "model": npy(model_file.header_of("NumpyNetwork", made.config())),
+        **{name: npy(np.asarray(array)) for name, array in made.state().items()},
+    }
+
+
+def model_header() -> dict[str, Any]:
+    return json.loads(str(model_file.header_of("NumpyNetwork", network().config())))  # type: ignore[no-any-return]
+
+
+def saved(total: int = 3, step: int = 1) -> checkpoint.Saved:
+    made = network()
+    epoch = {"epoch": 1, "loss": 0.5, "accuracy": 0.5, "seconds": 1.0, "samples_per_second": 9.0}
+    progress = checkpoint.Progress(
+        epoch=1,
+        step=step,
+        total=total,
+        ranks=2,
+        seconds=0.5,
+        settings={"batch_size": 4, "seed": 0},
+        shapes=[[name, list(shape)] for name, shape in made.shapes().items()],
+        rates=made.learning_rates,
+        choices={"allreduce": "shared"},
+        history=[{**epoch, "communication_share": 0.1}],
+    )
+    local = [{"random": np.arange(3), "watching.step": np.array(1)}, {"random": np.arange(3)}]
+    measured = np.zeros((step, len(made.metrics)))
+    return checkpoint.Saved("NumpyNetwork", made.config(), dict(made.state()), progress, local, measured)
+
+
+def checkpoint_members(folder: Path) -> tuple[bytes, dict[str, bytes], dict[str, Any]]:
+    """A checkpoint's file, its members, and its own header."""
+    path = folder / "made.npz"
+    checkpoint.write(str(path), saved())
+    content = path.read_bytes()
+    path.unlink()
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        members = {name.removesuffix(".npy"): file.read(name) for name in file.namelist()}
+    said = json.loads(str(np.load(io.BytesIO(members[model_file.BESIDE]))))
+    return content, members, said
+
+
+def decision() -> dict[str, Any]:
+    steps = [decision_table.Step(4096, "native"), decision_table.Step(None, "shared")]
+    entries = {
+        decision_table.Key((2,), False, "float32", "foreign"): steps,
+        decision_table.Key((2, 2), True, "float64", "allocated"): steps[1:],
+    }
+    return json.loads(decision_table.dumps(entries))  # type: ignore[no-any-return]
+
+
+def cluster() -> list[dict[str, Any]]:
+    return [
+        {"cluster": {"chief": ["h:1"], "worker": ["a:1", "b:2"], "ps": ["c:3"]}, "task": {"type": "worker", "index": 1}},
+        {"cluster": {"worker": ["a:1"], "evaluator": ["e:1"]}, "task": {"type": "evaluator", "index": "0"}},
+        {"cluster": {"worker": ["a:1", "b:1"]}},
+        {},
+    ]
+
+
+def results() -> list[dict[str, Any]]:
+    """What `benchmarks.bandwidth --json` writes."""
+    runs = []
+    for ranks, speed in ((2, 1.0), (4, 1.5)):
+        machine = {**identify(), "numpy": "2.0", "mpi4py": "4.0", "python": "3.11", "load_before": 0.1}
+        run = Run(machine, [ranks], False, "float32", "sum", "2026-01-02T03:04:05", "python -m benchmarks", {"nccl": "no"})
+        for size in (64, 65536, 1 << 20):
+            for memory in ("allocated", "foreign"):
+                for backend in ("ring", "native", "auto"):
+                    seconds = np.array([1e-5 + size * 1e-9 * speed] * 3)
+                    run.results.append(summarize(backend, memory, size // 4, 4, ranks, seconds, 0))
+        runs.append(json.loads(to_json(run, ["a verdict"])))
+    return runs
+
+
+def trace() -> list[Any]:
+    def event(rank: int, begin: float, kind: str, **about: Any) -> dict[str, Any]:
+        made = {"name": kind, "cat": kind, "ph": "X", "ts": begin, "dur": 5.0, "pid": rank, "tid": 0}
+        return {**made, "args": about} if about else made
+
+    events = [
+        {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "rank 0"}},
+        event(0, 0.0, "compute"),
+        event(0, 5.0, "wait", series="ring", call=0, last=1),
+        event(1, 9.5, "reduce", series="ring", call=0, last=1),
+        event(1, 20.0, "update"),
+    ]
+    return [{"displayTimeUnit": "ms", "otherData": {"ranks": 2}, "traceEvents": events}, events]
+
+
+def recorded() -> list[Any]:
+    """What a rank tells of its part of a trace."""
+    about = {"bytes": 64, "op": "sum"}
+    calls = [[0, 0, 0, "ring", 10, 10, 20, about], [1, 0, 1, "ring", 30, 31, 40, about]]
+    return [[[[0, "compute", 0, 9], [0, "waited 0 1", 31, 45]], calls, 0], [[], [], 0]]
+
+
+def shapes() -> list[Any]:
+    """What the rank that updates says of the state that follows."""
+    state = network().state() | {"measured": np.zeros(3)}
+    return [[[name, np.asarray(array).dtype.str, list(np.asarray(array).shape)] for name, array in state.items()]]
+
+
+def message() -> bytes:
+    """A rank's own state."""
+    return npz.packed({"random": np.arange(3), "watching.step": np.array(1)})
+
+
+def bomb(size: int) -> bytes:
+    return gzip.compress(bytes(size), 1)

@@ -1,0 +1,341 @@
+"""All that reads a file or a message, each with inputs that are made to harm it."""
+
+import json
+import os
+import struct
+import tempfile
+import zipfile
+from contextlib import suppress
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from allreduce import decision_table
+from allreduce.errors import AllReduceError
+from allreduce.machine import identify
+from benchmarks import compare, scaling, timeline
+from benchmarks.predicting import fitting
+from benchmarks.showing import plot, report, trace_plot
+from benchmarks.showing.results import FileError, load
+from benchmarks.showing.trace_file import load as load_trace
+from benchmarks.showing.verdict import verdict
+from trainers import datasets, random_state, resuming, roles, tf_config
+from trainers.errors import ArgumentError, CheckpointError, DataError, ModelFileError, RoleError
+from trainers.files import checkpoint, npz
+from trainers.files.model_file import BESIDE, HEADER
+from trainers.replicas.numpy.network import NumpyNetwork
+from trainers.watching.csv_logger import CSVLogger
+
+from . import files, peers
+from .layouts import Content, contents, lay, lay_all
+from .mutations import gzipped, mutated, texts, trees
+from .running import Reader, quietly
+
+# Data sets
+
+
+def _read_idx(value: dict[str, Content | None], folder: Path) -> None:
+    lay_all(folder, value)
+    datasets.load(str(folder))
+
+
+def _idx() -> "st.SearchStrategy[Any]":
+    def part(seeds: list[bytes]) -> "st.SearchStrategy[Any]":
+        return st.one_of(st.sampled_from(seeds), contents(gzipped(mutated(seeds, 3))))
+
+    def named(ending: str, images: Any, labels: Any, tests: Any) -> dict[str, Any]:
+        return {
+            f"train-images-idx3-ubyte{ending}": images,
+            f"train-labels.idx1-ubyte{ending}": labels,
+            f"t10k-images-idx3-ubyte{ending}": tests,
+            f"t10k-labels-idx1-ubyte{ending}": None if tests is None else labels,
+        }
+
+    images, labels = part(files.IMAGES), part(files.LABELS)
+    return st.builds(named, st.sampled_from(("", ".gz")), images, labels, st.none() | images)
+
+
+def _read_data(value: tuple[str, Content], folder: Path) -> None:
+    name, content = value
+    datasets.load(lay(folder / name, content))
+
+
+def _csv() -> "st.SearchStrategy[Any]":
+    cells = st.one_of(st.sampled_from(("1", "2.5", "cat", "", " ", '"', "nan", "1e999", "0x1p3", "\0", "\x1b[2J")), st.text(max_size=6))
+    rows = st.lists(st.lists(cells, min_size=1, max_size=4).map(",".join), max_size=6)
+    ends = st.sampled_from(("\n", "\r\n", "\r", "\x0b", "\x85", "\u2028", "\n\n"))
+    made = st.builds(lambda lines, end: end.join(lines).encode(errors="surrogatepass"), rows, ends)
+    codings = st.sampled_from(("utf-8", "utf-16", "latin-1", "utf-8-sig"))
+    coded = st.builds(lambda text, coding: text.decode(errors="replace").encode(coding, "replace"), made, codings)
+    everything = gzipped(st.one_of(mutated(files.TABLES), made, coded))
+    return st.tuples(st.sampled_from(("set.csv", "set.csv.gz")), contents(everything))
+
+
+def _members(good: "list[dict[str, bytes]]", headers: "dict[str, st.SearchStrategy[bytes]] | None" = None) -> "st.SearchStrategy[bytes]":
+    """Archives with members of these, some of them altered, in the file that the zip format makes of them or a damaged one."""
+    descr = st.sampled_from(
+        ("'<f4'", "'<i8'", "'|u1'", "'|O'", "'<U4'", "'|S0'", "'<M8[s]'", "[('a', '<f4')]", "'<c16'", "('<f4', (2,))", "3", "'|V0'")
+    )
+    shape = st.one_of(
+        st.sampled_from(("(4, 2)", "()", "(0,)", "(-1,)", f"({2**62},)", f"({10**30}, 2)", "(0, 4294967295, 65536)", "[4]", "'4'")),
+        st.lists(st.integers(-2, 10), max_size=40).map(lambda sizes: str(tuple(sizes))),
+    )
+    array = st.sampled_from((files.X, files.Y, np.zeros(0), np.ones(3, np.uint8)))
+    claimed = st.builds(files.header, array, descr, shape, st.sampled_from(("", "'x': 1", "(" * 500)))
+    plain = st.one_of(
+        st.sampled_from([np.nan, np.inf, -1, 2**40, 1e300]).map(lambda value: files.npy(np.full((6, 4), value))),
+        st.sampled_from((np.array("text"), np.zeros(7, bool), np.ones((6, 4), complex), np.ones((1,) * 32))).map(files.npy),
+    )
+    names = sorted({name for each in good for name in each})
+
+    def members(which: dict[str, bytes], changes: list[tuple[str, bytes]], extra: list[tuple[str, bytes]]) -> Any:
+        return [(f"{name}.npy", content) for name, content in ({**which, **dict(changes)}).items()] + extra
+
+    def change(name: str) -> "st.SearchStrategy[tuple[str, bytes]]":
+        valid = [each[name] for each in good if name in each]
+        own = [headers[name]] * 3 if headers and name in headers else []
+        return st.tuples(st.just(name), st.one_of(*own, mutated(valid, 3), claimed, plain))
+
+    extra = st.tuples(st.sampled_from(("x.npy", "x", "../x.npy", "\x1b[31m.npy", f"{BESIDE}.rank-1.a.npy", f"{BESIDE}.rank7.a.npy")), st.just(b""))
+    altered = st.one_of(*map(change, names))
+    listed = st.builds(members, st.sampled_from(good), st.lists(altered, max_size=2), st.lists(extra, max_size=1))
+    method = st.sampled_from((zipfile.ZIP_STORED,) * 6 + (zipfile.ZIP_DEFLATED,) * 2 + (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA))
+    claim = st.sampled_from((None,) * 12 + (0, 1, 1 << 40))
+    whole = st.builds(files.archive, listed, method, claim, st.sampled_from((b"",) * 5 + (b"PK\x05\x06" * 9, b"\0" * 900)))
+    valid = [files.archive([(f"{name}.npy", each[name]) for name in each], zipfile.ZIP_STORED, None, b"") for each in good]
+    return st.one_of(whole, whole, mutated(valid, 4))
+
+
+def _npz() -> "st.SearchStrategy[Any]":
+    return st.tuples(st.just("set.npz"), contents(gzipped(_members(files.data_sets()))))
+
+
+# Models and checkpoints
+
+
+def _read_model(value: Content, folder: Path) -> None:
+    path = lay(folder / "model.npz", value)
+    with suppress(ModelFileError):
+        files.network().restore(path)
+    made = NumpyNetwork.load(path)
+    if made.sizes[0] < 1000:
+        with np.errstate(all="ignore"):
+            made.predict(np.zeros((2, made.sizes[0]), np.float32))
+
+
+def _text_array(seeds: list[Any]) -> "st.SearchStrategy[bytes]":
+    return texts(seeds).map(lambda text: files.npy(np.array(text.decode(errors="replace"))))
+
+
+def _models() -> "st.SearchStrategy[Any]":
+    return contents(_members([files.model()], {HEADER: _text_array([files.model_header()])}))
+
+
+def _read_checkpoints(value: dict[str, Content], folder: Path) -> None:
+    lay_all(folder, value)
+    found = checkpoint.newest(str(folder))
+    for name in value:
+        with suppress(CheckpointError):
+            checkpoint.read(str(folder / name))
+    if found is None:
+        return
+    path, saved = found
+    network = files.network()
+    resuming.check(path, saved, network, {"batch_size": 4, "seed": 0}, 3)
+    network.learning_rates = saved.progress.rates
+    network.load_state(saved.state)
+    for own in saved.local:
+        npz.unpacked(npz.packed(own))
+    checkpoint.prune(str(folder), saved.progress.total, 1)
+    checkpoint.clean(str(folder))
+
+
+def _checkpoints() -> "st.SearchStrategy[Any]":
+    with tempfile.TemporaryDirectory() as folder:
+        whole, members, said = files.checkpoint_members(Path(folder))
+    names = [f"checkpoint-{number:08d}.npz" for number in (1, 2, 3)] + ["checkpoint-99999999999999999999.npz", "best.npz", ".best.npz.01234567"]
+    ours = {HEADER: _text_array([files.model_header()])}
+
+    def signed(tree: Any, altered: dict[str, bytes]) -> bytes:
+        """With checksums that fit, so that what it says is looked at."""
+        held = {**members, **altered}
+        if isinstance(tree, dict):
+            tree = {**tree, "checksums": {name: zipfile.crc32(each) for name, each in held.items() if name != BESIDE}}  # type: ignore[attr-defined]
+        held[BESIDE] = files.npy(np.array(json.dumps(tree)))
+        return files.archive([(f"{name}.npy", each) for name, each in held.items()], zipfile.ZIP_STORED, None, b"")
+
+    changes = st.lists(
+        st.sampled_from(sorted(members)).flatmap(
+            lambda which: st.tuples(st.just(which), st.one_of(*[ours[name] for name in ours if name == which], mutated([members[which]], 2)))
+        ),
+        max_size=1,
+    ).map(dict)
+    one = st.one_of(
+        st.builds(signed, trees([said], 2), changes), mutated([whole], 2), _members([members], {BESIDE: _text_array([said]), **ours})
+    )
+    return st.dictionaries(st.sampled_from(names), contents(one), min_size=1, max_size=3)
+
+
+# What this library says of itself, in JSON
+
+
+def _read_decisions(value: Content, folder: Path) -> str:
+    path = Path(lay(folder / "table.json", value))
+    entries = decision_table.loads(decision_table.read_text(path), identify())
+    decision_table.dumps(entries)
+    for key, steps in entries.items():
+        rule = decision_table._as_rule({(key.dtype, key.memory): steps}, lambda *_: ("ring", ""))
+        for size in (0, 4096, 1 << 40):
+            said = rule(None, size, np.dtype(np.float32), 0)  # type: ignore[arg-type]
+    return "" if not entries else said[1]
+
+
+def _said_by_auto(value: Content, folder: Path) -> str:
+    """What rank 0 says of a table: whatever is wrong with it must not stop a training."""
+    path = Path(lay(folder / "table.json", value))
+    return decision_table._read(peers.OneNode(), path)[1]  # type: ignore[arg-type]
+
+
+def _read_cluster(value: str, _: Path) -> None:
+    config = tf_config.read(value)
+    if config is None:
+        return
+    str(config)
+    with suppress(RoleError):
+        roles.by_task(config, [config.task] * min(sum(config.tasks), 100))
+
+
+def _clusters() -> "st.SearchStrategy[Any]":
+    return st.one_of(texts(files.cluster()).map(lambda text: text.decode(errors="replace")), st.text(max_size=30))
+
+
+def _read_results(value: tuple[Content, Content], folder: Path) -> str:
+    paths = [lay(folder / name, content) for name, content in zip(("a.json", "b.json"), value, strict=True)]
+    code, said = quietly(compare.main, paths)  # type: ignore[arg-type]
+    for path in paths:
+        with suppress(FileError):
+            verdict(load(path))
+    return _outcome(code, said)
+
+
+def _outcome(code: int, said: str) -> str:
+    if code == 2:
+        raise FileError(said.rstrip("\n"))
+    return said
+
+
+def _read_fit(value: Content, folder: Path) -> str:
+    points, _ = fitting.read([lay(folder / "a.json", value)])
+    fitting.fit(points[:20], fitting.Machine(), rounds=1)
+    return ""
+
+
+def _read_scaling(value: Content, folder: Path) -> str:
+    return _outcome(*quietly(scaling.main, ["--fit", lay(folder / "a.json", value), "--max-ranks", "4"]))  # type: ignore[arg-type]
+
+
+class _Page(HTMLParser):
+    """Counts what a page would run or load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.harmful = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.harmful += tag in ("img", "iframe", "object") or any(name.startswith("on") for name, _ in attrs)
+
+
+def _read_page(value: Content, folder: Path) -> str:
+    run = load(lay(folder / "a.json", value))
+    said = verdict(run)
+    page = report.page(run, said)
+    head, _, rest = page.partition("</script>")  # plotly's own
+    parser = _Page()
+    parser.feed(rest)
+    assert not parser.harmful and "<script>alert" not in rest and "alert(1)</script>" not in rest
+    plot.draw(run)
+    return "\n".join(said)
+
+
+def _results() -> "st.SearchStrategy[Any]":
+    return contents(texts(files.results()))
+
+
+def _read_trace(value: Content, folder: Path) -> str:
+    return _outcome(*quietly(timeline.main, [lay(folder / "trace $\\a.json", value)]))  # type: ignore[arg-type]
+
+
+def _draw_trace(value: Content, folder: Path) -> str:
+    path = lay(folder / "trace $\\a.json", value)
+    trace_plot.draw(load_trace(path), os.path.basename(path))
+    return ""
+
+
+def _read_log(value: Content, folder: Path) -> None:
+    logger = CSVLogger(lay(folder / "log.csv", value), append=True)
+    logger.set_trainer(peers.Alone())
+    logger.on_train_begin()
+    logger.on_epoch_end(0, {"loss": 1.0})
+    logger.on_train_end()
+
+
+def _logs() -> "st.SearchStrategy[Any]":
+    seeds = [b"epoch,loss\n0,1.5\n", b'epoch,"a\nb"\n', b"epoch,loss", b"\xef\xbb\xbfepoch\n", b"a" * 70000]
+    return contents(mutated(seeds))
+
+
+# Messages
+
+
+def _read_own(value: bytes, _: Path) -> None:
+    npz.unpacked(value)
+
+
+def _read_random(value: dict[str, Any], _: Path) -> None:
+    before = random_state.take()
+    try:
+        random_state.load({name: np.array(array) for name, array in value.items()})
+        np.random.random(3)
+        np.random.randn(3)
+    finally:
+        random_state.load(before)
+
+
+def _randoms() -> "st.SearchStrategy[Any]":
+    state = {name: array.tolist() for name, array in random_state.take().items()}
+    return trees([state], 2).filter(lambda tree: isinstance(tree, dict))
+
+
+def _notes() -> "st.SearchStrategy[Any]":
+    head = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4).map(lambda numbers: struct.pack("<4q", *numbers))
+    known = st.builds(lambda kind: struct.pack("<4q", kind, 1, 1, 1), st.integers(0, 3))
+    text = st.one_of(st.text(max_size=20).map(lambda words: words.encode(errors="surrogatepass")), st.binary(max_size=600), st.just(b"\x1b[2J"))
+    whole = st.builds(bytes.__add__, st.one_of(head, known), text)
+    return st.lists(st.one_of(whole, mutated([bytes(40)])), max_size=3)
+
+
+FILES = (DataError,)
+READERS = [
+    Reader("IDX", _idx(), _read_idx, FILES),
+    Reader("CSV", _csv(), _read_data, FILES),
+    Reader("npz data set", _npz(), _read_data, FILES),
+    Reader("model", _models(), _read_model, (ModelFileError,)),
+    Reader("checkpoints", _checkpoints(), _read_checkpoints, (CheckpointError, ModelFileError)),
+    Reader("decision table", contents(texts([files.decision()])), _read_decisions, (decision_table.TableError, OSError)),
+    Reader("auto's table", contents(texts([files.decision()])), _said_by_auto, ()),
+    Reader("TF_CONFIG", _clusters(), _read_cluster, (RoleError,)),
+    Reader("compare", st.tuples(_results(), _results()), _read_results, (FileError,)),
+    Reader("fit", _results(), _read_fit, (FileError,), 0.3),
+    Reader("scaling", _results(), _read_scaling, (FileError,), 0.02),
+    Reader("report", _results(), _read_page, (FileError,), 0.02),
+    Reader("timeline", contents(texts(files.trace())), _read_trace, (FileError,)),
+    Reader("timeline's picture", contents(texts(files.trace())), _draw_trace, (FileError,), 0.02),
+    Reader("CSV log", _logs(), _read_log, (ArgumentError,)),
+    Reader("a rank's trace", texts(files.recorded()), peers.read_trace, (AllReduceError,)),
+    Reader("a rank's own state", st.one_of(mutated([files.message()]), _members([{"random": files.npy(files.Y)}])), _read_own, (CheckpointError,)),
+    Reader("random state", _randoms(), _read_random, (KeyError, IndexError, TypeError, ValueError, OverflowError)),
+    Reader("notes", _notes(), peers.read_notes, (AllReduceError,)),
+]  # fmt: skip

@@ -1,0 +1,188 @@
+"""Runs a reader on many inputs, and counts what it did: accepted, refused by a named error, or anything else."""
+
+import contextlib
+import faulthandler
+import io
+import resource
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+BATCH = 500  # inputs of one run of Hypothesis, which remembers all of them
+LONGEST_SECONDS = 10  # that one input may take; most take a thousandth
+MOST_BYTES = 1 << 30  # of address space that a reader may take besides what its process has
+MOST_TEXT = 4000  # characters of an error
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Something that reads what others have written.
+
+    inputs: what it is given. read: reads one of them, in an empty folder; returns what it printed, or None; raises
+    one of `errors` to refuse it, and nothing else. share: of all inputs of a run, for those that are slow.
+    """
+
+    name: str
+    inputs: "st.SearchStrategy[Any]"
+    read: Callable[[Any, Path], str | None]
+    errors: tuple[type[Exception], ...]
+    share: float = 1.0
+
+
+@dataclass
+class Count:
+    """What a reader did. others: for each kind of defect one traceback, with the input that showed it."""
+
+    reader: str
+    inputs: int = 0
+    accepted: int = 0
+    refused: int = 0
+    defects: int = 0
+    peak_bytes: int = 0
+    seconds: float = 0.0
+    others: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Hung(BaseException):
+    """An input took longer than LONGEST_SECONDS."""
+
+
+def run(reader: Reader, inputs: int, first: int, folder: Path, progress: Callable[[Count], object] | None = None) -> Count:
+    """Read so many inputs. first: the seed. folder: for its files."""
+    count, begin, resident = Count(reader.name), time.monotonic(), _resident("VmRSS")
+    _forget_peak()
+    batch = 0
+    while count.inputs < inputs:
+        _one_batch(reader, min(BATCH, inputs - count.inputs), first * 1_000_003 + batch, folder, count)
+        batch += 1
+        count.seconds = time.monotonic() - begin
+        count.peak_bytes = max(count.peak_bytes, _resident("VmHWM") - resident)
+        if progress is not None:
+            progress(count)
+    return count
+
+
+def _one_batch(reader: Reader, inputs: int, number: int, folder: Path, count: Count) -> None:
+    @seed(number)
+    @settings(
+        max_examples=inputs, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
+    @given(reader.inputs)
+    def one(value: Any) -> None:
+        count.inputs += 1
+        place = folder / f"{number}-{count.inputs}"
+        place.mkdir()
+        try:
+            judge(reader, value, place, count)
+        finally:
+            _remove(place)
+
+    one()
+
+
+def judge(reader: Reader, value: Any, folder: Path, count: Count) -> None:
+    """Read one input, and count what came of it."""
+    error: BaseException | None = None
+    said: str | None = None
+    try:
+        with limited():
+            said = reader.read(value, folder)
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as raised:
+        error = raised
+    problem = _problem(reader, error, said)
+    if problem is not None:
+        count.defects += 1
+        shown = repr(value)
+        shown = shown if len(shown) < 3000 else shown[:3000] + "..."
+        trace = "".join(traceback.format_exception(error)) if error else ""
+        count.others.setdefault(problem, f"{problem}\ninput: {shown}\n{trace[-6000:]}")
+    elif error is None:
+        count.accepted += 1
+    else:
+        count.refused += 1
+
+
+def _problem(reader: Reader, error: BaseException | None, said: str | None) -> str | None:
+    """What is wrong with an outcome, in a line that is the same for the same defect."""
+    if error is not None:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        if not isinstance(error, reader.errors):
+            return f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}"
+        if any(isinstance(each, MemoryError) for each in _chain(error)):
+            return f"more than {MOST_BYTES} bytes were asked for, before {Path(where.filename).name}:{where.lineno}"
+        said = str(error)
+        if len(said) > MOST_TEXT:
+            return f"an error of {len(said):.0e} characters from {Path(where.filename).name}:{where.lineno}"
+    if said is not None and not all(char.isprintable() or char == "\n" for char in said):
+        return "characters that no terminal should get" + (f", from {Path(where.filename).name}:{where.lineno}" if error else "")
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """Meanwhile this process may take MOST_BYTES more, and LONGEST_SECONDS."""
+
+    def ring(*_: object) -> None:
+        raise Hung(f"nothing after {LONGEST_SECONDS} s")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.signal(signal.SIGALRM, ring)
+    resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + MOST_BYTES, hard))
+    signal.setitimer(signal.ITIMER_REAL, LONGEST_SECONDS)
+    faulthandler.dump_traceback_later(3 * LONGEST_SECONDS, exit=True)  # where no handler of Python's is reached
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGALRM, before)
+
+
+def quietly(main: Callable[[list[str]], int], arguments: list[str]) -> tuple[int, str]:
+    """The exit code of a command, and all that it printed."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = main(arguments)
+    return code, out.getvalue()
+
+
+def _remove(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+    folder.rmdir()
+
+
+def _status(name: str) -> int:
+    """A line of /proc/self/status, in bytes; 0 where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
+
+
+_resident = _status
+
+
+def _forget_peak() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
