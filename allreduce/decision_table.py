@@ -25,6 +25,7 @@ from allreduce.topology import Topology
 ENVIRONMENT = "ALLREDUCE_TABLE"  # a path; empty: no table
 MOST_BYTES = 1 << 24  # a table of a hundred thousand entries
 FORMAT, VERSION = "allreduce decision table", 1
+QUOTES = "'\""
 MEMORY = {FOREIGN: "foreign", ALLOCATED: "allocated"}
 
 Rule = Callable[[Topology, int, np.dtype, int], tuple[str, str]]
@@ -91,13 +92,15 @@ def loads(text: str, machine: Machine) -> Entries:
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise TableError("it is no decision table")
     if table.get("version") != VERSION:
-        raise TableError(f"it has version {table.get('version')} of the format, and this is version {VERSION}")
+        raise TableError(
+            f"it has version {notices.shown(table.get('version'))} of the format, and this is version {VERSION}"
+        )
     if table.get("machine") != machine:
         raise TableError(f"it was measured on another machine ({_words(table.get('machine'))}; here {_words(machine)})")
     try:
         return {_key(entry): _steps(entry["ranges"]) for entry in table["entries"]}
-    except (KeyError, TypeError, ValueError) as error:
-        raise TableError(f"an entry is malformed ({type(error).__name__}: {error})") from None
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise TableError(f"an entry is malformed ({type(error).__name__}: {notices.shown(str(error), 200)})") from None
 
 
 def rule_for(comm: MPI.Intracomm, topology: Topology, given: str | os.PathLike[str] | None, builtin: Rule) -> Rule:
@@ -167,7 +170,10 @@ def read_text(path: Path) -> str:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise TableError(f"it has more than {MOST_BYTES} bytes")
-    return content.decode("utf-8")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TableError(f"it is no text ({error})") from None
 
 
 def topology_key(topology: Topology) -> tuple[tuple[int, ...], bool]:
@@ -198,4 +204,8 @@ def _steps(ranges: list[dict[str, Any]]) -> list[Step]:
 
 
 def _words(machine: object) -> str:
-    return ", ".join(f"{key} {value}" for key, value in machine.items()) if isinstance(machine, dict) else "unknown"
+    """A machine, which another rank or another program may have described."""
+    if not isinstance(machine, dict):
+        return "unknown"
+    parts = list(machine.items())[: len(Machine.__annotations__)]
+    return ", ".join(f"{notices.shown(key)[1:-1]} {notices.shown(value).strip(QUOTES)}" for key, value in parts)

@@ -43,6 +43,8 @@ def _waits(found: Summary) -> list[str]:
         lines.append(f"  rank {who} waited {seconds:.3f} s for rank {whom}")
     if len(pairs) > MOST_PAIRS:
         lines.append(f"  and {len(pairs) - MOST_PAIRS} pairs more")
+    if not found.late:  # a trace of another program's, or one of which a part was left out
+        return lines
     rank, times = max(found.late.items(), key=lambda each: (each[1], -each[0]))
     lost = sum(seconds for (_, whom), seconds in found.waits.items() if whom == rank)
     part = lost / (found.seconds * (found.ranks - 1)) if found.ranks > 1 and found.seconds else 0.0

@@ -17,7 +17,9 @@ import pytest
 from allreduce import decision_table
 from allreduce.machine import identify
 from trainers import datasets
+from trainers.datasets import table
 from trainers.errors import ArgumentError, DataError, ModelFileError
+from trainers.files import regular
 from trainers.replicas.numpy.network import NumpyNetwork
 
 ENOUGH = 1 << 30  # no reader may hold so many bytes for any of these files
@@ -134,10 +136,22 @@ def test_idx(tmp_path: Path, fault: str) -> None:
         datasets.load(str(tmp_path))
 
 
-def test_csv_bomb(tmp_path: Path) -> None:
-    path = tmp_path / "set.csv.gz"
-    path.write_bytes(ZEROS * 64)
-    with pytest.raises(DataError, match=r"set\.csv\.gz unpacks to more than"):
+CSV = {
+    "one long line": (ZEROS * 64, "line 1 has more than"),
+    "no line at all": (gzip.compress(b"\n" * (1 << 21)), "unpacks to more than"),
+    "short lines": (gzip.compress(b"1,1\n" * (1 << 19)), "unpacks to more than"),
+    "many names": (gzip.compress("".join(f"1,a{label}\n" for label in range(1 << 12)).encode()), "different labels"),
+}
+
+
+@pytest.mark.parametrize("fault", CSV)
+def test_csv_bomb(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regular, "LEAST_LIMIT", 1 << 20)
+    monkeypatch.setattr(table, "LONGEST_LINE", 1 << 16)
+    monkeypatch.setattr(table, "MOST_NAMES", 1 << 10)
+    path, (content, complaint) = tmp_path / "set.csv.gz", CSV[fault]
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"set\.csv\.gz.* {complaint}"):
         datasets.load(str(path))
 
 

@@ -4,6 +4,14 @@ They do not derive from allreduce.errors.AllReduceError, because data sets and s
 without MPI as well; `ranks` means the same here as there.
 """
 
+MOST_CHARACTERS = 2000  # of an error that quotes a file
+
+
+def printable(text: str) -> str:
+    """A text for people that quotes what others wrote: no control character of it reaches a terminal, nor megabytes."""
+    cut = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in cut)
+
 
 class TrainerError(Exception):
     """Base of the errors of this package.
@@ -23,11 +31,18 @@ class RoleError(ArgumentError):
     """The roles of the ranks make no sense: no worker left, a TF_CONFIG that does not describe these ranks."""
 
 
-class DataError(TrainerError, ValueError):
+class _FileError(TrainerError, ValueError):
+    """What is wrong with a file, which may be anybody's: what is quoted of it is made `printable`."""
+
+    def __init__(self, text: object = "") -> None:
+        super().__init__(printable(str(text)))
+
+
+class DataError(_FileError):
     """A data set is missing, truncated, mislabelled, empty or not numeric; the message names the file."""
 
 
-class ModelFileError(TrainerError, ValueError):
+class ModelFileError(_FileError):
     """A model file is missing, damaged or holds another model."""
 
 

@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 
+WORDS = 624  # of the generator's state
 PYTHON, NUMPY = "random.python", "random.numpy"
 
 
@@ -23,10 +24,13 @@ def take() -> dict[str, np.ndarray]:
 
 
 def load(state: dict[str, np.ndarray]) -> None:
-    """Go on with what `take` returned."""
+    """Go on with what `take` returned. Anything else raises one of a few usual errors, before anything is changed."""
     version, *words = state[PYTHON].tolist()
     gauss = state[f"{PYTHON}.gauss"].tolist()
-    random.setstate((version, tuple(words), gauss[0] if gauss else None))
     place, has_gauss, *keys = state[NUMPY].tolist()
     (cached,) = state[f"{NUMPY}.gauss"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, np.uint32), place, has_gauss, cached))
+    if len(keys) != WORDS or not 0 <= place <= WORDS or has_gauss not in (0, 1):
+        raise ValueError(f"NumPy's random state has {len(keys)} words, the next of them {place}")  # it would be read
+    numbers = np.array(keys, np.uint32)
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    np.random.set_state(("MT19937", numbers, place, has_gauss, cached))

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from allreduce.errors import AllReduceError, CollectiveTimeoutError
 
-TEXT_BYTES = 512
+HEAD_BYTES, TEXT_BYTES = 32, 512
 WAITING, WENT_ON, LEFT, STALLED = range(4)
 NOT_COME = "has not come: it computes, is stopped, or waits for something else"
 
@@ -116,8 +116,10 @@ class Notes:
         while (message := self.comm.Improbe(status=status)) is not None:
             buffer = bytearray(status.Get_count(MPI.BYTE))
             message.Recv([buffer, MPI.BYTE])
-            kind, number, turn, word = np.frombuffer(buffer[:32], np.int64).tolist()
-            text = buffer[32:].decode(errors="replace")
+            if not HEAD_BYTES <= len(buffer) <= HEAD_BYTES + TEXT_BYTES:
+                continue  # of no rank that runs this version
+            kind, number, turn, word = np.frombuffer(buffer[:HEAD_BYTES], np.int64).tolist()
+            text = "".join(filter(str.isprintable, buffer[HEAD_BYTES:].decode(errors="replace")))
             note = Note(kind, number, turn, word, text, time.monotonic())
             if kind == LEFT:
                 self.left[status.source] = note

@@ -16,6 +16,7 @@ from allreduce.messages.agreement import raise_together, root_value
 from allreduce.topology import Topology
 
 CONNECT_SECONDS = 3.0
+LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
 
 Found = tuple[dist.Store, int, int]
@@ -73,15 +74,22 @@ def _meet(topology: Topology, timeout: timedelta) -> dist.Store:
     """Rank 0 serves a TCPStore at a free port; the others take the first of its addresses that they reach."""
     server = None
     if topology.rank == 0:
-        server = dist.TCPStore("localhost", 0, None, True, timeout, wait_for_workers=False)
+        server = _serve(topology.nodes == 1, timeout)
     told = [server.port, _addresses()] if server else None
     port, addresses = root_value(topology.world, told, "learn where rank 0's store is")
     if topology.nodes == 1:
-        addresses = ["localhost"]
-    address = "localhost" if server else _reachable(addresses, port)
+        addresses = [LOOPBACK]
+    address = LOOPBACK if server else _reachable(addresses, port)
     raise_together(topology.world, None if address else _unreachable(addresses, port))
     assert address is not None
     return server or dist.TCPStore(address, port, None, False, timeout)
+
+
+def _serve(locally: bool, timeout: timedelta) -> dist.TCPStore:
+    """A store at a free port. It asks nobody who he is, so that of one machine's ranks listens to no other machine."""
+    listener = socket.create_server((LOOPBACK, 0)) if locally else socket.create_server(("", 0))
+    port, file = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(LOOPBACK, port, None, True, timeout, wait_for_workers=False, master_listen_fd=file)
 
 
 def _addresses() -> list[str]:

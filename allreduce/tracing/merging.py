@@ -19,6 +19,7 @@ Event = dict[str, Any]
 
 WAITED = "waited"  # a span of this kind names the series and the number of the call that was waited for
 WAIT, REDUCE = "wait", "reduce"  # categories, as are the kinds of spans
+MOST = 1 << 62  # of a number that another rank tells
 ROWS = ("training", "in the background")
 
 
@@ -35,6 +36,34 @@ class Arrival(NamedTuple):
 
     rank: int
     time: int
+
+
+def recorded(told: Any) -> Recorded:
+    """What another rank has told of itself, as JSON has it. Anything else raises one of a few usual errors."""
+    spans, calls, left_out = told
+    return Recorded(
+        [(_number(row), str(kind), _number(begin), _number(end)) for row, kind, begin, end in spans],
+        [
+            (
+                _number(row),
+                _number(series),
+                _number(turn),
+                str(name),
+                _number(came),
+                _number(begin),
+                _number(end),
+                dict(about),
+            )
+            for row, series, turn, name, came, begin, end, about in calls
+        ],
+        _number(left_out),
+    )
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not -MOST <= value <= MOST:
+        raise ValueError(f"{value!r} is no number")
+    return value
 
 
 def on_one_clock(recorded: Recorded, first: Comparison, last: Comparison) -> Recorded:

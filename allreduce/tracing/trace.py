@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from threading import get_ident
 from typing import Any, TextIO
 
-from allreduce.errors import OptionError
+from allreduce import notices
+from allreduce.errors import CommunicationError, OptionError
 from allreduce.messages.agreement import together
 from allreduce.messages.parcels import bytes_to_root
 from allreduce.notices import log
@@ -17,7 +19,6 @@ from allreduce.tracing import clocks, merging
 from allreduce.tracing.merging import Call, Recorded, Span
 
 MOST_SPANS = 200_000  # a rank; about 30 MB
-PIECE = 1 << 28  # bytes in a message
 now = time.perf_counter_ns
 
 
@@ -111,7 +112,7 @@ class Trace:
         mine = Recorded(self._spans, self._calls, self._left_out)
         self._spans, self._calls = [], []
         packed = bytes_to_root(self._comm, json.dumps(mine).encode(), "collect a trace")
-        return [Recorded(*json.loads(message)) for message in packed]
+        return [_of_rank(rank, text) for rank, text in enumerate(packed)]
 
     def _write(self, everyone: list[Recorded], last: list[clocks.Comparison]) -> None:
         ranks = [
@@ -127,6 +128,15 @@ class Trace:
         }
         with _replacing(self.path) as file:
             merging.write(file, events, about)
+
+
+def _of_rank(rank: int, text: bytes) -> Recorded:
+    """What a rank has recorded. Raises CommunicationError when it can't be read."""
+    try:
+        return merging.recorded(json.loads(text))
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
+        reason = notices.shown(str(error), 200)
+        raise CommunicationError(f"what rank {rank} has recorded can't be read: {reason}") from error
 
 
 class _Rows(dict[int, int]):
@@ -201,9 +211,10 @@ def _replacing(path: str) -> Iterator[TextIO]:
     """A text file that becomes `path` when it is complete; a device or a pipe is written to. Raises OptionError."""
     target = os.path.realpath(path)
     special = os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target)
-    aside = target if special else f"{target}.{os.getpid()}.part"
+    folder, name = os.path.split(target)
+    aside = target if special else os.path.join(folder, f".{name}.{secrets.token_hex(4)}")  # which nobody can foresee
     try:
-        with open(aside, "w", encoding="ascii") as file:
+        with open(aside, "w" if special else "x", encoding="ascii") as file:
             yield file
         if not special:
             os.replace(aside, target)

@@ -42,7 +42,7 @@ def gloo(topology: Topology, op: str) -> Contender:
     """torch.distributed with gloo in the same processes, as PyTorch's DDP uses it on CPUs."""
     torch = _import_torch(topology.world)
     distributed = torch.distributed
-    _join(distributed, topology)
+    join(distributed, topology)
     names = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
     torch_op = getattr(distributed.ReduceOp, names[op])
     tensors: dict[tuple[int, int, np.dtype], Any] = {}  # DDP keeps its tensors too
@@ -80,7 +80,7 @@ def _import_torch(comm: MPI.Intracomm) -> Any:
     return torch
 
 
-def _join(distributed: Any, topology: Topology) -> None:
+def join(distributed: Any, topology: Topology) -> None:
     """Make all ranks one process group, or raise the same error on all of them. Collective."""
     host, port, store = _meet(distributed, topology)
     error = None
@@ -104,8 +104,10 @@ def _meet(distributed: Any, topology: Topology) -> tuple[str, int, Any]:
     if topology.rank == 0:
         host = "127.0.0.1" if local else socket.getfqdn()
         try:
+            listener = socket.create_server(("127.0.0.1" if local else "", 0))  # or torch listens on all interfaces
+            port, file = listener.getsockname()[1], listener.detach()
             store = distributed.TCPStore(
-                host, 0, topology.size, is_master=True, wait_for_workers=False, timeout=TIMEOUT
+                host, port, topology.size, True, TIMEOUT, wait_for_workers=False, master_listen_fd=file
             )
             place = (host, store.port)
         except (OSError, RuntimeError) as failed:

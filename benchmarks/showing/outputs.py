@@ -1,6 +1,7 @@
 """Files that a benchmark writes: checked before it measures, written aside and renamed."""
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from mpi4py import MPI
 
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.messages.agreement import raise_together, root_value
+from trainers.files.model_file import is_special, replacing
 
 
 def check(comm: MPI.Intracomm, wanted: Mapping[str, str | None]) -> None:
@@ -31,18 +33,8 @@ def write(path: str | os.PathLike[str], content: bytes | str) -> None:
 
     A link stays a link, and what is no regular file (/dev/null) is written to, not replaced.
     """
-    data = content.encode() if isinstance(content, str) else content
-    if _is_special(path):
-        Path(path).write_bytes(data)
-        return
-    target, aside = _places(path)
-    try:
-        with aside.open("xb") as file:
-            file.write(data)
-        aside.replace(target)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    with replacing(os.fspath(path)) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def put(target: str | None, text: str) -> None:
@@ -57,24 +49,13 @@ def unwritable(path: str) -> str | None:
     """Why `write` would fail at `path`, or None."""
     if not path or os.path.isdir(path):  # not Path.is_dir, which raises where a folder may not be looked into
         return "this is a folder; give the name of a file" if path else "give the name of a file"
-    if _is_special(path):
+    if is_special(path):
         return None if os.access(path, os.W_OK) else "it can't be written to; give the name of a file"
-    target, probe = _places(path)
-    if not os.path.isdir(target.parent):
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(folder):
         return f"the folder {Path(path).parent} does not exist; make it first"
     try:
-        probe.open("xb").close()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        return f"it can't be made in {target.parent} ({error.strerror}); give another place"
+        return f"it can't be made in {folder} ({error.strerror}); give another place"
     return None
-
-
-def _is_special(path: str | os.PathLike[str]) -> bool:
-    return os.path.exists(path) and not os.path.isfile(path)
-
-
-def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """The file itself, behind all links, and the one beside it that is written first."""
-    target = Path(os.path.realpath(path))
-    return target, target.with_name(f".{target.name}.{os.getpid()}.part")

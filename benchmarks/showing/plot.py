@@ -47,9 +47,12 @@ def draw(run: Run, kind: str = "png") -> bytes:
         f"AllReduce of {run.dtype} ({run.op}), {run.place()}\n{machine['cpu']}, {machine['cores']} cores, "
         f"{machine['mpi']}, {run.date[:10]}",
         fontsize=12,
+        parse_math=False,  # nothing that comes from a machine or a file is a formula
     )
     handles = {handle.get_label(): handle for axis in axes.flat for handle in axis.get_legend_handles_labels()[0]}
-    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=5, frameon=False)
+    legend = figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=5, frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=110)
     return content.getvalue()
@@ -113,6 +116,7 @@ def _panel(axis: Any, run: Run, memory: str, quantity: str) -> None:
             ha="right",
             va="top" if rising else "bottom",
             color="#555555",
+            parse_math=False,
         )
 
 

@@ -101,7 +101,7 @@ def _trace(backend: str, curve: Sequence[Result], quantity: str, in_legend: bool
         customdata=[[show(each.size), each.time_us, each.min_us, each.p99_us, each.busbw] for each in curve],
         hovertemplate="%{customdata[0]}: %{customdata[1]:.4g} us (min %{customdata[2]:.4g}, p99 %{customdata[3]:.4g})"
         "<br>busbw %{customdata[4]:.3g} GB/s",
-        name=backend,
+        name=escape(backend),  # plotly reads names as a kind of HTML
         legendgroup=backend,
         showlegend=in_legend,
         mode="lines+markers",
@@ -116,7 +116,7 @@ def _mark_crossovers(figure: Any, run: Run, memory: str, column: int, rising: bo
     for crossing, place in zip(found, apart([each.nbytes for each in found], LABEL_WIDTH, run), strict=True):
         figure.add_vline(x=crossing.nbytes, line={"color": "#888", "dash": "dot", "width": 1.2}, row=1, col=column)
         figure.add_annotation(
-            text=f"{crossing.before} → {crossing.after}, {show(crossing.nbytes)}",
+            text=escape(f"{crossing.before} → {crossing.after}, {show(crossing.nbytes)}"),
             x=math.log10(place),  # on a log axis annotations, unlike lines, take the exponent
             xref=f"x{column}" if column > 1 else "x",
             y=0.01 if not rising else 0.99,

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,15 +12,27 @@ from typing import Any
 
 import numpy as np
 
+from allreduce.notices import shown
+from trainers.errors import printable
+from trainers.files import regular
+
 FORMAT, VERSION = "allreduce bandwidth", 1
-WANTED = "give a file that python -m benchmarks.bandwidth --json FILE wrote"
 WANTED = "give a file that python -m benchmarks.bandwidth --json FILE wrote"
 MEMORIES = ("allocated", "foreign")
 TITLES = {"allocated": "arrays from allocate()", "foreign": "foreign arrays"}
 
 
+MOST_BYTES = 1 << 24  # of a file; one result takes 300
+MOST_RANKS, MOST_COUNT = 1 << 20, 1 << 62
+LEAST_US, MOST_US = 1e-6, 1e15  # thirty years
+LONGEST_TEXT = 1000  # of what is shown
+
+
 class FileError(ValueError):
-    """A file that holds no results of this version."""
+    """A file that holds no results of this version. What it quotes of the file is made printable."""
+
+    def __init__(self, text: object) -> None:
+        super().__init__(printable(str(text)))
 
 
 @dataclass(frozen=True)
@@ -105,40 +118,95 @@ def from_json(text: str) -> Run:
     """The run that `to_json` wrote; FileError says what is wrong with the text."""
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(f"it is no JSON ({error})") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise FileError("it holds no results of benchmarks.bandwidth --json")
     if found.get("version") != VERSION:
-        raise FileError(f"it has version {found.get('version')} of the format, and this is version {VERSION}")
+        raise FileError(f"it has version {shown(found.get('version'))} of the format, and this is version {VERSION}")
+    if found.get("results") == []:
+        raise FileError("nothing was measured in it")
     try:
-        fields = {name: found[name] for name in Run.__dataclass_fields__}
-        fields["results"] = [_checked(Result(**result)) for result in found["results"]]
-        if not isinstance(found["machine"], dict) or min(found["node_sizes"]) < 1:
-            raise ValueError(f"machine {found['machine']}, node_sizes {found['node_sizes']}")
-        return Run(**fields)
+        results = [_checked(Result(**result)) for result in found["results"]]
+        run = Run(**{**{name: found[name] for name in Run.__dataclass_fields__}, "results": results})
+        _check(run)
     except (KeyError, TypeError, ValueError) as error:
         raise FileError(f"it is incomplete or damaged ({type(error).__name__}: {error})") from None
+    return run
+
+
+def _check(run: Run) -> None:
+    """Raise ValueError unless everything has the type that it should have, and texts can be shown to people."""
+    machine, nodes = run.machine, run.node_sizes
+    if not isinstance(machine, dict) or not all(
+        isinstance(value, str | int | float | None) for value in machine.values()
+    ):
+        raise ValueError(f"machine={shown(machine)}")
+    if not isinstance(nodes, list) or not nodes or not all(_is_count(size, 1) for size in nodes):
+        raise ValueError(f"node_sizes={shown(nodes)}")
+    if type(run.simulated) is not bool or sum(nodes) > MOST_RANKS or not isinstance(run.skipped, dict):
+        raise ValueError(f"simulated={shown(run.simulated)}, {sum(nodes)} ranks, skipped={shown(run.skipped)}")
+    if not _is_count(machine.get("cores", 1), 1):
+        raise ValueError(f"cores={shown(machine['cores'])}")
+    texts = [run.dtype, run.op, run.date, *machine, *(value for value in machine.values() if isinstance(value, str))]
+    for text in texts:
+        _check_text(text)
+    for text in (run.command, *run.skipped, *run.skipped.values()):
+        _check_text(text.replace("\n", " ") if isinstance(text, str) else text)
 
 
 def _checked(result: Result) -> Result:
-    """The same result, if its figures can be divided by."""
-    figures = (result.size, result.count, result.time_us, result.min_us, result.p99_us)
-    if result.memory not in MEMORIES or not all(0 < figure < math.inf for figure in figures):
-        raise ValueError(str(result))
+    """The same result, if its figures can be divided by. Raises ValueError."""
+    counts = (result.size, result.count, result.iterations)
+    times = (result.time_us, result.min_us, result.p99_us)
+    rates = (result.algbw, result.busbw)
+    _check_text(result.backend)
+    if (
+        result.memory not in MEMORIES
+        or not all(_is_count(count, 1) for count in counts)
+        or not all(_is_number(time) and LEAST_US <= time <= MOST_US for time in times)
+        or not all(_is_number(rate) and 0 <= rate < math.inf for rate in rates)
+        or not (result.wrong is None or _is_count(result.wrong, 0))
+    ):
+        raise ValueError(shown(result, 300))
     return result
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value <= MOST_COUNT
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int or type(value) is float
+
+
+def _check_text(text: Any) -> None:
+    if not isinstance(text, str) or not text.isprintable() or len(text) > LONGEST_TEXT:
+        raise ValueError(f"{shown(text)} is no text that can be shown")
 
 
 def load(path: str | Path) -> Run:
     """The run saved in a file; FileError says what is wrong with it and what to give instead."""
+    text = text_of(path, MOST_BYTES, WANTED)
     try:
-        return from_json(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FileError(f"{path} can't be read ({error.strerror or error}); {WANTED}") from None
-    except UnicodeDecodeError:
-        raise FileError(f"{path}: it is no text; {WANTED}") from None
+        return from_json(text)
     except FileError as error:
         raise FileError(f"{path}: {error}; {WANTED}") from None
+
+
+def text_of(path: str | Path, most: int, wanted: str) -> str:
+    """What a regular file of at most so many bytes holds. Raises FileError, which says what is `wanted` instead."""
+    try:
+        with regular.open_regular(os.fspath(path)) as file:
+            content = regular.take(file, most + 1)
+    except OSError as error:
+        raise FileError(f"{path} can't be read ({error.strerror or error}); {wanted}") from None
+    if len(content) > most:
+        raise FileError(f"{path} has more than {most} bytes; {wanted}")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise FileError(f"{path}: it is no text; {wanted}") from None
 
 
 def to_csv(run: Run) -> str:

@@ -26,7 +26,7 @@ def draw(slices: list[Slice], title: str, kind: str = "png") -> bytes:
     axes.set_yticks(range(len(shown)), [name(*row) for row in shown])
     axes.invert_yaxis()
     axes.set_xlabel("time (ms)")
-    axes.set_title(title)
+    axes.set_title(title, parse_math=False)  # a file may have any name
     figure.legend(loc="outside lower center", ncols=len(kinds), frameon=False)
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=110)

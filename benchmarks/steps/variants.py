@@ -1,16 +1,14 @@
 """The variants of a training step that are timed: no communication, DDP on gloo or on us, MirroredOptimizer."""
 
 import importlib
-import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 
-from allreduce.messages.agreement import root_value
 from allreduce.topology import Topology
+from benchmarks.measuring.peers import join
 from benchmarks.steps.models import Workload
 from trainers.pytorch import MirroredOptimizer
 
@@ -40,7 +38,7 @@ class Variants:
     def __init__(self, topology: Topology, backend: str) -> None:
         self._topology, self._backend = topology, backend
         self._groups: dict[str, Any] = {}
-        _join_process_group(topology.world)
+        join(dist, topology)
 
     def make(self, name: str, workload: Workload) -> Variant:
         """A variant with a fresh model, equal on all ranks. Collective."""
@@ -71,15 +69,3 @@ class Variants:
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-def _join_process_group(comm: MPI.Intracomm) -> None:
-    """torch.distributed, for the peers: the address from rank 0 by MPI."""
-    if comm.rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            address = (socket.gethostbyname(socket.gethostname()), probe.getsockname()[1])
-    else:
-        address = None
-    host, port = root_value(comm, address, "meet for gloo")
-    dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=comm.rank, world_size=comm.size)

@@ -59,11 +59,30 @@ def _line(name: str, numbers: list[int], peak: int, seconds: float) -> str:
 
 def _one(name: str, inputs: int, seed: int) -> tuple[dict, list[str]]:
     """What a process of its own has counted, and what it met besides."""
-    command = [sys.executable, "-m", "tests.fuzz", "--child", "--readers", name, "--inputs", str(inputs), "--seed", str(seed)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz",
+        "--child",
+        "--readers",
+        name,
+        "--inputs",
+        str(inputs),
+        "--seed",
+        str(seed),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MPLBACKEND": "agg"}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-        count: dict = {"inputs": 0, "accepted": 0, "refused": 0, "defects": 0, "peak_bytes": 0, "seconds": 0.0, "others": {}}
+        count: dict = {
+            "inputs": 0,
+            "accepted": 0,
+            "refused": 0,
+            "defects": 0,
+            "peak_bytes": 0,
+            "seconds": 0.0,
+            "others": {},
+        }
         assert process.stdout is not None
         for line in process.stdout:
             count = json.loads(line)
@@ -84,9 +103,6 @@ def _child(args: argparse.Namespace) -> int:
     import faulthandler
     import logging
 
-    import mpi4py
-
-    mpi4py.rc.initialize = False
     from .readers import READERS
     from .running import Count, run
 

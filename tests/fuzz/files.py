@@ -135,7 +135,10 @@ def decision() -> dict[str, Any]:
 
 def cluster() -> list[dict[str, Any]]:
     return [
-        {"cluster": {"chief": ["h:1"], "worker": ["a:1", "b:2"], "ps": ["c:3"]}, "task": {"type": "worker", "index": 1}},
+        {
+            "cluster": {"chief": ["h:1"], "worker": ["a:1", "b:2"], "ps": ["c:3"]},
+            "task": {"type": "worker", "index": 1},
+        },
         {"cluster": {"worker": ["a:1"], "evaluator": ["e:1"]}, "task": {"type": "evaluator", "index": "0"}},
         {"cluster": {"worker": ["a:1", "b:1"]}},
         {},
@@ -147,7 +150,9 @@ def results() -> list[dict[str, Any]]:
     runs = []
     for ranks, speed in ((2, 1.0), (4, 1.5)):
         machine = {**identify(), "numpy": "2.0", "mpi4py": "4.0", "python": "3.11", "load_before": 0.1}
-        run = Run(machine, [ranks], False, "float32", "sum", "2026-01-02T03:04:05", "python -m benchmarks", {"nccl": "no"})
+        run = Run(
+            machine, [ranks], False, "float32", "sum", "2026-01-02T03:04:05", "python -m benchmarks", {"nccl": "no"}
+        )
         for size in (64, 65536, 1 << 20):
             for memory in ("allocated", "foreign"):
                 for backend in ("ring", "native", "auto"):

@@ -6,7 +6,15 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-PIPE, FOLDER, ENDLESS, NOWHERE, ITSELF, LOCKED, SPARSE = "pipe", "folder", "/dev/zero", "nowhere", "itself", "locked", "sparse"
+PIPE, FOLDER, ENDLESS, NOWHERE, ITSELF, LOCKED, SPARSE = (
+    "pipe",
+    "folder",
+    "/dev/zero",
+    "nowhere",
+    "itself",
+    "locked",
+    "sparse",
+)
 NO_FILE = (PIPE, FOLDER, ENDLESS, NOWHERE, ITSELF, LOCKED, SPARSE)
 
 Content = bytes | str  # a str: one of NO_FILE

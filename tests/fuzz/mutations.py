@@ -108,10 +108,10 @@ def _grow(tree: Any, changes: Sequence[tuple[str, int, Any, str]]) -> Any:
     for kind, place, value, key in changes:
         found = _places(tree) if isinstance(tree, dict | list) else []
         if not found:
-            return value
+            return copy.deepcopy(value)
         holder, name = found[place % len(found)]
         if kind == "replace":
-            holder[name] = value
+            holder[name] = copy.deepcopy(value)
         elif kind == "remove":
             del holder[name]
         elif isinstance(holder, list):

@@ -30,7 +30,7 @@ from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.watching.csv_logger import CSVLogger
 
 from . import files, peers
-from .layouts import Content, contents, lay, lay_all
+from .layouts import PIPE, Content, contents, lay, lay_all
 from .mutations import gzipped, mutated, texts, trees
 from .running import Reader, quietly
 
@@ -64,7 +64,10 @@ def _read_data(value: tuple[str, Content], folder: Path) -> None:
 
 
 def _csv() -> "st.SearchStrategy[Any]":
-    cells = st.one_of(st.sampled_from(("1", "2.5", "cat", "", " ", '"', "nan", "1e999", "0x1p3", "\0", "\x1b[2J")), st.text(max_size=6))
+    cells = st.one_of(
+        st.sampled_from(("1", "2.5", "cat", "", " ", '"', "nan", "1e999", "0x1p3", "\0", "\x1b[2J")),
+        st.text(max_size=6),
+    )
     rows = st.lists(st.lists(cells, min_size=1, max_size=4).map(",".join), max_size=6)
     ends = st.sampled_from(("\n", "\r\n", "\r", "\x0b", "\x85", "\u2028", "\n\n"))
     made = st.builds(lambda lines, end: end.join(lines).encode(errors="surrogatepass"), rows, ends)
@@ -74,20 +77,39 @@ def _csv() -> "st.SearchStrategy[Any]":
     return st.tuples(st.sampled_from(("set.csv", "set.csv.gz")), contents(everything))
 
 
-def _members(good: "list[dict[str, bytes]]", headers: "dict[str, st.SearchStrategy[bytes]] | None" = None) -> "st.SearchStrategy[bytes]":
-    """Archives with members of these, some of them altered, in the file that the zip format makes of them or a damaged one."""
+def _members(
+    good: "list[dict[str, bytes]]", headers: "dict[str, st.SearchStrategy[bytes]] | None" = None
+) -> "st.SearchStrategy[bytes]":
+    """Archives with members of these, some of them altered; or damaged ones."""
     descr = st.sampled_from(
-        ("'<f4'", "'<i8'", "'|u1'", "'|O'", "'<U4'", "'|S0'", "'<M8[s]'", "[('a', '<f4')]", "'<c16'", "('<f4', (2,))", "3", "'|V0'")
+        (
+            "'<f4'",
+            "'<i8'",
+            "'|u1'",
+            "'|O'",
+            "'<U4'",
+            "'|S0'",
+            "'<M8[s]'",
+            "[('a', '<f4')]",
+            "'<c16'",
+            "('<f4', (2,))",
+            "3",
+            "'|V0'",
+        )
     )
     shape = st.one_of(
-        st.sampled_from(("(4, 2)", "()", "(0,)", "(-1,)", f"({2**62},)", f"({10**30}, 2)", "(0, 4294967295, 65536)", "[4]", "'4'")),
+        st.sampled_from(
+            ("(4, 2)", "()", "(0,)", "(-1,)", f"({2**62},)", f"({10**30}, 2)", "(0, 4294967295, 65536)", "[4]", "'4'")
+        ),
         st.lists(st.integers(-2, 10), max_size=40).map(lambda sizes: str(tuple(sizes))),
     )
     array = st.sampled_from((files.X, files.Y, np.zeros(0), np.ones(3, np.uint8)))
     claimed = st.builds(files.header, array, descr, shape, st.sampled_from(("", "'x': 1", "(" * 500)))
     plain = st.one_of(
         st.sampled_from([np.nan, np.inf, -1, 2**40, 1e300]).map(lambda value: files.npy(np.full((6, 4), value))),
-        st.sampled_from((np.array("text"), np.zeros(7, bool), np.ones((6, 4), complex), np.ones((1,) * 32))).map(files.npy),
+        st.sampled_from((np.array("text"), np.zeros(7, bool), np.ones((6, 4), complex), np.ones((1,) * 32))).map(
+            files.npy
+        ),
     )
     names = sorted({name for each in good for name in each})
 
@@ -99,13 +121,22 @@ def _members(good: "list[dict[str, bytes]]", headers: "dict[str, st.SearchStrate
         own = [headers[name]] * 3 if headers and name in headers else []
         return st.tuples(st.just(name), st.one_of(*own, mutated(valid, 3), claimed, plain))
 
-    extra = st.tuples(st.sampled_from(("x.npy", "x", "../x.npy", "\x1b[31m.npy", f"{BESIDE}.rank-1.a.npy", f"{BESIDE}.rank7.a.npy")), st.just(b""))
+    extra = st.tuples(
+        st.sampled_from(("x.npy", "x", "../x.npy", "\x1b[31m.npy", f"{BESIDE}.rank-1.a.npy", f"{BESIDE}.rank7.a.npy")),
+        st.just(b""),
+    )
     altered = st.one_of(*map(change, names))
     listed = st.builds(members, st.sampled_from(good), st.lists(altered, max_size=2), st.lists(extra, max_size=1))
-    method = st.sampled_from((zipfile.ZIP_STORED,) * 6 + (zipfile.ZIP_DEFLATED,) * 2 + (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA))
+    method = st.sampled_from(
+        (zipfile.ZIP_STORED,) * 6 + (zipfile.ZIP_DEFLATED,) * 2 + (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+    )
     claim = st.sampled_from((None,) * 12 + (0, 1, 1 << 40))
-    whole = st.builds(files.archive, listed, method, claim, st.sampled_from((b"",) * 5 + (b"PK\x05\x06" * 9, b"\0" * 900)))
-    valid = [files.archive([(f"{name}.npy", each[name]) for name in each], zipfile.ZIP_STORED, None, b"") for each in good]
+    whole = st.builds(
+        files.archive, listed, method, claim, st.sampled_from((b"",) * 5 + (b"PK\x05\x06" * 9, b"\0" * 900))
+    )
+    valid = [
+        files.archive([(f"{name}.npy", each[name]) for name in each], zipfile.ZIP_STORED, None, b"") for each in good
+    ]
     return st.one_of(whole, whole, mutated(valid, 4))
 
 
@@ -156,7 +187,11 @@ def _read_checkpoints(value: dict[str, Content], folder: Path) -> None:
 def _checkpoints() -> "st.SearchStrategy[Any]":
     with tempfile.TemporaryDirectory() as folder:
         whole, members, said = files.checkpoint_members(Path(folder))
-    names = [f"checkpoint-{number:08d}.npz" for number in (1, 2, 3)] + ["checkpoint-99999999999999999999.npz", "best.npz", ".best.npz.01234567"]
+    names = [f"checkpoint-{number:08d}.npz" for number in (1, 2, 3)] + [
+        "checkpoint-99999999999999999999.npz",
+        "best.npz",
+        ".best.npz.01234567",
+    ]
     ours = {HEADER: _text_array([files.model_header()])}
 
     def signed(tree: Any, altered: dict[str, bytes]) -> bytes:
@@ -169,12 +204,16 @@ def _checkpoints() -> "st.SearchStrategy[Any]":
 
     changes = st.lists(
         st.sampled_from(sorted(members)).flatmap(
-            lambda which: st.tuples(st.just(which), st.one_of(*[ours[name] for name in ours if name == which], mutated([members[which]], 2)))
+            lambda which: st.tuples(
+                st.just(which), st.one_of(*[ours[name] for name in ours if name == which], mutated([members[which]], 2))
+            )
         ),
         max_size=1,
     ).map(dict)
     one = st.one_of(
-        st.builds(signed, trees([said], 2), changes), mutated([whole], 2), _members([members], {BESIDE: _text_array([said]), **ours})
+        st.builds(signed, trees([said], 2), changes),
+        mutated([whole], 2),
+        _members([members], {BESIDE: _text_array([said]), **ours}),
     )
     return st.dictionaries(st.sampled_from(names), contents(one), min_size=1, max_size=3)
 
@@ -191,6 +230,10 @@ def _read_decisions(value: Content, folder: Path) -> str:
         for size in (0, 4096, 1 << 40):
             said = rule(None, size, np.dtype(np.float32), 0)  # type: ignore[arg-type]
     return "" if not entries else said[1]
+
+
+def _decisions() -> "st.SearchStrategy[Any]":
+    return contents(texts([files.decision()]))
 
 
 def _said_by_auto(value: Content, folder: Path) -> str:
@@ -252,10 +295,12 @@ def _read_page(value: Content, folder: Path) -> str:
     run = load(lay(folder / "a.json", value))
     said = verdict(run)
     page = report.page(run, said)
-    head, _, rest = page.partition("</script>")  # plotly's own
+    rest = page.partition("</script>")[2]  # after plotly's own
     parser = _Page()
     parser.feed(rest)
-    assert not parser.harmful and "<script>alert" not in rest and "alert(1)</script>" not in rest
+    assert not parser.harmful
+    assert "<script>alert" not in rest
+    assert "alert(1)</script>" not in rest
     plot.draw(run)
     return "\n".join(said)
 
@@ -265,11 +310,11 @@ def _results() -> "st.SearchStrategy[Any]":
 
 
 def _read_trace(value: Content, folder: Path) -> str:
-    return _outcome(*quietly(timeline.main, [lay(folder / "trace $\\a.json", value)]))  # type: ignore[arg-type]
+    return _outcome(*quietly(timeline.main, [lay(folder / "$\\frac$.json", value)]))  # type: ignore[arg-type]
 
 
 def _draw_trace(value: Content, folder: Path) -> str:
-    path = lay(folder / "trace $\\a.json", value)
+    path = lay(folder / "$\\frac$.json", value)
     trace_plot.draw(load_trace(path), os.path.basename(path))
     return ""
 
@@ -284,7 +329,7 @@ def _read_log(value: Content, folder: Path) -> None:
 
 def _logs() -> "st.SearchStrategy[Any]":
     seeds = [b"epoch,loss\n0,1.5\n", b'epoch,"a\nb"\n', b"epoch,loss", b"\xef\xbb\xbfepoch\n", b"a" * 70000]
-    return contents(mutated(seeds))
+    return contents(mutated(seeds)).filter(lambda content: content != PIPE)  # a pipe waits for its reader, as pipes do
 
 
 # Messages
@@ -292,6 +337,10 @@ def _logs() -> "st.SearchStrategy[Any]":
 
 def _read_own(value: bytes, _: Path) -> None:
     npz.unpacked(value)
+
+
+def _own() -> "st.SearchStrategy[Any]":
+    return st.one_of(mutated([files.message()]), _members([{"random": files.npy(files.Y)}]))
 
 
 def _read_random(value: dict[str, Any], _: Path) -> None:
@@ -306,13 +355,22 @@ def _read_random(value: dict[str, Any], _: Path) -> None:
 
 def _randoms() -> "st.SearchStrategy[Any]":
     state = {name: array.tolist() for name, array in random_state.take().items()}
-    return trees([state], 2).filter(lambda tree: isinstance(tree, dict))
+    far = [
+        {**state, random_state.NUMPY: [place, *state[random_state.NUMPY][1:]]} for place in (-1, 625, 1 << 30, 1 << 62)
+    ]
+    return trees([state, *far], 2).filter(lambda tree: isinstance(tree, dict))
 
 
 def _notes() -> "st.SearchStrategy[Any]":
-    head = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4).map(lambda numbers: struct.pack("<4q", *numbers))
+    head = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4).map(
+        lambda numbers: struct.pack("<4q", *numbers)
+    )
     known = st.builds(lambda kind: struct.pack("<4q", kind, 1, 1, 1), st.integers(0, 3))
-    text = st.one_of(st.text(max_size=20).map(lambda words: words.encode(errors="surrogatepass")), st.binary(max_size=600), st.just(b"\x1b[2J"))
+    text = st.one_of(
+        st.text(max_size=20).map(lambda words: words.encode(errors="surrogatepass")),
+        st.binary(max_size=600),
+        st.just(b"\x1b[2J"),
+    )
     whole = st.builds(bytes.__add__, st.one_of(head, known), text)
     return st.lists(st.one_of(whole, mutated([bytes(40)])), max_size=3)
 
@@ -324,8 +382,8 @@ READERS = [
     Reader("npz data set", _npz(), _read_data, FILES),
     Reader("model", _models(), _read_model, (ModelFileError,)),
     Reader("checkpoints", _checkpoints(), _read_checkpoints, (CheckpointError, ModelFileError)),
-    Reader("decision table", contents(texts([files.decision()])), _read_decisions, (decision_table.TableError, OSError)),
-    Reader("auto's table", contents(texts([files.decision()])), _said_by_auto, ()),
+    Reader("decision table", _decisions(), _read_decisions, (decision_table.TableError, OSError)),
+    Reader("auto's table", _decisions(), _said_by_auto, ()),
     Reader("TF_CONFIG", _clusters(), _read_cluster, (RoleError,)),
     Reader("compare", st.tuples(_results(), _results()), _read_results, (FileError,)),
     Reader("fit", _results(), _read_fit, (FileError,), 0.3),
@@ -335,7 +393,7 @@ READERS = [
     Reader("timeline's picture", contents(texts(files.trace())), _draw_trace, (FileError,), 0.02),
     Reader("CSV log", _logs(), _read_log, (ArgumentError,)),
     Reader("a rank's trace", texts(files.recorded()), peers.read_trace, (AllReduceError,)),
-    Reader("a rank's own state", st.one_of(mutated([files.message()]), _members([{"random": files.npy(files.Y)}])), _read_own, (CheckpointError,)),
+    Reader("a rank's own state", _own(), _read_own, (CheckpointError,)),
     Reader("random state", _randoms(), _read_random, (KeyError, IndexError, TypeError, ValueError, OverflowError)),
     Reader("notes", _notes(), peers.read_notes, (AllReduceError,)),
 ]  # fmt: skip

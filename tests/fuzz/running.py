@@ -57,7 +57,9 @@ class Hung(BaseException):
     """An input took longer than LONGEST_SECONDS."""
 
 
-def run(reader: Reader, inputs: int, first: int, folder: Path, progress: Callable[[Count], object] | None = None) -> Count:
+def run(
+    reader: Reader, inputs: int, first: int, folder: Path, progress: Callable[[Count], object] | None = None
+) -> Count:
     """Read so many inputs. first: the seed. folder: for its files."""
     count, begin, resident = Count(reader.name), time.monotonic(), _resident("VmRSS")
     _forget_peak()
@@ -75,7 +77,11 @@ def run(reader: Reader, inputs: int, first: int, folder: Path, progress: Callabl
 def _one_batch(reader: Reader, inputs: int, number: int, folder: Path, count: Count) -> None:
     @seed(number)
     @settings(
-        max_examples=inputs, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        max_examples=inputs,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )
     @given(reader.inputs)
     def one(value: Any) -> None:
@@ -126,7 +132,9 @@ def _problem(reader: Reader, error: BaseException | None, said: str | None) -> s
         if len(said) > MOST_TEXT:
             return f"an error of {len(said):.0e} characters from {Path(where.filename).name}:{where.lineno}"
     if said is not None and not all(char.isprintable() or char == "\n" for char in said):
-        return "characters that no terminal should get" + (f", from {Path(where.filename).name}:{where.lineno}" if error else "")
+        return "characters that no terminal should get" + (
+            f", from {Path(where.filename).name}:{where.lineno}" if error else ""
+        )
     return None
 
 

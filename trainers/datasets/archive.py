@@ -1,7 +1,5 @@
 """.npz archives with x_train, y_train, x_test, y_test, or with x and y."""
 
-import io
-
 from trainers.datasets import dataset, files
 from trainers.errors import DataError
 from trainers.files import npz
@@ -16,8 +14,7 @@ def load(path: str) -> dataset.Dataset:
     def refusal(error: Exception) -> DataError:
         return DataError(f"{path} is no .npz archive of numbers, or it is damaged: {error}")
 
-    content = files.read(path)
-    with npz.opened(io.BytesIO(content), len(content), refusal) as archive:
+    with files.seekable(path) as (file, size), npz.opened(file, size, refusal) as archive:
         names = next((names for names in (SPLIT, WHOLE) if set(names) <= set(archive.names)), None)
         if names is None:
             held = ", ".join(archive.names) or "nothing"

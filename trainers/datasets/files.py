@@ -1,6 +1,7 @@
 """Reading files, gzipped or not, with errors that name the file."""
 
 import gzip
+import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,15 +36,19 @@ def opened(path: str) -> Iterator[tuple[IO[bytes], int]]:
         raise DataError(f"{path} can't be read: {error.strerror or error}") from error
 
 
-def read(path: str) -> bytearray:
-    """The whole content of a file, unpacked when it is gzipped. Raises DataError."""
+@contextmanager
+def seekable(path: str) -> Iterator[tuple[IO[bytes], int]]:
+    """As `opened`, for who reads here and there: what was gzipped is unpacked in memory. With the bytes it holds."""
     with opened(path) as (file, most):
+        if most == 0:
+            raise DataError(f"{path} is empty")
+        if not isinstance(file, gzip.GzipFile):
+            yield file, most
+            return
         content = regular.take(file, most + 1)
-        if len(content) > most:
-            raise bomb(path, most)
-    if not content:
-        raise DataError(f"{path} is empty")
-    return content
+    if len(content) > most:
+        raise bomb(path, most)
+    yield io.BytesIO(content), len(content)
 
 
 def bomb(path: str, most: int) -> DataError:

@@ -1,11 +1,21 @@
 """CSV files, gzipped or not: one sample a line, the label in the last column, a header or none."""
 
 import io
+import warnings
+from array import array
+from collections.abc import Iterator
 
 import numpy as np
 
 from trainers.datasets import dataset, files
 from trainers.errors import DataError
+
+BLOCK = 1 << 22  # characters that are parsed at a time, so that memory grows with what is found
+LONGEST_LINE = 1 << 24  # characters
+LONGEST_SHOWN = 60  # characters of a cell in an error
+MOST_NAMES = 1 << 16  # different labels that are no numbers
+
+Line = tuple[int, str]  # its number in the file, and its text
 
 
 def load(path: str, name: str | None = None) -> dataset.Dataset:
@@ -13,52 +23,89 @@ def load(path: str, name: str | None = None) -> dataset.Dataset:
 
     Raises DataError.
     """
+    parts: list[np.ndarray] = []
+    labels, first = _Labels(path), None
+    for lines in _blocks(path):
+        if first is None:
+            if _is_header(lines):
+                del lines[0]
+            if not lines:
+                continue
+            first = lines[0]
+        _check_columns(path, first, lines)
+        parts.append(_features(path, lines))
+        labels.add(lines)
+    if first is None:
+        raise DataError(f"{path} has no samples")
+    y, classes = labels.numbered()
+    return dataset.make(name or path, (np.concatenate(parts) if len(parts) > 1 else parts[0], y), classes=classes)
+
+
+def _blocks(path: str) -> Iterator[list[Line]]:
+    """The lines that are not blank, with their numbers in the file, a few megabytes of them at a time."""
+    lines: list[Line] = []
+    taken, held, number = 0, 0, 0
     try:
-        text = files.read(path).decode("utf-8-sig")
+        with files.opened(path) as (file, most):
+            text = io.TextIOWrapper(file, "utf-8-sig")
+            while line := text.readline(LONGEST_LINE):
+                number += 1
+                taken += len(line)
+                if taken > most:
+                    raise files.bomb(path, most)
+                if len(line) == LONGEST_LINE:
+                    raise DataError(f"{path}, line {number} has more than {LONGEST_LINE} characters; is it a table?")
+                if line := line.rstrip("\n"):
+                    held += len(line)
+                    lines.append((number, line))
+                if held > BLOCK:
+                    yield _not_blank(lines)
+                    lines, held = [], 0
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is no text: {error}") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    if lines and _is_header(lines):
-        del lines[0]
-    if not lines:
-        raise DataError(f"{path} has no samples")
-    _check_columns(path, lines)
-    x = _features(path, lines)
-    y, classes = _labels(path, lines)
-    return dataset.make(name or path, (x, y), classes=classes)
+    if not taken:
+        raise DataError(f"{path} is empty")
+    if lines := _not_blank(lines):
+        yield lines
 
 
-def _is_header(lines: list[tuple[int, str]]) -> bool:
+def _not_blank(lines: list[Line]) -> list[Line]:
+    return [line for line in lines if line[1].strip()]
+
+
+def _is_header(lines: list[Line]) -> bool:
     """The first line is a header when none of its features is a number, or its label alone is not."""
-    first = lines[0][1].split(",")
-    features, label = first[:-1], first[-1]
+    first = lines[0][1].split(",") if lines else []
+    features, label = first[:-1], first[-1:]
     if features and not any(map(_is_number, features)):
         return True
     rest = [line.rpartition(",")[2] for _, line in lines[1:]]
-    return bool(rest) and not _is_number(label) and all(map(_is_number, rest))
+    return bool(rest) and not _is_number(label[0]) and all(map(_is_number, rest))
 
 
-def _check_columns(path: str, lines: list[tuple[int, str]]) -> None:
-    first_number, first = lines[0]
-    commas = first.count(",")
+def _check_columns(path: str, first: Line, lines: list[Line]) -> None:
+    commas = first[1].count(",")
     if commas == 0:
-        raise DataError(
-            f"{path}, line {first_number} has one column; expected features and a label, with commas between"
-        )
+        raise DataError(f"{path}, line {first[0]} has one column; expected features and a label, with commas between")
     for number, line in lines:
         if line.count(",") != commas:
             raise DataError(
-                f"{path}, line {number} has {line.count(',') + 1} columns and line {first_number} has {commas + 1}; "
+                f"{path}, line {number} has {line.count(',') + 1} columns and line {first[0]} has {commas + 1}; "
                 "is the file truncated?"
             )
 
 
-def _features(path: str, lines: list[tuple[int, str]]) -> np.ndarray:
+def _features(path: str, lines: list[Line]) -> np.ndarray:
     source = io.StringIO("\n".join(line.rpartition(",")[0] for _, line in lines))
     try:
-        x = np.loadtxt(source, dtype=np.float32, delimiter=",", comments=None, quotechar='"', ndmin=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a block in which all cells are empty
+            x = np.loadtxt(source, dtype=np.float32, delimiter=",", comments=None, quotechar='"', ndmin=2)
     except ValueError as error:
         raise DataError(f"{path}, {_first_wrong_cell(lines) or error}") from error
+    if len(x) != len(lines):  # loadtxt passes over empty lines, and a quote may go on in the next one
+        wrong_cell = _first_wrong_cell(lines) or f"line {lines[0][0]} or after: a quotation mark is not closed"
+        raise DataError(f"{path}, {wrong_cell}")
     wrong = np.argwhere(~np.isfinite(x))
     if wrong.size:
         row, column = wrong[0]
@@ -66,29 +113,52 @@ def _features(path: str, lines: list[tuple[int, str]]) -> np.ndarray:
     return x
 
 
-def _first_wrong_cell(lines: list[tuple[int, str]]) -> str | None:
+def _first_wrong_cell(lines: list[Line]) -> str | None:
     for number, line in lines:
         for column, cell in enumerate(line.split(",")[:-1], start=1):
             if not _is_number(cell):
-                return f"line {number}, column {column}: {cell.strip()!r} is no number"
+                return f"line {number}, column {column}: {cell.strip()[:LONGEST_SHOWN]!r} is no number"
     return None
 
 
-def _labels(path: str, lines: list[tuple[int, str]]) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    cells = [line.rpartition(",")[2].strip().strip('"').strip() for _, line in lines]
-    if "" in cells:
-        raise DataError(f"{path}, line {lines[cells.index('')][0]} has no label in its last column")
-    numeric = [_is_number(cell) for cell in cells]
-    if all(numeric):
-        return np.array(cells, dtype=np.float64), None
-    if any(numeric):
-        odd = numeric.index(2 * sum(numeric) <= len(cells))  # of the kind that fewer labels have
-        raise DataError(
-            f"{path}, line {lines[odd][0]}: the label {cells[odd]!r} is {'a' if numeric[odd] else 'no'} number, "
-            "unlike others; labels must be all class numbers or all names"
-        )
-    names, numbers = np.unique(np.array(cells), return_inverse=True)
-    return numbers, tuple(names.tolist())
+class _Labels:
+    """The last column: class numbers, or names."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._numbers, self._names = array("d"), array("q")  # one of them stays empty
+        self._places: dict[str, int] = {}  # of the names, in the order in which they came
+        self._first: dict[bool, tuple[int, str]] = {}  # number or none -> where the first one is
+
+    def add(self, lines: list[Line]) -> None:
+        for number, line in lines:
+            cell = line.rpartition(",")[2].strip().strip('"').strip()
+            if not cell:
+                raise DataError(f"{self._path}, line {number} has no label in its last column")
+            numeric = _is_number(cell)
+            self._first.setdefault(numeric, (number, cell[:LONGEST_SHOWN]))
+            if numeric:
+                self._numbers.append(float(cell))
+            else:
+                self._names.append(self._places.setdefault(cell, len(self._places)))
+        if len(self._places) > MOST_NAMES:
+            raise DataError(f"{self._path} has more than {MOST_NAMES} different labels; the label is the last column")
+
+    def numbered(self) -> tuple[np.ndarray, tuple[str, ...] | None]:
+        """The labels as numbers, and the names of the classes where they have some."""
+        if len(self._first) > 1:
+            odd = len(self._numbers) <= len(self._names)
+            number, cell = self._first[odd]  # of the kind that fewer labels have
+            raise DataError(
+                f"{self._path}, line {number}: the label {cell!r} is {'a' if odd else 'no'} number, "
+                "unlike others; labels must be all class numbers or all names"
+            )
+        if self._numbers:
+            return np.array(self._numbers), None
+        classes = sorted(self._places)
+        order = np.empty(len(classes), np.int64)
+        order[[self._places[name] for name in classes]] = np.arange(len(classes))
+        return order[np.array(self._names)], tuple(classes)
 
 
 def _is_number(cell: str) -> bool:

@@ -217,10 +217,11 @@ def keep_as_best(path: str) -> None:
     try:
         try:
             os.link(path, aside)
+            os.replace(aside, best)
+            sync_folder(os.path.dirname(best))
         except OSError:  # not every file system has links
-            shutil.copyfile(path, aside)
-        os.replace(aside, best)
-        sync_folder(os.path.dirname(best))
+            with open(path, "rb") as source, replacing(best, durable=True) as file:
+                shutil.copyfileobj(source, file)
     except OSError as error:
         raise CheckpointError(f"the best checkpoint can't be written to {best}: {error.strerror or error}") from error
 

@@ -9,7 +9,7 @@ from typing import IO
 
 import numpy as np
 
-from trainers.errors import TrainerError
+from trainers.errors import CheckpointError, TrainerError
 from trainers.files import regular
 
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what NumPy writes; the others can hide any size in any file
@@ -72,9 +72,9 @@ def packed(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def unpacked(content: bytes) -> dict[str, np.ndarray]:
-    """What `packed` was given."""
-    with zipfile.ZipFile(io.BytesIO(content)) as file:
-        archive = Archive(file, len(content))
+    """What `packed` was given, on another rank say. Raises CheckpointError when it was damaged on its way."""
+    damaged = "a message with what a rank has for a checkpoint is damaged"
+    with opened(io.BytesIO(content), len(content), lambda error: CheckpointError(f"{damaged}: {error}")) as archive:
         return {name: archive[name] for name in archive.names}
 
 

@@ -5,7 +5,7 @@ import stat
 from typing import IO
 
 PIECE = 1 << 20  # bytes read at a time, so that memory grows with what comes, never with what a header claims
-LEAST_LIMIT, MOST_FOLD = 1 << 28, 25  # what is compressed may become so many bytes, or so many times its size
+LEAST_LIMIT, MOST_FOLD = 1 << 25, 25  # what is compressed may become so many bytes, or so many times its size
 
 
 def open_regular(path: str) -> IO[bytes]:

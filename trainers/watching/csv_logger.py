@@ -50,7 +50,7 @@ class CSVLogger(Callback):
             self._file = open(self.filename, "a" if append else "w", newline="", encoding="utf-8")  # noqa: SIM115
             if self._columns and not self._ends_in_a_line():
                 self._file.write("\n")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise self._refused(error) from error
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
@@ -88,7 +88,7 @@ class CSVLogger(Callback):
 
     def _header(self) -> list[str]:
         """The columns of the file that is there, if there is one."""
-        if not os.path.exists(self.filename):
+        if not os.path.isfile(self.filename):  # reading a pipe would wait for ever
             return []
         with open(self.filename, newline="", encoding="utf-8") as file:
             return next(csv.reader([file.readline(1 << 16)], delimiter=self.separator), [])
