@@ -87,7 +87,9 @@ def _meet(topology: Topology, timeout: timedelta) -> dist.Store:
 
 def _serve(locally: bool, timeout: timedelta) -> dist.TCPStore:
     """A store at a free port. It asks nobody who he is, so that of one machine's ranks listens to no other machine."""
-    listener = socket.create_server((LOOPBACK, 0)) if locally else socket.create_server(("", 0))
+    if not locally:
+        return dist.TCPStore(LOOPBACK, 0, None, True, timeout, wait_for_workers=False)
+    listener = socket.create_server((LOOPBACK, 0))
     port, file = listener.getsockname()[1], listener.detach()
     return dist.TCPStore(LOOPBACK, port, None, True, timeout, wait_for_workers=False, master_listen_fd=file)
 

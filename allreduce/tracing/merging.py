@@ -43,21 +43,14 @@ def recorded(told: Any) -> Recorded:
     spans, calls, left_out = told
     return Recorded(
         [(_number(row), str(kind), _number(begin), _number(end)) for row, kind, begin, end in spans],
-        [
-            (
-                _number(row),
-                _number(series),
-                _number(turn),
-                str(name),
-                _number(came),
-                _number(begin),
-                _number(end),
-                dict(about),
-            )
-            for row, series, turn, name, came, begin, end, about in calls
-        ],
+        [_call(*call) for call in calls],
         _number(left_out),
     )
+
+
+def _call(row: Any, series: Any, turn: Any, name: Any, came: Any, begin: Any, end: Any, about: Any) -> Call:
+    times = _number(came), _number(begin), _number(end)
+    return _number(row), _number(series), _number(turn), str(name), *times, dict(about)
 
 
 def _number(value: Any) -> int:

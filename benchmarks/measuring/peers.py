@@ -104,8 +104,8 @@ def _meet(distributed: Any, topology: Topology) -> tuple[str, int, Any]:
     if topology.rank == 0:
         host = "127.0.0.1" if local else socket.getfqdn()
         try:
-            listener = socket.create_server(("127.0.0.1" if local else "", 0))  # or torch listens on all interfaces
-            port, file = listener.getsockname()[1], listener.detach()
+            listener = socket.create_server((host, 0)) if local else None  # torch itself listens on all interfaces
+            port, file = (0, None) if listener is None else (listener.getsockname()[1], listener.detach())
             store = distributed.TCPStore(
                 host, port, topology.size, True, TIMEOUT, wait_for_workers=False, master_listen_fd=file
             )
