@@ -18,7 +18,6 @@ from allreduce import decision_table
 from allreduce.errors import CommunicationError
 from allreduce.machine import identify
 from allreduce.tracing import trace
-from allreduce.tracing.trace import Trace
 from benchmarks import compare, scaling, timeline
 from benchmarks.showing import outputs, plot, report, trace_plot
 from benchmarks.showing.results import FileError, load, to_json
@@ -235,18 +234,11 @@ def test_a_log_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
 # Messages
 
 
-def receiving(content: bytes, size: int) -> Trace:
-    made: Any = object.__new__(Trace)
-    made._comm = peers.Sender(content, size)
-    return made  # type: ignore[no-any-return]
-
-
 def test_a_trace_of_another_rank() -> None:
-    content = json.dumps(files.recorded()[0]).encode()
-    assert receiving(content, len(content))._receive(1).left_out == 0
+    assert trace._of_rank(1, json.dumps(files.recorded()[0]).encode()).left_out == 0
     for text in (b"", b"[1, 2]", b"[" * 9999, b'[[["a", "b", 1, 2]], [], 0]', b"[[], [], 1e999]"):
         with pytest.raises(CommunicationError, match="rank 1"):
-            receiving(text, len(text))._receive(1)
+            trace._of_rank(1, text)
 
 
 def test_notes_of_another_version() -> None:

@@ -6,14 +6,16 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import segments
-from allreduce.messages.agreement import all_values, root_value, waiting
+from allreduce.errors import CommunicationError
+from allreduce.messages.agreement import all_values, known, root_value, waiting
 
+LARGEST = 1 << 38  # bytes of a rank: more than a state that fits its memory
 PIECE = 1 << 30  # bytes in a message: an MPI count is a C int in Open MPI 5
 
 
 def bytes_to_root(comm: MPI.Intracomm, mine: bytes, what: str) -> list[bytes]:
     """Every rank's bytes, by rank, on rank 0; none elsewhere. Collective."""
-    sizes = all_values(comm, len(mine), what)
+    sizes = _checked(comm, all_values(comm, len(mine), what), what)
     if comm.rank:
         _send(comm, mine, 0, what)
         return []
@@ -22,12 +24,19 @@ def bytes_to_root(comm: MPI.Intracomm, mine: bytes, what: str) -> list[bytes]:
 
 def bytes_of_root(comm: MPI.Intracomm, everyone: list[bytes], what: str) -> bytes:
     """What rank 0 has for this rank in a list, which the others leave empty. Collective."""
-    sizes = root_value(comm, [len(each) for each in everyone], what)
+    sizes = _checked(comm, root_value(comm, [len(each) for each in everyone], what), what)
     if comm.rank:
         return _receive(comm, sizes[comm.rank], 0, what)
     for rank in range(1, comm.size):
         _send(comm, everyone[rank], rank, what)
     return everyone[0]
+
+
+def _checked(comm: MPI.Intracomm, sizes: list[int], what: str) -> list[int]:
+    """The sizes that ranks have told, before memory is taken for them. All ranks see the same ones."""
+    if len(sizes) != comm.size or not all(type(size) is int and 0 <= size <= LARGEST for size in sizes):
+        raise known(CommunicationError(f"{what}: ranks can't have {sizes} bytes to send; {LARGEST} are the most"), comm)
+    return sizes
 
 
 def _send(comm: MPI.Intracomm, message: bytes, rank: int, what: str) -> None:

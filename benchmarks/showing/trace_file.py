@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from benchmarks.showing.results import FileError
-from trainers.files import regular
+from benchmarks.showing.results import FileError, text_of
 
 MOST_BYTES = 1 << 30
 MOST_RANKS, MOST_ROWS = 1 << 20, 1 << 10
@@ -48,15 +47,7 @@ class Summary:
 
 def load(path: str) -> list[Slice]:
     """The slices of a file, by time. Raises FileError."""
-    try:
-        with regular.open_regular(path) as file:
-            if regular.size(file) > MOST_BYTES:
-                raise FileError(f"{path} has {regular.size(file)} bytes; at most {MOST_BYTES} are read")
-            text = bytes(regular.take(file, MOST_BYTES + 1)).decode()
-    except OSError as error:
-        raise FileError(f"{path} can't be read ({error.strerror or error}); {WANTED}") from None
-    except UnicodeDecodeError:
-        raise FileError(f"{path}: it is no text; {WANTED}") from None
+    text = text_of(path, MOST_BYTES, WANTED)
     try:
         found = list(_slices(json.loads(text)))
     except (ValueError, RecursionError, MemoryError) as error:
