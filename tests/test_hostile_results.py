@@ -231,6 +231,13 @@ def test_a_log_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
     os.close(end)
 
 
+def test_a_folder_with_the_name_of_a_leftover_stays(tmp_path: Path) -> None:
+    (tmp_path / ".best.npz.01234567").mkdir()
+    (tmp_path / ".best.npz.76543210").write_bytes(b"part")
+    checkpoint.clean(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [".best.npz.01234567"]
+
+
 # Messages
 
 

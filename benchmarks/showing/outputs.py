@@ -1,7 +1,7 @@
 """Files that a benchmark writes: checked before it measures, written aside and renamed."""
 
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,11 +51,13 @@ def unwritable(path: str) -> str | None:
         return "this is a folder; give the name of a file" if path else "give the name of a file"
     if is_special(path):
         return None if os.access(path, os.W_OK) else "it can't be written to; give the name of a file"
-    folder = os.path.dirname(os.path.realpath(path))
+    folder, name = os.path.split(os.path.realpath(path))
     if not os.path.isdir(folder):
         return f"the folder {Path(path).parent} does not exist; make it first"
     try:
-        tempfile.TemporaryFile(dir=folder).close()
+        probe = os.path.join(folder, f".{name}.{secrets.token_hex(4)}")  # as `replacing` names it
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        os.unlink(probe)
     except OSError as error:
         return f"it can't be made in {folder} ({error.strerror}); give another place"
     return None

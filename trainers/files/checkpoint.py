@@ -251,5 +251,5 @@ def clean(folder: str) -> None:
     """Remove what writers that were killed have left. Raises OSError."""
     for name in os.listdir(folder):
         if ASIDE.fullmatch(name):
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, IsADirectoryError):  # no folder is of ours
                 os.unlink(os.path.join(folder, name))
