@@ -32,3 +32,19 @@ def test_ranks_are_lost_one_after_another_down_to_one(mpirun: JobRunner) -> None
     check_like_alone(came)
     ends = [text for text in came["told"] if text.startswith(("batch_end", "epoch_end"))]
     assert len(ends) == len(set(ends)) == 6 * 5 + 6  # each event once, on this rank
+
+
+def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRunner) -> None:
+    """A worker that has pushed to one of two servers, others in asynchronous epochs, and a spare replica."""
+    job = mpirun(6, [TRAINING.with_name("served.py")], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
+    alone = came["alone"]["history"]
+    for name, ranks, lost in (("sync", 5, [[0]]), ("async", 3, [[2], [1]]), ("spare", 2, [[5]])):
+        assert (came[name]["ranks"], came[name]["lost"]) == (ranks, lost)
+        assert len(set(came[name]["sha256"])) == 1
+        for metric in ("loss", "accuracy", "validation_loss"):
+            exact = {"rtol": 1e-4} if name != "async" else {"atol": 0.25}  # whose order of updates is anybody's
+            np.testing.assert_allclose([e[metric] for e in came[name]["history"]], [e[metric] for e in alone], **exact)
+    assert {sum(epoch["staleness"]) for epoch in came["async"]["history"]} == {5 * 3}  # each part counts once
+    assert "a server was lost" in came["no server"]["error"]

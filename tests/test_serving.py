@@ -19,6 +19,7 @@ from trainers.serving.dealer import END, Dealer
 from trainers.serving.desk import Arrival
 from trainers.serving.parcels import AGAIN, ASK, BYE, GRADIENTS, NOTHING, PUSH, UNIT, WORK, Head, Parcel, unit_type
 from trainers.serving.parcels import END as NO_WORK
+from trainers.serving.parts import Parts
 from trainers.serving.rounds import collect
 from trainers.serving.rows import Rows
 from trainers.serving.shard import Shard
@@ -71,7 +72,7 @@ def test_every_part_is_dealt_once_and_no_gradient_is_beyond_the_bound(
     workers: int, bound: int | None, ahead: bool
 ) -> None:
     for seed in range(20):
-        staleness, _ = play(Dealer(60, range(workers), bound, ahead), workers, seed, ahead)
+        staleness, _ = play(Dealer(range(60), range(workers), bound, ahead), workers, seed, ahead)
         assert len(staleness) == 60
         assert bound is None or max(staleness) <= bound
         assert workers > 1 or not any(staleness)  # the only worker has always seen its own updates
@@ -79,17 +80,17 @@ def test_every_part_is_dealt_once_and_no_gradient_is_beyond_the_bound(
 
 def test_a_bound_is_used_as_far_as_it_goes() -> None:
     """It would be kept as well by letting nobody compute beside another."""
-    assert max(max(play(Dealer(60, range(4), 3), 4, seed, True)[0]) for seed in range(5)) == 3
+    assert max(max(play(Dealer(range(60), range(4), 3), 4, seed, True)[0]) for seed in range(5)) == 3
 
 
 def test_a_warm_up_is_one_workers() -> None:
-    staleness, who = play(Dealer(30, range(1)), 3, 1, True)
+    staleness, who = play(Dealer(range(30), range(1)), 3, 1, True)
     assert set(who) == {0}
     assert not any(staleness)
 
 
 def test_near_the_end_nobody_is_dealt_a_part_ahead() -> None:
-    dealer = Dealer(4, range(2))
+    dealer = Dealer(range(4), range(2))
     assert [dealer.deal(0, 0), dealer.deal(0, 0)] == [0, 1]
     assert dealer.deal(0, 0) is None
     assert [dealer.deal(1, 0), dealer.deal(1, 0)] == [2, None]
@@ -99,7 +100,7 @@ def test_near_the_end_nobody_is_dealt_a_part_ahead() -> None:
 
 
 def test_a_stop_ends_the_dealing() -> None:
-    dealer = Dealer(4, range(2))
+    dealer = Dealer(range(4), range(2))
     dealer.deal(0, 0)
     dealer.stop()
     assert dealer.deal(1, 0) == END
@@ -271,6 +272,12 @@ class Counter(desks.Desk):
     def drain(self) -> None: ...
 
 
+def none_yet() -> Parts:
+    epoch = Parts()
+    epoch.begin(0, 4)
+    return epoch
+
+
 def test_workers_that_rest_hear_that_the_others_go_on() -> None:
     """Otherwise they would wait for the whole epoch, which may take longer than any rank waits for another."""
     asks, pushes = Head(), Head(GRADIENTS)
@@ -278,7 +285,7 @@ def test_workers_that_rest_hear_that_the_others_go_on() -> None:
     second = [(1, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
     desk = Counter([*first, *second, (1, PUSH, Head(BYE)), (0, PUSH, Head(BYE))])
     shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
-    Stream(desk, shard, Rule(), Dealer(2, range(1)), lambda *_: None, lambda: False).serve(range(2))
+    Stream(desk, shard, Rule(), Dealer(range(2), range(1)), lambda *_: None, bool, none_yet()).serve(range(2))
     assert desk.answers == [(0, WORK), (1, AGAIN), (0, WORK), (1, NO_WORK), (0, NO_WORK)]
 
 
@@ -288,8 +295,27 @@ def test_other_servers_are_not_behind_the_first() -> None:
     shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
     done: list[str] = []
     desk.reply = lambda *_, **__: done.append("answered")  # type: ignore[assignment]
-    Stream(desk, shard, Rule(), None, lambda *_: done.append("applied"), lambda: False).serve(range(1))
+    Stream(desk, shard, Rule(), None, lambda *_: done.append("applied"), bool, none_yet()).serve(range(1))
     assert done == ["applied", "answered"]
+
+
+def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
+    """A worker died; what it had is dealt to others, and one server had taken part 3 before."""
+    pushes = [(0, PUSH, Head(GRADIENTS, part)) for part in (1, 3)]
+    desk = Counter([(0, ASK, Head()), (0, ASK, Head()), *pushes, (0, ASK, Head()), (0, PUSH, Head(BYE))])
+    epoch = none_yet()
+    epoch.done[:] = True, False, True, True
+    shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
+    applied: list[int] = []
+    dealer = Dealer([1, 3], range(1))
+
+    def apply(parcel: Parcel, factor: float) -> None:
+        applied.append(parcel.head.step)
+
+    Stream(desk, shard, Rule(), dealer, apply, bool, epoch).serve(range(1))
+    assert applied == [1]
+    assert epoch.done.all()
+    assert not dealer.cut_short
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])

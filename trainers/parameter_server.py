@@ -6,24 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.messages.agreement import combine, everywhere
+from allreduce.messages.agreement import all_values, combine, everywhere
 from allreduce.topology import Topology
 from trainers.base import Trainer
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError
 from trainers.fitting import Fit
 from trainers.replica import Replica
+from trainers.serving.choices import bad_options, server_ranks
 from trainers.serving.dealer import Dealer
-from trainers.serving.parcels import GRADIENTS, NOTHING, PUSH, WORK, Head, Parcel
+from trainers.serving.parcels import GRADIENTS, MEET, NOTHING, PUSH, WORK, Head, Parcel
+from trainers.serving.parts import HOW_FAR, Parts
 from trainers.serving.rounds import collect
 from trainers.serving.rows import Rows
-from trainers.serving.staleness import STALE, Counts, Rule
+from trainers.serving.staleness import Rule
 from trainers.serving.stream import Stream
-from trainers.serving.trainer import ServedTrainer, agree_on_arguments
+from trainers.serving.trainer import ServedTrainer, agree_on_arguments, ended
 from trainers.stepping import FLAGS
-
-UPDATES = ("async", "sync")
-RATES = ("keep", "divide")
 
 
 class ParameterServerTrainer(ServedTrainer):
@@ -62,6 +61,7 @@ class ParameterServerTrainer(ServedTrainer):
         warm_up: int = 0,
         learning_rate: str = "keep",
         fetch_ahead: bool = True,
+        on_failure: str | None = None,
     ) -> None:
         """Make the replicas equal, and move their parameters and gradients into memory of the trainer. Collective.
 
@@ -76,12 +76,14 @@ class ParameterServerTrainer(ServedTrainer):
             that the updates of one batch go as far as one update by its mean would.
         fetch_ahead: false: a worker gets parameters only after its last gradients were applied. It waits more, and
             its gradients are less stale.
+        on_failure: as of MirroredTrainer: with "continue" a worker that is lost is simply missing, and its rows go to
+            the others at once. The loss of a server ends the training, since nobody else has its slice.
 
         Raises ArgumentError or DisagreementError on all ranks, and leaves nothing behind.
         """
         ranks = topology or Topology()
-        chosen, error = _server_ranks(servers, ranks.size)
-        error = error or _bad_options(updates, stale, max_staleness, warm_up, learning_rate)
+        chosen, error = server_ranks(servers, ranks.size)
+        error = error or bad_options(updates, stale, max_staleness, warm_up, learning_rate)
         if error is None and (stale == "scale" or learning_rate == "divide") and not replica.learning_rates:
             error = ArgumentError(
                 f"{type(replica).__name__} has no learning rate that can be set, so leave out "
@@ -89,10 +91,10 @@ class ParameterServerTrainer(ServedTrainer):
             )
         row = (
             f"ParameterServerTrainer({type(replica).__name__}, {servers=}, {updates=}, {stale=}, {max_staleness=}, "
-            f"{warm_up=}, {learning_rate=}, {fetch_ahead=})"
+            f"{warm_up=}, {learning_rate=}, {fetch_ahead=}, {on_failure=})"
         )
         try:
-            agree_on_arguments(ranks, replica, row, error)
+            agree_on_arguments(ranks, replica, row, error, on_failure)
         except Exception as refused:
             if topology is None and everywhere(refused, ranks.world):
                 ranks.close()
@@ -103,12 +105,30 @@ class ParameterServerTrainer(ServedTrainer):
         self._warm_up, self._fetch_ahead = warm_up, bool(fetch_ahead)
         self._rule = Rule(stale, max_staleness, 1 / len(workers) if learning_rate == "divide" else 1.0)
         thread = "" if self._sync else "ask"
-        super().__init__(replica, ranks, chosen, workers, len(replica.metrics), thread, owns_topology=topology is None)
-        self.part = workers.index(self.rank) if self.rank in workers else None
-        self.parts = len(workers)
+        self._first_workers = len(workers)
+        owns, metrics = topology is None, len(replica.metrics)
+        super().__init__(replica, ranks, chosen, workers, metrics, thread, owns, on_failure)
         self.measured = np.zeros(len(replica.metrics) + len(FLAGS))
-        self._counts = Counts()
-        self._step_number = 0
+        self._epoch = Parts()
+        self._applied = False  # the step after `steps` has been taken here
+        self._collected: list[np.ndarray] = []  # this server's slices of the gradients of a step, until it is updated
+
+    # When a rank was lost
+
+    def _take_part(self) -> None:
+        self.part = self.workers.index(self.rank) if self.rank in self.workers else None
+        self.parts = len(self.workers) if self._sync else self._first_workers  # parts are dealt, to whoever is there
+
+    def _agree_on_progress(self) -> None:
+        return self._finish_step() if self._sync else self._epoch.agree(self._comm, self._shard is not None)
+
+    def _finish_step(self) -> None:
+        """Servers wait for each other before they update: when one has done so, all have the gradients of that step."""
+        taken = self.steps + self._applied
+        newest = max(all_values(self._comm, taken, HOW_FAR))
+        if taken < newest and self._collected:
+            self._update_collected()
+        self.steps, self._applied, self._collected = newest, False, []
 
     # Steps that all ranks take together
 
@@ -131,7 +151,6 @@ class ParameterServerTrainer(ServedTrainer):
             self._push_and_take()
         else:
             self._serve_step()
-        self._step_number += 1
         return measured
 
     def _push_and_take(self) -> None:
@@ -139,27 +158,48 @@ class ParameterServerTrainer(ServedTrainer):
         assert client is not None
         for server in range(len(self.servers)):
             client.expect(server)
-        client.push([Head(GRADIENTS, self._step_number)] * len(self.servers), self._gradients)
+        client.push([Head(GRADIENTS, self.steps)] * len(self.servers), self._gradients)
         client.answered()
         client.take(self._parameters)
         self.replica.refresh()
+        self._applied = True
 
     def _serve_step(self) -> None:
         desk, shard = self._desk, self._shard
         assert desk is not None
         assert shard is not None
         desk.open([PUSH])
-        found = collect(desk, self._step_number, len(self.workers), desk.clear)
-        shard.add_up([arrival.parcel.body for arrival in found.used])
-        with self.span("update"):
-            shard.update()
+        found = collect(desk, self.steps, len(self.workers), desk.clear)
+        self._collected = [arrival.parcel.body for arrival in found.used]
+        if self._survival is not None and len(self.servers) > 1:
+            self._meet_servers()
+        self._update_collected()
         reply = desk.parcel()
-        reply.head = Head(WORK, self._step_number + 1, shard.version)
+        reply.head = Head(WORK, self.steps + 1, shard.version)
         reply.body[:] = shard.parameters
         for arrival in found.used:
             desk.clear(arrival)
             desk.reply(reply, arrival.worker, whole=True)
-        self._counts.apply(0)
+        self._epoch.counts.apply(0)
+
+    def note_step(self) -> None:
+        super().note_step()
+        self._applied, self._collected = False, []
+
+    def _meet_servers(self) -> None:
+        """Wait until all servers have the gradients of this step."""
+        others = [rank for rank in self.servers if rank != self.rank]
+        nothing = np.empty(0, np.uint8)
+        requests = [self._messages.Irecv(nothing, rank, MEET) for rank in others]
+        requests += [self._messages.Isend(nothing, rank, MEET) for rank in others]
+        self._waits.all_of(requests, "have all servers get the gradients of a step")
+
+    def _update_collected(self) -> None:
+        assert self._shard is not None
+        self._shard.add_up(self._collected)
+        with self.span("update"):
+            self._shard.update()
+        self._applied = True
 
     # Asynchronous epochs
 
@@ -167,7 +207,7 @@ class ParameterServerTrainer(ServedTrainer):
         return Trainer._meter(self, batches) if self._sync else super()._meter(batches)
 
     def _run_epoch(self, fit: Fit, number: int) -> None:
-        self._counts = Counts()
+        self._epoch.begin(number, 0 if self._shard is None else fit.batches.steps * self.parts)
         run = fit.together if self._sync else partial(self._work if self._desk is None else self._serve, fit)
         try:
             run(number)
@@ -184,11 +224,9 @@ class ParameterServerTrainer(ServedTrainer):
         everyone = range(len(self.workers))
         if self.rank == self.servers[0]:
             active = everyone[:1] if number < self._warm_up else everyone
-            dealer = Dealer(fit.batches.steps * self.parts, active, self._rule.bound, self._fetch_ahead)
-        apply = partial(self._apply, fit)
-        stream = Stream(self._desk, self._shard, self._rule, dealer, apply, partial(self._halts, fit))
-        stream.serve(everyone)
-        self._counts = stream.counts
+            dealer = Dealer(np.flatnonzero(~self._epoch.dealt).tolist(), active, self._rule.bound, self._fetch_ahead)
+        apply, halts = partial(self._apply, fit), partial(self._halts, fit)
+        Stream(self._desk, self._shard, self._rule, dealer, apply, halts, self._epoch).serve(everyone)
 
     def _apply(self, fit: Fit, parcel: Parcel, factor: float) -> None:
         """Update this server's slice by what a worker has sent."""
@@ -225,13 +263,14 @@ class ParameterServerTrainer(ServedTrainer):
             versions = client.take(self._parameters)
             self.replica.refresh()
             coming = lane.submit(fetch)
-            computed = fit.guarded(partial(self._compute_part, fit, rows, head.step))
-            kind, gradients = (GRADIENTS, self._gradients) if computed else (NOTHING, None)
-            halts = self._halts(fit)
-            heads = [Head(kind, head.step, version, halts) for version in versions]
-            client.push(heads, gradients, self.measured[: len(self.replica.metrics)])
-            if computed:
-                fit.guarded(partial(fit.end_batch, head.step // self.parts))
+            with ended(coming):
+                computed = fit.guarded(partial(self._compute_part, fit, rows, head.step))
+                kind, gradients = (GRADIENTS, self._gradients) if computed else (NOTHING, None)
+                halts = self._halts(fit)
+                heads = [Head(kind, head.step, version, halts) for version in versions]
+                client.push(heads, gradients, self.measured[: len(self.replica.metrics)])
+                if computed:
+                    fit.guarded(partial(fit.end_batch, head.step // self.parts))
             self._communication.start()
             coming.wait()
             self._communication.stop()
@@ -256,45 +295,4 @@ class ParameterServerTrainer(ServedTrainer):
     def _end_epoch(self) -> dict[str, Any]:
         if not self._sync:
             self._tally.collect(self._comm, self._shard is None or self._shard.is_finite())
-        return self._told(self._counts)
-
-
-def _server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], ArgumentError | None]:
-    """The ranks that are servers, or what is wrong with them."""
-    if isinstance(servers, int | np.integer) and not isinstance(servers, bool):
-        if servers < 1:
-            return (), ArgumentError(f"servers={servers!r} makes no sense: give an integer of at least 1")
-        chosen = tuple(range(max(0, ranks - int(servers)), ranks))
-        missing = servers > ranks
-    else:
-        try:
-            chosen = tuple(sorted(int(rank) for rank in servers))
-        except (TypeError, ValueError):
-            return (), ArgumentError(f"servers={servers!r} is neither a number nor ranks; give 1, or (3, 4)")
-        if not chosen or len(set(chosen)) < len(chosen):
-            return (), ArgumentError(f"servers={servers!r}: give at least one rank, and each of them once")
-        missing = not set(chosen) <= set(range(ranks))
-    if missing:
-        return (), ArgumentError(f"servers={servers!r}, and there are {ranks} ranks, 0 to {ranks - 1}")
-    if len(chosen) == ranks:
-        return (), ArgumentError(
-            f"servers={servers!r} leaves no worker (ranks: {ranks}): start more ranks, or fewer servers"
-        )
-    return chosen, None
-
-
-def _bad_options(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) -> ArgumentError | None:
-    for name, value, known in (("updates", updates, UPDATES), ("stale", stale, STALE), ("learning_rate", rate, RATES)):
-        if value not in known:
-            return ArgumentError(f"{name}={value!r} is unknown; use one of {', '.join(known)}")
-    for name, value in (("max_staleness", 0 if most is None else most), ("warm_up", warm_up)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-            return ArgumentError(f"{name}={value!r} makes no sense: give an integer of at least 0")
-    if stale == "drop" and most is None:
-        return ArgumentError('stale="drop" needs max_staleness: how many updates behind is too many')
-    given = [stale != "keep" and "stale", most is not None and "max_staleness", warm_up and "warm_up",
-             rate != "keep" and "learning_rate"]  # fmt: skip
-    useless = [name for name in given if name]
-    if updates == "sync" and useless:
-        return ArgumentError(f'{useless[0]} has no use with updates="sync", where no gradient is stale; leave it out')
-    return None
+        return self._told(self._epoch.counts)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.messages.agreement import everywhere
+from allreduce.messages.agreement import all_values, everywhere
 from allreduce.topology import Topology
 from trainers.data import Batch
 from trainers.errors import ArgumentError
@@ -13,8 +13,9 @@ from trainers.fitting import Fit
 from trainers.replica import Replica
 from trainers.serving.lead import Lead
 from trainers.serving.parcels import GRADIENTS, NOTHING, WORK, Head
+from trainers.serving.parts import HOW_FAR
 from trainers.serving.staleness import Counts
-from trainers.serving.trainer import ServedTrainer, agree_on_arguments
+from trainers.serving.trainer import ServedTrainer, agree_on_arguments, ended
 from trainers.stepping import FLAGS
 
 CHIEF = 0
@@ -43,12 +44,16 @@ class SpareReplicasTrainer(ServedTrainer):
 
     steps_together = False
 
-    def __init__(self, replica: Replica, topology: Topology | None = None, *, spare: int = 1) -> None:
+    def __init__(
+        self, replica: Replica, topology: Topology | None = None, *, spare: int = 1, on_failure: str | None = None
+    ) -> None:
         """Make the replicas equal, and move their parameters and gradients into memory of the trainer. Collective.
 
         replica: this rank's copy of the model, with `bind_parameters`, on the CPU; the chief's can be copied.
         topology: of the ranks that train together; all ranks by default.
         spare: for how many ranks a step does not wait, fewer than there are.
+        on_failure: as of MirroredTrainer: with "continue" a rank that is lost is simply missing, and is one of those
+            for which no step waits. The chief's loss ends the training: nobody else has the optimizer's state.
 
         Raises ArgumentError, DisagreementError, or UnavailableError (an MPI without threads) on all ranks, and leaves
         nothing behind.
@@ -63,19 +68,22 @@ class SpareReplicasTrainer(ServedTrainer):
         if error is None and ranks.rank == CHIEF:
             error = _no_twin(replica)
         try:
-            agree_on_arguments(ranks, replica, f"SpareReplicasTrainer({type(replica).__name__}, {spare=})", error)
+            row = f"SpareReplicasTrainer({type(replica).__name__}, {spare=}, {on_failure=})"
+            agree_on_arguments(ranks, replica, row, error, on_failure)
         except Exception as refused:
             if topology is None and everywhere(refused, ranks.world):
                 ranks.close()
             raise
-        self.spare = int(spare)
+        self.spare, self._wanted = int(spare), ranks.size - int(spare)
         metrics = len(replica.metrics)
         super().__init__(
-            replica, ranks, [CHIEF], range(ranks.size), metrics + 1, thread="serve", owns_topology=topology is None
-        )
+            replica, ranks, [CHIEF], range(ranks.size), metrics + 1, thread="serve", owns_topology=topology is None,
+            on_failure=on_failure,
+        )  # fmt: skip
         self.measured = np.zeros(metrics + len(FLAGS))
         self._values = np.zeros(metrics + 1)  # this rank's metrics and its share of the batch
         self._counts = Counts()
+        self._begun, self._taken = -1, 0  # the epoch under way, and how many of its steps were taken
         if self.rank == CHIEF:  # where it computes; what the model is bound to is updated meanwhile
             self._own_parameters, self._own_gradients = map(np.zeros_like, (self._parameters, self._gradients))
 
@@ -85,8 +93,19 @@ class SpareReplicasTrainer(ServedTrainer):
     def _step(self, flags: tuple[float, ...]) -> Any:
         raise NotImplementedError("the steps of spare replicas are run by _run_epoch")
 
+    def _take_part(self) -> None:
+        self.spare = max(0, self.size - self._wanted)  # a rank that was lost is one of those that no step waits for
+
+    def _agree_on_progress(self) -> None:
+        self._begun, self._taken = all_values(self._comm, [self._begun, self._taken], HOW_FAR)[CHIEF]
+        if self.rank == CHIEF:
+            self._own_parameters[:] = self._parameters
+
     def _run_epoch(self, fit: Fit, number: int) -> None:
-        self._counts = Counts()
+        if self._begun != number:
+            self._begun, self._taken, self._counts = number, 0, Counts()
+        if self._taken == fit.batches.steps:
+            return
         if self.rank == CHIEF:
             self._lead(fit, number)
         else:
@@ -99,13 +118,16 @@ class SpareReplicasTrainer(ServedTrainer):
         assert shard is not None
         assert lane is not None
         twin = fit.guarded(self._twin)
-        lead = Lead(desk, shard, self.size, self.spare, self._tally, self.span)
-        leading = lane.submit(partial(lead.run, fit.batches.sizes().tolist()))
-        self._follow(fit, number, twin or self.replica, self._own_parameters, self._own_gradients)
-        self._communication.start()
-        leading.wait()
-        self._communication.stop()
-        self._counts = lead.counts
+        lead = Lead(desk, shard, self.size, self.spare, self._tally, self.span, self._counts)
+        leading = lane.submit(partial(lead.run, fit.batches.sizes().tolist(), self._taken))
+        try:
+            with ended(leading):
+                self._follow(fit, number, twin or self.replica, self._own_parameters, self._own_gradients)
+            self._communication.start()
+            leading.wait()
+            self._communication.stop()
+        finally:
+            self._taken = lead.done
         fit.error = fit.error or lead.error
         if twin is not None:
             fit.guarded(lambda: self.replica.load_local_state(twin.local_state()))
@@ -128,7 +150,7 @@ class SpareReplicasTrainer(ServedTrainer):
         """
         client, visited = self._client, fit.batches.order(number)
         assert client is not None
-        step, kind = 0, WORK
+        step, kind = self._taken, WORK
         while kind == WORK:
             computed = fit.guarded(partial(self._compute_part, fit, visited, step, replica, gradients))
             halts = fit.error is not None or self.stop_training

@@ -52,11 +52,12 @@ def _parameter_server(chosen: argparse.Namespace, replica: Replica, topology: To
         max_staleness=chosen.max_staleness,
         warm_up=chosen.warm_up,
         learning_rate=chosen.lr_by_workers,
+        on_failure=chosen.on_failure,
     )
 
 
 def _spare_replicas(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
-    return trainers.SpareReplicasTrainer(replica, topology, spare=chosen.spare)
+    return trainers.SpareReplicasTrainer(replica, topology, spare=chosen.spare, on_failure=chosen.on_failure)
 
 
 ASYNC_ONLY = {"stale": "keep", "max_staleness": None, "warm_up": 0, "lr_by_workers": "keep"}
@@ -72,12 +73,12 @@ STRATEGIES = {
     ),
     "parameter_server": Strategy(
         "server ranks hold the parameters; workers fetch them and send gradients",
-        {"servers": None, "updates": "async", **ASYNC_ONLY},
+        {"servers": None, "updates": "async", **ASYNC_ONLY, "on_failure": None},
         _parameter_server,
     ),
     "spare_replicas": Strategy(
         "as mirrored, but a step takes the first gradients and drops those of the slowest ranks",
-        {"spare": 1},
+        {"spare": 1, "on_failure": None},
         _spare_replicas,
     ),
 }

@@ -120,11 +120,12 @@ class Survival:
                 if not self.goes_on:
                     call.keep()
             except Exception as met:
-                lost, error = losses.lost(met), met
-                if lost is not None:
+                error = met
+                if not everywhere(met, topology.world):  # or else they know that the state is lost, say
+                    lost = losses.lost(met)
+                    if lost is None:
+                        raise
                     topology.revoke()
-                elif not everywhere(met, topology.world):
-                    raise
             if topology.finished(lost is None):
                 break
         self._note(before, during, time.monotonic() - begin)
@@ -152,7 +153,7 @@ def next_topology(old: Topology) -> Topology:
 
 
 def refusal(
-    on_failure: str | None, ranks: Topology, replica: Replica, backend: str | AllReduce, update: str
+    on_failure: str | None, ranks: Topology, replica: Replica, backend: str | AllReduce = "", update: str = "replicated"
 ) -> ArgumentError | None:
     """What is wrong with on_failure=... here. Local."""
     if on_failure is not None and on_failure not in CHOICES:

@@ -10,7 +10,8 @@ parts can always be applied oldest first, the next at once, so the bound s holds
 fast worker. The oldest never has to, so something always goes on.
 """
 
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 END = -1  # in the place of a part: there are no more
@@ -27,12 +28,15 @@ class Read:
 class Dealer:
     """Deals the parts of one epoch.
 
-    parts: how many there are. workers: who takes part; others rest until all are dealt (a warm-up).
+    parts: their numbers, in the order in which they are dealt. workers: who takes part; others rest until all are
+        dealt (a warm-up).
     bound: the largest staleness, or None for any. ahead: whether a worker may have its next part while it computes.
     """
 
-    def __init__(self, parts: int, workers: Collection[int], bound: int | None = None, ahead: bool = True) -> None:
-        self._next, self._parts = 0, parts
+    def __init__(
+        self, parts: Sequence[int], workers: Collection[int], bound: int | None = None, ahead: bool = True
+    ) -> None:
+        self._left = deque(parts)
         self.cut_short = False  # whether it was stopped before everything was dealt
         self._workers, self._bound = workers, bound
         self._ahead = ahead and len(workers) > 1  # parameters that miss the only worker's own gradients have no use
@@ -40,7 +44,7 @@ class Dealer:
 
     def deal(self, worker: int, version: int) -> int | None:
         """The next part, for a worker that gets the parameters of `version`; END, or None: it has to wait."""
-        if self._next >= self._parts:
+        if not self._left:
             return END
         if self.rests(worker):
             return None
@@ -49,8 +53,7 @@ class Dealer:
         if self._is_ahead(worker):
             return None
         self._outstanding.append(Read(worker, version))
-        self._next += 1
-        return self._next - 1
+        return self._left.popleft()
 
     def rests(self, worker: int) -> bool:
         """Whether a worker takes no part."""
@@ -62,12 +65,12 @@ class Dealer:
         Near the end nobody may, because a slow one would keep what others could do.
         """
         computes = any(read.worker == worker for read in self._outstanding)
-        return computes and (not self._ahead or self._parts - self._next <= len(self._workers))
+        return computes and (not self._ahead or len(self._left) <= len(self._workers))
 
     def stop(self) -> None:
         """Deal nothing more."""
-        self.cut_short |= self._next < self._parts
-        self._parts = self._next
+        self.cut_short |= bool(self._left)
+        self._left.clear()
 
     def may_apply(self, worker: int, version: int) -> bool:
         """Whether the gradients of this worker's oldest part may become update number `version` + 1 now."""

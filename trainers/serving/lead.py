@@ -21,36 +21,38 @@ ROUNDING = 1e-9  # of the sum of all shares
 
 
 class Lead:
-    """One epoch.
+    """One epoch, or what is left of it.
 
     workers: how many ranks there are. spare: for how many of them a step does not wait.
     tally: measures the steps. span: what is done inside it is named in a trace.
 
     A push brings the worker's metrics and, last, its share of the batch; a reply the metrics of the last step.
-    counts: what is told of the epoch. error: what an update has met.
+    counts: what is told of the epoch. error: what an update has met. done: how many steps of the epoch were taken.
     """
 
     def __init__(
         self, desk: Desk, shard: Shard, workers: int, spare: int, tally: Tally,
-        span: Callable[[str], AbstractContextManager[Any]],
+        span: Callable[[str], AbstractContextManager[Any]], counts: Counts,
     ) -> None:  # fmt: skip
         self._desk, self._shard = desk, shard
         self._workers, self._spare = workers, spare
         self._tally, self._span = tally, span
         self._means = np.zeros(0)
         self._newest: Parcel | None = None  # what is sent to everyone until the next update
-        self.counts = Counts()
+        self.counts = counts
         self.error: Exception | None = None
+        self.done = 0
 
     @np.errstate(all="ignore")  # a model that has diverged has a loss that says so
-    def run(self, sizes: Sequence[int]) -> None:
-        """Until all ranks have heard that the epoch is over. sizes: the rows of each batch."""
+    def run(self, sizes: Sequence[int], first: int = 0) -> None:
+        """Until all ranks have heard that the epoch is over. sizes: the rows of each batch. first: step to begin at."""
+        self.done = first
         self._desk.open([PUSH])
         self._send_home(self._take_steps(sizes))
 
     def _take_steps(self, sizes: Sequence[int]) -> list[Arrival]:
         """All steps, or those until somebody ends the epoch; returns who waits for an answer then."""
-        for step, rows in enumerate(sizes):
+        for step, rows in list(enumerate(sizes))[self.done :]:
             wanted = max(1, min(rows, self._workers) - self._spare)  # ranks without rows have no gradients
             found = collect(self._desk, step, wanted, partial(self._go_on, step))
             if found.failed:
@@ -59,6 +61,7 @@ class Lead:
                 self._update(found, step, int(rows))
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 self.error = error
+            self.done = step + 1
             is_last = step == len(sizes) - 1
             if found.stop or self.error is not None or is_last:
                 self.counts.cut_short = not is_last

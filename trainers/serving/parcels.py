@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-ASK, PUSH, REPLY = 1, 2, 3  # tags
+ASK, PUSH, REPLY, MEET = 1, 2, 3, 4  # tags
 UNIT = 64  # bytes: messages are counted in them, so that no count passes a C int
 
 

@@ -7,8 +7,9 @@ from trainers.serving.dealer import END, Dealer
 from trainers.serving.desk import Arrival, Desk
 from trainers.serving.parcels import AGAIN, ASK, BYE, GRADIENTS, PUSH, WORK, Head, Parcel
 from trainers.serving.parcels import END as NO_WORK
+from trainers.serving.parts import Parts
 from trainers.serving.shard import Shard
-from trainers.serving.staleness import Counts, Rule
+from trainers.serving.staleness import Rule
 
 Apply = Callable[[Parcel, float], object]
 
@@ -21,14 +22,16 @@ class Stream:
         it by as many updates as are under way.
     apply: updates the shard by what a worker has sent, with this factor of the learning rate; raises nothing.
     halts: whether this rank wants the epoch to end.
+    epoch: what of it was done before, which is not applied again; the rest is noted there.
     """
 
     def __init__(
-        self, desk: Desk, shard: Shard, rule: Rule, dealer: Dealer | None, apply: Apply, halts: Callable[[], bool]
-    ) -> None:
+        self, desk: Desk, shard: Shard, rule: Rule, dealer: Dealer | None, apply: Apply, halts: Callable[[], bool],
+        epoch: Parts,
+    ) -> None:  # fmt: skip
         self._desk, self._shard, self._rule, self._dealer = desk, shard, rule, dealer
         self._apply, self._halts = apply, halts
-        self.counts = Counts()
+        self.counts, self._done = epoch.counts, epoch.done
         self._held: list[Arrival] = []  # gradients that would break the bound
         self._asked: deque[Arrival] = deque()  # workers that can't be dealt a part yet, the first first
         self._taken = 0  # pushes
@@ -83,7 +86,7 @@ class Stream:
         head = arrival.parcel.head
         if self._dealer is not None:
             self._dealer.done(arrival.worker)
-        if head.kind == GRADIENTS:
+        if head.kind == GRADIENTS and not self._done[head.step]:
             staleness = self._shard.version - head.version
             factor = self._rule.factor(staleness)
             if factor:
@@ -91,6 +94,7 @@ class Stream:
                 self.counts.apply(staleness)
             else:
                 self.counts.dropped += 1
+        self._done[head.step] = True
         self._taken += 1
         self._desk.clear(arrival)
 

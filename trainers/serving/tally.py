@@ -19,10 +19,14 @@ class Tally(Callback):
     def __init__(self, metrics: tuple[str, ...]) -> None:
         self._metrics = metrics
         self._sums = np.zeros(len(metrics) + 1)  # the rows come last
+        self._totals = self._sums  # of all ranks
         self._epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if self._epoch == epoch + 1:  # it goes on, without a rank that was lost
+            return
         self._sums[:], self._epoch = 0, epoch + 1
+        self._totals = self._sums
 
     def add(self, means: np.ndarray, rows: float, step: int) -> None:
         """Means over some rows, of one batch or a part of it. Raises DivergedError when the loss is no number."""
@@ -40,7 +44,9 @@ class Tally(Callback):
         finite: whether the parameters that this rank has updated are numbers.
         """
         together(comm, lambda: self._check(finite))
-        combine(comm, self._sums, "add up what an epoch has measured")
+        totals = self._sums.copy()
+        combine(comm, totals, "add up what an epoch has measured")
+        self._totals = totals
 
     def _check(self, finite: bool) -> None:
         if not finite:
@@ -52,11 +58,14 @@ class Tally(Callback):
     def look(self) -> None:
         """Every loss is looked at when it is added."""
 
+    def look_again(self) -> None:
+        """Its ranks are others now: who has seen a loss that is no number has kept the error."""
+
     @property
     def rows(self) -> int:
-        return round(self._sums[-1])
+        return round(self._totals[-1])
 
     def means(self) -> dict[str, float]:
         """Means over the rows of the epoch; NaN when there were none."""
         with np.errstate(invalid="ignore"):
-            return dict(zip(self._metrics, (self._sums[:-1] / self._sums[-1]).tolist(), strict=True))
+            return dict(zip(self._metrics, (self._totals[:-1] / self._totals[-1]).tolist(), strict=True))

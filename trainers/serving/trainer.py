@@ -1,7 +1,8 @@
 """What trainers with servers share: who is one, where parameters and gradients lie, and how a state becomes whole."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -9,11 +10,12 @@ import numpy as np
 
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
-from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import everywhere, together, wait_for
-from allreduce.messages.lanes import Lane
+from allreduce.errors import RankLostError, UnavailableError
+from allreduce.messages import losses
+from allreduce.messages.agreement import everywhere, known, together, wait_for
+from allreduce.messages.lanes import Lane, Pending
 from allreduce.topology import Topology
-from trainers import malloc
+from trainers import malloc, surviving
 from trainers.base import Trainer
 from trainers.data import Batches
 from trainers.divergence import LEARNING_RATES
@@ -27,6 +29,7 @@ from trainers.serving.shard import Shard
 from trainers.serving.staleness import Counts
 from trainers.serving.tally import Tally
 from trainers.serving.waits import Waits
+from trainers.surviving import Survival
 from trainers.watching import stopwatch
 
 
@@ -37,19 +40,20 @@ class ServedTrainer(Trainer):
     measures: how many numbers travel beside gradients and parameters.
     thread: what the topology's worker is for: "" for nothing, "ask" for parameters while this rank computes (which
         can wait until it has computed), or "serve" while it does. owns_topology: it is closed with this.
+    on_failure: "continue" to go on without workers that are lost.
     """
 
     mirrors = "epoch"
 
     def __init__(
         self, replica: Replica, topology: Topology, servers: Sequence[int], workers: Sequence[int],
-        measures: int, thread: str, owns_topology: bool,
+        measures: int, thread: str, owns_topology: bool, on_failure: str | None,
     ) -> None:  # fmt: skip
+        self.servers, self.workers = tuple(servers), tuple(workers)
         super().__init__(replica, topology)
         self._owns_topology = owns_topology
         if replica.allocates:
             malloc.keep_freed_memory()
-        self.servers, self.workers = tuple(servers), tuple(workers)
         dtype = dtypes.parse(replica.gradient_dtype)
         self._gradients = np.zeros(replica.gradient_length, dtype)
         self._parameters = np.zeros(replica.gradient_length, dtype)
@@ -60,7 +64,7 @@ class ServedTrainer(Trainer):
         try:
             self._mirror(whole=False)
             together(self._comm, self._bind)
-            self._lane = self._make_lane(thread) if thread else None
+            self._lane: Lane | None = self._make_lane(thread) if thread else None
         except Exception as error:
             if everywhere(error, self._comm):
                 self.topology.release(self._comm, self)
@@ -68,7 +72,52 @@ class ServedTrainer(Trainer):
                 if owns_topology:
                     self.topology.close()
             raise
+        self._serves, self._lost_servers = (measures, dtype, thread), 0
+        self._take_part()
         self._meet(measures, dtype, thread)
+        if losses.in_force() and self.size > 1:
+            self._survival = Survival(self, goes_on=on_failure == "continue")
+
+    # When a rank was lost
+
+    def _let_go_of_ranks(self) -> None:
+        super()._let_go_of_ranks()
+        for end in (self._desk, self._client, self._lane):
+            if end is not None:
+                end.abandon()
+        self._desk = self._client = self._lane = None
+        self._owns_topology = True  # the one that is made now
+
+    def _reconnect(self, topology: Topology) -> None:
+        places = {rank: place for place, rank in enumerate(topology.former)}
+        self._lost_servers += len(set(self.servers) - set(places))
+        self.servers = tuple(places[rank] for rank in self.servers if rank in places)
+        self.workers = tuple(places[rank] for rank in self.workers if rank in places)
+        super()._reconnect(topology)
+        self._take_part()
+        if not self._lost_servers and self.workers:
+            measures, dtype, thread = self._serves
+            self._lane = self._make_lane(thread) if thread else None
+            self._meet(measures, dtype, thread)
+
+    def _restore(self) -> None:
+        """All ranks take on what the servers have. RankLostError on all ranks when no training can go on from it."""
+        if self._lost_servers or not self.workers:
+            why = "a server was lost, and with it its slice of the parameters and of the optimizer's state"
+            if not self._lost_servers:
+                why = "all workers were lost, and servers do not compute"
+            raise known(RankLostError(f"{why}; go on from the last checkpoint (resume=True, --resume)"), self._comm)
+        self._agree_on_progress()
+        self._spread()
+
+    def _take_part(self) -> None:
+        """Which part of every batch this rank takes. Local."""
+
+    def _agree_on_progress(self) -> None:
+        """All ranks come to where the servers are. Collective."""
+        raise NotImplementedError
+
+    # What is made for these ranks
 
     def _bind(self) -> None:
         try:
@@ -99,7 +148,8 @@ class ServedTrainer(Trainer):
         shape = measures, dtype, self._unit
         if self.rank in self.servers:
             part = self._slices[self.servers.index(self.rank)]
-            self._shard = Shard(self.replica, self._parameters, self._gradients, part)
+            if self._shard is None:
+                self._shard = Shard(self.replica, self._parameters, self._gradients, part)
             length = part.stop - part.start
             waits = self._waits_beside if thread == "serve" else self._waits
             self._desk = Desk(self._messages, waits, self.workers, measures, length, dtype, self._unit)
@@ -189,11 +239,25 @@ class ServedTrainer(Trainer):
         self._desk = self._client = self._shard = None
 
 
-def agree_on_arguments(ranks: Topology, replica: Replica, row: str, error: Exception | None) -> None:
+@contextmanager
+def ended(beside: Pending) -> Iterator[None]:
+    """A loss that is met inside is raised when the call in the other thread has ended too, which hears of it too."""
+    try:
+        yield
+    except RankLostError:
+        with suppress(Exception):
+            beside.wait()
+        raise
+
+
+def agree_on_arguments(
+    ranks: Topology, replica: Replica, row: str, error: Exception | None, on_failure: str | None
+) -> None:
     """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective.
 
     row: the call in words, the same on all ranks. error: what is wrong with it here.
     """
     if error is None and replica.device != "cpu":
         error = ArgumentError(f"{row} works on the CPU, and this replica is on {replica.device}")
+    error = error or surviving.refusal(on_failure, ranks, replica)
     ranks.agree([zlib.crc32(row.encode())], row, error)

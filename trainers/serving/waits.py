@@ -15,7 +15,7 @@ class Waits:
     """The waits of one thread of this rank. All ranks make theirs in the same order.
 
     They sleep between looks, so that ranks that compute have the cores, and raise what the topology's watch finds:
-    RankLeftError, CollectiveTimeoutError. clock: runs meanwhile.
+    RankLostError, RankLeftError, CollectiveTimeoutError. clock: runs meanwhile.
     """
 
     def __init__(self, topology: Topology, clock: Stopwatch) -> None:
@@ -26,15 +26,23 @@ class Waits:
     def until(self, done: Callable[[], bool], text: str) -> None:
         """Return when `done`, which is called again and again. text: what this rank waits for."""
         self._clock.start()
-        if done():
-            self._clock.stop()
-            return
-        self._place.begin(Said(text))
         try:
-            while not asleep(done, LOOK_SECONDS):
-                self._watch.look(self._place)
+            with self._watch.hearing():
+                if not done():
+                    self._wait(done, text)
         finally:
             self._clock.stop()
+
+    def _wait(self, done: Callable[[], bool], text: str) -> None:
+        def heard() -> bool:
+            self._watch.check()
+            return done()
+
+        self._place.begin(Said(text))
+        try:
+            while not asleep(heard, LOOK_SECONDS):
+                self._watch.look(self._place)
+        finally:
             self._place.end()
 
     def all_of(self, requests: Sequence[MPI.Request], text: str) -> None:
