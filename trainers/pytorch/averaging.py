@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from allreduce.base import AllReduce
-from allreduce.messages.agreement import all_values
 from allreduce.messages.worker import Lane
 from trainers.pytorch.backward import Backward, GradientError, meet
 from trainers.pytorch.buffers import Memory, allocate
@@ -126,11 +125,6 @@ class Averager:
     def leaves_out(self) -> bool:
         """Whether all ranks leave out the step of the last averages, since gradients were no numbers. Local."""
         return self.check is not None and self.check.left_out
-
-    def mean(self, value: float) -> float:
-        """The mean of a number over all ranks, or over all rows, the same bits on each. Runs in the lane."""
-        weight = 1.0 if self.rows is None else self.rows.weight
-        return sum(all_values(self.comm, value * weight, "average a loss")) / self.comm.size
 
     # Called by autograd
 
@@ -278,6 +272,11 @@ class Averager:
         """The parameters were updated."""
         self.steps, self.rows = self.steps + 1, None
         self.forget(release)
+
+    def let_go(self) -> None:
+        """As `close`, for the gradients to be averaged by another. Local."""
+        self._in_charge = False
+        self.close()
 
     def close(self, why: str = CLOSED) -> None:
         """Let go of the memory (`.grad` becomes None), and refuse backward from now on. Local."""

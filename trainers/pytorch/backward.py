@@ -12,7 +12,9 @@ from allreduce.errors import AllReduceError
 from allreduce.messages.agreement import raise_together, waiting
 from allreduce.messages.worker import Pending
 from trainers.errors import NotFiniteError
+from trainers.pytorch.recovering import surviving
 from trainers.pytorch.report import Clock
+from trainers.pytorch.submitting import submit
 
 if TYPE_CHECKING:
     from trainers.pytorch.averaging import Averager
@@ -89,7 +91,7 @@ class Backward:
             self._error = self._error or error
         last = self._launched == len(self._missing)
         what = f"{self._what}, bucket {self._launched} of {len(self._missing)}"
-        self.pending.append(self.averager.lane.submit(partial(self._reduce, memory, last, Clock.now()), what))
+        self.pending.append(submit(self.averager.lane, partial(self._reduce, memory, last, Clock.now()), what))
 
     def launch_rest(self) -> None:
         """Submit all that was not submitted yet."""
@@ -138,9 +140,10 @@ class Backward:
 
         On another rank they may be passed in another order, and one that waits holds up what comes after it.
         """
-        if not self._met:
-            meet([other for other in _running if other._task == self._task])
-        self.averager.finish(self)
+        with surviving(self.averager.family):
+            if not self._met:
+                meet([other for other in _running if other._task == self._task])
+            self.averager.finish(self)
 
     def _reduce(self, memory: "Memory", last: bool, came: float) -> None:
         """Runs in the lane, when all ranks have come to it. came: when it was submitted here."""

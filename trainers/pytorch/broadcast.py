@@ -50,19 +50,19 @@ def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[torch.Tensor], root
 
 def broadcast_state(comm: MPI.Intracomm, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
     """Give every rank the state and the hyperparameters of the root's optimizer. Collective."""
+    state = state_of(comm, optimizer, root)
+    together(comm, lambda: None if comm.rank == root else optimizer.load_state_dict(state))
+
+
+def state_of(comm: MPI.Intracomm, optimizer: torch.optim.Optimizer, root: int = 0) -> dict[str, Any]:
+    """The state_dict of the root's optimizer, on all ranks; of its tensors the root has no copies. Collective."""
     # Before anybody waits for it: the root alone finds out that a state can't be taken apart or sent.
     tensors, packed = together(comm, lambda: _packed(optimizer) if comm.rank == root else ([], None))
     skeleton, shapes = plain.from_json(root_value(comm, packed, "take on the state of an optimizer", root))
     if comm.rank != root:
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
     broadcast_tensors(comm, tensors, root)
-    error: Exception | None = None
-    if comm.rank != root:
-        try:
-            optimizer.load_state_dict(_put_back(skeleton, tensors))
-        except Exception as refused:
-            error = refused
-    raise_together(comm, error)
+    return _put_back(skeleton, tensors)
 
 
 def _packed(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], Any]:

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from allreduce.base import AllReduce
+from allreduce.base import AllReduce, Recipe
 from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
 from allreduce.messages.agreement import agree, raise_together
 from allreduce.topology import Topology
@@ -29,7 +29,7 @@ GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so their
 class Options(NamedTuple):
     """How a MirroredOptimizer averages and updates; see there. bucket_mb: of the first bucket, and of the others."""
 
-    allreduce: str | AllReduce
+    allreduce: str | AllReduce | Recipe
     topology: Topology | None
     update: str
     overlap: bool | str
@@ -42,7 +42,7 @@ class Options(NamedTuple):
 
     def __str__(self) -> str:
         """What must be alike on the ranks."""
-        name = self.allreduce.name if isinstance(self.allreduce, AllReduce) else self.allreduce
+        name = self.allreduce if isinstance(self.allreduce, str) else self.allreduce.name
         return (
             f"MirroredOptimizer(allreduce={name!r}, update={self.update!r}, overlap={self.overlap!r}, "
             f"first_bucket_mb={float(self.bucket_mb[0])!r}, bucket_mb={float(self.bucket_mb[1])!r}, "

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -48,8 +48,15 @@ class Family:
         self.newest = self._members = 0
         self._averagers: weakref.WeakValueDictionary[int, Averager] = weakref.WeakValueDictionary()
         self._lanes: dict[int, Lane] = {}  # of the members
+        self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # MirroredOptimizers
+        self.buried = False  # a rank was lost, and a family of those that are left has taken its place
         self._failures = 0  # of backwards, and of lanes of former members
         self._remains: dict[int, ExitStack] = {}
+
+    @classmethod
+    def of(cls, topology: Topology) -> "Family":
+        """A new one, to which the topology belongs. Collective."""
+        return cls(topology, _key(topology))
 
     def lane(self, threaded: bool) -> Lane:
         """A lane for the newest member. Collective. UnavailableError on all ranks where no thread can be had."""
@@ -137,10 +144,22 @@ class Family:
         lane = self._lanes.pop(number, None)
         self._failures += lane is not None and _failed(lane)
         if not self._members:
-            del _families[self._key]
+            _families.pop(self._key, None)
             self._lane.abandon()
             self.topology.release(self._comm)
             self.topology.close()
+
+    def topologies(self) -> list[Topology]:
+        """Those of all members, in which a rank may wait. Local."""
+        return list(
+            {id(each): each for each in (self.topology, *(own.topology for own in self.owners.values()))}.values()
+        )
+
+    def bury(self, heir: "Family") -> None:
+        """Ranks were lost: another family, of those that are left, takes the place of this one. Local."""
+        self.buried = True
+        _families.pop(self._key, None)
+        _families[heir._key] = heir
 
     def keep(self, number: int, remains: ExitStack) -> None:
         """Keep what a member that was dropped has left. Local."""
@@ -155,10 +174,14 @@ def _failed(lane: Lane) -> bool:
 _families: dict[Key, Family] = {}
 
 
+def _key(topology: Topology) -> Key:
+    return world_ranks(topology.world), topology.timeout
+
+
 def family_of(topology: Topology | None) -> Family:
     """The optimizers on the ranks of a topology; of all ranks when none is given. Collective."""
     base = topology or Topology()
-    key = world_ranks(base.world), base.timeout
+    key = _key(base)
     if key not in _families:
         own = Topology(base.world, timeout=base.timeout) if topology is not None else base
         _families[key] = Family(own, key)

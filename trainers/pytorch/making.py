@@ -11,7 +11,8 @@ from mpi4py import MPI
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from allreduce.base import AllReduce
+from allreduce import create
+from allreduce.base import AllReduce, Recipe
 from allreduce.messages.agreement import everywhere, together
 from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
@@ -35,6 +36,7 @@ class Parts(NamedTuple):
 
     sharded: None with update="replicated". trained, frozen: the optimizer's parameters by name.
     made: what is given back in the end, by all ranks together. Nothing in it may hold on to the MirroredOptimizer.
+    local: takes its hands off the model, on this rank alone: what a lost rank has a part in can't be given back.
     """
 
     backend: AllReduce
@@ -43,6 +45,7 @@ class Parts(NamedTuple):
     trained: dict[str, Parameter]
     frozen: dict[str, Parameter]
     made: ExitStack
+    local: ExitStack
 
 
 def make(
@@ -52,12 +55,14 @@ def make(
 
     family: gets a new member. Raises on all ranks, before anything is changed, as MirroredOptimizer says.
     """
-    made = ExitStack()
+    made, local = ExitStack(), ExitStack()
     try:
-        return _make(optimizer, model, options, topology, family, made)
+        return _make(optimizer, model, options, topology, family, made, local)
     except Exception as error:
         if everywhere(error, topology.world):
             made.close()
+        else:
+            local.close()
         raise
 
 
@@ -74,6 +79,7 @@ def _make(
     topology: Topology,
     family: Family,
     made: ExitStack,
+    local: ExitStack,
 ) -> Parts:
     comm = topology.private()
     made.callback(family.leave, family.enter(comm))
@@ -81,7 +87,7 @@ def _make(
     checks.options_together(comm, optimizer, model, options)
     trained, frozen = checks.sort(optimizer, model)
     compare(comm, checks.describe(optimizer, model))
-    backend = together(comm, partial(backend_for, options.allreduce, topology, options.update))
+    backend = together(comm, partial(_backend, options, topology))
     if backend is not options.allreduce:
         made.callback(backend.close)
     traced = None
@@ -95,6 +101,7 @@ def _make(
         broadcast_state(comm, optimizer)
     averager = _averager(trained, backend, family, lane, comm, during, options)
     made.callback(averager.close)
+    local.callback(averager.let_go)
     if traced is not None:
         averager.clock = TracedClock(traced.trace, traced.calls)
     sharded = None
@@ -102,13 +109,23 @@ def _make(
         assert isinstance(backend, TwoPhase)
         sharded = ShardedOptimizer(optimizer, averager, backend, comm)
         made.callback(sharded.close)
+        local.callback(sharded.let_go)
         for module in model.modules():
-            made.callback(module.register_load_state_dict_post_hook(AfterLoading(sharded.placement)).remove)
+            hook = module.register_load_state_dict_post_hook(AfterLoading(sharded.placement))
+            made.callback(hook.remove)
+            local.callback(hook.remove)
     if options.check_gradients is not None:
         owned = backend.owned if isinstance(backend, TwoPhase) and sharded is not None else partial(slice, 0)
         averager.check = GradientCheck(options.check_gradients, averager.names, averager.buckets, owned)
     family.add(averager)
-    return Parts(backend, averager, sharded, trained, frozen, made)
+    return Parts(backend, averager, sharded, trained, frozen, made, local)
+
+
+def _backend(options: checks.Options, topology: Topology) -> AllReduce:
+    given = options.allreduce
+    if isinstance(given, Recipe):
+        return create(given.name, topology, **given.options)
+    return backend_for(given, topology, options.update)
 
 
 def _averager(

@@ -1,7 +1,6 @@
 """MirroredOptimizer: three lines that make a training loop data-parallel."""
 
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from allreduce.base import AllReduce
-from allreduce.errors import ClosedError, OptionError
+from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
@@ -19,20 +18,17 @@ from trainers import malloc
 from trainers.divergence import MAJORITY
 from trainers.pytorch import choices
 from trainers.pytorch.averaging import SCATTERED
-from trainers.pytorch.checks import GROUP_ADDED, Options, still_fit
+from trainers.pytorch.checks import GROUP_ADDED, Options
 from trainers.pytorch.editing import editing
-from trainers.pytorch.family import family_of
 from trainers.pytorch.gathering import gather
 from trainers.pytorch.joining import leave
+from trainers.pytorch.life import Life
 from trainers.pytorch.loading import load_of_root
-from trainers.pytorch.making import drop, make
-from trainers.pytorch.report import Report, report_of
-from trainers.pytorch.stepping import Stepper
 
 CHECK_EVERY = 1000  # steps
 
 
-class MirroredOptimizer(Optimizer):
+class MirroredOptimizer(Life, Optimizer):
     """Wraps a PyTorch optimizer: gradients are averaged over all ranks, and replicas stay identical.
 
         model = Net()
@@ -101,19 +97,9 @@ class MirroredOptimizer(Optimizer):
         check_gradients: str | None = None,
         trace: str | os.PathLike[str] | Trace | None = None,
     ) -> None:
-        self.closed = False
-        self.optimizer, self.model, self.update, self.check_every = optimizer, model, update, check_every
+        self.check_every = check_every
         sizes, checks = (first_bucket_mb, bucket_mb), (check_every, on_divergence, source, check_gradients)
-        options = Options(allreduce, topology, update, overlap, sizes, *checks, trace)
-        given = allreduce.topology if isinstance(allreduce, AllReduce) else topology
-        family = family_of(given)
-        self.topology = given or family.topology
-        parts = make(optimizer, model, options, self.topology, family)
-        self.backend, self._averager, self._sharded, self._trained, self._frozen, self._made = parts
-        self._steps = Stepper(optimizer, self._averager, self._sharded, self._trained, options)
-        self._averager.take_over(self)
-        self._dropped = weakref.finalize(self, drop, family, self._averager, self._made)
-        self._dropped.atexit = False
+        Life.__init__(self, optimizer, model, Options(allreduce, topology, update, overlap, sizes, *checks, trace))
         Optimizer.__setstate__(self, {})  # the hooks that every optimizer has; the rest is the wrapped one's
         choices.tell_threads(self.topology)
         malloc.keep_freed_memory()
@@ -140,12 +126,8 @@ class MirroredOptimizer(Optimizer):
         closure: as for any optimizer; what is returned is the mean of its losses over the ranks.
         """
         self._check_usable()
-        return self._steps.step(closure)
-
-    @property
-    def steps_skipped(self) -> int:
-        """How many steps all ranks have left out, with check_gradients="skip"."""
-        return self._steps.skipped
+        with self._surviving():
+            return self._stepper.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. model.zero_grad() does as well, except with update="sharded" and False."""
@@ -159,10 +141,11 @@ class MirroredOptimizer(Optimizer):
         Call it before clipping where a rank may have had no backward, and with update="sharded" always.
         """
         self._check_usable()
-        self._averager.average()
-        if self._averager.state == SCATTERED:
-            assert isinstance(self.backend, TwoPhase)
-            gather(self._averager, self.backend.all_gather)
+        with self._surviving():
+            self._averager.average()
+            if self._averager.state == SCATTERED:
+                assert isinstance(self.backend, TwoPhase)
+                gather(self._averager, self.backend.all_gather)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -188,7 +171,8 @@ class MirroredOptimizer(Optimizer):
         by all ranks when they average.
         """
         self._check_usable()
-        self._averager.count_rows(number)
+        with self._surviving():
+            self._averager.count_rows(number)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -206,11 +190,13 @@ class MirroredOptimizer(Optimizer):
         MirroredOptimizer on them.
         """
         self._check_usable()
-        self._averager.together("enters join()", self._averager.family.only_one)
+        with self._surviving():
+            self._averager.together("enters join()", self._averager.family.only_one)
         self._averager.joining = True
         try:
             yield
-            leave(self._averager, self.optimizer, self._trained, self._sharded, self._steps.stepped)
+            with self._surviving():
+                leave(self._averager, self.optimizer, self._trained, self._sharded, self._stepper.stepped)
         finally:
             self._averager.joining = False
 
@@ -223,7 +209,7 @@ class MirroredOptimizer(Optimizer):
                 parameter.mul_(0.5)
         """
         self._check_usable()
-        with editing(self._averager, self.model, self._sharded):
+        with self._surviving(), editing(self._averager, self.model, self._sharded):
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,7 +217,8 @@ class MirroredOptimizer(Optimizer):
         if self._sharded is None:
             return self.optimizer.state_dict()
         self._check_usable()
-        return self._averager.together("gathers the optimizer's state", self._sharded.state_dict)
+        with self._surviving():
+            return self._averager.together("gathers the optimizer's state", self._sharded.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load a state_dict of the plain optimizer: rank 0's, which all ranks get. Collective.
@@ -240,7 +227,8 @@ class MirroredOptimizer(Optimizer):
         """
         self._check_usable()
         load = partial(load_of_root, self._averager.comm, self.optimizer, state_dict)
-        self._averager.together("loads the optimizer's state", load)
+        with self._surviving():
+            self._averager.together("loads the optimizer's state", load)
         if self._sharded is not None:
             self._sharded.load()
 
@@ -248,37 +236,8 @@ class MirroredOptimizer(Optimizer):
         """Not offered, neither here nor at the plain optimizer: the gradients' memory is laid out once."""
         raise OptionError(GROUP_ADDED)
 
-    def report(self) -> Report:
-        """What averaging has cost this rank so far. Print it."""
-        return report_of(self._averager, self.backend.name, self.update)
-
-    def close(self) -> None:
-        """Give memory and communicators back. Collective; closing twice does nothing.
-
-        The model stays as it is, on every rank, without `.grad`; a backward through it raises ClosedError from
-        now on. The state of a sharded update is dropped: take `state_dict()` before, to go on elsewhere.
-        """
-        if self.closed:
-            return
-        self._averager.together("closes the optimizer", lambda: None)
-        self.closed = True
-        self._dropped.detach()
-        self._made.close()
-
-    def __enter__(self) -> "MirroredOptimizer":
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # after an exception the other ranks may not come to a collective close
-            self.close()
-
     def __repr__(self) -> str:
         return f"MirroredOptimizer({self.update} on {self.topology}, backend {self.backend.name}, {self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a MirroredOptimizer can't be copied or pickled; save its state_dict()")
-
-    def _check_usable(self) -> None:
-        if self.closed:
-            raise ClosedError("this MirroredOptimizer is closed; make it again to go on")
-        still_fit(self.optimizer, self._trained, self._frozen)

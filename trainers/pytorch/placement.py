@@ -122,11 +122,15 @@ class Placement:
         for bucket in self._averager.plan:
             self._backend.all_gather(self._arrays[bucket.dtype][bucket.start : bucket.stop])
 
-    def close(self) -> None:
-        """Give every rank parameters of its own again. Collective."""
+    def let_go(self) -> None:
+        """Give this rank parameters of its own again. Local."""
         self.move_out()
         for held in (self._homes, self.flats, self._arrays):
             held.clear()
+
+    def close(self) -> None:
+        """Give every rank parameters of its own again, and the memory back. Collective."""
+        self.let_go()
         for window in self._windows:
             window.free()
         self._windows.clear()

@@ -9,6 +9,7 @@ from torch import Tensor
 from allreduce.errors import OptionError
 from allreduce.messages.agreement import known, raise_together, waiting
 from allreduce.messages.worker import Lane
+from trainers.pytorch.submitting import submit
 
 NOBODY = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
 
@@ -21,14 +22,21 @@ class Rows:
     active: False when this rank has no batches left (`join`).
     """
 
-    def __init__(self, lane: Lane, comm: MPI.Intracomm, mine: float, what: str, active: bool) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        comm: MPI.Intracomm,
+        mine: float,
+        what: str,
+        active: bool,
+    ) -> None:
         self._comm, self._mine, self._active = comm, mine, active
         self._total, self._ranks = 0.0, 0
         self._error: OptionError | None = None
         number = isinstance(mine, int | float | np.integer | np.floating) and not isinstance(mine, bool)
         if not number or not 0 <= mine < math.inf:
             self._error = OptionError(f"rows({mine!r}): give the number of rows of this rank's batch, at least 0")
-        self._pending = lane.submit(self._count, what)
+        self._pending = submit(lane, self._count, what)
 
     def wait(self) -> None:
         """Wait until all ranks have told theirs. Raises an OptionError on all ranks when one of them makes no sense."""

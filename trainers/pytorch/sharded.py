@@ -117,12 +117,17 @@ class ShardedOptimizer:
         self._begun |= now
         self._plain._opt_called = True  # type: ignore[attr-defined]  # schedulers warn when it never was
 
-    def close(self) -> None:
-        """Give every rank parameters of its own again, and drop the state. Collective."""
+    def let_go(self) -> None:
+        """Give this rank parameters of its own again, and drop the state. Local."""
         self.optimizer.param_groups.clear()
         self.optimizer.state.clear()  # its keys lie in the flat memory
         self._parts.clear()
         self._grads.clear()
+        self.placement.let_go()
+
+    def close(self) -> None:
+        """As `let_go`, and give the memory back. Collective."""
+        self.let_go()
         self.placement.close()
 
     # State, in the format of the plain optimizer
