@@ -28,6 +28,7 @@ PRINTS = {
     "train.py": r"epoch  10  loss 0\.\d+.*\n{'loss': 0\.\d+, 'accuracy': 0\.9\d+} \d\n",
     "ddp.py": r"^loss 0\.0",
     "mirrored.py": r"^loss of this rank's share: \d.*\n.*\w",
+    "outlives.py": r"^48 of 96 rows at the end, loss 0\.0",
     "replica.py": r"epoch   5  loss 0\.\d+.*\n{'loss': 0\.\d+, 'accuracy': 0\.\d+}\n",
     "served.py": r"epoch  10  loss 0\.\d+.*\nupdates behind, and how many gradients: {0: \d+.*\naccuracy 0\.\d+\n",
     "everyone.py": "^$",

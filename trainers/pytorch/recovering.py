@@ -133,7 +133,9 @@ def _make_again(topology: Topology, members: "dict[int, MirroredOptimizer]") -> 
 def _told(size: int, former: list[int], members: "dict[int, MirroredOptimizer]") -> RankLostError:
     lost = tuple(rank for rank in range(size) if rank not in former)
     ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {size}"
-    text = f"{ranks} lost; {len(former)} go on, after step {max((each.steps for each in members.values()), default=0)}"
+    be = "were" if len(lost) > 1 else "was"
+    steps = max((each.steps for each in members.values()), default=0)
+    text = f"{ranks} {be} lost; {len(former)} go{'es' * (len(former) == 1)} on, after step {steps}"
     if any(each.update == "sharded" for each in members.values()):
         text += ". The lost slices of a sharded update are gone: load model and optimizer from the last checkpoint"
     error = RankLostError(text)
