@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import allreduce  # prepares the environment of MPI, so it comes first
+
+# isort: split
 import torch
 from mpi4py import MPI
 from torch import nn
 from torch.nn import functional
 
-import allreduce
 from allreduce.errors import RankLostError
 from trainers.pytorch import MirroredOptimizer
 
