@@ -26,13 +26,18 @@ class Dying(MPI.Prequest):
         die()
 
 
-class HalfWay(Deaths):
-    """Has this worker die when it has pushed its gradients to the first server, and to no other."""
+class WorkersDeath(Deaths):
+    """Has this worker die: ("push", epoch, batch) when it has pushed its gradients to the first server, and to no
+    other; ("part", epoch, 0) when it computes, in that epoch or later, for parts are dealt to who comes first."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        event, epoch, _ = self.moment or ("", 0, 0)
+        if event == "part" and self.epoch >= epoch:
+            die()
         if self.moment == ("push", self.epoch, batch):
             client = self.trainer._client
             client._whole[1] = Dying(client._whole[1])
+        super().on_train_batch_begin(batch)
 
 
 def trained(name: str, make: Callable[..., Any], deaths: dict[int, Moment], **options: Any) -> None:
@@ -40,7 +45,7 @@ def trained(name: str, make: Callable[..., Any], deaths: dict[int, Moment], **op
     with Topology.of_survivors() as ranks, make(network(0), ranks, on_failure="continue", **options) as trainer:
         x, y = data()
         moment = deaths.get(ranks.rank)
-        watches = [(HalfWay if moment and moment[0] == "push" else Deaths)(moment)]
+        watches = [WorkersDeath(moment)]
         history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=watches, validation_data=(x[:50], y[:50]), progress=False)
         came = {
             "history": [epoch.as_dict() for epoch in history],
@@ -73,7 +78,7 @@ def without_its_server() -> None:
 if __name__ == "__main__":
     # Each moment is of the ranks that are left: the servers are the last ones, and rank 0 dies among others.
     trained("sync", ParameterServerTrainer, {0: ("push", 1, 2)}, servers=2, updates="sync")
-    trained("async", ParameterServerTrainer, {1: ("batch_begin", 1, 3), 0: ("epoch_end", 3, 0)}, servers=2)
+    trained("async", ParameterServerTrainer, {1: ("part", 1, 0), 0: ("epoch_end", 3, 0)}, servers=2)
     trained("spare", SpareReplicasTrainer, {2: ("batch_end", 2, 1)}, spare=0)
     if MPI.COMM_WORLD.Shrink().rank == 0:
         alone()
