@@ -40,11 +40,26 @@ def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRu
     assert job.returncode == 0, job.stdout + job.stderr
     came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
     alone = came["alone"]["history"]
-    for name, ranks, lost in (("sync", 5, [[0]]), ("async", 3, [[2], [1]]), ("spare", 2, [[5]])):
-        assert (came[name]["ranks"], came[name]["lost"]) == (ranks, lost)
+    for name, ranks, lost in (("sync", 5, [[0]]), ("async", 3, [[1], [2]]), ("spare", 2, [[5]])):
+        assert (came[name]["ranks"], sorted(came[name]["lost"])) == (ranks, lost)
         assert len(set(came[name]["sha256"])) == 1
         for metric in ("loss", "accuracy", "validation_loss"):
             exact = {"rtol": 1e-4} if name != "async" else {"atol": 0.25}  # whose order of updates is anybody's
             np.testing.assert_allclose([e[metric] for e in came[name]["history"]], [e[metric] for e in alone], **exact)
     assert {sum(epoch["staleness"]) for epoch in came["async"]["history"]} == {5 * 3}  # each part counts once
     assert "a server was lost" in came["no server"]["error"]
+
+
+def test_ranks_that_wait_take_the_places_of_lost_ones(mpirun: JobRunner) -> None:
+    job = mpirun(6, [TRAINING.with_name("joining.py")], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    lines = job.stdout.splitlines()
+    assert lines.count("not needed") == 1
+    all_came = [json.loads(line) for line in lines if line != "not needed"]
+    assert sorted(came["rank"] for came in all_came) == [0, 1, 2]
+    for came in all_came:
+        assert (came["ranks"], came["lost"]) == (3, [[1], [0]])
+        assert came["history"] == all_came[0]["history"]
+        check_like_alone(came)
+    assert "rank 3 joined" in job.stderr
+    assert "rank 4 joined" in job.stderr

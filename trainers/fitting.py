@@ -21,12 +21,16 @@ Validation = Callable[[], dict[str, float]]
 
 
 class Begun(NamedTuple):
-    """What of an epoch a checkpoint has: its steps, the seconds that they took, the values that they gave."""
+    """What of an epoch a checkpoint has: its steps, the seconds that they took, the values that they gave.
+
+    rows: that a checkpoint had, when other ranks have trained since, whom this one joins.
+    """
 
     epoch: int = 0
     step: int = 0
     seconds: float = 0.0
     measured: np.ndarray = np.empty((0, 0))
+    rows: int | None = None
 
 
 class Fit(Steps):
@@ -111,6 +115,20 @@ class Fit(Steps):
         self._resumed = Begun(progress.epoch, progress.step, progress.seconds, measured)
         self._entered = -1
 
+    def open_to_join(self) -> None:
+        """Come to where this rank can go on with what others have. Local: the others are in the middle of it."""
+        self._make_callbacks()
+        self.callbacks.train_begin()
+        self.begun = True
+
+    def epoch_so_far(self) -> tuple[float, int]:
+        """Seconds and rows of this epoch that a checkpoint had. Local."""
+        return self._resumed.seconds, self._rows
+
+    def join(self, begun: Begun) -> None:
+        """Go on at `place`, where others are. Local."""
+        self._resumed, self._entered = begun, -1
+
     def _make_callbacks(self) -> None:
         keeps = self.trainer.goes_on
         watchers = [self.meter, self.history, self._progress, *self._users]
@@ -160,7 +178,7 @@ class Fit(Steps):
             self._resumed = Begun(number)
         if self._resumed.step:
             self.guarded(lambda: self.meter.take_up(self._resumed.measured))
-        self._rows = self.meter.rows
+        self._rows = self.meter.rows if self._resumed.rows is None else self._resumed.rows
 
     def _measure(self, number: int) -> None:
         """What is told of the steps of an epoch. Collective."""

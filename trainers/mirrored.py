@@ -10,6 +10,7 @@ from allreduce.arrays import dtypes
 from allreduce.base import AllReduce
 from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere, together
+from allreduce.spares import Joining
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
@@ -101,7 +102,7 @@ class MirroredTrainer(Outliving):
                 self.close()
             raise
         remade = self._asked is not None and update == "replicated" and replica.device == "cpu"
-        if remade and losses.in_force() and self.size > 1:
+        if remade and losses.in_force() and (self.size > 1 or isinstance(ranks, Joining)):
             self._survival = Survival(self, goes_on=on_failure == "continue")
 
     def _agree_on_arguments(

@@ -1,21 +1,28 @@
 """A fit whose ranks have changed: where the others are, what they have and this rank lacks."""
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from allreduce.messages.agreement import all_values
+import numpy as np
+
+from allreduce.messages.agreement import all_values, root_value
+from allreduce.spares import NEWCOMER
 from trainers.errors import DivergedError
-from trainers.fitting import Fit
-from trainers.stepping import STEPS, Place
+from trainers.exchange import sent
+from trainers.fitting import Begun, Fit
+from trainers.stepping import EVENTS, STEPS, Place
 from trainers.surviving import Call
-from trainers.watching.history import History
+from trainers.watching.history import Epoch, History
 
 if TYPE_CHECKING:
     from trainers.base import Trainer
 
 
 HOW_FAR = "hear how far the ranks are in a fit"
+HAND_OVER = "hand a fit to a rank that joins"
+VALUES = "trainer.values"
 
 
 class FitCall(Call[History]):
@@ -24,6 +31,8 @@ class FitCall(Call[History]):
     Ranks are a part of a step or of what follows an epoch apart at the most, since they do all of it together. Who is
     behind takes from who is ahead what all ranks would have come to know there, and tells its callbacks.
     """
+
+    takes_newcomers = True
 
     def __init__(self, trainer: "Trainer", begin: Callable[[], Fit]) -> None:
         super().__init__("fit", self._run)
@@ -34,6 +43,11 @@ class FitCall(Call[History]):
         if self._fit is None:
             self._fit = self._begin()
         return self._fit.run()
+
+    def open(self) -> bool:
+        self._fit = self._begin()
+        self._fit.open_to_join()
+        return True
 
     def close(self) -> None:
         if self._fit is not None:
@@ -53,9 +67,14 @@ class FitCall(Call[History]):
             return
         assert fit is not None
         fit.batches.divide(self._trainer.part, self._trainer.parts)
-        move(fit, self._trainer.steps - fit.taken)
+        former = self._trainer.topology.former
+        if former[self._trainer.rank] != NEWCOMER:
+            move(fit, self._trainer.steps - fit.taken)
+        fit.taken = self._trainer.steps
         sides = all_values(comm, told(fit), HOW_FAR)
         catch_up(fit, sides)
+        if NEWCOMER in former:
+            hand_over(fit, former)
         fit.guarded(fit.callbacks.ranks_change)
         if fit.saver is not None:
             fit.saver.rejoin([side["saver"] for side in sides])
@@ -97,3 +116,18 @@ def catch_up(fit: Fit, sides: list[dict[str, Any]]) -> None:
             fit.logs = ahead["logs"]
         fit.stopped, fit.trainer.stop_training = ahead["stop"]
     fit.callbacks.tell_again((tuple(event), heard) for event, heard in (side["heard"] for side in sides))
+
+
+def hand_over(fit: Fit, former: tuple[int, ...]) -> None:
+    """Ranks that join get what others have of the fit besides their place in it. Collective. former: see Manned."""
+    comm, joins = fit.trainer._comm, former[fit.trainer.rank] == NEWCOMER
+    lead = next(rank for rank, old in enumerate(former) if old != NEWCOMER)
+    history = None if joins else json.dumps([epoch.as_dict() for epoch in fit.history], default=np.ndarray.tolist)
+    text, seconds, rows = root_value(comm, [history, *fit.epoch_so_far()], HAND_OVER, lead)
+    arrays = {} if joins else {VALUES: fit.meter.values(), **fit.callbacks.state()}
+    arrays = sent(comm, {name: np.ascontiguousarray(array) for name, array in arrays.items()}, lead, HAND_OVER)
+    if joins:
+        place, epochs = fit.place, [Epoch.of_dict(epoch) for epoch in json.loads(text)]
+        fit.history[:] = epochs[: place.epoch] if place.stage <= EVENTS else epochs  # or the event is told once more
+        fit.join(Begun(place.epoch, place.step, seconds, arrays.pop(VALUES), rows))
+        fit.guarded(lambda: fit.callbacks.load_state(arrays))

@@ -16,7 +16,8 @@ from allreduce import ending
 from allreduce.base import AllReduce
 from allreduce.errors import RankLostError
 from allreduce.messages import losses
-from allreduce.messages.agreement import everywhere, known
+from allreduce.messages.agreement import all_values, everywhere, known
+from allreduce.spares import NEWCOMER, Joining, Manned
 from allreduce.topology import Topology
 from trainers.errors import ArgumentError
 from trainers.replica import Replica
@@ -52,6 +53,12 @@ class Call(Generic[ResultT]):
     def __init__(self, name: str, run: Callable[[], ResultT]) -> None:
         self.name, self.run = name, run
 
+    takes_newcomers = False  # whether spare ranks may come in during this call
+
+    def open(self) -> bool:
+        """Prepare to come into this call, which others are in the middle of; whether that can be. Local."""
+        return False
+
     def rejoin(self) -> None:
         """The ranks are others now, and have equal states: those after `trainer.steps`. Collective."""
 
@@ -81,6 +88,8 @@ class Survival:
             return call.run()
         self._busy = True
         try:
+            if isinstance(self._trainer.topology, Joining) and call.open():
+                self._recover(call)
             while True:
                 results, error, lost = self._attempt(call)
                 if self._trainer.topology.finished(lost is None):
@@ -112,11 +121,12 @@ class Survival:
             error: Exception | None = None
             lost = None
             trainer._let_go_of_ranks()
-            topology = trainer.topology = next_topology(trainer.topology)
+            topology = trainer.topology = next_topology(trainer.topology, call.takes_newcomers)
             try:
                 trainer._reconnect(topology)
                 trainer._restore()
                 call.rejoin()
+                before, during = self._tell_newcomers(before, during)
                 if not self.goes_on:
                     call.keep()
             except Exception as met:
@@ -134,6 +144,17 @@ class Survival:
         if not self.goes_on:
             raise known(RankLostError(f'{trainer.losses[-1]}; the job stops (on_failure="stop")'), topology.world)
 
+    def _tell_newcomers(self, before: tuple[int, ...], during: str) -> tuple[tuple[int, ...], str]:
+        """Which ranks there were, and what they did: those that join hear it from the others. Collective."""
+        trainer = self._trainer
+        if NEWCOMER not in trainer.topology.former:
+            return before, during
+        heard = all_values(trainer._comm, [before, during, trainer.losses], "tell ranks that join what was lost")
+        ranks, during, lost = next(side for side, old in zip(heard, trainer.topology.former, strict=True) if old >= 0)
+        if trainer.topology.former[trainer.rank] == NEWCOMER:
+            trainer.losses = [Loss(tuple(gone), *rest) for gone, *rest in lost]
+        return tuple(ranks), during
+
     def _note(self, before: tuple[int, ...], during: str, seconds: float) -> None:
         trainer = self._trainer
         left = ending.world_ranks(trainer.topology.world)
@@ -142,13 +163,17 @@ class Survival:
         if trainer.rank == 0 and self.goes_on:
             rest = f"{len(left)} rank{'s' * (len(left) != 1)} go on" if len(left) > 1 else "one rank goes on alone"
             log.warning("trainers: %s; %s (after %.3f s)", trainer.losses[-1], rest, seconds)
+            if joined := [rank for rank in left if rank not in before]:
+                log.warning("trainers: rank%s %s joined", "s" * (len(joined) > 1), ", ".join(map(str, joined)))
 
 
-def next_topology(old: Topology) -> Topology:
+def next_topology(old: Topology, takes_newcomers: bool) -> Topology:
     """The ranks with which a training goes on: those of `old` that live. Collective over them.
 
     The one place where this is decided: ranks that join in the place of lost ones come in here.
     """
+    if isinstance(old, Manned):
+        old.admits = takes_newcomers
     return old.survivors()
 
 
