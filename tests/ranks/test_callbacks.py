@@ -140,7 +140,7 @@ def test_what_all_ranks_must_have(kind: str, flat: allreduce.Topology, folder: P
     }
     with trainer_of(flat) as trainer:
         before = trainer.parameters_sha256()
-        with pytest.raises(DisagreementError, match=f"callbacks that communicate: {kind}"):
+        with pytest.raises(DisagreementError, match=f"callbacks that communicate: .*{kind}"):
             fit(trainer, *([made[kind]()] if trainer.rank == 0 else []))
         assert trainer.parameters_sha256() == before
         assert list(folder.iterdir()) == []
