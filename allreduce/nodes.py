@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from mpi4py import MPI
 
+from allreduce import versions
 from allreduce.errors import OptionError
 from allreduce.messages.agreement import all_values, root_value
 from allreduce.messages.watch import STALL, TIMEOUT, seconds
@@ -38,7 +39,9 @@ def nodes_left(
 def number_nodes(world: MPI.Intracomm, node: MPI.Intracomm) -> tuple[tuple[int, ...], int]:
     """The sizes of all nodes, and which one is this rank's. Nodes are in the order of their leaders. Collective."""
     leader = root_value(node, world.rank, "learn the leader of this node")
-    sizes = dict(all_values(world, [leader, node.size], "count the nodes"))
+    found = all_values(world, [leader, node.size, versions.digest()], "count the nodes")
+    versions.compare(world, [of_rank[2] for of_rank in found])
+    sizes = {of_rank[0]: of_rank[1] for of_rank in found}
     leaders = sorted(sizes)
     return tuple(sizes[each] for each in leaders), leaders.index(leader)
 

@@ -3,12 +3,13 @@
 import os
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from grid import shapes
 from mpi4py import MPI
 
 import allreduce
-from allreduce.errors import OptionError, UnknownBackendError
+from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
 
 SIZE = MPI.COMM_WORLD.size
 NODES = {  # ranks -> the node sizes of each of grid.shapes
@@ -137,3 +138,18 @@ def test_cores_are_those_that_ranks_may_use(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {MPI.COMM_WORLD.rank % 2})
     with allreduce.Topology() as topology:
         assert topology.cores == min(2, topology.size)
+
+
+@pytest.mark.skipif(SIZE < 2, reason="one rank agrees with itself")
+def test_other_versions_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, with the ranks that have them; ours must be the same."""
+    last = MPI.COMM_WORLD.rank == SIZE - 1
+    monkeypatch.setattr(np, "__version__", "0.9.9" if last else "2.0.0")
+    for _ in range(2):
+        allreduce.Topology().close()
+    told = [record.getMessage() for record in caplog.records if "versions" in record.getMessage()]
+    assert len(told) == (MPI.COMM_WORLD.rank == 0)
+    assert all("different versions of NumPy: 2.0.0 on ranks 0" in text and "0.9.9" in text for text in told)
+    monkeypatch.setattr(allreduce, "__version__", "0.0.1" if last else "0.0.2")
+    with pytest.raises(DisagreementError, match=rf"versions of allreduce: 0.0.2 on .*; 0.0.1 on ranks {SIZE - 1};"):
+        allreduce.Topology()
