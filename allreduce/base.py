@@ -11,7 +11,7 @@ from allreduce.arrays import dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, numbers
 from allreduce.arrays.workspace import Workspace
-from allreduce.calls import Call, Calls, Reduction
+from allreduce.calls import Call, Calls, Reduction, quiet
 from allreduce.errors import AllReduceError, ClosedError, OptionError, UnavailableError
 from allreduce.messages.kept import keep
 from allreduce.moves import Moves, nothing_to_do
@@ -225,7 +225,7 @@ class AllReduce(Moves):
         self._agree_once(signature, signature, numbers(signature, resolved), error)
         assert signature is not None
         assert resolved is not None
-        admitted = Call(signature, self._route(signature), resolved)
+        admitted = Call(signature, quiet(self._route(signature)), resolved)
         if self.check != "always" and signature[4:] == ("C", "all_reduce"):
             length, dtype, _, memory, *_ = signature
             self._known[signature[:4]] = self._known[length, dtype, op, memory] = admitted

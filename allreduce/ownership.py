@@ -86,14 +86,15 @@ class Owner:
         For constructors that may refuse, on all ranks.
         """
         owned, users, children = list(self._owned), list(self._users), list(self._children)
-        parts = dict(self.board.free)
+        parts = set(self.board.free)
         try:
             yield
         except Exception as error:
             if everywhere(error, self.world):
                 for child in [each for each in self._children if each not in children]:
                     child.close()
-                self._users, self.board.free = users, parts | self.board.free
+                self._users = users
+                self.board.take_back(parts)
                 for comm in [each for each in reversed(self._owned) if each not in owned]:
                     self.release(comm)
             elif losses.lost(error) is not None:

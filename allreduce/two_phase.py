@@ -7,7 +7,7 @@ import numpy as np
 from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce
-from allreduce.calls import Call, Reduction
+from allreduce.calls import Call, Reduction, quiet
 from allreduce.moves import nothing_to_do
 
 
@@ -23,7 +23,7 @@ class TwoPhase(AllReduce):
         buffer: a contiguous 1-D array, as for a call; what is outside of the returned view is undefined
         afterwards. 16-bit floats are summed in float32 and rounded once.
         """
-        self._phase(self._admit(buffer, op, "reduce_scatter"), self._scatter_rounded, buffer)
+        self._phase(self._admit(buffer, op, "reduce_scatter"), quiet(self._scatter_rounded), buffer)
         return buffer[self.owned(buffer.size)]
 
     def all_gather(self, buffer: np.ndarray) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.arrays.signature import NUMBER
 from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import all_values
 from allreduce.messages.window import CommonWindow
@@ -71,6 +72,18 @@ class Board:
     def give_back(self, part: int, met: int) -> None:
         """The user is closed. The next one goes on counting, so that it can't take old words for new ones."""
         self.free[part] = met
+
+    def take_back(self, parts: set[int]) -> None:
+        """Of these parts, those that users who can't give them back have taken. Local, alike on all ranks."""
+        for part in parts - set(self.free):
+            self.free[part] = self._met(part)
+
+    def _met(self, part: int) -> int:
+        """How often ranks have met in a part, as far as anybody needs to know: by the words that this one has left."""
+        assert self._words is not None
+        size = len(self._ranks)
+        even, odd = (self._words[(part * TURNS + turn) * size + self._node.rank] & NUMBER for turn in range(TURNS))
+        return odd if (odd - even) & NUMBER == 1 else even
 
     def close(self) -> None:
         """Free the memory. Local."""

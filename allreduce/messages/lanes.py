@@ -1,5 +1,6 @@
 """Lanes: the calls of one user of a topology's worker, in the order in which they were submitted."""
 
+import copy
 import threading
 import time
 import zlib
@@ -8,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from allreduce import children
-from allreduce.errors import ClosedError
+from allreduce.errors import BrokenError, ClosedError
 from allreduce.messages.watch import Watch
 
 
@@ -23,6 +24,14 @@ class Runs(Protocol):
     def wait_for(self, done: threading.Event, timeout: float | None) -> None: ...
 
     def drop(self, lane: "Lane") -> None: ...
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """A copy to be kept: an error that is raised keeps all that the functions held which it has passed."""
+    try:
+        return copy.copy(error)
+    except Exception:  # of a type that can't be made again
+        return BrokenError(f"{type(error).__name__}: {error}")
 
 
 class Pending:

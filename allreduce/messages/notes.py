@@ -97,7 +97,8 @@ class Notes:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.heard: dict[tuple[int, int], Note] = {}  # the last of each rank and place
-        self.left: dict[int, Note] = {}  # the ranks that wait for nobody any more
+        # Ranks that wait for nobody any more, in one place, or, as number 0, in any.
+        self.left: dict[tuple[int, int], Note] = {}
         self.stalled: dict[int, Note] = {}  # the ranks that ask for everybody's stacks
         self._sent: list[tuple[MPI.Request, bytearray]] = []
 
@@ -122,7 +123,7 @@ class Notes:
             text = "".join(filter(str.isprintable, buffer[HEAD_BYTES:].decode(errors="replace")))
             note = Note(kind, number, turn, word, text, time.monotonic())
             if kind == LEFT:
-                self.left[status.source] = note
+                self.left[status.source, number] = note
             elif kind == STALLED:
                 self.stalled[status.source] = note
             elif kind == WAITING:
@@ -157,8 +158,8 @@ class Notes:
             waits = [note.text for (other, _), note in self.heard.items() if other == rank]
             if rank == self.rank:
                 where = f"waits in {call}"
-            elif rank in self.left:
-                where = f"has left: {self.left[rank].text}"
+            elif (rank, 0) in self.left:
+                where = f"has left: {self.left[rank, 0].text}"
             else:
                 where = f"waits in {' and in '.join(waits)}" if waits else NOT_COME
             lines.append(f"  rank {rank}: {where}")

@@ -178,13 +178,13 @@ class Watch:
         if wait is not None and wait.error is not None:
             raise wait.error
 
-    def leave(self, why: str) -> None:
-        """Tell the others that this rank's program ends."""
+    def leave(self, why: str, wait: Wait | None = None) -> None:
+        """Tell the others that this rank comes to nothing any more, of one place or, when its program ends, of any."""
         if self.closed or self.lost is not None or self.notes.size == 1:
             return
         try:
             with self._lock:
-                self.notes.tell(LEFT, Wait(0), why)
+                self.notes.tell(LEFT, wait or Wait(0), why)
         except MPI.Exception as error:  # the others hear of a lost rank by themselves
             if losses.lost(error) is None:
                 raise
@@ -242,8 +242,12 @@ class Watch:
         waited = now - wait.since
         error: AllReduceError | None = None
         patience = min(LEFT_SECONDS, self.timeout / 2)
-        left = [rank for rank, note in self.notes.left.items() if now - note.heard > patience]
         here = wait.number, wait.count
+        left = [
+            (rank, note.text)
+            for (rank, number), note in self.notes.left.items()
+            if number in (0, wait.number) and now - note.heard > patience
+        ]
         other = [
             rank
             for (rank, _), note in self.notes.heard.items()
@@ -254,9 +258,7 @@ class Watch:
                 f"the ranks disagree about this call; it must be the same on all of them:\n{self.notes.table(call)}"
             )
         elif left:
-            error = RankLeftError(
-                f"rank {left[0]} has left: {self.notes.left[left[0]].text}, while this rank waits for it in {call}"
-            )
+            error = RankLeftError(f"rank {left[0][0]} has left: {left[0][1]}, while this rank waits for it in {call}")
         elif waited > self.timeout:
             error = CollectiveTimeoutError(
                 f"waited {waited:.0f} s for other ranks in: {wait}{self._where(call)}\n"

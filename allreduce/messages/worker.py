@@ -23,7 +23,7 @@ from mpi4py import MPI
 from allreduce import ending
 from allreduce.errors import AllReduceError, BrokenError, ClosedError, RankLostError, UnavailableError
 from allreduce.messages.agreement import agree, raise_together
-from allreduce.messages.lanes import Lane, Pending
+from allreduce.messages.lanes import Lane, Pending, without_frames
 from allreduce.messages.notes import Said
 from allreduce.messages.waiting import Pause
 from allreduce.messages.watch import LOOK_SECONDS, Watch
@@ -46,6 +46,7 @@ class Worker:
         self._announced: dict[tuple[int, int], dict[int, int]] = {}  # rank 0: call -> rank -> digest
         self._ready: deque[tuple[int, Lane, Pending]] = deque()  # decided: run, or refuse
         self._open = 0  # calls that have not ended
+        self._sent: list[tuple[MPI.Request, np.ndarray]] = []  # messages on their way
         self._changed = threading.Lock()  # held for moments
         self._turning = threading.Lock()  # held by who does the worker's work
         self._thread: threading.Thread | None = None
@@ -104,7 +105,7 @@ class Worker:
                 self._note(0, lane.number, lane.submitted, pending.digest)
             else:
                 message = np.array([lane.number, lane.submitted, pending.digest], np.int64)
-                self._comm.Send(message, 0, ANNOUNCE)
+                self._send(message, 0, ANNOUNCE)
 
     def wait_for(self, done: threading.Event, timeout: float | None) -> None:
         """Return when `done` is set; do the worker's work meanwhile where there is no thread for it."""
@@ -117,7 +118,7 @@ class Worker:
 
     def drop(self, lane: Lane) -> None:
         """Forget a lane. Local."""
-        self._fail(lane, lane.broken or ClosedError(f"{lane.name} is closed"))
+        self._fail(lane, ClosedError(f"{lane.name} is closed"))
         self._lanes.pop(lane.number, None)
         self.watch.forget(lane.wait)
 
@@ -185,7 +186,7 @@ class Worker:
         self._running = pending
         try:
             if lane.broken is not None:  # this rank has given up meanwhile
-                pending.finish(lane.broken)
+                pending.finish(without_frames(lane.broken))
             elif verb == RUN:
                 pending.run()
             else:
@@ -209,6 +210,11 @@ class Worker:
                 else:
                     self._decided(first, second)
 
+    def _send(self, message: np.ndarray, rank: int, tag: int) -> None:
+        """Begin to send, and wait for nobody: other threads want the lock that is held here."""
+        self._sent = [pair for pair in self._sent if not pair[0].Test()]
+        self._sent.append((self._comm.Isend(message, rank, tag), message))
+
     def _note(self, rank: int, number: int, count: int, digest: int) -> None:
         """Rank 0: `rank` has come to a call; when all have, it is next."""
         sides = self._announced.setdefault((number, count), {})
@@ -220,7 +226,7 @@ class Worker:
             return
         verb = RUN if len(set(sides.values())) == 1 else REFUSE
         for other in range(1, self.size):
-            self._comm.Send(np.array([verb, number, 0], np.int64), other, DECIDE)
+            self._send(np.array([verb, number, 0], np.int64), other, DECIDE)
         self._decided(verb, number)
 
     def _decided(self, verb: int, number: int) -> None:
@@ -253,7 +259,7 @@ class Worker:
     def _fail(self, lane: Lane, error: BaseException) -> None:
         """Give a lane's calls up."""
         with self._changed:
-            lane.broken = lane.broken or error
+            lane.broken = lane.broken or without_frames(error)
             lane.wait.end()
             given_up = list(lane.pending)
             lane.pending.clear()

@@ -448,3 +448,14 @@ def test_a_call_that_failed_half_way_is_the_last(
             reduce(np.ones(10), "sum")
         reduce.close()
         world.Barrier()
+
+
+@pytest.mark.parametrize("name", ["ring", "shared", "reduce_to_one"])
+def test_an_overflow_is_no_error_of_one_rank(name: str) -> None:
+    """With np.seterr(all="raise") the rank that adds would raise alone, in the middle of a call."""
+    with np.errstate(all="raise"), allreduce.create(name) as reduce:
+        array = reduce.allocate(1000, "float32")
+        for _ in range(2):
+            array[:] = 3e38
+            reduce(array, "sum")
+            assert np.isinf(array).all() == (reduce.size > 1)

@@ -9,7 +9,9 @@ from grid import shapes
 from mpi4py import MPI
 
 import allreduce
+from allreduce.arrays.signature import NUMBER
 from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
+from allreduce.messages.agreement import known
 
 SIZE = MPI.COMM_WORLD.size
 NODES = {  # ranks -> the node sizes of each of grid.shapes
@@ -153,3 +155,27 @@ def test_other_versions_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     monkeypatch.setattr(allreduce, "__version__", "0.0.1" if last else "0.0.2")
     with pytest.raises(DisagreementError, match=rf"versions of allreduce: 0.0.2 on .*; 0.0.1 on ranks {SIZE - 1};"):
         allreduce.Topology()
+
+
+@pytest.mark.skipif(SIZE < 2, reason="one rank has no board")
+def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.Topology) -> None:
+    """Otherwise what the refused one has left on the board would be taken for new words."""
+    part = min(flat.board.free)
+
+    def refuse() -> None:
+        with flat.trial():
+            refused = allreduce.create("ring", flat)
+            for length in (5, 5, 5):
+                refused(np.ones(length), "sum")
+            met.append(refused._calls._met)
+            raise known(OptionError("refused after all"), flat.world)
+
+    met: list[int] = []
+    with pytest.raises(OptionError):
+        refuse()
+    assert flat.board.free[part] & NUMBER == met[0] & NUMBER
+    assert met[0] > 2
+    with allreduce.create("ring", flat) as reduce:
+        array = np.ones(5)
+        reduce(array, "sum")
+        assert set(array) == {SIZE}

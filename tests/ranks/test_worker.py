@@ -1,6 +1,8 @@
 """The worker of a topology: calls of several users in one order, compared on the way."""
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -170,3 +172,24 @@ def test_two_auto_backends_in_two_threads(topology: allreduce.Topology) -> None:
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
     topology.close()
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="one rank agrees with itself")
+def test_a_broken_lane_keeps_nothing_alive(topology: allreduce.Topology) -> None:
+    """An error holds all that the functions held through which it went: an optimizer, say."""
+    lane = topology.worker.lane("user")
+
+    class Large:
+        pass
+
+    def disagree() -> weakref.ref:
+        held = Large()
+        with pytest.raises(DisagreementError):
+            lane.submit(lambda: None, "call", [topology.rank]).wait()
+        return weakref.ref(held)
+
+    held = disagree()
+    gc.collect()
+    assert held() is None
+    with pytest.raises(BrokenError, match="DisagreementError: the ranks disagree"):
+        lane.submit(lambda: None)

@@ -131,13 +131,16 @@ class ServedTrainer(Trainer):
         self.replica.bind(self._gradients)
 
     def _make_lane(self, thread: str) -> Lane:
+        """Calls here wait for other ranks' calls of another kind, so nobody else's may have to wait for them."""
         name = f"parameters of {type(self).__name__}"
+        self._beside = self.topology.duplicate()
         try:
-            return self.topology.worker.lane(name, threaded=True, alone=True)
+            return self._beside.worker.lane(name, threaded=True, alone=True)
         except UnavailableError:  # on all ranks
             if thread != "ask":
+                self._beside.close()
                 raise
-            return self.topology.worker.lane(name, alone=True)
+            return self._beside.worker.lane(name, alone=True)
 
     def _meet(self, measures: int, dtype: np.dtype, thread: str) -> None:
         """Make this rank's ends of the messages. Collective."""
@@ -215,6 +218,7 @@ class ServedTrainer(Trainer):
                 end.close()
         if self._lane is not None:
             self._lane.close()
+            self._beside.close()
         self._let_go(state)
         self._waits.forget()
         self._waits_beside.forget()

@@ -1,0 +1,26 @@
+"""The watch's judgement, on notes that are made up."""
+
+import time
+
+import pytest
+from mpi4py import MPI
+
+from allreduce.errors import RankLeftError
+from allreduce.messages.notes import LEFT, Note, Said
+from allreduce.messages.watch import Watch
+
+
+@pytest.mark.parametrize(("number", "ends"), [(7, True), (8, False), (0, True)])
+def test_a_rank_leaves_one_place_or_all(number: int, ends: bool) -> None:
+    """A failed call is the end of its backend, not of other backends' calls with the same rank."""
+    watch = Watch(MPI.COMM_SELF, 100.0)
+    watch.notes.left[1, number] = Note(LEFT, number, 0, 0, "its call failed", time.monotonic() - 50)
+    wait = watch.place(7, raises=True)
+    wait.begin(Said("all_reduce"))
+    watch._judge(wait, Said("all_reduce"), time.monotonic())
+    assert wait.error is None  # of another call than the one that is under way
+    assert wait.call is not None
+    wait.since = time.monotonic()
+    watch._judge(wait, wait.call, time.monotonic())
+    assert isinstance(wait.error, RankLeftError) == ends
+    watch.abandon()
