@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, TextIO
 
-from allreduce import Topology
+from allreduce import Topology, spares
 from allreduce.arrays import gpu
 from allreduce.errors import AllReduceError
 from allreduce.messages import losses
@@ -58,13 +58,22 @@ def _run(chosen: argparse.Namespace, world: Topology) -> None:
     together(world.world, lambda: _check(chosen, assigned))
     together(world.world, lambda: results.check_targets(chosen) if world.rank == assigned.chief else None)
     data = together(world.world, lambda: datasets.load(chosen.data))
-    topology = roles.training(world, assigned, chosen.ranks_per_node)
-    network = together(world.world, lambda: _network(chosen, data, topology))
+    topology = _training(chosen, assigned, world)
+    if topology is None:
+        return
+    network = together((topology if chosen.spares else world).world, lambda: _network(chosen, data, topology))
     job = _Job(chosen, assigned, data, network, shown)
     if assigned.evaluator is None:
         _train(job, topology)
     else:
         _train_and_evaluate(job, world, topology)
+
+
+def _training(chosen: argparse.Namespace, assigned: roles.Roles, world: Topology) -> Topology | None:
+    """The ranks that train; spare ones wait here until they do, and None is for those that were not needed."""
+    if chosen.spares:
+        return spares.man(world, chosen.spares)
+    return roles.training(world, assigned, chosen.ranks_per_node)
 
 
 class _Job(NamedTuple):
@@ -82,15 +91,8 @@ def _train(job: _Job, topology: Topology) -> None:
     chosen, data, network, shown = job.chosen, job.data, job.network, job.shown
     make = strategies.STRATEGIES[chosen.strategy].make
     with make(chosen, network, topology, len(job.roles.servers)) as trainer:
-        _say(topology, f"{topology}, on {network.device}", shown)
-        if job.roles.servers or job.roles.evaluator is not None:
-            _say(topology, f"roles: {job.roles}", shown)
-        _say(topology, results.how(trainer, chosen), shown)
-        if losses.in_force() or chosen.on_failure:
-            _say(topology, f"if a rank is lost: {surviving.in_words(trainer)}", shown)
-        _say(topology, f"data: {data}", shown)
-        layers = "-".join(map(str, network.sizes))
-        _say(topology, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}", shown)
+        if not isinstance(topology, spares.Joining):  # the others have said so
+            _introduce(job, trainer, topology)
         history = trainer.fit(
             data.x_train,
             data.y_train,
@@ -110,6 +112,24 @@ def _train(job: _Job, topology: Topology) -> None:
         if chosen.json:
             trainer.surviving(lambda: _write_results(job, trainer, history, scores))
         _say(trainer.topology, f"test accuracy: {scores['accuracy']:.4f}", shown)
+    if chosen.spares:
+        trainer.topology.close()  # lets those go that wait
+
+
+def _introduce(job: _Job, trainer: Trainer, topology: Topology) -> None:
+    """Say who trains what, and how. Collective."""
+    chosen, network, shown = job.chosen, job.network, job.shown
+    _say(topology, f"{topology}, on {network.device}", shown)
+    if chosen.spares:
+        _say(topology, f"spare ranks: {chosen.spares}, which wait", shown)
+    if job.roles.servers or job.roles.evaluator is not None:
+        _say(topology, f"roles: {job.roles}", shown)
+    _say(topology, results.how(trainer, chosen), shown)
+    if losses.in_force() or chosen.on_failure:
+        _say(topology, f"if a rank is lost: {surviving.in_words(trainer)}", shown)
+    _say(topology, f"data: {job.data}", shown)
+    layers = "-".join(map(str, network.sizes))
+    _say(topology, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}", shown)
 
 
 def _write_results(job: _Job, trainer: Trainer, history: History, scores: dict[str, float]) -> None:
@@ -200,6 +220,10 @@ def _check(chosen: argparse.Namespace, assigned: roles.Roles) -> None:
             f"--ranks-per-node {given}: this job has {ranks} rank{'s' * (ranks != 1)}, so no node has {given}; give at "
             f"most {ranks}, or start more ranks (mpirun -n {2 * given})"
         )
+    if chosen.spares and (assigned.evaluator is not None or assigned.chief or chosen.ranks_per_node):
+        raise ArgumentError(f"--spares {chosen.spares}: not with an evaluator, another --chief or --ranks-per-node")
+    if chosen.spares and chosen.on_failure != "continue":
+        raise ArgumentError(f"--spares {chosen.spares} take the places of lost ranks: add --on-failure continue")
     if assigned.evaluator is not None and not chosen.checkpoint:
         raise ArgumentError("an evaluator evaluates checkpoints: add --checkpoint DIR")
     if assigned.evaluator is None and chosen.evaluations:

@@ -65,7 +65,7 @@ ASYNC_ONLY = {"stale": "keep", "max_staleness": None, "warm_up": 0, "lr_by_worke
 STRATEGIES = {
     "mirrored": Strategy(
         "all ranks hold the model and average their gradients in every step",
-        {"allreduce": "auto", "update": "replicated", "on_failure": None},
+        {"allreduce": "auto", "update": "replicated", "on_failure": None, "spares": 0},
         _mirrored,
     ),
     "central_storage": Strategy(
@@ -97,6 +97,10 @@ def add_options(group: Any) -> None:
         "--update", choices=UPDATES,
         help="replicated: every rank updates all parameters; sharded: its own slice, which divides the work "
         f"(default: replicated; {_of('update')})",
+    )  # fmt: skip
+    add(
+        "--spares", type=integer(0), metavar="N",
+        help=f"the last N ranks wait, and take the places of lost ones; with --on-failure continue ({_of('spares')})",
     )  # fmt: skip
     add(
         "--on-failure", choices=surviving.CHOICES,
