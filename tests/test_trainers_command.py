@@ -15,8 +15,10 @@ import pytest
 from conftest import JobRunner, in_one_job, lacking
 
 from trainers import NumpyNetwork, datasets
+from trainers import __main__ as command
 from trainers.errors import ArgumentError
 from trainers.options import parse
+from trainers.roles import Roles
 from trainers.strategies import STRATEGIES
 
 MPI = pytest.mark.parametrize("mpi", launch.MPIS)
@@ -352,6 +354,18 @@ def test_every_option_of_a_strategy_is_refused_by_those_that_have_no_use_for_it(
             else:
                 with pytest.raises(ArgumentError, match=f"{given[0]} {given[1]}: --strategy {other} has no use for it"):
                     parse(["--strategy", other, *given], True)
+
+
+def test_spare_ranks_have_to_be_of_use() -> None:
+    three, on = Roles(0, (1, 2)), ["--spares", "1", "--on-failure", "continue"]
+    command._check(parse(on, True), three)
+    for args, assigned, text in (
+        (on[:2], three, "--spares 1 take the places of lost ranks: add --on-failure continue"),
+        ([*on, "--ranks-per-node", "2"], three, "--spares 1: not with an evaluator, another --chief or --ranks-per"),
+        ([*on, "--chief", "1"], Roles(1, (0, 2)), "not with an evaluator, another --chief"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            command._check(parse(args, True), assigned)
 
 
 def test_options_of_other_strategies_have_no_value() -> None:
