@@ -1,5 +1,6 @@
 """Drives one job: starts it under mpirun, sends signals from outside, waits, and leaves nothing behind."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -30,7 +31,7 @@ class Ended(NamedTuple):
 
 
 def run(plan: Plan, folder: Path, limit: float) -> Ended:
-    """Run a plan's job with its notes in `folder`; it is killed after `limit` seconds."""
+    """Run a plan's job with its notes in `folder`; it is killed when no rank has noted anything for `limit` seconds."""
     (folder / "plan.json").write_text(json.dumps(plan.as_dict(), indent=1))
     begin = time.monotonic()
     with (
@@ -46,7 +47,7 @@ def run(plan: Plan, folder: Path, limit: float) -> Ended:
             start_new_session=True,
         )
         try:
-            sent = _watch(job, plan, folder, begin + limit)
+            sent = _watch(job, plan, folder, limit)
             code = job.poll()
             if code is None:
                 _ask(plan, folder)
@@ -82,11 +83,14 @@ def _variables(temporary: str) -> dict[str, str]:
     return {**told, **inherited, **root, "TMPDIR": temporary}
 
 
-def _watch(job: "subprocess.Popen[bytes]", plan: Plan, folder: Path, until: float) -> dict[int, float]:
-    """Send each signal from outside at its instant; returns when the job has ended, or the time is over."""
+def _watch(job: "subprocess.Popen[bytes]", plan: Plan, folder: Path, limit: float) -> dict[int, float]:
+    """Send each signal from outside at its instant; returns when the job has ended, or hangs."""
+    noted, since = 0, time.monotonic()
     coming = {number: _signals(fault, folder) for number, fault in enumerate(plan.faults) if fault.point == OUTSIDE}
     sent: dict[int, float] = {}
-    while job.poll() is None and time.monotonic() < until:
+    while job.poll() is None and time.monotonic() - since < limit:
+        if (size := sum(path.stat().st_size for path in folder.glob("notes.*"))) != noted:
+            noted, since = size, time.monotonic()
         for number, signals in coming.items():
             if (found := next(signals, None)) is not None:
                 sent.setdefault(number, time.monotonic())
@@ -125,10 +129,15 @@ def pids(folder: Path, rank: int) -> list[int]:
 
 
 def _ask(plan: Plan, folder: Path) -> None:
-    """Have every rank of a job that hangs print where it is."""
+    """Have every rank of a job that hangs print where it is; with gdb, where there is one, also inside of MPI."""
     for rank in range(plan.ranks):
         for pid in pids(folder, rank):
-            _send(pid, signal.SIGUSR2)
+            if _is_ours(pid, folder):
+                if shutil.which("gdb"):
+                    command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace 40"]
+                    with open(folder / f"stacks.{rank}", "wb") as file, contextlib.suppress(subprocess.TimeoutExpired):
+                        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=60)
+                _send(pid, signal.SIGUSR2)
     time.sleep(1)
 
 

@@ -72,7 +72,7 @@ def _outcome(
     if "WrongSumError" in ended.printed:
         return "wrong", "a sum was wrong"
     if ended.code is None:
-        return "hung", f"no end after {ended.seconds:.0f} s"
+        return "hung", f"nothing happened any more; {ended.seconds:.0f} s in all"
     for fault in plan.faults:
         wanted = KINDS[fault.kind].words
         if wanted and not re.search(wanted.format(rank=fault.rank), ended.printed):

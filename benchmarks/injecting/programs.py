@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from allreduce import Topology, registry
+from allreduce.messages import losses
 from benchmarks.injecting import model, points, steps
 from benchmarks.injecting.notes import Notes
 from benchmarks.injecting.plans import BATCH, BETWEEN, EPOCHS, Plan
@@ -43,10 +44,8 @@ class Steps(Callback):
 
 def train(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
     """The trainer's way: a fit with an evaluation after each epoch, then each of the other calls."""
-    options: dict[str, Any] = {"copies": plan.copies} if plan.copies > 1 else {}
-    options["on_failure"] = "continue" if plan.goes_on else "stop"
     damages = [fault.kind for fault in plan.faults if fault.point == BETWEEN]
-    with MirroredTrainer(model.replica(plan), plan.backend, topology, update=plan.update, **options) as trainer:
+    with _made(plan, topology) as trainer:
         if damages:
             _fit(trainer, plan, notes, folder, EPOCHS // 2)
             if trainer.rank == 0:
@@ -66,6 +65,26 @@ def train(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
         notes.add(
             "end", size=trainer.size, hashes=hashes, epochs=len(history), accuracy=scores["accuracy"], predicted=right
         )
+        close = trainer.topology.close
+    close()
+
+
+def _made(plan: Plan, topology: Topology) -> MirroredTrainer:
+    """A trainer of all ranks, or of those that are left when some die while it is made. Collective."""
+    options: dict[str, Any] = {"copies": plan.copies} if plan.copies > 1 else {}
+    options["on_failure"] = "continue" if plan.goes_on else "stop"
+    while True:
+        try:
+            trainer = MirroredTrainer(model.replica(plan), plan.backend, topology, update=plan.update, **options)
+            lost = None
+        except Exception as error:
+            lost = losses.lost(error)
+            if lost is None:
+                raise
+            topology.revoke()
+        if topology.finished(lost is None):
+            return trainer
+        topology = topology.survivors()
 
 
 def _fit(
