@@ -72,7 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--updates", default=",".join(plans.UPDATES), metavar="NAME,...", help="of trainers (default: %(default)s)")
     add("--most-ranks", type=int, default=5, metavar="N", help="(default: 5)")
     add("--jobs", type=int, default=1, metavar="N", help="jobs at once, which spoils the seconds (default: 1)")
-    add("--limit", type=float, default=60, metavar="S", help="without progress, after which a job is said to hang (default: 60)")
+    add(
+        "--limit",
+        type=float,
+        default=60,
+        metavar="S",
+        help="without progress, after which a job is said to hang (default: 60)",
+    )
     add("--keep", default="faults", metavar="DIR", help="where what is bad is kept (default: ./faults)")
     add("--json", metavar="FILE", help="write all runs as JSON")
     return parser

@@ -25,6 +25,7 @@ KINDS = {
     ),
     "slow": Kind("it sleeps in every step", False),
     "raise": Kind("an exception that nobody catches", True, r"InjectedError: on purpose"),
+    "nan": Kind("a gradient that is no number, with CheckGradients", True, r"NotFiniteError: .*rank {rank}"),
     "exit": Kind("sys.exit(0) in the middle", True, r"RankLeftError: rank {rank} has left"),
     "term": Kind("SIGTERM", True, r"SIGTERM"),
     "truncate": Kind("the newest checkpoint is cut off, and gone on from", False, r"checkpoint"),

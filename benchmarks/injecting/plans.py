@@ -131,7 +131,7 @@ def _fault(chance: random.Random, plan: Plan, victim: int, first: bool) -> Fault
     """One loss: at an instant, or at a point that the program comes to."""
     if chance.random() < 0.4:
         return Fault("kill", victim, turn=chance.randrange(STEPS), delay=chance.random() * DELAY_SECONDS)
-    points = list(REDUCE_POINTS if plan.program == "calls" else STEP_POINTS)
+    points = list(STEP_POINTS if plan.program == "trainer" else REDUCE_POINTS)
     if plan.program == "trainer":
         points += CALL_POINTS + (CHECKPOINT_POINTS if plan.checkpoint else ())
     if plan.backend not in IN_TWO:

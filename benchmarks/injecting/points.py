@@ -33,6 +33,7 @@ PLACES = {
     "survivors": [("allreduce.topology:Topology", "survivors")],
     "rebuild": [("allreduce.base:AllReduce", "_connect")],
 }
+Come = Callable[[bool, tuple[Any, ...]], None]
 CUT = "cut"  # the file that scripts/cluster_sim.sh waits for
 
 
@@ -52,13 +53,13 @@ def begin(plan: Plan, notes: Notes) -> None:
     for number, fault in enumerate(plan.faults):
         if fault.rank == notes.rank and fault.point == START:
             notes.add("fault", number=number)
-            happen(fault, notes)
+            happen(fault, notes, ())
 
 
 def _install(number: int, fault: Fault, notes: Notes) -> None:
     lock, turns = threading.Lock(), [0]
 
-    def come(after: bool) -> None:
+    def come(after: bool, arguments: tuple[Any, ...]) -> None:
         if after != fault.after:
             return
         with lock:
@@ -66,7 +67,7 @@ def _install(number: int, fault: Fault, notes: Notes) -> None:
             here = turns[0] == fault.turn or fault.kind == "slow"
         if here:
             notes.add("fault", number=number)
-            happen(fault, notes)
+            happen(fault, notes, arguments)
 
     for owner, name in PLACES[fault.point]:
         for holder in _holders(owner, name):
@@ -74,18 +75,18 @@ def _install(number: int, fault: Fault, notes: Notes) -> None:
             setattr(holder, name, wrap(getattr(holder, name), come))
 
 
-def _wrapped(action: Callable[..., Any], come: Callable[[bool], None]) -> Callable[..., Any]:
+def _wrapped(action: Callable[..., Any], come: Come) -> Callable[..., Any]:
     @wraps(action)
     def wrapped(*arguments: Any, **options: Any) -> Any:
-        come(False)
+        come(False, arguments)
         result = action(*arguments, **options)
-        come(True)
+        come(True, arguments)
         return result
 
     return wrapped
 
 
-def _wrapped_inside(run: Callable[..., Any], come: Callable[[bool], None]) -> Callable[..., Any]:
+def _wrapped_inside(run: Callable[..., Any], come: Come) -> Callable[..., Any]:
     @wraps(run)
     def wrapped(calls: Any, call: Any, reduce: Callable[..., Any], flat: Any) -> Any:
         return run(calls, call, _wrapped(reduce, come), flat)
@@ -110,8 +111,8 @@ def _holders(owner: str, name: str) -> list[Any]:
     return found
 
 
-def happen(fault: Fault, notes: Notes) -> None:
-    """The fault itself, in the thread that has come to it."""
+def happen(fault: Fault, notes: Notes, arguments: tuple[Any, ...]) -> None:
+    """The fault itself, in the thread that has come to it. arguments: of what is called at the point."""
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.kind == "raise":
@@ -120,6 +121,8 @@ def happen(fault: Fault, notes: Notes) -> None:
         sys.exit(0)
     if fault.kind == "slow":
         time.sleep(fault.delay)
+    if fault.kind == "nan":
+        arguments[0].buffer[0] = float("nan")
     if fault.kind == "cut":
         (notes.folder / CUT).touch()
     if fault.kind == "shm":

@@ -24,6 +24,7 @@ from benchmarks.injecting.plans import BATCH, BETWEEN, EPOCHS, Plan
 from trainers import Checkpoint, MirroredTrainer
 from trainers.files import checkpoint
 from trainers.watching.callback import Callback
+from trainers.watching.check_gradients import CheckGradients
 from trainers.watching.history import History
 
 
@@ -97,7 +98,7 @@ def _fit(
         epochs,
         BATCH,
         validation_data=(x_test, y_test),
-        callbacks=[Steps(notes)],
+        callbacks=[Steps(notes), *([CheckGradients()] if any(fault.kind == "nan" for fault in plan.faults) else [])],
         checkpoint=Checkpoint(str(folder / "checkpoints"), f"{plan.checkpoint} steps") if plan.checkpoint else None,
         resume=resume,
         progress=False,

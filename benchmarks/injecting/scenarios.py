@@ -6,6 +6,7 @@ SCENARIOS = {
     "stop": Plan(1, 3, goes_on=False, faults=(Fault("stop", 1, turn=10, delay=2.5),)),
     "slow": Plan(2, 2, goes_on=False, backend="ring", faults=(Fault("slow", 1, "compute", delay=0.01),)),
     "raise": Plan(3, 3, goes_on=False, faults=(Fault("raise", 2, "compute", 20),)),
+    "nan": Plan(9, 3, goes_on=False, faults=(Fault("nan", 1, "compute", 20, after=True),)),
     "exit": Plan(4, 3, goes_on=False, faults=(Fault("exit", 2, "compute", 20),)),
     "truncate": Plan(6, 2, goes_on=False, checkpoint=7, faults=(Fault("truncate", 0, BETWEEN),)),
     "alter": Plan(7, 2, goes_on=False, checkpoint=7, faults=(Fault("alter", 0, BETWEEN),)),
