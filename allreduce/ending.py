@@ -19,6 +19,7 @@ TOLD_SECONDS = 2.0  # how long a rank leaves an error that many have to the lowe
 
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # those that have called a collective
 _leaving: list[Callable[[str], object]] = []
+_ending: list[Callable[[int], object]] = []
 _installed: list[bool] = []
 
 
@@ -130,9 +131,22 @@ def say(text: str) -> None:
     stderr.flush()
 
 
+def on_ending(tell: Callable[[int], object]) -> None:
+    """Have `tell` called with the exit code when this rank ends the job, from any thread."""
+    _ending.append(tell)
+
+
+def follow(code: int) -> NoReturn:
+    """Another rank ends the job, and has said why. From any thread."""
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def end_job(text: str, code: int) -> NoReturn:
     """Say why, with the rank, and end all ranks. From any thread."""
     say(text)
+    for tell in _ending:
+        tell(code)
     time.sleep(0.5)  # MPICH's launcher drops what it has not passed on when it hears of the end
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)

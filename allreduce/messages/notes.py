@@ -13,7 +13,7 @@ from mpi4py import MPI
 from allreduce.errors import AllReduceError, CollectiveTimeoutError
 
 HEAD_BYTES, TEXT_BYTES = 32, 512
-WAITING, WENT_ON, LEFT, STALLED = range(4)
+WAITING, WENT_ON, LEFT, STALLED, ENDED = range(5)
 NOT_COME = "has not come: it computes, is stopped, or waits for something else"
 
 
@@ -100,6 +100,7 @@ class Notes:
         # Ranks that wait for nobody any more, in one place, or, as number 0, in any.
         self.left: dict[tuple[int, int], Note] = {}
         self.stalled: dict[int, Note] = {}  # the ranks that ask for everybody's stacks
+        self.ended: int | None = None  # the exit code of a rank that ends the job
         self._sent: list[tuple[MPI.Request, bytearray]] = []
 
     def tell(self, kind: int, wait: Wait, text: str) -> None:
@@ -124,6 +125,8 @@ class Notes:
             note = Note(kind, number, turn, word, text, time.monotonic())
             if kind == LEFT:
                 self.left[status.source, number] = note
+            elif kind == ENDED:
+                self.ended = int(text)
             elif kind == STALLED:
                 self.stalled[status.source] = note
             elif kind == WAITING:
@@ -131,9 +134,9 @@ class Notes:
             else:
                 self.heard.pop((status.source, number), None)
 
-    def probe(self) -> None:
-        """Let MPI go on; it raises when a rank has died, or when another one says so."""
-        self.comm.Iprobe()
+    def probe(self) -> bool:
+        """Let MPI go on; it raises when a rank has died, or when another one says so. True: a note has come."""
+        return self.comm.Iprobe()
 
     def drain(self, limit: float) -> None:
         """Take all notes, so that the communicator can be freed. Collective.

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mpi4py import MPI
 
@@ -30,7 +30,7 @@ from allreduce.errors import (
     RankLostError,
 )
 from allreduce.messages import losses, stacks, watchdog
-from allreduce.messages.notes import LEFT, STALLED, WAITING, WENT_ON, Call, Notes, Wait
+from allreduce.messages.notes import ENDED, LEFT, STALLED, WAITING, WENT_ON, Call, Notes, Wait
 from allreduce.notices import log
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
@@ -113,12 +113,14 @@ class Watch:
             return
         try:
             with self._lock:
-                if not self.closed:
-                    self.notes.probe()
+                if not self.closed and self.notes.probe():
+                    self.notes.listen()
         except MPI.Exception as error:
             if losses.lost(error) is None:
                 raise
             self.lose()
+        if self.notes.ended is not None:
+            ending.follow(self.notes.ended)
 
     def lose(self) -> RankLostError:
         """A rank is lost: every wait of the topology ends, on all ranks. Local."""
@@ -136,9 +138,8 @@ class Watch:
         told = losses.lost(error)
         if self._lonely:
             return told
-        if told is None and not (losses.may_be(error) and self._hears_soon()):
-            return None
-        return losses.again(self.lose())
+        found = told is not None or (losses.may_be(error) and self._hears_soon())
+        return losses.again(self.lose()) if found else None
 
     def _hears_soon(self) -> bool:
         """Whether what can't be reached any more is a rank that has died."""
@@ -188,6 +189,12 @@ class Watch:
         except MPI.Exception as error:  # the others hear of a lost rank by themselves
             if losses.lost(error) is None:
                 raise
+
+    def end(self, code: int) -> None:
+        """Tell the others that this rank ends the job. From any thread, also while it looks."""
+        if not self.closed and self.lost is None:
+            with suppress(MPI.Exception):  # ranks that were lost
+                self.notes.tell(ENDED, Wait(0), str(code))
 
     def _look(self, now: float, may_communicate: bool) -> None:
         may_communicate = may_communicate and self.lost is None

@@ -23,6 +23,8 @@ class Looks(Protocol):
 
     def leave(self, why: str) -> None: ...
 
+    def end(self, code: int) -> None: ...
+
     def standing(self) -> str: ...
 
 
@@ -40,6 +42,7 @@ class _Watchdog:
             self._thread = threading.Thread(target=self._run, name="allreduce watchdog", daemon=True)
             self._thread.start()
             ending.on_leaving(self._end)
+            ending.on_ending(self._end_others)
 
     def _run(self) -> None:
         listens = losses.in_force()
@@ -70,6 +73,12 @@ class _Watchdog:
             self._thread.join(timeout=5)
         for watch in self.watches():
             watch.leave(why)
+
+    def _end_others(self, code: int) -> None:
+        """With ULFM, Open MPI's MPI_Abort ends no other rank as long as none was lost; so they are told."""
+        if losses.in_force():
+            for watch in self.watches():
+                watch.end(code)
 
 
 _watchdog = _Watchdog()

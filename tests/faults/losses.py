@@ -1,106 +1,167 @@
-"""One rank of a job of several, in which ranks kill themselves at named points and the others go on.
+"""One rank of a job in which ranks kill themselves at named moments, and the others go on.
 
-    mpirun --with-ft ulfm -n 4 python losses.py BACKEND:MOMENT[:OPTION=VALUE...] ...
+    mpirun --with-ft ulfm -n 4 python losses.py RANKS_PER_NODE BACKEND:MOMENT ...
 
-In each round all ranks that are left make a topology and the backend, reduce, and one of them dies at the moment; the
-others repair, make the backend again by its recipe and see that its sums are right. Rank 0 prints a line a round.
+In each round the ranks that are left make a backend and use it, and one of them dies at the moment; the others repair,
+make the backend again by its recipe, and see that its sums are right. Rank 0 prints a line a round.
 """
 
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 import allreduce
+import allreduce.calls
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
+from allreduce.wrappers.background import Background
 
 LENGTH = 300_001
+KILL_SECONDS = 0.02
 
 
-def die() -> None:
+def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def first(call: Callable) -> Callable:
-    """Die instead of `call`."""
-
-    def instead(*_: Any, **__: Any) -> None:
-        die()
-
-    return instead
-
-
-def check(reduce: Any) -> None:
+def sums(reduce: Any) -> None:
     """Sums of what every rank brings, in memory of the backend's and in ordinary memory, in three sizes."""
     for length in (3, 1000, LENGTH):
+        index = np.arange(length) % 7
         for array in (reduce.allocate(length, "float32"), np.empty(length, np.float32)):
-            array[:] = reduce.rank + 1 + np.arange(length) % 7
+            array[:] = reduce.rank + 1 + index
             reduce(array, "sum")
-            size = reduce.size
-            right = size * (size + 1) / 2 + size * (np.arange(length) % 7)
-            assert np.array_equal(array, right), (reduce, length, array[:5], right[:5])
+            assert np.array_equal(array, reduce.size * (reduce.size + 1) / 2 + reduce.size * index), (reduce, array)
 
 
-def run(name: str, moment: str, options: dict[str, Any], topology: Topology, dies: bool) -> None:
-    """One attempt: whoever `dies` does at `moment`; on the others it goes on until they hear of it."""
-    if moment == "create" and dies:
-        Topology.private = first(Topology.private)  # type: ignore[method-assign]
-    reduce = allreduce.create(name, topology, **options)
-    kept = reduce.allocate(LENGTH, "float32")
-    kept[:] = 1
-    reduce(kept, "sum")
-    assert kept[0] == topology.size
-    if dies and moment == "before":
+# Moments: what all ranks do, and where the one that dies does so
+
+
+def in_the_work(reduce: Any, dies: bool) -> None:
+    """It has met the others on the board, and does nothing of its part."""
+    run = reduce._calls.run
+    if dies:
+        reduce._calls.run = lambda call, _, flat: run(call, die, flat)
+    sums(reduce)
+
+
+def in_an_agreement(reduce: Any, dies: bool) -> None:
+    """It has met the others on the board, and does not agree."""
+    if dies:
+        allreduce.calls.agree = die
+    sums(reduce)
+
+
+def between_phases(reduce: Any, dies: bool) -> None:
+    buffer = reduce.allocate(LENGTH, "float32")
+    reduce.reduce_scatter(buffer, "sum")
+    if dies:
         die()
-    if dies and moment == "inside":
-        reduce._calls.run = first(die)
-    if dies and moment == "agree":
-        reduce._calls.agree = first(die)
-    check(reduce)
-    if dies and moment == "middle":
-        threading.Timer(0.01, die).start()
-    if moment == "middle":
-        for _ in range(2000):
-            reduce(kept, "sum")
-    if dies and moment == "close":
+    reduce.all_gather(buffer)
+
+
+def at_random(reduce: Any, dies: bool) -> None:
+    """It dies in whatever it does; an array from allocate, ordinary ones, moves."""
+    mine, other = reduce.allocate(LENGTH, "float32"), np.empty(1000, np.float32)
+    if dies:
+        threading.Timer(KILL_SECONDS, die).start()
+    while True:
+        mine[:] = other[:] = 1
+        reduce(mine, "sum")
+        reduce(other, "sum")
+        assert mine[-1] == other[-1] == reduce.size
+        assert reduce.collect(reduce.rank).tolist() == list(range(reduce.size))
+
+
+def in_the_background(reduce: Any, dies: bool) -> None:
+    """The others' threads are inside of MPI, or wait for its announcement."""
+    background = Background(reduce.topology, inner=reduce)
+    mine = background.allocate(LENGTH, "float32")
+    if dies:
+        threading.Timer(KILL_SECONDS, die).start()
+    while True:
+        mine[:] = 1
+        pending = [background.submit(lambda: reduce(mine, "max")) for _ in range(3)]
+        for call in pending:
+            call.wait()
+        assert mine[0] == 1
+
+
+def in_close(reduce: Any, dies: bool) -> None:
+    """Closing raises nothing: whoever hears of the loss lets go."""
+    if dies:
         reduce._close = die
     reduce.close()
-    if moment == "close":
-        topology.world.Barrier()
-    raise AssertionError(f"no rank was lost in {name}:{moment}")
+    assert reduce.closed
+    reduce.topology.agree([], "after close()")
 
 
-def main(rounds: list[str]) -> None:
-    topology = Topology.of_survivors()
+def in_create(reduce: Any, dies: bool) -> None:
+    if dies:
+        Topology.private = die  # type: ignore[assignment,method-assign]
+    allreduce.create("auto", reduce.topology)
+
+
+def in_a_part(reduce: Any, dies: bool) -> None:
+    """Parts whose ranks all live end too, since their topology does."""
+    part = reduce.topology.split(reduce.rank % 2)
+    inner = allreduce.create("ring", part)
+    if dies:
+        die()
+    while True:
+        inner(np.ones(1000), "sum")
+
+
+MOMENTS: dict[str, Callable[[Any, bool], None]] = {
+    moment.__name__: moment
+    for moment in (
+        in_the_work, in_an_agreement, between_phases, at_random, in_the_background, in_close, in_create, in_a_part
+    )
+}  # fmt: skip
+
+
+def attempt(name: str, moment: str, topology: Topology, dies: bool) -> None:
+    reduce = allreduce.create(name, topology)
+    sums(reduce)
+    MOMENTS[moment](reduce, dies)
+    raise AssertionError(f"{name}:{moment}: no rank was lost")
+
+
+def repaired(topology: Topology, text: str) -> Topology:
+    """One round, and the topology of those that are left after it."""
+    name, moment = text.split(":")
+    victim = len(text) % topology.size
+    try:
+        with topology.watch.hearing():  # a part's error has the part's numbers
+            attempt(name, moment, topology, topology.rank == victim)
+    except RankLostError as error:
+        lost = error.lost
+    assert set(lost) <= {victim}, lost
+    assert not topology.finished(False)
+    left = topology.survivors()
+    assert topology.closed
+    assert left.former == tuple(rank for rank in range(len(left.former) + 1) if rank != victim)
+    with allreduce.create(name, left) as reduce:
+        sums(reduce)
+    if left.rank == 0:
+        print(f"{text}: {left} go on without rank {victim}", flush=True)
+    return left
+
+
+def main(ranks_per_node: str, rounds: list[str]) -> None:
+    topology = Topology.of_survivors(ranks_per_node=int(ranks_per_node) or None)
     for text in rounds:
-        name, moment, *given = text.split(":")
-        options = dict(option.split("=") for option in given)
-        victim = len(text) % topology.size
-        try:
-            with topology.watch.hearing():
-                run(name, moment, options, topology, topology.rank == victim)
-            ok = True
-        except RankLostError as error:
-            ok, lost = False, error.lost
-        heard = time.perf_counter()
-        assert set(lost) <= {victim}, lost
-        assert not topology.finished(ok)
-        topology = topology.survivors()
-        repaired = time.perf_counter()
-        with allreduce.create(name, topology, **options) as reduce:
-            check(reduce)
-        if topology.rank == 0:
-            print(f"{text}: {topology.size} left, repaired in {repaired - heard:.3f} s", flush=True)
+        topology = repaired(topology, text)
+    assert topology.finished(True)
+    assert not topology.finished(topology.rank != 0)
     topology.close()
-    print(f"rank {MPI.COMM_WORLD.rank} ends", flush=True)
+    print("this rank ends well", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,131 @@
+"""Ranks that die while the others go on: in every backend, at named moments, one after the other."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import JobRunner
+from mpi4py import MPI
+
+from allreduce import NAMES, Topology
+from allreduce.errors import BrokenError, CommunicationError, RankLostError, UnavailableError
+from allreduce.messages import losses
+from allreduce.nodes import nodes_left
+
+LOSSES = Path(__file__).parent / "faults" / "losses.py"
+sys.path.insert(0, str(LOSSES.parent))
+
+FLAT = (
+    "ring:in_the_work",
+    "shared:between_phases",
+    "auto:in_the_background",
+    "native:at_random",
+    "reduce_to_one:in_close",
+    "halving_doubling:in_an_agreement",
+    "auto:in_create",
+)
+NODES = (
+    "hierarchical_copy:in_the_work",
+    "auto:at_random",
+    "hierarchical_copy:in_a_part",
+    "halving_doubling:between_phases",
+    "auto:in_an_agreement",
+    "hierarchical_copy:in_the_background",
+    "auto:in_close",
+)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "rounds"), [(0, FLAT), (2, NODES)], ids=["flat", "nodes"])
+def test_those_that_are_left_go_on_down_to_one(mpirun: JobRunner, ranks_per_node: int, rounds: tuple[str, ...]) -> None:
+    job = mpirun(len(rounds) + 1, [LOSSES, ranks_per_node, *rounds], ulfm=True, timeout=120)
+    told = [line.partition(": ")[0] for line in job.stdout.splitlines() if " go on without rank " in line]
+    assert told == list(rounds), job.stdout + job.stderr
+    assert job.stdout.count("this rank ends well") == 1, job.stdout + job.stderr
+    assert job.returncode == 0
+    assert "Traceback" not in job.stderr
+
+
+def test_every_backend_and_every_moment_is_tried() -> None:
+    import losses as driver  # tests/faults/losses.py
+
+    tried = [text.split(":") for text in FLAT + NODES]
+    assert {name for name, _ in tried} == set(NAMES) - {"nccl"}
+    assert {moment for _, moment in tried} == set(driver.MOMENTS)
+
+
+LOOP = """
+import os
+import allreduce
+reduce = allreduce.create("ring")
+grads = reduce.allocate(100_000, "float32")
+for step in range(1000):
+    if step == 5 and reduce.rank == 0:
+        os.kill(os.getpid(), 9)
+    reduce(grads)
+"""
+
+
+def test_a_loss_that_nobody_catches_ends_the_job(mpirun: JobRunner) -> None:
+    job = mpirun(3, ["-c", LOOP], ulfm=True)
+    assert job.returncode == 1
+    assert "RankLostError: rank 0 of 3 was lost" in job.stderr or "RankLostError: a rank of 3 was lost" in job.stderr
+    assert job.stderr.count("Traceback") <= 2  # of one rank: the wait, and the call
+
+
+RAISES = """
+import allreduce
+topology = allreduce.Topology()
+if topology.rank == 1:
+    raise ValueError("on one rank alone")
+topology.agree([], "waits for it")
+"""
+
+
+def test_an_exception_on_one_rank_ends_the_job_here_too(mpirun: JobRunner) -> None:
+    """MPI_Abort alone does not, as long as no rank was lost."""
+    job = mpirun(3, ["-c", RAISES], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"})
+    assert job.returncode == 1
+    assert "ValueError: on one rank alone" in job.stderr
+
+
+def test_where_ranks_can_not_be_outlived_nothing_is_asked_of_mpi() -> None:
+    assert not losses.in_force()
+    assert losses.lost(RankLostError("told")) is None
+    with Topology.of_survivors() as topology:
+        assert topology.finished(True)
+        assert not topology.finished(False)
+        topology.revoke()
+        topology.agree([], "goes on")
+        with pytest.raises(UnavailableError, match="--with-ft ulfm"):
+            topology.survivors()
+
+
+def test_a_loss_is_known_by_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "in_force", lambda: True)
+    told = RankLostError("told")
+    told.lost = (2,)
+    broken = BrokenError("again")
+    broken.__cause__ = CommunicationError("in a call")
+    broken.__cause__.__cause__ = told
+    assert losses.lost(broken) is told
+    assert losses.again(told).lost == (2,)
+    assert losses.lost(ValueError("other")) is None
+    revoked = MPI.Exception(MPI.ERR_REVOKED)
+    assert (losses.lost(revoked) is not None) == (revoked.Get_error_class() == MPI.ERR_REVOKED)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "left", "sizes"),
+    [
+        (None, (0, 2), None),
+        (2, (0, 2, 3), [1, 2]),
+        (2, (2, 3, 4), [2, 1]),
+        ([1, 3, 1], (0, 3), [1, 1]),
+        ([1, 3, 1], (4,), [1]),
+        ([9], (0, 1), [9]),  # Topology refuses it
+    ],
+)
+def test_those_that_are_left_stay_on_their_simulated_nodes(
+    ranks_per_node: int | list[int] | None, left: tuple[int, ...], sizes: list[int] | None
+) -> None:
+    assert nodes_left(ranks_per_node, left, 5) == sizes
