@@ -87,6 +87,7 @@ def test_no_pickle_and_no_path_of_one_machine(path: Path) -> None:
     text = path.read_text()
     assert not {"pickle", "cPickle", "dill", "shelve", "joblib"} & set(imports(ast.parse(text)))
     assert "allow_pickle=True" not in text
+    assert not re.search(r"torch\.load\((?!.*weights_only=True)", text)
     assert not re.search(r"[\"']/(home|root|work|Users|tmp)/", text)
 
 
