@@ -6,6 +6,7 @@ import socket
 import stat
 import struct
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from allreduce.errors import CommunicationError
 from allreduce.machine import identify
 from allreduce.tracing import trace
 from benchmarks import compare, scaling, timeline
-from benchmarks.showing import outputs, plot, report, trace_plot
+from benchmarks.showing import outputs, plot, report, trace_file, trace_plot
 from benchmarks.showing.results import FileError, load, to_json
 from benchmarks.showing.trace_file import load as load_trace
 from trainers import datasets, random_state, results
@@ -137,6 +138,31 @@ def test_a_trace_without_numbers_of_calls(tmp_path: Path, capsys: pytest.Capture
     path.write_text(json.dumps(events))
     assert timeline.main([str(path)]) == 0
     assert "rank 0 waited" in capsys.readouterr().out
+
+
+def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a whole it would take ten times its size, and what is never a slice as much."""
+    path = tmp_path / "trace.json"
+    event = {"ph": "X", "ts": 5, "dur": 1, "pid": 0, "tid": 0, "cat": "wait"}
+    small = ", ".join(["{}"] * 1_000_000)
+    path.write_text(f'{{"other": 1, "traceEvents" : [{small}, {json.dumps(event)} , {small}]}}')
+    tracemalloc.start()
+    assert [each.begin for each in load_trace(str(path))] == [5]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * path.stat().st_size
+    monkeypatch.setattr(trace_file, "MOST_SLICES", 2)
+    path.write_text(json.dumps([event] * 3))
+    with pytest.raises(FileError, match="more than 2 events"):
+        load_trace(str(path))
+
+
+@pytest.mark.parametrize("text", ["[{}", "[{},]", "[{} {}]", '[{"a": 1', "{}", '{"traceEvents": {}}', "[1]", "", "["])
+def test_traces_that_are_cut_or_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(FileError, match=r"trace\.json is no such trace"):
+        load_trace(str(path))
 
 
 # Files that are written

@@ -1,15 +1,21 @@
 """A trace of several ranks, read back and summed up: where the time went, and who waited for whom."""
 
+import io
+import itertools
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, TextIO
 
-from benchmarks.showing.results import FileError, text_of
+from benchmarks.showing.results import FileError
+from trainers.files import regular
 
-MOST_BYTES = 1 << 30
+MOST_BYTES, MOST_SLICES = 1 << 30, 1 << 22
+PIECE = 1 << 20  # characters that are read at a time; no event has as many
+LIST, NAMED_LIST, SPACE = re.compile(r"\s*\["), re.compile(r'"traceEvents"\s*:\s*\['), re.compile(r"\s*")
 MOST_RANKS, MOST_ROWS = 1 << 20, 1 << 10
 LONGEST_US = 1e15  # thirty years
 WANTED = "give a file that --trace, Timeline or create(trace=) wrote"
@@ -47,25 +53,59 @@ class Summary:
 
 def load(path: str) -> list[Slice]:
     """The slices of a file, by time. Raises FileError."""
-    text = text_of(path, MOST_BYTES, WANTED)
     try:
-        found = list(_slices(json.loads(text)))
-    except (ValueError, RecursionError, MemoryError) as error:
+        with regular.open_regular(path) as file:
+            if regular.size(file) > MOST_BYTES:
+                raise FileError(f"{path} has {regular.size(file)} bytes; at most {MOST_BYTES} are read")
+            found = list(itertools.islice(_slices(file), MOST_SLICES + 1))
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(f"{path} can't be read ({error.strerror or error}); {WANTED}") from None
+    except UnicodeDecodeError:
+        raise FileError(f"{path}: it is no text; {WANTED}") from None
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is no such trace ({error or type(error).__name__}); {WANTED}") from None
     if not found:
         raise FileError(f"{path}: nothing was recorded in it; {WANTED}")
+    if len(found) > MOST_SLICES:
+        raise FileError(f"{path} has more than {MOST_SLICES} events; trace a shorter run")
     return sorted(found, key=lambda each: (each.begin, -each.end))
 
 
-def _slices(trace: Any) -> Iterator[Slice]:
-    events = trace.get("traceEvents") if isinstance(trace, dict) else trace  # the format's two shapes
-    if not isinstance(events, list):
-        raise ValueError("it has no list of events")
-    for number, event in enumerate(events):
+def _slices(file: IO[bytes]) -> Iterator[Slice]:
+    for number, event in enumerate(_events(io.TextIOWrapper(file, "utf-8"))):
         if not isinstance(event, dict):
             raise ValueError(f"event {number} is no object")
         if event.get("ph") == "X":
             yield _slice(number, event)
+
+
+def _events(text: TextIO) -> Iterator[Any]:
+    """The events of a trace, read one after another: as a whole they would take many times the file's size.
+
+    What follows their list is not looked at.
+    """
+    decoder, buffer = json.JSONDecoder(), text.read(PIECE)
+    begin = LIST.match(buffer) or NAMED_LIST.search(buffer)  # the format's two shapes
+    if begin is None:
+        json.loads(buffer)  # or it says what is wrong with it
+        raise ValueError("it has no list of events")
+    place, first, more = begin.end(), True, buffer
+    while True:
+        if more and len(buffer) - place < PIECE:
+            more = text.read(PIECE)
+            buffer, place = buffer[place:] + more, 0
+        place = SPACE.match(buffer, place).end()  # type: ignore[union-attr]  # which matches everywhere
+        if buffer.startswith("]", place):
+            return
+        if not first:
+            if not buffer.startswith(",", place):
+                raise ValueError("a comma is missing between two events, or the end")
+            place = SPACE.match(buffer, place + 1).end()  # type: ignore[union-attr]
+        event, place = decoder.raw_decode(buffer, place)
+        first = False
+        yield event
 
 
 def _slice(number: int, event: dict[str, Any]) -> Slice:

@@ -30,7 +30,7 @@ def gzipped(content: "Strategy[bytes]") -> "Strategy[bytes]":
     return st.one_of(content, zipped, damaged, zipped.map(lambda each: each + BOMB))
 
 
-BOMB = gzip.compress(bytes(1 << 22))
+BOMB = gzip.compress(bytes(1 << 20))
 
 
 def _change(seeds: Sequence[bytes]) -> "Strategy[tuple[str, int, int, bytes]]":
