@@ -144,7 +144,8 @@ def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """As a whole it would take ten times its size, and what is never a slice as much."""
     path = tmp_path / "trace.json"
     event = {"ph": "X", "ts": 5, "dur": 1, "pid": 0, "tid": 0, "cat": "wait"}
-    small = ", ".join(["{}"] * 1_000_000)
+    monkeypatch.setattr(trace_file, "PIECE", 1 << 14)
+    small = ", ".join(["{}"] * 30_000)
     path.write_text(f'{{"other": 1, "traceEvents" : [{small}, {json.dumps(event)} , {small}]}}')
     tracemalloc.start()
     assert [each.begin for each in load_trace(str(path))] == [5]
