@@ -63,3 +63,23 @@ def test_ranks_that_wait_take_the_places_of_lost_ones(mpirun: JobRunner) -> None
         check_like_alone(came)
     assert "rank 3 joined" in job.stderr
     assert "rank 4 joined" in job.stderr
+
+
+@pytest.mark.parametrize(("name", "lost"), [("sharded", [[1]]), ("storage", [[0]])])
+def test_a_lost_part_of_the_state_is_gone_back_for(mpirun: JobRunner, name: str, lost: list, tmp_path: Path) -> None:
+    came = training(mpirun, 3, name, f"folder={tmp_path}")
+    assert (came["ranks"], came["lost"]) == (2, lost)
+    check_like_alone(came)
+
+
+def test_central_storage_goes_on_with_what_the_storage_has(mpirun: JobRunner) -> None:
+    came = training(mpirun, 3, "central")
+    assert (came["ranks"], came["lost"]) == (1, [[0], [2]])
+    check_like_alone(came)
+
+
+def test_a_training_stops_with_a_checkpoint_of_where_it_is(mpirun: JobRunner, tmp_path: Path) -> None:
+    job = mpirun(3, [TRAINING, "stop", f"folder={tmp_path}"], ulfm=True, timeout=120)
+    assert job.returncode == 1, job.stdout + job.stderr
+    assert "rank 0 of the job was lost in fit, epoch 2, step 3; the job stops" in job.stderr
+    assert (tmp_path / "checkpoint-00000007.npz").exists(), list(tmp_path.iterdir())

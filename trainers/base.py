@@ -56,7 +56,7 @@ class Trainer(Ranks, ABC):
         self.trace: Trace | None = None  # while a callback records what is done
         self.steps = 0  # that were taken together
         self.losses: list[Loss] = []  # the ranks that were lost so far, the same on all ranks
-        self._survival: Survival | None = None  # where the others go on, or stop in order, when a rank is lost
+        self._survival: Survival | None = None  # where a rank may be lost without the others
         self._communication = stopwatch.make(replica.device)
         self._connect(topology)
 
@@ -220,7 +220,7 @@ class Trainer(Ranks, ABC):
         return [each.tobytes().hex() for each in everyone]
 
     def note_step(self) -> None:
-        """A step was taken, which counts where a loss may keep other ranks from coming to its end. Local."""
+        """A step was taken. Local."""
         self.steps += 1
 
     @property
@@ -228,11 +228,13 @@ class Trainer(Ranks, ABC):
         """Whether the training goes on with the other ranks when one is lost."""
         return self._survival is not None and self._survival.goes_on
 
-    def close(self) -> None:
-        """Free what the trainer made; the replica stays usable. Closing twice does nothing.
+    @property
+    def goes_back(self) -> bool:
+        """Whether it does so from a checkpoint, since a lost rank has a part of the state that others lack."""
+        return False
 
-        Where a rank is lost meanwhile, this is `abandon`.
-        """
+    def close(self) -> None:
+        """Free what the trainer made; the replica stays usable. A lost rank meanwhile, or closing twice, is well."""
         if self.closed:
             return
         try:

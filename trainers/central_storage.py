@@ -38,9 +38,16 @@ class CentralStorageTrainer(MirroredTrainer):
     """
 
     shares_updates_on = DEVICES
+    remakes = True
 
     def __init__(
-        self, replica: Replica, topology: Topology | None = None, *, storage: int = 0, device: str | None = None
+        self,
+        replica: Replica,
+        topology: Topology | None = None,
+        *,
+        storage: int = 0,
+        device: str | None = None,
+        on_failure: str | None = None,
     ) -> None:
         """Make the replicas equal and move their parameters to the storage rank. Collective.
 
@@ -48,6 +55,7 @@ class CentralStorageTrainer(MirroredTrainer):
         topology: of the ranks that train together; all ranks by default.
         storage: the rank that holds the parameters and updates them. It computes too.
         device: where they are: "cpu" or "cuda", that of the replicas, which None stands for.
+        on_failure: as of MirroredTrainer. Without the storage rank a fit goes back to its last checkpoint, on rank 0.
 
         Raises on all ranks, and leaves nothing behind: ArgumentError, DisagreementError (models that differ).
         """
@@ -58,7 +66,7 @@ class CentralStorageTrainer(MirroredTrainer):
             _agree_on_arguments(ranks, replica, storage, device)
             with ranks.trial():
                 backend = Central(ranks, root=storage)
-            super().__init__(replica, backend, update="sharded")
+            super().__init__(replica, backend, update="sharded", on_failure=on_failure)
         except Exception as error:
             if everywhere(error, ranks.world):  # so all ranks come to the close
                 if backend is not None:
@@ -71,15 +79,21 @@ class CentralStorageTrainer(MirroredTrainer):
     def _share_update(self) -> None:
         assert isinstance(self.allreduce, Central)
         parts = self.replica, self.allreduce, self.buffer, self._comm, self._communication
+        steps = self.steps
         if self.size == 1:
             return
         if self.replica.device == "cpu":
             try:
-                self._sharded = CentralUpdate(*parts, self._measured)
+                self._sharded = CentralUpdate(*parts, self._measured, steps)
                 return
             except ArgumentError as refusal:  # on all ranks
                 notices.once(self.rank, f"central storage copies the model's whole state in every step: {refusal}")
-        self._sharded = CopiedUpdate(*parts, self._measured)
+        self._sharded = CopiedUpdate(*parts, self._measured, steps)
+
+    def _make_backend(self, topology: Topology) -> Central:
+        """The storage rank stays, where it is left; rank 0 takes its place."""
+        self.storage = topology.former.index(self.storage) if self.storage in topology.former else 0
+        return Central(topology, root=self.storage)
 
     @property
     def tells_errors(self) -> bool:  # type: ignore[override]
@@ -102,15 +116,18 @@ class CentralUpdate(ShardedUpdate):
         comm: MPI.Intracomm,
         clock: Stopwatch,
         measured: np.ndarray,
+        steps: int,
     ) -> None:
-        super().__init__(replica, backend, buffer, comm, clock)
+        super().__init__(replica, backend, buffer, comm, clock, steps)
         self._owner = backend.rank == backend.root
         self._measured = measured
         self._beside = measured.size > 0 and buffer.size == self._length
 
-    def _update(self) -> None:
-        if self._owner and not self._measured[-1]:
+    def _update(self) -> bool:
+        updates = self._owner and not self._measured[-1]
+        if updates:
             self._replica.update(self._part)
+        return updates
 
     def _after(self, measured: np.ndarray) -> None:
         flags = self._measured if self._beside else measured

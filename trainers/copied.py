@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,9 @@ from allreduce.tracing.trace import Series, Trace, now
 from allreduce.two_phase import TwoPhase
 from trainers.exchange import sent
 from trainers.replica import Replica
+from trainers.rescue import MEASURED, Piece
 from trainers.sharded import nothing
 from trainers.watching.stopwatch import Stopwatch
-
-MEASURED = "measured"  # the name by which the means of a step travel with the state
 
 
 class CopiedUpdate:
@@ -28,6 +28,7 @@ class CopiedUpdate:
     """
 
     in_common = False
+    all_twice = True
 
     def __init__(
         self,
@@ -37,11 +38,13 @@ class CopiedUpdate:
         comm: MPI.Intracomm,
         clock: Stopwatch,
         measured: Any,
+        steps: int = 0,
     ) -> None:
         self._replica, self._backend, self._buffer = replica, backend, buffer
         self._comm, self._clock, self._measured = comm, clock, measured
         self._span: Callable[[str], AbstractContextManager[None]] = nothing
         self._copies: Series | None = None
+        self._steps = self._since = steps  # that were taken, and after which this rank's replica has changed
         self._root = all_values(comm, backend.owned(1).stop, "learn who updates").index(1)
 
     def step(self) -> Any:
@@ -52,7 +55,7 @@ class CopiedUpdate:
         owner = self._comm.rank == self._root
         failed = owner and bool(self._measured[-1])
         with self._span("update"):
-            together(self._comm, lambda: self._replica.update() if owner and not failed else None)
+            together(self._comm, lambda: self._change(self._replica.update) if owner and not failed else None)
         self._clock.start()
         begin = now()
         self._copy(owner)
@@ -78,7 +81,21 @@ class CopiedUpdate:
             self._measured.set(measured)
         else:
             self._measured[:] = measured
-        together(self._comm, lambda: None if owner else self._replica.load_state(state))
+        change = partial(self._replica.load_state, state)
+        together(self._comm, lambda: None if owner else self._change(change))
+
+    def _change(self, change: Callable[[], object]) -> None:
+        """Have the replica be that of the next step."""
+        change()
+        self._steps = self._since = self._steps + 1
+
+    def note_step(self, steps: int) -> None:
+        """As ShardedUpdate.note_step."""
+        self._steps = steps
+
+    def rescue(self) -> list[Piece]:
+        """As ShardedUpdate.rescue: every rank has the whole state, before a step or after it."""
+        return [Piece(self._since, self._steps, 0, self._buffer.size, {}, self._replica.snapshot({}))]
 
     def _held(self) -> dict[str, np.ndarray]:
         """This rank's state and what was measured, contiguous and on the host."""

@@ -139,6 +139,8 @@ class Fit(Steps):
         self.guarded(self.callbacks.train_begin)
         self.guarded(lambda: self.callbacks.load_state({} if self.saver is None else self.saver.watching))
         self._agree("before the first epoch")
+        if self.saver is not None and self.trainer.goes_back and not self.history and not self._resumed.step:
+            self.saver.save(self.saver.progress(self.history, 0), self.callbacks, np.empty((0, 0)))
         self._go_to(self._resumed.epoch, self._resumed.step)
 
     def _go_to(self, epoch: int, step: int = 0) -> None:
@@ -193,6 +195,19 @@ class Fit(Steps):
             "samples_per_second": (self.meter.rows - self._rows) / seconds,
             "communication_share": communication / seconds,
         }
+
+    def go_back(self) -> bool:
+        """Go back to the newest checkpoint; false when there is none. Collective."""
+        found = None if self.saver is None else self.saver.go_back()
+        if found is None or self.saver is None:
+            return False
+        path, progress, measured = found
+        self.take_up(progress, measured)
+        self.place, self.taken = Place(progress.epoch, progress.step), self.trainer.steps
+        self.stopped = False
+        self.callbacks.load_state(self.saver.watching)
+        self._progress.say(f"back to: {path}, {progress}")
+        return True
 
     def step_back(self) -> None:
         """The last step is taken once more. Local."""

@@ -69,7 +69,8 @@ class MirroredTrainer(Outliving):
             backends with two phases; "auto" names one. The result is the same.
         on_failure: what happens when a rank is lost (it was killed, its node has died), where MPI lets the others live:
             Open MPI 5, started as mpirun --with-ft ulfm. "continue": the call goes on with the ranks that are left, and
-            `topology`, `allreduce`, `rank` and `size` of this trainer are new. "stop", which None stands for: where
+            `topology`, `allreduce`, `rank` and `size` of this trainer are new; with update="sharded" a fit goes back to
+            its last checkpoint, and callbacks are told those epochs again. "stop", which None stands for: where
             a fit writes checkpoints it writes one more, and all ranks raise RankLostError. Without such an MPI, the job
             ends, and "continue" is refused.
 
@@ -95,13 +96,14 @@ class MirroredTrainer(Outliving):
         self._update = update
         self._asked = self.allreduce.recipe if isinstance(allreduce, AllReduce) else allreduce  # for other ranks
         self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)
+        self._fresh, self._rescued = self._last, []
         try:
             self._bind()
         except Exception as error:
             if everywhere(error, self._comm):
                 self.close()
             raise
-        remade = self._asked is not None and update == "replicated" and replica.device == "cpu"
+        remade = (self._asked is not None or self.remakes) and replica.device == "cpu"
         if remade and losses.in_force() and (self.size > 1 or isinstance(ranks, Joining)):
             self._survival = Survival(self, goes_on=on_failure == "continue")
 
@@ -123,7 +125,7 @@ class MirroredTrainer(Outliving):
             error = ArgumentError(f'update="sharded" works on the CPU, and this replica is on {replica.device}')
         elif isinstance(allreduce, AllReduce) and topology is not None and topology is not allreduce.topology:
             error = ArgumentError(f"{allreduce!r} has a topology of its own; pass the backend's name, or no topology")
-        error = error or surviving.refusal(on_failure, ranks, replica, allreduce, update)
+        error = error or surviving.refusal(on_failure, ranks, replica, None if self.remakes else allreduce)
         row = f"MirroredTrainer({type(replica).__name__}, {name!r}, update={update!r}, on_failure={on_failure!r})"
         ranks.agree([zlib.crc32(row.encode())], row, error)
 
@@ -148,7 +150,8 @@ class MirroredTrainer(Outliving):
         """From now on each rank updates what it owns, and the ranks hand each other the parameters. Collective."""
         if self.size > 1:
             assert isinstance(self.allreduce, TwoPhase)
-            self._sharded = ShardedUpdate(self.replica, self.allreduce, self.buffer, self._comm, self._communication)
+            parts = self.replica, self.allreduce, self.buffer, self._comm, self._communication
+            self._sharded = ShardedUpdate(*parts, self.steps)
 
     def _allocate(self, length: int, dtype: str) -> Any:
         return self.allreduce.allocate(length, dtype, device=self.replica.device)

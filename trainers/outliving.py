@@ -1,6 +1,5 @@
 """What of a MirroredTrainer is made anew when a rank was lost, and how the ranks that are left become equal again."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,12 +7,16 @@ import numpy as np
 from allreduce import create
 from allreduce.base import AllReduce, Recipe
 from allreduce.messages.agreement import all_values, together
+from allreduce.spares import NEWCOMER
 from allreduce.topology import Topology
 from trainers.backends import backend_for
 from trainers.base import Trainer
 from trainers.exchange import sent
+from trainers.rescue import MEASURED, Choice, Piece, choose, joined
+from trainers.sharded import Update
 
-MEASURED, RATES = "trainer.measured", "trainer.learning_rates"  # what ranks hand each other besides a replica's state
+RATES = "trainer.learning_rates"  # what ranks hand each other besides a replica's state, as MEASURED
+NO_PIECE = Piece(0, 0, 0, 0, {}, {})
 NEWEST = "take on the newest state of the ranks that are left"
 
 
@@ -23,11 +26,16 @@ class Outliving(Trainer):
     asked: the name of its backend, or the recipe of the one that was given.
     """
 
+    remakes = False  # whether it knows how to make its backend, which has no recipe
     allreduce: AllReduce
     _asked: str | Recipe | None
     _update: str
     _measured: Any
     _last: np.ndarray  # what the last step has measured
+    _fresh: np.ndarray
+    _beside: bool  # what is measured is an array of its own
+    _sharded: Update | None
+    _rescued: list[Piece]  # what this rank has of the state, while a loss is repaired
     _owns_backend: bool
     _owns_topology: bool
 
@@ -35,21 +43,49 @@ class Outliving(Trainer):
         """Have the backend allocate what is reduced in every step, and bind the replica to it. Collective."""
         raise NotImplementedError
 
+    def _share_update(self) -> None:
+        """From now on each rank updates what it owns. Collective."""
+        raise NotImplementedError
+
     def _drop(self) -> None:
         """Let go of the backend, without the other ranks. Local."""
         raise NotImplementedError
+
+    @property
+    def goes_back(self) -> bool:
+        return self.goes_on and self._sharded is not None and not self._sharded.all_twice
 
     def note_step(self) -> None:
         super().note_step()
         if self._survival is not None:
             self._last = np.array(self.measured)
+        if self._sharded is not None:
+            self._sharded.note_step(self.steps)
 
     def _let_go_of_ranks(self) -> None:
         super()._let_go_of_ranks()
+        if not self._rescued:
+            self._rescued = self._rescue()
         if self.trace is not None:
             self.topology.let_go(self.trace)  # which goes on
         self._drop()
         self._owns_backend = self._owns_topology = True  # those that are made now
+
+    def _rescue(self) -> list[Piece]:
+        """What this rank has of the state. Local."""
+        rates = {RATES: np.array(self.replica.learning_rates)}
+        if self._sharded is None:
+            return [self._whole_piece({**self.replica.state(), **rates})]
+        self._fresh = np.array(self._measured)  # of a step that this rank has not ended
+        return [piece._replace(rest={**rates, **piece.rest}) for piece in self._sharded.rescue()]
+
+    def _whole_piece(self, state: dict[str, np.ndarray]) -> Piece:
+        return Piece(self.steps, self.steps, 0, self._length, {}, state)
+
+    @property
+    def _length(self) -> int:
+        """Of what pieces are cut from: the parameters, and what is measured, where that lies behind them."""
+        return self.replica.gradient_length + (0 if self._beside else self._last.size)
 
     def _reconnect(self, topology: Topology) -> None:
         self.allreduce = self._make_backend(topology)
@@ -62,23 +98,56 @@ class Outliving(Trainer):
         assert self._asked is not None  # or it was refused
         return create(self._asked.name, topology, **self._asked.options)
 
-    def _restore(self) -> None:
-        taken = all_values(self._comm, self.steps, NEWEST)
-        newest = max(taken)
-        together(
-            self._comm, partial(self._take_on, newest, sent(self._comm, self._held(), taken.index(newest), NEWEST))
-        )
+    def _restore(self) -> bool:
+        comm = self._comm
+        if self.topology.former[self.rank] == NEWCOMER:
+            self._rescued = []  # a rank that joins has nothing of this training
+        sides = all_values(comm, [self.steps, [piece[:4] for piece in self._rescued]], NEWEST)
+        chosen = choose([offers for _, offers in sides], self._length)
+        if chosen is None:
+            self.steps = max(steps for steps, _ in sides)
+            return False
+        parts = []
+        for rank, number in chosen.pieces:
+            piece = self._rescued[number] if comm.rank == rank else NO_PIECE
+            sliced = sent(comm, _contiguous(piece.sliced), rank, NEWEST)
+            parts.append((sliced, sent(comm, _contiguous(piece.rest), rank, NEWEST)))
+        state = joined(parts)
+        measured = self._measured_of(chosen, [steps for steps, _ in sides], state["parameters"])
+        state["parameters"] = state["parameters"][: self.replica.gradient_length]
+        together(comm, lambda: self._take_on(chosen.step, state, measured))
+        return True
 
-    def _held(self) -> dict[str, np.ndarray]:
-        """What makes other ranks equal to this one."""
-        held = {**self.replica.state(), MEASURED: self._last, RATES: np.array(self.replica.learning_rates)}
-        return {name: np.asarray(array, order="C") for name, array in held.items()}
+    def _measured_of(self, chosen: Choice, taken: list[int], parameters: np.ndarray) -> np.ndarray:
+        """What the last step before a state has measured: from a rank that has ended it, or as it came. Collective.
 
-    def _take_on(self, steps: int, held: dict[str, np.ndarray]) -> None:
+        taken: the steps that every rank has ended.
+        """
+        if chosen.step in taken:
+            rank, own = taken.index(chosen.step), self._last
+        elif parameters.size == self.replica.gradient_length:
+            rank, own = chosen.pieces[0][0], self._fresh
+        else:
+            return parameters[self.replica.gradient_length :]
+        return sent(self._comm, {MEASURED: own}, rank, NEWEST)[MEASURED]
+
+    def _take_on(self, steps: int, state: dict[str, np.ndarray], measured: np.ndarray) -> None:
         """Local, and so done or not when a loss is heard of."""
-        self.steps, self._last = steps, held.pop(MEASURED)
-        self._measured[:] = self._last
-        rates = held.pop(RATES).tolist()
-        self.replica.load_state(held)
+        self.steps, self._last = steps, measured
+        self._rescued = [self._whole_piece(dict(state))]
+        self._measured[:] = measured
+        rates = state.pop(RATES).tolist()
+        self.replica.load_state(state)
         if rates != self.replica.learning_rates:
             self.replica.learning_rates = rates
+
+    def _share_again(self) -> None:
+        if self._update == "sharded":
+            self._share_update()
+
+    def _go_on(self) -> None:
+        self._rescued = []
+
+
+def _contiguous(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array, order="C") for name, array in arrays.items()}

@@ -46,9 +46,15 @@ class Ranks:
         """
         self.topology.let_go(self)  # type: ignore[arg-type]
 
-    def _restore(self) -> None:
-        """All ranks take on the newest state that they have, and its `steps`. Collective."""
+    def _restore(self) -> bool:
+        """All ranks take on the newest state and its `steps`; false when nobody has it whole. Collective."""
         raise NotImplementedError
+
+    def _share_again(self) -> None:
+        """All ranks have the same state: divide what they divide. Collective."""
+
+    def _go_on(self) -> None:
+        """All ranks have everything that they need to go on. Local."""
 
     # A state that ranks hold together
 

@@ -80,6 +80,10 @@ class FitCall(Call[History]):
             fit.saver.rejoin([side["saver"] for side in sides])
         fit.meter.look_again()
 
+    def go_back(self) -> bool:
+        fits = all_values(self._trainer._comm, self._fit is not None and self._fit.begun, HOW_FAR)
+        return all(fits) and self._fit is not None and self._fit.go_back()
+
     def keep(self) -> None:
         if self._fit is not None:
             self._fit.save_now()

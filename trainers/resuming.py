@@ -1,6 +1,7 @@
 """Whether a training can write its checkpoints to a folder, and go on from one that is there. Local, no MPI."""
 
 import itertools
+import logging
 import os
 import tempfile
 from contextlib import ExitStack
@@ -14,6 +15,8 @@ from trainers.files import checkpoint as files
 from trainers.files.checkpoint import Saved
 from trainers.replica import Replica
 from trainers.watching.history import Epoch
+
+log = logging.getLogger("trainers")
 
 
 def prepare(folder: str, held: ExitStack) -> None:
@@ -63,6 +66,25 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
         raise CheckpointError(f"{path} is of a training with {counts}")
     if progress.step >= steps or (progress.step and len(saved.measured[0]) != len(replica.metrics)):
         raise CheckpointError(f"{path} is damaged: step {progress.step} of {steps}")
+
+
+def check_way(path: str, saved: Saved, kind: str, together: bool, choices: dict[str, str], ranks: int) -> None:
+    """Refuse, or say, what a trainer of this kind does in another way than the one that wrote the checkpoint.
+
+    together: whether its ranks take steps together. choices: what was chosen for the job. ranks: how many it has.
+    """
+    progress = saved.progress
+    if progress.step and not together:
+        raise CheckpointError(
+            f"{path} is of the middle of an epoch, and {kind} goes on from the end of one; remove it, and the one "
+            "before is used"
+        )
+    if progress.choices.get("allreduce") != choices.get("allreduce"):
+        chosen = f"{progress.choices.get('allreduce')} before, and by {choices.get('allreduce')} now"
+        log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)
+    if progress.ranks != ranks:
+        text = f"{progress.ranks} ranks, and this training has {ranks}"
+        log.warning("trainers: %s was written on %s: the last bits may differ, and random states do", path, text)
 
 
 def take_own(replica: Replica, local: dict[str, np.ndarray], own: dict[str, np.ndarray], folder: str) -> None:

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -83,17 +83,27 @@ class Saver:
         trainer = self._trainer
         comm = trainer._comm
         self._choices = trainer._choices()
-        found = together(comm, lambda: self._look() if self._chief else None)
-        resumed = None
-        told = found and [found[0], asdict(found[1].progress), found[1].measured.tolist()]
-        told = root_value(comm, told, "hear of the newest checkpoint")
-        if told is not None:
-            resumed = told[0], Progress(**told[1]), told[2]
-            self._take_on(None if found is None else found[1], resumed[1])
-            self._written = resumed[1].total
+        resumed = self._take_newest(self._look)
         trainer._snapshot(self._memory)  # takes the memory now, and shows that the state can be collected
         together(comm, self._check_room)
-        return None if resumed is None else (resumed[0], resumed[1], np.array(resumed[2]))
+        return resumed
+
+    def go_back(self) -> tuple[str, Progress, np.ndarray] | None:
+        """As `open`, in the middle of a fit: take on the newest checkpoint, since the state is lost. Collective."""
+        self._writer.close()
+        return self._take_newest(lambda: files.newest(self._folder))
+
+    def _take_newest(self, look: Callable[[], tuple[str, Saved] | None]) -> tuple[str, Progress, np.ndarray] | None:
+        comm = self._trainer._comm
+        found = together(comm, lambda: look() if self._chief else None)
+        told = found and [found[0], asdict(found[1].progress), found[1].measured.tolist()]
+        told = root_value(comm, told, "hear of the newest checkpoint")
+        if told is None:
+            return None
+        progress = Progress(**told[1])
+        self._take_on(None if found is None else found[1], progress)
+        self._written = progress.total
+        return told[0], progress, np.array(told[2])
 
     def _look(self) -> tuple[str, Saved] | None:
         """The newest checkpoint, if the training may go on from it. On rank 0."""
@@ -107,7 +117,8 @@ class Saver:
                 "it with resume=True (--resume), or give another folder"
             )
         resuming.check(*found, self._trainer.replica, self._settings, self._steps)
-        self._check_way(found[0], found[1].progress)
+        together_again = self._trainer.steps_together
+        resuming.check_way(*found, type(self._trainer).__name__, together_again, self._choices, self._trainer.size)
         return found
 
     def _take_folder(self) -> None:
@@ -132,20 +143,6 @@ class Saver:
             raise CheckpointError(
                 f"checkpoints can't be written to {self._folder}: one takes {needed:,} bytes, and {free:,} are free"
             )
-
-    def _check_way(self, path: str, progress: Progress) -> None:
-        """Refuse, or say, what this trainer would do in another way than the one that wrote the checkpoint."""
-        if progress.step and not self._trainer.steps_together:
-            raise CheckpointError(
-                f"{path} is of the middle of an epoch, and {type(self._trainer).__name__} goes on from the end of one; "
-                "remove it, and the one before is used"
-            )
-        if progress.choices.get("allreduce") != self._choices.get("allreduce"):
-            chosen = f"{progress.choices.get('allreduce')} before, and by {self._choices.get('allreduce')} now"
-            log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)
-        if progress.ranks != self._trainer.size:
-            ranks = f"{progress.ranks} ranks, and this training has {self._trainer.size}"
-            log.warning("trainers: %s was written on %s: the last bits may differ, and random states do", path, ranks)
 
     def _take_on(self, saved: Saved | None, progress: Progress) -> None:
         """Give all ranks the state of a checkpoint, which rank 0 has read. Collective."""
@@ -272,10 +269,7 @@ class Saver:
 
     def close(self) -> None:
         """Wait for what is being written; what it meets is logged, since something else ends the fit. Local."""
-        try:
-            self._writer.wait()
-        except Exception as error:
-            log.error("trainers: %s", error)
+        self._writer.close()
         self._memory.clear()
         self._held.close()
         self._is_mine = False

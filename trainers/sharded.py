@@ -26,11 +26,17 @@ from allreduce.two_phase import TwoPhase
 from trainers.errors import ArgumentError
 from trainers.exchange import to_root
 from trainers.replica import Replica, reserved
+from trainers.rescue import Piece
 from trainers.watching.stopwatch import Stopwatch
 
 
 class Update(Protocol):
-    """An update that the ranks divide: what a trainer calls in the place of its replica's `update`. Collective."""
+    """An update that the ranks divide: what a trainer calls in the place of its replica's `update`. Collective.
+
+    all_twice: whether any one rank may be lost without a part of the state.
+    """
+
+    all_twice: bool
 
     @property
     def in_common(self) -> bool: ...
@@ -42,6 +48,10 @@ class Update(Protocol):
     def check_edits(self) -> None: ...
 
     def apart(self) -> dict[str, str]: ...
+
+    def note_step(self, steps: int) -> None: ...
+
+    def rescue(self) -> list[Piece]: ...
 
     def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]: ...
 
@@ -69,11 +79,20 @@ class ShardedUpdate:
     Raises ArgumentError on all ranks when the replica can't be updated in slices.
     """
 
+    all_twice = False
+
     def __init__(
-        self, replica: Replica, backend: TwoPhase, buffer: np.ndarray, comm: MPI.Intracomm, clock: Stopwatch
+        self,
+        replica: Replica,
+        backend: TwoPhase,
+        buffer: np.ndarray,
+        comm: MPI.Intracomm,
+        clock: Stopwatch,
+        steps: int = 0,
     ) -> None:
         self._replica, self._backend, self._buffer = replica, backend, buffer
         self._comm, self._clock = comm, clock
+        self._steps = self._since = steps  # that were taken, and after which this rank has updated
         self._span: Callable[[str], AbstractContextManager[None]] = nothing
         self._fences: Series | None = None
         self._length = replica.gradient_length
@@ -109,9 +128,11 @@ class ShardedUpdate:
         self._backend.reduce_scatter(self._buffer, "sum")
         self._clock.stop()
         with self._span("update"):
-            self._update()
+            updated = self._update()
         measured = slice(max(self._mine.start, self._length), max(self._mine.stop, self._length))
         self._array[measured] = self._buffer[measured]
+        if updated:
+            self._steps = self._since = self._steps + 1
         self._clock.start()
         if self._window is None:
             self._backend.all_gather(self._array)
@@ -125,9 +146,26 @@ class ShardedUpdate:
         self._after(self._array[self._length :])
         return self._array[self._length :]
 
-    def _update(self) -> None:
-        """Update what this rank owns."""
+    def _update(self) -> bool:
+        """Update what this rank owns; whether it was."""
         self._replica.update(self._part)
+        return True
+
+    def note_step(self, steps: int) -> None:
+        """So many were taken; one in which nothing was updated counts as well. Local."""
+        self._steps = steps
+
+    def rescue(self) -> list[Piece]:
+        """What this rank owns of the state, by itself, copied. Local."""
+        return [self._own()] if self._mine.start < self._mine.stop else []
+
+    def _own(self) -> Piece:
+        """A copy of what this rank owns."""
+        names = self._replica.elementwise
+        state = self._replica.snapshot({}, without=("parameters", *names))
+        sliced = {name: np.array(self._replica.elements(name, self._part)) for name in names}
+        sliced["parameters"] = np.array(self._array[self._mine])  # and what was measured, behind them
+        return Piece(self._since, self._steps, self._mine.start, self._mine.stop, sliced, state)
 
     def _after(self, measured: np.ndarray) -> None:
         """All parameters are updated, and this was measured."""

@@ -39,7 +39,7 @@ def _mirrored(chosen: argparse.Namespace, replica: Replica, topology: Topology, 
 
 
 def _central_storage(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
-    return trainers.CentralStorageTrainer(replica, topology, storage=chosen.storage_rank)
+    return trainers.CentralStorageTrainer(replica, topology, storage=chosen.storage_rank, on_failure=chosen.on_failure)
 
 
 def _parameter_server(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
@@ -69,7 +69,9 @@ STRATEGIES = {
         _mirrored,
     ),
     "central_storage": Strategy(
-        "one rank holds the parameters and updates them; all compute", {"storage_rank": 0}, _central_storage
+        "one rank holds the parameters and updates them; all compute",
+        {"storage_rank": 0, "on_failure": None},
+        _central_storage,
     ),
     "parameter_server": Strategy(
         "server ranks hold the parameters; workers fetch them and send gradients",

@@ -59,6 +59,10 @@ class Call(Generic[ResultT]):
         """Prepare to come into this call, which others are in the middle of; whether that can be. Local."""
         return False
 
+    def go_back(self) -> bool:
+        """Nobody has the whole state: have all ranks take on an earlier one, if there is any. Collective."""
+        return False
+
     def rejoin(self) -> None:
         """The ranks are others now, and have equal states: those after `trainer.steps`. Collective."""
 
@@ -124,7 +128,9 @@ class Survival:
             topology = trainer.topology = next_topology(trainer.topology, call.takes_newcomers)
             try:
                 trainer._reconnect(topology)
-                trainer._restore()
+                if not trainer._restore() and not call.go_back():
+                    raise self._incomplete()
+                trainer._share_again()
                 call.rejoin()
                 before, during = self._tell_newcomers(before, during)
                 if not self.goes_on:
@@ -138,6 +144,7 @@ class Survival:
                     topology.revoke()
             if topology.finished(lost is None):
                 break
+        trainer._go_on()
         self._note(before, during, time.monotonic() - begin)
         if error is not None:
             raise error
@@ -154,6 +161,16 @@ class Survival:
         if trainer.topology.former[trainer.rank] == NEWCOMER:
             trainer.losses = [Loss(tuple(gone), *rest) for gone, *rest in lost]
         return tuple(ranks), during
+
+    def _incomplete(self) -> RankLostError:
+        ranks = self._trainer.topology.world
+        return known(
+            RankLostError(
+                "a rank was lost that alone had a part of the optimizer's state, and this fit has no checkpoint "
+                "to go back to; fit(..., checkpoint=...) writes some"
+            ),
+            ranks,
+        )
 
     def _note(self, before: tuple[int, ...], during: str, seconds: float) -> None:
         trainer = self._trainer
@@ -178,7 +195,7 @@ def next_topology(old: Topology, takes_newcomers: bool) -> Topology:
 
 
 def refusal(
-    on_failure: str | None, ranks: Topology, replica: Replica, backend: str | AllReduce = "", update: str = "replicated"
+    on_failure: str | None, ranks: Topology, replica: Replica, backend: str | AllReduce | None = None
 ) -> ArgumentError | None:
     """What is wrong with on_failure=... here. Local."""
     if on_failure is not None and on_failure not in CHOICES:
@@ -190,8 +207,6 @@ def refusal(
             'on_failure="continue" needs an MPI that lets the others live when a rank is lost: Open MPI 5, started as '
             "mpirun --with-ft ulfm -n 4 python ...; otherwise leave it out, and go on from a checkpoint (resume=True)"
         )
-    if update != "replicated":
-        return ArgumentError(f'on_failure="continue" works with update="replicated" so far, not with {update!r}')
     if replica.device != "cpu":
         return ArgumentError(f'on_failure="continue" works on the CPU, and this replica is on {replica.device}')
     if isinstance(backend, AllReduce) and backend.recipe is None:

@@ -1,7 +1,10 @@
 """A thread that writes while the training goes on. No MPI there."""
 
+import logging
 import threading
 from collections.abc import Callable
+
+log = logging.getLogger("trainers")
 
 
 class Writer:
@@ -36,3 +39,10 @@ class Writer:
             self._thread.join()
             self._thread = None
         self.check()
+
+    def close(self) -> None:
+        """Wait for the work; what it raised is logged."""
+        try:
+            self.wait()
+        except Exception as error:
+            log.error("trainers: %s", error)

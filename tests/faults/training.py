@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import Topology
-from trainers import MirroredTrainer, NumpyNetwork
+from trainers import CentralStorageTrainer, Checkpoint, MirroredTrainer, NumpyNetwork
 from trainers.callbacks import Callback
 
 ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
@@ -68,12 +68,45 @@ def several(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
     return trained(ranks, options, deaths)
 
 
-def trained(ranks: Topology, options: dict[str, str], deaths: Deaths) -> dict[str, Any]:
+def sharded(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """A rank of three dies, and with it its slice of the optimizer's state: back to a checkpoint."""
+    deaths = Deaths(("batch_begin", 2, 3) if ranks.rank == 1 else None)
+    return trained(ranks, {"update": "sharded"}, deaths, Checkpoint(options["folder"], every="7 steps"))
+
+
+def central(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """Two of three ranks die that do not have the storage, which moves with its rank."""
+    moments = {0: ("batch_begin", 1, 4), 2: ("batch_end", 3, 0)}
+    return trained(ranks, {"storage": 1}, Deaths(moments.get(ranks.rank)), kind=CentralStorageTrainer)
+
+
+def storage(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """The rank with the storage dies: back to a checkpoint."""
+    deaths = Deaths(("epoch_begin", 2, 0) if ranks.rank == 0 else None)
+    return trained(ranks, {}, deaths, Checkpoint(options["folder"], every="epoch"), CentralStorageTrainer)
+
+
+def stop(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """The chief dies, and the others stop, with a checkpoint of where they are."""
+    deaths = Deaths(("batch_begin", 1, 2) if ranks.rank == 0 else None)
+    x, y = data()
+    trainer = MirroredTrainer(network(0), topology=ranks)
+    trainer.fit(x, y, EPOCHS, BATCH, callbacks=[deaths], checkpoint=options["folder"], progress=False)
+    raise AssertionError("nobody has stopped")
+
+
+def trained(
+    ranks: Topology,
+    options: dict[str, Any],
+    deaths: Deaths,
+    checkpoint: Checkpoint | None = None,
+    kind: Any = MirroredTrainer,
+) -> dict[str, Any]:
     """What comes of a training, and what one rank alone has come to."""
     x, y = data()
     given: dict[str, Any] = {"validation_data": (x[:50], y[:50])}
-    with MirroredTrainer(network(ranks.rank), topology=ranks, on_failure="continue", **options) as trainer:
-        history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=[deaths], **given, progress=False)
+    with kind(network(ranks.rank), topology=ranks, on_failure="continue", **options) as trainer:
+        history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=[deaths], checkpoint=checkpoint, **given, progress=False)
         came = {
             "history": [epoch.as_dict() for epoch in history],
             "ranks": trainer.size,
@@ -90,7 +123,13 @@ def trained(ranks: Topology, options: dict[str, str], deaths: Deaths) -> dict[st
     return came
 
 
-TRAININGS: dict[str, Callable[[Topology, dict[str, str]], dict[str, Any]]] = {"several": several}
+TRAININGS: dict[str, Callable[[Topology, dict[str, str]], dict[str, Any]]] = {
+    "several": several,
+    "sharded": sharded,
+    "central": central,
+    "storage": storage,
+    "stop": stop,
+}
 
 
 def main(name: str, *options: str) -> None:

@@ -100,7 +100,7 @@ class ServedTrainer(Trainer):
             self._lane = self._make_lane(thread) if thread else None
             self._meet(measures, dtype, thread)
 
-    def _restore(self) -> None:
+    def _restore(self) -> bool:
         """All ranks take on what the servers have. RankLostError on all ranks when no training can go on from it."""
         if self._lost_servers or not self.workers:
             why = "a server was lost, and with it its slice of the parameters and of the optimizer's state"
@@ -109,6 +109,7 @@ class ServedTrainer(Trainer):
             raise known(RankLostError(f"{why}; go on from the last checkpoint (resume=True, --resume)"), self._comm)
         self._agree_on_progress()
         self._spread()
+        return True
 
     def _take_part(self) -> None:
         """Which part of every batch this rank takes. Local."""

@@ -1,0 +1,70 @@
+"""What the ranks that are left have of a training's state, and the newest state that they can put together.
+
+A state belongs to a step: it is what the model has come to after so many. Where every rank updates a slice, ranks may
+be a step apart when a loss is heard of, so a rank tells for which steps its pieces are good. No MPI here.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+MEASURED = "trainer.measured"  # the name by which the means of a step travel with a state
+
+
+class Piece(NamedTuple):
+    """Elements `start` to `stop` of a state, good for steps `first` to `last`, between which nothing was updated.
+
+    sliced: those elements of arrays that are as long as the state, by name. rest: what has no slices.
+    """
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    sliced: Arrays
+    rest: Arrays
+
+
+class Choice(NamedTuple):
+    """Of which step the newest state is, and who has its pieces, in order: (rank, number of the piece there)."""
+
+    step: int
+    pieces: list[tuple[int, int]]
+
+
+Offer = tuple[int, int, int, int]  # the first numbers of a Piece
+
+
+def choose(offers: Sequence[Sequence[Offer]], length: int) -> Choice | None:
+    """The newest step whose state is there, all `length` elements of it. offers: those of every rank; None for none."""
+    steps = {step for rank in offers for first, last, *_ in rank for step in (first, last)}
+    for step in sorted(steps, reverse=True):
+        pieces = _covering(offers, length, step)
+        if pieces is not None:
+            return Choice(step, pieces)
+    return None
+
+
+def _covering(offers: Sequence[Sequence[Offer]], length: int, step: int) -> list[tuple[int, int]] | None:
+    """Pieces for a step, one behind the other."""
+    fitting: dict[int, tuple[int, int, int]] = {}  # where one begins: where it ends, and whose it is
+    for rank, each in enumerate(offers):
+        for number, (first, last, start, stop) in enumerate(each):
+            if first <= step <= last and stop > fitting.get(start, (start, 0, 0))[0]:
+                fitting[start] = (stop, rank, number)
+    pieces, place = [], 0
+    while place < length:
+        if place not in fitting:
+            return None
+        place, rank, number = fitting[place]
+        pieces.append((rank, number))
+    return pieces
+
+
+def joined(pieces: Sequence[tuple[Arrays, Arrays]]) -> Arrays:
+    """The state of these pieces, each `sliced` and `rest`, in order; the rest is the first one's."""
+    names = pieces[0][0]
+    whole = {name: np.concatenate([sliced[name] for sliced, _ in pieces]) for name in names}
+    return {**pieces[0][1], **whole}
