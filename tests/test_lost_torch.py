@@ -17,7 +17,7 @@ def test_four_of_five_ranks_die(mpirun: JobRunner, tmp_path: Path) -> None:
     """In the README's recipe, in backward with overlap, between two optimizers, and in the update of slices."""
     (program,) = (block for block in blocks("python") if block.startswith("# outlives.py"))
     (tmp_path / "outlives.py").write_text(program)
-    job = mpirun(5, [FAULTS / "lost_torch.py", tmp_path], ulfm=True, timeout=120)
+    job = mpirun(5, [FAULTS / "lost_torch.py", tmp_path], ulfm=True, timeout=240)
     lines = job.stdout.splitlines()
     assert job.returncode == 0, job.stdout + job.stderr
     assert sum("rank 3 of 5 was lost; 4 go on, after step 100" in line for line in lines) == 4
