@@ -24,6 +24,7 @@ mpi4py.rc.initialize = False  # the jobs have MPI; this process needs none
 import argparse  # noqa: E402
 import json  # noqa: E402
 import shutil  # noqa: E402
+import signal  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     numbers = [options.seed * SEED_RUNS + place for place in range(options.runs)]
     if options.only is not None:
         numbers = [options.only]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no job outlives this
     begin = time.monotonic()
     runs: list[Judged] = []
     try:

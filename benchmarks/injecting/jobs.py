@@ -1,6 +1,5 @@
 """Drives one job: starts it under mpirun, sends signals from outside, waits, and leaves nothing behind."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -129,15 +128,10 @@ def pids(folder: Path, rank: int) -> list[int]:
 
 
 def _ask(plan: Plan, folder: Path) -> None:
-    """Have every rank of a job that hangs print where it is; with gdb, where there is one, also inside of MPI."""
+    """Have every rank of a job that hangs print where it is."""
     for rank in range(plan.ranks):
         for pid in pids(folder, rank):
-            if _is_ours(pid, folder):
-                if shutil.which("gdb"):
-                    command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace 40"]
-                    with open(folder / f"stacks.{rank}", "wb") as file, contextlib.suppress(subprocess.TimeoutExpired):
-                        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=60)
-                _send(pid, signal.SIGUSR2)
+            _send(pid, signal.SIGUSR2)
     time.sleep(1)
 
 
