@@ -132,6 +132,23 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(mpirun: JobRun
 
 
 @needs_torch
+def test_a_rank_that_leaves_is_missed(mpirun: JobRunner) -> None:
+    """Without its time-out, which is half an hour by default."""
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            dist.all_reduce(torch.ones(3))
+            if dist.get_rank() == 0:
+                dist.all_reduce(torch.ones(3))
+        """),
+    )
+    assert job.returncode != 0
+    assert "RankLeftError: rank 1 has left: it has ended its program, while this rank waits for it in" in job.stderr
+
+
+@needs_torch
 def test_a_rank_that_stays_away_is_an_error_after_the_timeout(mpirun: JobRunner) -> None:
     job = mpirun(
         2,

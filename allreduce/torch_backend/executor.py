@@ -140,8 +140,10 @@ class Executor:
         sides = np.array([word, -word])  # the minimum of -x is minus the maximum
         request = self._comm.Iallreduce(MPI.IN_PLACE, sides, MPI.MIN)
         self._place.begin(Said(f"{what} of {self._lane.name}"))
-        if not asleep(lambda: request.Test() or self.broken is not None, work.limit):
+        if not asleep(lambda: request.Test() or self.broken is not None or self._place.error is not None, work.limit):
             self.fail(self._late(work))
+        if self._place.error is not None:  # a rank has left, or was lost
+            self.fail(self._place.error)
         self._place.end()
         if self.broken is not None:
             self._left = [request, sides]
