@@ -361,8 +361,9 @@ def test_spare_ranks_have_to_be_of_use() -> None:
     command._check(parse(on, True), three)
     for args, assigned, text in (
         (on[:2], three, "--spares 1 take the places of lost ranks: add --on-failure continue"),
-        ([*on, "--ranks-per-node", "2"], three, "--spares 1: not with an evaluator, another --chief or --ranks-per"),
-        ([*on, "--chief", "1"], Roles(1, (0, 2)), "not with an evaluator, another --chief"),
+        ([*on, "--ranks-per-node", "2"], three, "--spares 1: not with --ranks-per-node"),
+        ([*on, "--chief", "1"], Roles(1, (0, 2)), "--on-failure continue: not with an evaluator or another --chief"),
+        ([*on[2:], "--evaluator"], Roles(0, (1,), (), 2), "--on-failure continue: not with an evaluator"),
     ):
         with pytest.raises(ArgumentError, match=text):
             command._check(parse(args, True), assigned)

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple, TextIO
 
 from allreduce import Topology, spares
 from allreduce.arrays import gpu
-from allreduce.errors import AllReduceError
+from allreduce.errors import (
+    AllReduceError,
+    BrokenError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    RankLeftError,
+    RankLostError,
+)
 from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere, known, raise_together, root_value, together, waiting
 from trainers import datasets, options, results, roles, strategies, surviving
@@ -23,12 +30,13 @@ from trainers.watching import options as watching
 from trainers.watching.history import History
 
 ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # of a training
-FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes
+FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, BrokenError, CommunicationError)
+FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; who starts again a job that has failed does so after 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on all ranks; returns the exit code, the same on each."""
-    world = Topology()
+    world = Topology.of_survivors()
     code = 0
     try:
         with Terminating() as sigterm:  # also of ranks that don't train, and while data is loaded
@@ -39,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if world.size > 1 and not everywhere(error, world.world):
             raise  # the other ranks don't know: the hook of Topology shows the traceback and ends the job
         _say(world, f"error: {error}", sys.stderr)
-        code = FAILED if isinstance(error, DivergedError) else BAD_ARGUMENTS
+        code = FAILED if isinstance(error, FAULTS) else BAD_ARGUMENTS
         with waiting(world.world, "end together, after an error"):
             world.world.Barrier()  # the first rank to leave with a code ends the job, so let rank 0 print
     except KeyboardInterrupt:
@@ -220,8 +228,10 @@ def _check(chosen: argparse.Namespace, assigned: roles.Roles) -> None:
             f"--ranks-per-node {given}: this job has {ranks} rank{'s' * (ranks != 1)}, so no node has {given}; give at "
             f"most {ranks}, or start more ranks (mpirun -n {2 * given})"
         )
-    if chosen.spares and (assigned.evaluator is not None or assigned.chief or chosen.ranks_per_node):
-        raise ArgumentError(f"--spares {chosen.spares}: not with an evaluator, another --chief or --ranks-per-node")
+    if chosen.on_failure == "continue" and (assigned.evaluator is not None or assigned.chief):
+        raise ArgumentError("--on-failure continue: not with an evaluator or another --chief, whom nobody replaces")
+    if chosen.spares and chosen.ranks_per_node:
+        raise ArgumentError(f"--spares {chosen.spares}: not with --ranks-per-node")
     if chosen.spares and chosen.on_failure != "continue":
         raise ArgumentError(f"--spares {chosen.spares} take the places of lost ranks: add --on-failure continue")
     if assigned.evaluator is not None and not chosen.checkpoint:
