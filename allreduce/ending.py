@@ -1,6 +1,7 @@
 """What ends the whole job. An error that one rank has alone would leave all others waiting for it for ever."""
 
 import atexit
+import functools
 import os
 import sys
 import threading
@@ -41,8 +42,9 @@ def world_ranks(comm: MPI.Comm) -> tuple[int, ...]:
     return ranks
 
 
+@functools.cache
 def here() -> tuple[int, int]:
-    """This rank's number in MPI.COMM_WORLD, and how many there are. Local."""
+    """This rank's number in MPI.COMM_WORLD, and how many there are; after the end of MPI too. Local."""
     return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
@@ -123,11 +125,11 @@ def _tells(error: BaseException) -> bool:
 
 def say(text: str) -> None:
     """Print an error's text, with the rank, behind what the program has printed."""
-    world = MPI.COMM_WORLD
+    rank, size = here()
     sys.stdout.flush()
     # Not sys.stderr: torch.distributed wraps the hook and prints what it wrote there afterwards, too late.
     stderr = sys.__stderr__ or sys.stderr
-    stderr.write(f"rank {world.rank} of {world.size}: {text}")
+    stderr.write(f"rank {rank} of {size}: {text}")
     stderr.flush()
 
 

@@ -1,5 +1,6 @@
 """Where a rank stands: SIGUSR1 prints it, and a wait that takes long puts the stacks of all ranks into files."""
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 import launch
 import pytest
 from conftest import JobRunner
+
+from allreduce.messages import stacks
 
 PROGRAM = """
 import ctypes, os, signal, threading, time
@@ -70,3 +73,46 @@ def test_a_handler_of_the_program_stays() -> None:
     )  # fmt: skip
     assert without.returncode == 0
     assert "most recent call first" in without.stderr
+
+
+def test_a_signal_after_the_end_of_mpi() -> None:
+    """A program may go on when it has ended MPI: the signal still prints, and nothing calls MPI any more."""
+    code = (
+        "import os, signal, time\n"
+        "from mpi4py import MPI\n"
+        "import allreduce\n"
+        "allreduce.Topology().close()\n"
+        "MPI.Finalize()\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "time.sleep(1)\n"
+        "print('goes on')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("goes on\n", 0), done.stderr
+    assert "rank 0 of 1: process " in done.stderr
+
+
+@pytest.fixture
+def stacks_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of this rank's stacks; none were written a short time ago."""
+    monkeypatch.setenv(stacks.STACKS, str(tmp_path))
+    monkeypatch.setattr(stacks, "_files", {})
+    monkeypatch.setattr(stacks, "_times", {"dumped": float("-inf"), "armed": float("-inf")})
+    return tmp_path / "stacks-rank-0.txt"
+
+
+def test_stacks_after_ages(stacks_in: Path) -> None:
+    """Longer than any clock of the system counts: never."""
+    for seconds in (1e10, 1e12, 1e300, float("inf")):
+        stacks.put_off(seconds)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_stacks_on_a_full_disk(stacks_in: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever waits goes on waiting, and hears of it once."""
+    stacks_in.symlink_to("/dev/full")
+    stacks.dump("waits")
+    stacks._times["dumped"] = float("-inf")
+    stacks.dump("waits")
+    assert caplog.text.count("stacks can't be written there: ") == 1

@@ -17,6 +17,7 @@ from allreduce.notices import log
 STACKS = "ALLREDUCE_STALL_STACKS"
 AGAIN_SECONDS = 5.0  # several ranks ask at about the same time
 ARM_SECONDS = 1.0  # how often the timer is put off
+LONGEST_SECONDS = 1e9  # from here on, which is decades, there is no timer; it refuses ten times as many
 
 _files: dict[str, IO[str] | None] = {}
 _times = {"dumped": -AGAIN_SECONDS, "armed": -ARM_SECONDS}
@@ -38,19 +39,25 @@ def dump(why: str) -> None:
     file = _file()
     if file is not None and now - _times["dumped"] >= AGAIN_SECONDS:
         _times["dumped"] = now
-        rank, size = ending.here()
-        print(
-            f"{time.ctime()}: rank {rank} of {size}, process {os.getpid()} on {socket.gethostname()}: {why}", file=file
-        )
-        faulthandler.dump_traceback(file)
-        print(file=file, flush=True)
+        try:
+            _write(file, why)
+        except OSError as error:  # a full disk; whoever waits goes on waiting
+            faulthandler.cancel_dump_traceback_later()
+            _give_up(error)
+
+
+def _write(file: IO[str], why: str) -> None:
+    rank, size = ending.here()
+    print(f"{time.ctime()}: rank {rank} of {size}, process {os.getpid()} on {socket.gethostname()}: {why}", file=file)
+    faulthandler.dump_traceback(file)
+    print(file=file, flush=True)
 
 
 def put_off(seconds: float) -> None:
     """Have the stacks written after so many seconds unless this is called again before. Local."""
     now = time.monotonic()
     file = _file()
-    if file is not None and seconds < float("inf") and now - _times["armed"] >= ARM_SECONDS:
+    if file is not None and seconds < LONGEST_SECONDS and now - _times["armed"] >= ARM_SECONDS:
         _times["armed"] = now
         faulthandler.dump_traceback_later(seconds + 2 * ARM_SECONDS, file=file)
 
@@ -69,6 +76,11 @@ def _file() -> IO[str] | None:
             path = os.path.join(folder, f"stacks-rank-{ending.here()[0]}.txt")
             _files[folder] = open(path, "a", buffering=1)  # noqa: SIM115, a timer may write there to the end
         except OSError as error:
-            log.warning("%s=%s: stacks can't be written there: %s", STACKS, folder, error)
-            _files[folder] = None
+            _give_up(error)
     return _files.get(folder)
+
+
+def _give_up(error: OSError) -> None:
+    folder = os.environ.get(STACKS, "")
+    log.warning("%s=%s: stacks can't be written there: %s", STACKS, folder, error)
+    _files[folder] = None

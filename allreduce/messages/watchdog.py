@@ -5,6 +5,8 @@ import time
 import weakref
 from typing import Protocol
 
+from mpi4py import MPI
+
 from allreduce import ending
 from allreduce.messages import losses, stacks
 from allreduce.notices import log
@@ -53,6 +55,8 @@ class _Watchdog:
             due = not listens or time.monotonic() - looked > LOOK_SECONDS
             looked = time.monotonic() if due else looked
             for watch in self.watches():
+                if MPI.Is_finalized():  # the program goes on without it
+                    return
                 try:
                     if listens:
                         watch.listen()
