@@ -78,3 +78,19 @@ def test_blocks_in_each_other() -> None:
             assert not later.asked()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_an_error_that_the_program_catches() -> None:
+    """The next block hears of a SIGTERM that the one before has not acted upon; the one after that does not."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(ZeroDivisionError), Terminating(MPI.COMM_SELF):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ZeroDivisionError
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with Terminating(MPI.COMM_SELF) as later:
+            assert later.asked()
+        with Terminating(MPI.COMM_SELF) as last:
+            assert not last.asked()
+    finally:
+        signal.signal(signal.SIGTERM, before)

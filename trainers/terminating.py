@@ -27,6 +27,7 @@ P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 _here: list[bool] = []  # whether SIGTERM has come, for each open block; no block, no handler of ours
+_missed: list[bool] = []  # it came to a block that an error has ended, which the program may have caught
 
 
 class Terminated(SystemExit):
@@ -83,7 +84,8 @@ class Terminating(Callback):
         free = bool(_here) or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if free and threading.current_thread() is threading.main_thread():
             self._entered = True
-            _here.append(False)
+            _here.append(bool(_missed))
+            _missed.clear()
             signal.signal(signal.SIGTERM, _note)
         return self
 
@@ -97,8 +99,11 @@ class Terminating(Callback):
             _here[-1] |= came and not self.heard
             return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if came and not self.heard and kind is None:  # nobody has looked since
-            os.kill(os.getpid(), signal.SIGTERM)
+        if came and not self.heard:  # nobody has looked since
+            if kind is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:  # the error is told first; where it is caught, the next block hears of the signal
+                _missed.append(True)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if self.here:
