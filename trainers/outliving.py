@@ -114,7 +114,6 @@ class Outliving(Trainer):
             parts.append((sliced, sent(comm, _contiguous(piece.rest), rank, NEWEST)))
         state = joined(parts)
         measured = self._measured_of(chosen, [steps for steps, _ in sides], state["parameters"])
-        state["parameters"] = state["parameters"][: self.replica.gradient_length]
         together(comm, lambda: self._take_on(chosen.step, state, measured))
         return True
 
@@ -125,7 +124,7 @@ class Outliving(Trainer):
         """
         if chosen.step in taken:
             rank, own = taken.index(chosen.step), self._last
-        elif parameters.size == self.replica.gradient_length:
+        elif parameters.size <= self.replica.gradient_length:
             rank, own = chosen.pieces[0][0], self._fresh
         else:
             return parameters[self.replica.gradient_length :]
@@ -134,6 +133,8 @@ class Outliving(Trainer):
     def _take_on(self, steps: int, state: dict[str, np.ndarray], measured: np.ndarray) -> None:
         """Local, and so done or not when a loss is heard of."""
         self.steps, self._last = steps, measured
+        trained = self.replica.state()["parameters"].size  # behind them may be statistics, and what was measured
+        state["parameters"] = state["parameters"][:trained]
         self._rescued = [self._whole_piece(dict(state))]
         self._measured[:] = measured
         rates = state.pop(RATES).tolist()

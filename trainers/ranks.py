@@ -45,6 +45,7 @@ class Ranks:
         May be called again when another rank is lost before `_restore` has ended.
         """
         self.topology.let_go(self)  # type: ignore[arg-type]
+        self.replica.undo()  # a batch of a step that was not taken
 
     def _restore(self) -> bool:
         """All ranks take on the newest state and its `steps`; false when nobody has it whole. Collective."""

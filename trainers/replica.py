@@ -23,6 +23,7 @@ class Replica(ABC):
     updated: names in `state` of all that an update changes besides "parameters": those, and what is counted.
     allocates: whether a step makes and frees memory of its own; the trainer then tells malloc to keep it.
     essentials: names in `config` whose values a saved model must share to be restored here.
+    undoable: set by a trainer where a batch may be computed once more: whether to keep what `undo` needs.
 
     x and y are NumPy arrays whose first axis is the sample; what the other axes mean is the replica's
     business. They are valid during a call only: the trainer fills the same memory again for the next batch.
@@ -36,6 +37,7 @@ class Replica(ABC):
     updated: tuple[str, ...] = ()
     allocates: bool = True
     essentials: tuple[str, ...] = ()
+    undoable: bool = False
 
     @abstractmethod
     def bind(self, buffer: Any) -> None:
@@ -55,6 +57,12 @@ class Replica(ABC):
         There may be no rows: the buffer becomes zero then, and so do the values.
         Returns one number for each of `metrics`, means over these rows, as an array on `device` or a
         sequence; it is valid until the next call.
+        """
+
+    def undo(self) -> None:  # noqa: B027, nothing to do where `gradients` changes nothing but gradients
+        """The last `gradients` did not come into the model, and is computed again: forget what else it has changed.
+
+        Nothing after `update` or `refresh`, by which it has come into the model.
         """
 
     def bind_parameters(self, buffer: Any) -> None:

@@ -161,6 +161,7 @@ class ShardedUpdate:
 
     def _own(self) -> Piece:
         """A copy of what this rank owns."""
+        self._replica.refresh()  # statistics, as they lie behind the parameters: in an unfinished step as they were
         names = self._replica.elementwise
         state = self._replica.snapshot({}, without=("parameters", *names))
         sliced = {name: np.array(self._replica.elements(name, self._part)) for name in names}

@@ -82,6 +82,7 @@ class Survival:
     def __init__(self, trainer: "Trainer", goes_on: bool) -> None:
         self._trainer, self.goes_on = trainer, goes_on
         self._busy = False
+        trainer.replica.undoable = True
 
     def run(self, call: Call[ResultT]) -> ResultT:
         """What the call returns, or raises on all ranks. Collective.

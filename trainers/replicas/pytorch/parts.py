@@ -1,9 +1,12 @@
 """The parts of a module that ranks have in common (trained parameters, running statistics), and how it is measured."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from trainers.errors import ArgumentError
+from trainers.replica import Replica
 from trainers.replicas.pytorch.tensors import DTYPES
 
 
@@ -25,6 +28,24 @@ def trained_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.P
             f"{found or 'none'}; MirroredOptimizer of trainers.pytorch takes mixed dtypes"
         )
     return trained
+
+
+def check_places(module: nn.Module, trained: list[nn.Parameter], places: list[Tensor]) -> None:
+    """Raise ArgumentError when parameters are no longer where they were put."""
+    if any(each.data_ptr() != place.data_ptr() for each, place in zip(trained, places, strict=True)):
+        raise ArgumentError(
+            f"a parameter's .data was replaced, so this {type(module).__name__} would no longer be trained: "
+            "copy into parameters (p.copy_) instead, or make the trainer afterwards"
+        )
+
+
+def check_buffer(replica: Replica, what: str, buffer: Any) -> None:
+    """Raise ArgumentError when a replica can't be bound to such an array."""
+    if buffer.shape != (replica.gradient_length,) or str(buffer.dtype) != replica.gradient_dtype:
+        raise ArgumentError(
+            f"the {what} buffer must be 1-D, {replica.gradient_dtype}, of {replica.gradient_length} elements, not "
+            f"{buffer.dtype} of shape {buffer.shape}"
+        )
 
 
 def statistics_of(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:

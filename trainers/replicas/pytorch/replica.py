@@ -19,10 +19,11 @@ except ImportError as error:
 from torch import Tensor, nn
 
 from trainers.replicas.pytorch import elementwise
-from trainers.replicas.pytorch.parts import accuracy, statistics_of, trained_of
+from trainers.replicas.pytorch.parts import accuracy, check_buffer, check_places, statistics_of, trained_of
 from trainers.replicas.pytorch.slices import SliceOptimizer
 from trainers.replicas.pytorch.state import TorchState, array_of
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, numpy_dtype, views
+from trainers.replicas.pytorch.undoing import Buffers
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 
@@ -66,6 +67,7 @@ class TorchReplica(Replica):
         self._state = TorchState(module, optimizer, self._trained)
         self._length = sum(each.numel() for each in self._trained)
         self.gradient_length = self._length + sum(each.numel() for each in self._statistics)
+        self._before = Buffers(module)
         self._versions: dict[Tensor, int] = {}
         self._parameters: Tensor | None = None  # what bind_parameters was given, and the parameters' places there
         self._places: list[Tensor] = []
@@ -95,14 +97,14 @@ class TorchReplica(Replica):
         return self._state.updated
 
     def bind(self, buffer: Any) -> None:
-        self._check_buffer("gradient", buffer)
+        check_buffer(self, "gradient", buffer)
         self._whole_optimizer()
         self._buffer = as_tensor(buffer, self._dtype)
         self._lay_out()
 
     @torch.no_grad()
     def bind_parameters(self, buffer: Any) -> None:
-        self._check_buffer("parameter", buffer)
+        check_buffer(self, "parameter", buffer)
         if reason := elementwise.refusal(self.optimizer):
             raise ArgumentError(reason)
         self._whole_optimizer()
@@ -124,6 +126,8 @@ class TorchReplica(Replica):
             return [0.0] * len(self.metrics)
         for parameter in self._trained:
             parameter.grad = None  # so that autograd hands its gradient over, instead of adding to old ones
+        if self.undoable:
+            self._before.keep()
         self.module.train()
         output, target = self.module(self._input(x)), self._target(y)
         loss = self.loss(output, target)
@@ -140,8 +144,12 @@ class TorchReplica(Replica):
         for parameter, view in zip(self._trained, self._views, strict=False):
             parameter.grad = view
 
+    def undo(self) -> None:
+        self._before.restore()
+
     @torch.no_grad()
     def update(self, part: slice | None = None) -> None:
+        self._before.forget()
         if part is not None:
             self._update_slice(part)
             return
@@ -150,6 +158,7 @@ class TorchReplica(Replica):
         self.optimizer.step()
 
     def refresh(self) -> None:
+        self._before.forget()
         if self._parameters is not None:
             self._take_statistics(self._parameters)
 
@@ -236,13 +245,6 @@ class TorchReplica(Replica):
 
     # Inside
 
-    def _check_buffer(self, what: str, buffer: Any) -> None:
-        if buffer.shape != (self.gradient_length,) or str(buffer.dtype) != self.gradient_dtype:
-            raise ArgumentError(
-                f"the {what} buffer must be 1-D, {self.gradient_dtype}, of {self.gradient_length} elements, not "
-                f"{buffer.dtype} of shape {buffer.shape}"
-            )
-
     def _lay_out(self) -> None:
         """Cut the gradients' memory as the parameters lie in theirs."""
         self._views = views(self._buffer, [*self._trained, *self._statistics])
@@ -264,11 +266,7 @@ class TorchReplica(Replica):
         flat = self._parameters
         if flat is None:
             raise ArgumentError("bind_parameters comes before an update of a slice")
-        if any(each.data_ptr() != place.data_ptr() for each, place in zip(self._trained, self._places, strict=True)):
-            raise ArgumentError(
-                f"a parameter's .data was replaced, so this {type(self.module).__name__} would no longer be trained: "
-                "copy into parameters (p.copy_) instead, or make the trainer afterwards"
-            )
+        check_places(self.module, self._trained, self._places)
         if self._sliced is None or self._sliced.part != part:
             self._whole_optimizer()
             self._sliced = SliceOptimizer(
