@@ -14,6 +14,7 @@ from allreduce.errors import DisagreementError, DivergenceError
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.base import Trainer
 from trainers.callbacks import Callback, CheckDivergence, CheckGradients
+from trainers.divergence import compare
 from trainers.errors import ArgumentError, DivergedError, NotFiniteError
 
 SIZE = MPI.COMM_WORLD.size
@@ -177,3 +178,16 @@ def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
         assert "on_bad='ignore'" in raised(world, ArgumentError, lambda: fit(trainer, CheckGradients("ignore")))
         with pytest.raises(DivergedError):  # what happens without it names no rank
             fit(trainer, x=BAD)
+
+
+@pytest.mark.parametrize("own", [{"b": np.ones(3), "c": np.ones(2)}, {"c": np.zeros(2)}], ids=["more", "another"])
+def test_state_that_only_one_rank_has(world: MPI.Intracomm, own: dict[str, np.ndarray]) -> None:
+    """By its name: also where the values alone would be equal, or another number of them."""
+    held = {"a": np.ones(4)} | (own if world.rank == 1 else {"b": np.zeros(2)})
+    found = compare(world, held)
+    assert found is not None
+    assert found.differing(root=0) == [1]
+    assert found.names == ["a", "b", "c"]
+    assert len(set(world.allgather(str(found)))) == 1
+    assert "rank 1 differs from the others in b, the first of 2 differences" in str(found)
+    assert ("rank 1: b: has none" in str(found)) == ("b" not in own)
