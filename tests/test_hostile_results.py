@@ -1,6 +1,7 @@
 """What benchmarks and trainers read and write, made to harm them, their readers, or those who share a folder."""
 
 import json
+import math
 import os
 import socket
 import stat
@@ -23,7 +24,7 @@ from benchmarks import compare, scaling, timeline
 from benchmarks.showing import outputs, plot, report, trace_file, trace_plot
 from benchmarks.showing.results import FileError, load, to_json
 from benchmarks.showing.trace_file import load as load_trace
-from trainers import datasets, random_state, results
+from trainers import datasets, random_state, results, resuming
 from trainers.errors import CheckpointError, DataError
 from trainers.files import checkpoint, npz
 from trainers.watching.csv_logger import CSVLogger
@@ -235,6 +236,17 @@ def test_a_random_state_that_points_elsewhere(place: int) -> None:
     with pytest.raises(ValueError, match="624 words"):
         random_state.load({**state, random_state.NUMPY: altered})
     assert all((each == state[name]).all() for name, each in random_state.take().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("epoch", math.inf), ("dropped", -math.inf), ("seconds", "x"), ("staleness", [math.inf])]
+)
+def test_a_history_that_makes_no_sense(name: str, value: Any) -> None:
+    saved = files.saved()
+    resuming.check("run", saved, files.network(), saved.progress.settings, 3)
+    saved.progress.history[0][name] = value
+    with pytest.raises(CheckpointError, match="its history or its shapes can't be read"):
+        resuming.check("run", saved, files.network(), saved.progress.settings, 3)
 
 
 def test_a_damaged_message_with_arrays() -> None:

@@ -47,7 +47,7 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
     try:
         [Epoch.of_dict(each) for each in progress.history]
         there = [_described(*each) for each in progress.shapes]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged: its history or its shapes can't be read: {error!r}") from error
     here = [_described(name, shape) for name, shape in replica.shapes().items()]
     for saved_one, own in itertools.zip_longest(there, here, fillvalue="no more parameters"):
