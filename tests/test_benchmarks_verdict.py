@@ -158,3 +158,9 @@ def test_table_has_nccl_tests_columns() -> None:
     assert lines["gloo"].split()[9:13] == ["N/A"] * 4
     assert len({len(line) for line in lines.values()}) == 1
     assert table.footer(run).startswith("# Out of bounds values : 0 OK\n# Avg bus bandwidth    : ")
+
+
+def test_a_size_at_which_auto_alone_was_measured() -> None:
+    run = made_run()
+    run.results = [each for each in run.results if each.backend == "auto" or each.size != run.results[0].size]
+    assert any("wins" in line for line in verdict(run))

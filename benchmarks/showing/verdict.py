@@ -47,11 +47,12 @@ def times_of(run: Run, memory: str) -> dict[int, dict[str, float]]:
 
 
 def competing(times: Times) -> dict[int, dict[str, float]]:
-    """The times without those that stand for others."""
+    """The times without those that stand for others, of the sizes at which some are left."""
     names = {name for found in times.values() for name in found}
     others = names - {CHOOSER, BARE}
     kept = others if len(others) > 1 else names
-    return {size: {name: found[name] for name in found if name in kept} for size, found in sorted(times.items())}
+    rivals = {size: {name: found[name] for name in found if name in kept} for size, found in sorted(times.items())}
+    return {size: found for size, found in rivals.items() if found}
 
 
 def ranges(times: Times, tie: float = TIE) -> list[Range]:
