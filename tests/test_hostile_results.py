@@ -19,6 +19,7 @@ from made_runs import made_run
 from allreduce import decision_table
 from allreduce.errors import CommunicationError
 from allreduce.machine import identify
+from allreduce.messages.notes import ENDED
 from allreduce.tracing import trace
 from benchmarks import compare, scaling, timeline
 from benchmarks.showing import outputs, plot, report, trace_file, trace_plot
@@ -291,6 +292,7 @@ def test_notes_of_another_version() -> None:
     head = struct.pack("<4q", 0, 1, 1, 1)
     table = peers.read_notes([b"", b"\x00" * 31, head + b"\x1b[2Jx", head + b"y" * 9999], Path())
     assert "waits in [2Jx" in table
+    peers.read_notes([struct.pack("<4q", ENDED, 0, 0, 0) + text for text in (b"", b"1e9", b"9" * 500, b"2")], Path())
     assert "\x1b" not in table
 
 

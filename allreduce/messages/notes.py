@@ -4,6 +4,7 @@ A rank that has waited for a second sends every other rank a note that says wher
 waiting. So every rank that waits knows where all of them are, without any of them having to answer.
 """
 
+import re
 import time
 from typing import NamedTuple, Protocol
 
@@ -126,7 +127,7 @@ class Notes:
             if kind == LEFT:
                 self.left[status.source, number] = note
             elif kind == ENDED:
-                self.ended = int(text)
+                self.ended = int(text) if re.fullmatch("-?[0-9]{1,9}", text) else 1
             elif kind == STALLED:
                 self.stalled[status.source] = note
             elif kind == WAITING:
