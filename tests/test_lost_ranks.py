@@ -34,6 +34,13 @@ def test_ranks_are_lost_one_after_another_down_to_one(mpirun: JobRunner) -> None
     assert len(ends) == len(set(ends)) == 6 * 5 + 6  # each event once, on this rank
 
 
+def test_ranks_are_lost_while_a_trainer_is_made(mpirun: JobRunner) -> None:
+    came = training(mpirun, 4, "making")
+    assert came["ranks"] == 2
+    assert sorted(rank for lost in came["lost"] for rank in lost) == [1, 3]
+    check_like_alone(came)
+
+
 def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRunner) -> None:
     """A worker that has pushed to one of two servers, others in asynchronous epochs, and a spare replica."""
     job = mpirun(6, [TRAINING.with_name("served.py")], ulfm=True, timeout=120)

@@ -16,6 +16,7 @@ from allreduce.messages.agreement import everywhere
 from allreduce.topology import Topology
 from trainers.copied import CopiedUpdate
 from trainers.errors import ArgumentError
+from trainers.making import outlives_losses
 from trainers.mirrored import MirroredTrainer
 from trainers.replica import Replica
 from trainers.sharded import ShardedUpdate
@@ -40,6 +41,7 @@ class CentralStorageTrainer(MirroredTrainer):
     shares_updates_on = DEVICES
     remakes = True
 
+    @outlives_losses
     def __init__(
         self,
         replica: Replica,
@@ -92,8 +94,11 @@ class CentralStorageTrainer(MirroredTrainer):
 
     def _make_backend(self, topology: Topology) -> Central:
         """The storage rank stays, where it is left; rank 0 takes its place."""
-        self.storage = topology.former.index(self.storage) if self.storage in topology.former else 0
+        self.storage = _moved(self.storage, topology.former)
         return Central(topology, root=self.storage)
+
+    def _renumber(self, arguments: dict[str, Any], former: tuple[int, ...]) -> None:
+        arguments["storage"] = _moved(arguments.get("storage", 0), former)
 
     @property
     def tells_errors(self) -> bool:  # type: ignore[override]
@@ -133,6 +138,11 @@ class CentralUpdate(ShardedUpdate):
         flags = self._measured if self._beside else measured
         if not self._owner and not flags[-1]:
             self._replica.update(self._part)  # of nothing: an optimizer counts its steps
+
+
+def _moved(storage: int, former: tuple[int, ...]) -> int:
+    """The rank that was `storage`, or 0 where it is lost."""
+    return former.index(storage) if storage in former else 0
 
 
 def _agree_on_arguments(ranks: Topology, replica: Replica, storage: Any, device: str | None) -> None:

@@ -19,15 +19,12 @@ from trainers import malloc, surviving
 from trainers.backends import UPDATES, backend_for, used_by
 from trainers.data import Batch
 from trainers.errors import ArgumentError
+from trainers.making import outlives_losses
 from trainers.outliving import Outliving
 from trainers.replica import Replica
 from trainers.sharded import ShardedUpdate, Update
 from trainers.stepping import FLAGS
 from trainers.surviving import Survival
-
-MEASURED, RATES = "trainer.measured", "trainer.learning_rates"  # what ranks hand each other besides a replica's state
-
-NEWEST = "take on the newest state of the ranks that are left"
 
 
 class MirroredTrainer(Outliving):
@@ -49,6 +46,7 @@ class MirroredTrainer(Outliving):
 
     shares_updates_on: tuple[str, ...] = ("cpu",)  # devices on which ranks can divide an update
 
+    @outlives_losses
     def __init__(
         self,
         replica: Replica,
@@ -128,6 +126,10 @@ class MirroredTrainer(Outliving):
         error = error or surviving.refusal(on_failure, ranks, replica, None if self.remakes else allreduce)
         row = f"MirroredTrainer({type(replica).__name__}, {name!r}, update={update!r}, on_failure={on_failure!r})"
         ranks.agree([zlib.crc32(row.encode())], row, error)
+
+    def _unmake(self) -> None:
+        if self._sharded is not None:
+            self._sharded.abandon()
 
     def _bind(self) -> None:
         self._make_buffer()

@@ -34,10 +34,8 @@ class Outliving(Trainer):
     _last: np.ndarray  # what the last step has measured
     _fresh: np.ndarray
     _beside: bool  # what is measured is an array of its own
-    _sharded: Update | None
+    _sharded: Update | None = None
     _rescued: list[Piece]  # what this rank has of the state, while a loss is repaired
-    _owns_backend: bool
-    _owns_topology: bool
 
     def _make_buffer(self) -> None:
         """Have the backend allocate what is reduced in every step, and bind the replica to it. Collective."""

@@ -12,6 +12,7 @@ from trainers.base import Trainer
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError
 from trainers.fitting import Fit
+from trainers.making import outlives_losses
 from trainers.replica import Replica
 from trainers.serving.choices import bad_options, server_ranks
 from trainers.serving.dealer import Dealer
@@ -49,6 +50,7 @@ class ParameterServerTrainer(ServedTrainer):
     averages (batch norm's are) are saved as rank 0 has them, so rank 0 should be a worker where there are any.
     """
 
+    @outlives_losses
     def __init__(
         self,
         replica: Replica,

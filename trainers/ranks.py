@@ -26,7 +26,9 @@ class Ranks:
     part: int | None  # which part of every batch this rank takes; None for none
     parts: int
     closed: bool
+    being_made = False  # whether its constructor may have to be called again, since a rank was lost
     _comm: MPI.Intracomm
+    _owns_backend = _owns_topology = False
 
     def _connect(self, topology: Topology) -> None:
         """Make what depends on the ranks. Collective; what was made on other ranks is dropped before."""
@@ -34,6 +36,12 @@ class Ranks:
         self.rank, self.size = topology.rank, topology.size
         self.part, self.parts = topology.rank, topology.size
         self._comm = topology.private(self)  # type: ignore[arg-type]
+
+    def _unmake(self) -> None:
+        """The constructor was interrupted by a loss, and is called again: let go of what others share. Local."""
+
+    def _renumber(self, arguments: dict[str, Any], former: tuple[int, ...]) -> None:
+        """Change the constructor's arguments that name ranks, for others. former: those that these had. Local."""
 
     def _reconnect(self, topology: Topology) -> None:
         """Make anew what depends on the ranks, after `_let_go_of_ranks`. Collective."""

@@ -10,6 +10,7 @@ from allreduce.topology import Topology
 from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.fitting import Fit
+from trainers.making import outlives_losses
 from trainers.replica import Replica
 from trainers.serving.lead import Lead
 from trainers.serving.parcels import GRADIENTS, NOTHING, WORK, Head
@@ -44,6 +45,7 @@ class SpareReplicasTrainer(ServedTrainer):
 
     steps_together = False
 
+    @outlives_losses
     def __init__(
         self, replica: Replica, topology: Topology | None = None, *, spare: int = 1, on_failure: str | None = None
     ) -> None:

@@ -146,7 +146,7 @@ class Survival:
             if topology.finished(lost is None):
                 break
         trainer._go_on()
-        self._note(before, during, time.monotonic() - begin)
+        note(trainer, before, during, time.monotonic() - begin, self.goes_on)
         if error is not None:
             raise error
         if not self.goes_on:
@@ -173,16 +173,17 @@ class Survival:
             ranks,
         )
 
-    def _note(self, before: tuple[int, ...], during: str, seconds: float) -> None:
-        trainer = self._trainer
-        left = ending.world_ranks(trainer.topology.world)
-        gone = tuple(rank for rank in before if rank not in left)
-        trainer.losses.append(Loss(gone, len(left), during, seconds))
-        if trainer.rank == 0 and self.goes_on:
-            rest = f"{len(left)} rank{'s' * (len(left) != 1)} go on" if len(left) > 1 else "one rank goes on alone"
-            log.warning("trainers: %s; %s (after %.3f s)", trainer.losses[-1], rest, seconds)
-            if joined := [rank for rank in left if rank not in before]:
-                log.warning("trainers: rank%s %s joined", "s" * (len(joined) > 1), ", ".join(map(str, joined)))
+
+def note(trainer: "Trainer", before: tuple[int, ...], during: str, seconds: float, goes_on: bool = True) -> None:
+    """Note who of the ranks `before`, of MPI.COMM_WORLD, is lost, and say so where the others go on. Local."""
+    left = ending.world_ranks(trainer.topology.world)
+    gone = tuple(rank for rank in before if rank not in left)
+    trainer.losses.append(Loss(gone, len(left), during, seconds))
+    if trainer.rank == 0 and goes_on:
+        rest = f"{len(left)} rank{'s' * (len(left) != 1)} go on" if len(left) > 1 else "one rank goes on alone"
+        log.warning("trainers: %s; %s (after %.3f s)", trainer.losses[-1], rest, seconds)
+        if joined := [rank for rank in left if rank not in before]:
+            log.warning("trainers: rank%s %s joined", "s" * (len(joined) > 1), ", ".join(map(str, joined)))
 
 
 def next_topology(old: Topology, takes_newcomers: bool) -> Topology:

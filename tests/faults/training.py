@@ -95,17 +95,42 @@ def stop(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
     raise AssertionError("nobody has stopped")
 
 
+class Dying(NumpyNetwork):
+    """Has its rank die in the making of a trainer."""
+
+    dies_in = ""  # a method
+
+    def bind(self, buffer: Any) -> None:
+        if self.dies_in == "bind":
+            die()
+        super().bind(buffer)
+
+    def bind_parameters(self, buffer: Any) -> None:
+        if self.dies_in == "bind_parameters":
+            die()
+        super().bind_parameters(buffer)
+
+
+def making(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """Two of four ranks die while a trainer is made, one in its second making, which others have come through."""
+    replica = Dying([8, 16, 3], seed=ranks.rank, lr=0.01)
+    replica.dies_in = {3: "bind", 1: "bind_parameters"}.get(ranks.rank, "")
+    return trained(ranks, {"update": "sharded"}, Deaths(None), replica=replica)
+
+
 def trained(
     ranks: Topology,
     options: dict[str, Any],
     deaths: Deaths,
     checkpoint: Checkpoint | None = None,
     kind: Any = MirroredTrainer,
+    replica: NumpyNetwork | None = None,
 ) -> dict[str, Any]:
     """What comes of a training, and what one rank alone has come to."""
     x, y = data()
     given: dict[str, Any] = {"validation_data": (x[:50], y[:50])}
-    with kind(network(ranks.rank), topology=ranks, on_failure="continue", **options) as trainer:
+    replica = replica or network(ranks.rank)
+    with kind(replica, topology=ranks, on_failure="continue", **options) as trainer:
         history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=[deaths], checkpoint=checkpoint, **given, progress=False)
         came = {
             "history": [epoch.as_dict() for epoch in history],
@@ -129,6 +154,7 @@ TRAININGS: dict[str, Callable[[Topology, dict[str, str]], dict[str, Any]]] = {
     "central": central,
     "storage": storage,
     "stop": stop,
+    "making": making,
 }
 
 

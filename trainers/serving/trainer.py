@@ -88,6 +88,13 @@ class ServedTrainer(Trainer):
         self._desk = self._client = self._lane = None
         self._owns_topology = True  # the one that is made now
 
+    def _renumber(self, arguments: dict[str, Any], former: tuple[int, ...]) -> None:
+        servers = arguments.get("servers", 1)
+        if not isinstance(servers, int):  # of those that are left; the last rank where none is
+            arguments["servers"] = [place for place, rank in enumerate(former) if rank in servers] or 1
+        if "spare" in arguments:
+            arguments["spare"] = min(arguments["spare"], len(former) - 1)
+
     def _reconnect(self, topology: Topology) -> None:
         places = {rank: place for place, rank in enumerate(topology.former)}
         self._lost_servers += len(set(self.servers) - set(places))
