@@ -90,3 +90,10 @@ def test_a_training_stops_with_a_checkpoint_of_where_it_is(mpirun: JobRunner, tm
     assert job.returncode == 1, job.stdout + job.stderr
     assert "rank 0 of the job was lost in fit, epoch 2, step 3; the job stops" in job.stderr
     assert (tmp_path / "checkpoint-00000007.npz").exists(), list(tmp_path.iterdir())
+
+
+def test_no_checkpoint_is_made_of_half_an_epoch(mpirun: JobRunner, tmp_path: Path) -> None:
+    job = mpirun(3, [TRAINING, "stop apart", f"folder={tmp_path}"], ulfm=True, timeout=120)
+    assert job.returncode == 1, job.stdout + job.stderr
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert "no checkpoint is written in the middle of epoch 2" in job.stderr

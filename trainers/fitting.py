@@ -1,5 +1,6 @@
 """One call of fit: its epochs, its callbacks and its checkpoints."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -17,6 +18,9 @@ from trainers.watching.progress import Progress
 if TYPE_CHECKING:
     from trainers.base import Trainer
 
+log = logging.getLogger("trainers")
+
+APART = "ranks do not take its steps together, so nobody could go on from it; the one before stays"
 Validation = Callable[[], dict[str, float]]
 
 
@@ -216,9 +220,16 @@ class Fit(Steps):
         self.meter.step_back()
 
     def save_now(self) -> None:
-        """Write a checkpoint of where the fit is, before the job stops. Collective."""
+        """Write a checkpoint of where the fit is, before the job stops. Collective.
+
+        Not in the middle of an epoch whose steps ranks do not take together: nobody could go on from it.
+        """
         saver, (number, step, stage) = self.saver, self.place
         if saver is None or not 0 <= number < self._epochs:
+            return
+        if stage == STEPS and not self.trainer.steps_together:
+            if self.trainer.rank == 0:
+                log.warning("trainers: no checkpoint is written in the middle of epoch %d: %s", number + 1, APART)
             return
         if stage == STEPS and step:
             self._save_here(number, step)

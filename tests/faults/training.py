@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import Topology
-from trainers import CentralStorageTrainer, Checkpoint, MirroredTrainer, NumpyNetwork
+from trainers import CentralStorageTrainer, Checkpoint, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
 from trainers.callbacks import Callback
 
 ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
@@ -89,9 +89,18 @@ def storage(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
 def stop(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
     """The chief dies, and the others stop, with a checkpoint of where they are."""
     deaths = Deaths(("batch_begin", 1, 2) if ranks.rank == 0 else None)
-    x, y = data()
-    trainer = MirroredTrainer(network(0), topology=ranks)
-    trainer.fit(x, y, EPOCHS, BATCH, callbacks=[deaths], checkpoint=options["folder"], progress=False)
+    return stopped(MirroredTrainer(network(0), topology=ranks), deaths, options["folder"])
+
+
+def stop_apart(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """A worker dies in an asynchronous epoch, of whose middle there is no checkpoint, and the others stop."""
+    deaths = Deaths(("epoch_begin", 1, 0) if ranks.rank == 0 else None)
+    trainer = ParameterServerTrainer(network(0), topology=ranks)
+    return stopped(trainer, deaths, Checkpoint(options["folder"], every="2 epochs"))
+
+
+def stopped(trainer: Any, deaths: Deaths, checkpoint: Checkpoint | str) -> dict[str, Any]:
+    trainer.fit(*data(), EPOCHS, BATCH, callbacks=[deaths], checkpoint=checkpoint, progress=False)
     raise AssertionError("nobody has stopped")
 
 
@@ -154,6 +163,7 @@ TRAININGS: dict[str, Callable[[Topology, dict[str, str]], dict[str, Any]]] = {
     "central": central,
     "storage": storage,
     "stop": stop,
+    "stop apart": stop_apart,
     "making": making,
 }
 
