@@ -77,6 +77,10 @@ def test_a_lost_part_of_the_state_is_gone_back_for(mpirun: JobRunner, name: str,
     came = training(mpirun, 3, name, f"folder={tmp_path}")
     assert (came["ranks"], came["lost"]) == (2, lost)
     check_like_alone(came)
+    if name == "sharded":
+        assert "a rank was lost in evaluate that alone had a part of the optimizer's state" in came["outside"]
+        assert "go on with fit(..., checkpoint=folder, resume=True), by another trainer" in came["outside"]
+        assert came["resumed"] == 6
 
 
 def test_central_storage_goes_on_with_what_the_storage_has(mpirun: JobRunner) -> None:

@@ -130,7 +130,7 @@ class Survival:
             try:
                 trainer._reconnect(topology)
                 if not trainer._restore() and not call.go_back():
-                    raise self._incomplete()
+                    raise self._incomplete(call)
                 trainer._share_again()
                 call.rejoin()
                 before, during = self._tell_newcomers(before, during)
@@ -163,15 +163,15 @@ class Survival:
             trainer.losses = [Loss(tuple(gone), *rest) for gone, *rest in lost]
         return tuple(ranks), during
 
-    def _incomplete(self) -> RankLostError:
-        ranks = self._trainer.topology.world
-        return known(
-            RankLostError(
-                "a rank was lost that alone had a part of the optimizer's state, and this fit has no checkpoint "
-                "to go back to; fit(..., checkpoint=...) writes some"
-            ),
-            ranks,
-        )
+    def _incomplete(self, call: Call[ResultT]) -> RankLostError:
+        way = "this fit has no checkpoint to go back to; fit(..., checkpoint=...) writes some"
+        if not call.takes_newcomers:
+            way = (
+                "only a fit goes back to its last checkpoint: go on with fit(..., checkpoint=folder, resume=True), by "
+                "another trainer on trainer.topology, or by another job"
+            )
+        text = f"a rank was lost in {call} that alone had a part of the optimizer's state, and {way}"
+        return known(RankLostError(text), self._trainer.topology.world)
 
 
 def note(trainer: "Trainer", before: tuple[int, ...], during: str, seconds: float, goes_on: bool = True) -> None:

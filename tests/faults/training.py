@@ -16,6 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import Topology
+from allreduce.errors import RankLostError
 from trainers import CentralStorageTrainer, Checkpoint, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
 from trainers.callbacks import Callback
 
@@ -71,7 +72,24 @@ def several(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
 def sharded(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
     """A rank of three dies, and with it its slice of the optimizer's state: back to a checkpoint."""
     deaths = Deaths(("batch_begin", 2, 3) if ranks.rank == 1 else None)
-    return trained(ranks, {"update": "sharded"}, deaths, Checkpoint(options["folder"], every="7 steps"))
+    came = trained(ranks, {"update": "sharded"}, deaths, Checkpoint(options["folder"], every="7 steps"))
+    return came | outside_of_a_fit(options["folder"])
+
+
+def outside_of_a_fit(folder: str) -> dict[str, Any]:
+    """The others can't go on from what they have, and do what they are told: another trainer takes the checkpoint."""
+    x, y = data()
+    with Topology.of_survivors() as ranks:
+        trainer = MirroredTrainer(network(0), topology=ranks, update="sharded", on_failure="continue")
+        if trainer.rank == 1:
+            die()
+        try:
+            trainer.evaluate(x, y)
+        except RankLostError as error:
+            text = str(error)
+    with MirroredTrainer(network(0), topology=trainer.topology, update="sharded") as trainer:
+        history = trainer.fit(x, y, EPOCHS, BATCH, checkpoint=folder, resume=True, progress=False)
+    return {"outside": text, "resumed": len(history)}
 
 
 def central(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
