@@ -20,6 +20,7 @@ from allreduce import decision_table
 from allreduce.errors import CommunicationError
 from allreduce.machine import identify
 from allreduce.messages.notes import ENDED
+from allreduce.replacing import replacing
 from allreduce.tracing import trace
 from benchmarks import compare, scaling, timeline
 from benchmarks.showing import outputs, plot, report, trace_file, trace_plot
@@ -188,7 +189,7 @@ WRITERS: dict[str, Callable[[str], object]] = {
 
 
 def write_trace(path: str) -> None:
-    with trace._replacing(path) as file:
+    with replacing(path, "the trace") as file:
         file.write("{}")
 
 

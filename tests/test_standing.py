@@ -111,8 +111,16 @@ def test_stacks_after_ages(stacks_in: Path) -> None:
 
 def test_stacks_on_a_full_disk(stacks_in: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever waits goes on waiting, and hears of it once."""
-    stacks_in.symlink_to("/dev/full")
+    stacks._files[str(stacks_in.parent)] = open("/dev/full", "a", 1)  # noqa: SIM115
     stacks.dump("waits")
     stacks._times["dumped"] = float("-inf")
     stacks.dump("waits")
     assert caplog.text.count("stacks can't be written there: ") == 1
+
+
+def test_stacks_follow_no_link(stacks_in: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The folder may be everybody's."""
+    stacks_in.symlink_to(tmp_path / "elsewhere")
+    stacks.dump("waits")
+    assert "stacks can't be written there: " in caplog.text
+    assert not (tmp_path / "elsewhere").exists()

@@ -10,6 +10,7 @@ from itertools import groupby
 from allreduce.doctor.examination import Examination
 from allreduce.doctor.findings import LEVELS, OK, PROBLEM, WARNING, Finding, exit_code, plural
 from allreduce.errors import OptionError
+from allreduce.replacing import replacing
 from allreduce.terminal import on_terminal
 
 WIDTH = 110
@@ -82,11 +83,8 @@ def show(title: str, found: Examination, json_path: str | None) -> None:
     if json_path == STANDARD_OUTPUT:
         print(as_json(title, found), end="", flush=True)
     elif json_path is not None:
-        try:
-            with open(json_path, "w", encoding="utf-8") as file:
-                file.write(as_json(title, found))
-        except OSError as error:
-            raise OptionError(f"--json {json_path}: {error.strerror or error}") from error
+        with replacing(json_path, "--json") as file:
+            file.write(as_json(title, found))
     stream, descriptor = (sys.stderr, 2) if json_path == STANDARD_OUTPUT else (sys.stdout, 1)
     coloured = on_terminal(descriptor) and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     print(text(title, found.findings, coloured), end="", file=stream, flush=True)

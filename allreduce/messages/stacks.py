@@ -74,10 +74,15 @@ def _file() -> IO[str] | None:
         try:
             os.makedirs(folder, exist_ok=True)
             path = os.path.join(folder, f"stacks-rank-{ending.here()[0]}.txt")
-            _files[folder] = open(path, "a", buffering=1)  # noqa: SIM115, a timer may write there to the end
+            _files[folder] = open(path, "a", 1, opener=_no_link)  # noqa: SIM115, a timer may write there to the end
         except OSError as error:
             _give_up(error)
     return _files.get(folder)
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Open a file, but none that a link leads to: the folder may be everybody's."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _give_up(error: OSError) -> None:

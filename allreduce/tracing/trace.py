@@ -3,17 +3,16 @@
 import contextlib
 import json
 import os
-import secrets
 import time
-from collections.abc import Iterator
 from threading import get_ident
-from typing import Any, TextIO
+from typing import Any
 
 from allreduce import notices
 from allreduce.errors import CommunicationError, OptionError
 from allreduce.messages.agreement import together
 from allreduce.messages.parcels import bytes_to_root
 from allreduce.notices import log
+from allreduce.replacing import replacing
 from allreduce.topology import Topology
 from allreduce.tracing import clocks, merging
 from allreduce.tracing.merging import Call, Recorded, Span
@@ -126,7 +125,7 @@ class Trace:
             "clock_error_us": errors,
             "left_out": [recorded.left_out for recorded in everyone],
         }
-        with _replacing(self.path) as file:
+        with replacing(self.path, "the trace") as file:
             merging.write(file, events, about)
 
 
@@ -204,22 +203,3 @@ def _try(path: str) -> None:
     special = os.path.exists(path) and not os.path.isfile(path)
     if os.path.isdir(path) or not os.access(path if special else os.path.dirname(os.path.realpath(path)), os.W_OK):
         raise OptionError(f"the trace can't be written to {path}: give a file in a folder that exists")
-
-
-@contextlib.contextmanager
-def _replacing(path: str) -> Iterator[TextIO]:
-    """A text file that becomes `path` when it is complete; a device or a pipe is written to. Raises OptionError."""
-    target = os.path.realpath(path)
-    special = os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target)
-    folder, name = os.path.split(target)
-    aside = target if special else os.path.join(folder, f".{name}.{secrets.token_hex(4)}")  # which nobody can foresee
-    try:
-        with open(aside, "w" if special else "x", encoding="ascii") as file:
-            yield file
-        if not special:
-            os.replace(aside, target)
-    except OSError as error:
-        if not special:
-            with contextlib.suppress(OSError):
-                os.unlink(aside)
-        raise OptionError(f"the trace can't be written to {path}: {error.strerror or error}") from error
