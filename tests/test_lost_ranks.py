@@ -8,6 +8,15 @@ import numpy as np
 import pytest
 from conftest import JobRunner
 
+LOADING = """
+import os, sys
+from mpi4py import MPI
+from trainers import __main__ as command, datasets
+load = datasets.load
+datasets.load = lambda name: os.kill(os.getpid(), 9) if MPI.COMM_WORLD.rank == 1 else load(name)
+sys.exit(command.main())
+"""
+
 TRAINING = Path(__file__).parent / "faults" / "training.py"
 pytestmark = pytest.mark.jobs
 
@@ -39,6 +48,14 @@ def test_ranks_are_lost_while_a_trainer_is_made(mpirun: JobRunner) -> None:
     assert came["ranks"] == 2
     assert sorted(rank for lost in came["lost"] for rank in lost) == [1, 3]
     check_like_alone(came)
+
+
+def test_a_rank_is_lost_while_the_command_loads_its_data(mpirun: JobRunner) -> None:
+    job = mpirun(3, ["-c", LOADING, "--data", "iris", "--epochs", "2", "--on-failure", "continue"], ulfm=True)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "a rank was lost before the training; the others begin it" in job.stderr
+    assert "2 ranks on 1 node" in job.stdout
+    assert "test accuracy" in job.stdout
 
 
 def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRunner) -> None:

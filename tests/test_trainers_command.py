@@ -15,7 +15,7 @@ import pytest
 from conftest import JobRunner, in_one_job, lacking
 
 from trainers import NumpyNetwork, datasets
-from trainers import __main__ as command
+from trainers import preparing
 from trainers.errors import ArgumentError
 from trainers.options import parse
 from trainers.roles import Roles
@@ -358,7 +358,7 @@ def test_every_option_of_a_strategy_is_refused_by_those_that_have_no_use_for_it(
 
 def test_spare_ranks_have_to_be_of_use() -> None:
     three, on = Roles(0, (1, 2)), ["--spares", "1", "--on-failure", "continue"]
-    command._check(parse(on, True), three)
+    preparing.check(parse(on, True), three)
     for args, assigned, text in (
         (on[:2], three, "--spares 1 take the places of lost ranks: add --on-failure continue"),
         ([*on, "--ranks-per-node", "2"], three, "--spares 1: not with --ranks-per-node"),
@@ -366,7 +366,7 @@ def test_spare_ranks_have_to_be_of_use() -> None:
         ([*on[2:], "--evaluator"], Roles(0, (1,), (), 2), "--on-failure continue: not with an evaluator"),
     ):
         with pytest.raises(ArgumentError, match=text):
-            command._check(parse(args, True), assigned)
+            preparing.check(parse(args, True), assigned)
 
 
 def test_options_of_other_strategies_have_no_value() -> None:

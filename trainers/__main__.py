@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, NamedTuple, TextIO
 
 from allreduce import Topology, spares
-from allreduce.arrays import gpu
 from allreduce.errors import (
     AllReduceError,
     BrokenError,
@@ -19,10 +18,10 @@ from allreduce.errors import (
 )
 from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere, known, raise_together, root_value, together, waiting
-from trainers import datasets, options, results, roles, strategies, surviving
+from trainers import datasets, preparing, results, roles, strategies, surviving
 from trainers.base import Trainer
 from trainers.checkpoints import Checkpoint
-from trainers.errors import ArgumentError, DivergedError, TrainerError
+from trainers.errors import DivergedError, TrainerError
 from trainers.evaluator import Ending, Evaluator
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.terminating import Terminated, Terminating
@@ -40,8 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     try:
         with Terminating() as sigterm:  # also of ranks that don't train, and while data is loaded
-            chosen = together(world.world, lambda: options.parse(arguments, shown=world.rank == 0))
-            _run(chosen, world)
+            while (begun := preparing.begin(arguments, world)) is None:
+                world = world.survivors()
+            _run(*begun, world)
             sigterm.heard = True  # too late: all is done
     except (AllReduceError, TrainerError) as error:
         if world.size > 1 and not everywhere(error, world.world):
@@ -58,30 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(chosen: argparse.Namespace, world: Topology) -> None:
-    shown = sys.stderr if chosen.json == results.STANDARD_OUTPUT else sys.stdout  # what a program reads is alone there
-    assigned = roles.assign(world, strategies.servers(chosen), chosen.evaluator, chief=chosen.chief)
-    if chosen.strategy in strategies.with_option("servers"):
-        chosen.servers = len(assigned.servers)
-    together(world.world, lambda: _check(chosen, assigned))
-    together(world.world, lambda: results.check_targets(chosen) if world.rank == assigned.chief else None)
-    data = together(world.world, lambda: datasets.load(chosen.data))
-    topology = _training(chosen, assigned, world)
-    if topology is None:
+def _run(start: preparing.Start, trained: preparing.Trained | None, world: Topology) -> None:
+    chosen, assigned, data = start
+    trained = trained or preparing.trained(start, world)
+    if trained is None:
         return
-    network = together((topology if chosen.spares else world).world, lambda: _network(chosen, data, topology))
+    topology, network = trained
+    shown = sys.stderr if chosen.json == results.STANDARD_OUTPUT else sys.stdout  # what a program reads is alone there
     job = _Job(chosen, assigned, data, network, shown)
     if assigned.evaluator is None:
         _train(job, topology)
     else:
         _train_and_evaluate(job, world, topology)
-
-
-def _training(chosen: argparse.Namespace, assigned: roles.Roles, world: Topology) -> Topology | None:
-    """The ranks that train; spare ones wait here until they do, and None is for those that were not needed."""
-    if chosen.spares:
-        return spares.man(world, chosen.spares)
-    return roles.training(world, assigned, chosen.ranks_per_node)
 
 
 class _Job(NamedTuple):
@@ -195,49 +183,8 @@ def _evaluator(job: _Job) -> Evaluator:
     )
 
 
-def _network(chosen: argparse.Namespace, data: datasets.Dataset, topology: Topology) -> NumpyNetwork:
-    if chosen.device == "cuda":
-        gpu.choose_device(topology.node_rank)
-    if chosen.load:
-        network = NumpyNetwork.load(chosen.load, chosen.device)
-        if "accuracy" not in network.metrics:
-            loss = network.config()["loss"]
-            raise ArgumentError(f"--load {chosen.load}: its loss is {loss}; this trains and tests classifiers only")
-        return network
-    network = NumpyNetwork(
-        [data.features, *chosen.hidden, len(data.classes)],
-        activation=chosen.activation,
-        optimizer=chosen.optimizer,
-        lr=chosen.lr,
-        seed=chosen.seed,
-        device=chosen.device,
-    )
-    network.scale_input(data.shift, data.scale)
-    return network
-
-
 def _optimizer(network: NumpyNetwork) -> str:
     return f"{network.config()['optimizer']}, learning rate {network.optimizer.lr:g}"
-
-
-def _check(chosen: argparse.Namespace, assigned: roles.Roles) -> None:
-    """Find out before the training what the options ask of ranks that are not there. Raises ArgumentError."""
-    given, ranks = chosen.ranks_per_node, len(assigned.training)
-    if isinstance(given, int) and given > ranks:
-        raise ArgumentError(
-            f"--ranks-per-node {given}: this job has {ranks} rank{'s' * (ranks != 1)}, so no node has {given}; give at "
-            f"most {ranks}, or start more ranks (mpirun -n {2 * given})"
-        )
-    if chosen.on_failure == "continue" and (assigned.evaluator is not None or assigned.chief):
-        raise ArgumentError("--on-failure continue: not with an evaluator or another --chief, whom nobody replaces")
-    if chosen.spares and chosen.ranks_per_node:
-        raise ArgumentError(f"--spares {chosen.spares}: not with --ranks-per-node")
-    if chosen.spares and chosen.on_failure != "continue":
-        raise ArgumentError(f"--spares {chosen.spares} take the places of lost ranks: add --on-failure continue")
-    if assigned.evaluator is not None and not chosen.checkpoint:
-        raise ArgumentError("an evaluator evaluates checkpoints: add --checkpoint DIR")
-    if assigned.evaluator is None and chosen.evaluations:
-        raise ArgumentError(f"--evaluations {chosen.evaluations}: nobody evaluates; add --evaluator")
 
 
 def _check_loss(loss: float, world: Topology) -> None:
