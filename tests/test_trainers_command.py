@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from conftest import JobRunner, in_one_job, lacking
 
-from trainers import NumpyNetwork, datasets
-from trainers import preparing
+from trainers import NumpyNetwork, datasets, preparing
 from trainers.errors import ArgumentError
 from trainers.options import parse
 from trainers.roles import Roles
