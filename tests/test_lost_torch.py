@@ -1,4 +1,4 @@
-"""MirroredOptimizer outlives ranks, in a job of Open MPI's with ULFM."""
+"""A lost rank under PyTorch, in jobs of Open MPI's with ULFM: MirroredOptimizer outlives it, DDP tells of it."""
 
 import importlib.util
 import json
@@ -37,3 +37,15 @@ def test_a_batch_that_is_computed_again_counts_once_in_batch_norm(mpirun: JobRun
     for name, ranks in (("mirrored", 2), ("central", 1)):
         assert (came[name]["ranks"], came[name]["batches"]) == (ranks, 15)
         np.testing.assert_allclose(came[name]["mean"], came["alone"]["mean"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.jobs
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment")
+def test_torch_distributed_tells_of_a_lost_rank(mpirun: JobRunner) -> None:
+    """All operations from then on raise. DDP, which waits for futures in C++, raises too, and doesn't crash."""
+    job = mpirun(3, [FAULTS / "lost_distributed.py"], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    lines = job.stdout.splitlines()
+    assert sum(line.startswith("disagreement: ") and "DisagreementError: the ranks" in line for line in lines) == 3
+    for name in ("backward", "all_reduce", "wait", "recv", "monitored_barrier"):
+        assert sum(line.startswith(f"{name}: ") and "RankLostError: " in line for line in lines) == 2, job.stdout

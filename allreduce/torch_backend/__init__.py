@@ -3,6 +3,11 @@
     import allreduce.torch_backend  # not needed where allreduce is installed by pip: PyTorch finds it
     torch.distributed.init_process_group("allreduce")  # under mpirun: rank, size and store come from MPI
 
+An operation that fails raises a named error. Where C++ waits for it, in DDP's backward and in futures, that is a
+RuntimeError with the name in its text. A rank that dies under `mpirun --with-ft ulfm` is a RankLostError in the
+operations that go on and in all later ones of its groups; DDP can't go on without it
+(trainers.pytorch.MirroredOptimizer can).
+
 Which backend of ours reduces: `ALLREDUCE_BACKEND=ring`, or `pg_options=Options("ring")`, by default "auto".
 """
 

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from allreduce import children, notices
 from allreduce.errors import UnavailableError
+from allreduce.messages import losses
 from allreduce.messages.agreement import all_values, disagreement
 from allreduce.messages.lanes import Lane
 from allreduce.messages.notes import Said
@@ -40,11 +41,11 @@ class Executor:
     def __init__(self, topology: Topology, name: str, threaded: bool = True) -> None:
         self.broken: Exception | None = None  # set when an operation has timed out or the group is destroyed
         self.submitted = 0
-        self._notes = topology.watch.notes
+        self._watch, self._notes = topology.watch, topology.watch.notes
         self._place = topology.place()
         self._place.raises = True
         self._comm = topology.private(wait=self._place)
-        self._left: list[object] = []  # a meeting that was given up, of which MPI still knows
+        self._meeting: list[object] = []  # MPI may still know of it when it was given up
         self._threaded = threaded
         self._lane = self._enter(topology, f"process group {name}")
         self._lock = threading.Lock()
@@ -124,10 +125,13 @@ class Executor:
         outer, self._inside = self._inside, threading.get_ident()
         error: Exception | None = None
         try:
-            self._meet(work)
-            action()
+            with self._watch.hearing():
+                self._meet(work)
+                action()
         except Exception as raised:
             error = raised
+            if losses.lost(raised) is not None:
+                self.fail(raised)  # no operation can be done any more, also none of those that wait already
         work.end(error)
         self._inside = outer
 
@@ -139,14 +143,20 @@ class Executor:
         word = zlib.crc32(what.encode())
         sides = np.array([word, -word])  # the minimum of -x is minus the maximum
         request = self._comm.Iallreduce(MPI.IN_PLACE, sides, MPI.MIN)
+        self._meeting = [request, sides]
+
+        def over() -> bool:
+            return request.Test() or self.broken is not None or self._place.error is not None
+
         self._place.begin(Said(f"{what} of {self._lane.name}"))
-        if not asleep(lambda: request.Test() or self.broken is not None or self._place.error is not None, work.limit):
-            self.fail(self._late(work))
-        if self._place.error is not None:  # a rank has left, or was lost
-            self.fail(self._place.error)
-        self._place.end()
+        try:
+            if not asleep(over, work.limit):
+                self.fail(self._late(work))
+            if self._place.error is not None:  # a rank has left
+                self.fail(self._place.error)
+        finally:  # MPI raises when a rank was lost
+            self._place.end()
         if self.broken is not None:
-            self._left = [request, sides]
             raise self.broken
         if sides[0] != -sides[1]:
             raise disagreement(self._comm, all_values(self._comm, what, "learn what the ranks have called"))

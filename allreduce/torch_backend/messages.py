@@ -8,6 +8,7 @@ import torch
 from mpi4py import MPI
 
 from allreduce import notices
+from allreduce.messages import losses
 from allreduce.messages.waiting import asleep
 from allreduce.torch_backend.spans import whole
 from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
@@ -64,7 +65,7 @@ class Message(Work):
                     return False
                 error = self._finish()
             except MPI.Exception as raised:
-                error = RuntimeError(f"{self.name} failed: {raised}")
+                error = losses.lost(raised) or RuntimeError(f"{self.name} failed: {raised}")
             self._request = None
         _in_flight.discard(self)
         self.end(error)

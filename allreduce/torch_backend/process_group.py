@@ -61,15 +61,18 @@ class AllReduceProcessGroup(Collectives):
 
     def send(self, tensors: Tensors, dest: int, tag: int) -> Work:
         message = self._message("send", f"send to rank {dest}", tensors, tag, dest)
-        return self._bracketed(message.send(self._messages, dest, tag))
+        with self._topology.watch.hearing():
+            return self._bracketed(message.send(self._messages, dest, tag))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         message = self._message("recv", f"recv from rank {source}", tensors, tag, source)
-        return self._bracketed(message.receive(self._messages, source, tag))
+        with self._topology.watch.hearing():
+            return self._bracketed(message.receive(self._messages, source, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         message = self._message("recv", "recv from any rank", tensors, tag)
-        return self._bracketed(message.receive(self._messages, MPI.ANY_SOURCE, tag))
+        with self._topology.watch.hearing():
+            return self._bracketed(message.receive(self._messages, MPI.ANY_SOURCE, tag))
 
     def _message(self, kind: str, name: str, tensors: Tensors, tag: int, rank: int = 0) -> Message:
         tensor = only(kind, tensors)
@@ -98,7 +101,8 @@ class AllReduceProcessGroup(Collectives):
         """
         limit = self._timeout if timeout is None else exact_seconds(timeout)
         try:
-            self._monitored_barrier(limit if limit >= 0 else self._timeout)
+            with self._topology.watch.hearing():
+                self._monitored_barrier(limit if limit >= 0 else self._timeout)
         except TimedOut:
             self._alone = True
             raise
@@ -114,7 +118,9 @@ class AllReduceProcessGroup(Collectives):
         A rank whose companions don't come within seconds leaves them to the end of the program.
         """
         if not self._executor.close(0.0 if self._alone else CLOSE_SECONDS):
-            notices.log.warning("allreduce: other ranks don't destroy this process group, so it is not freed")
+            notices.log.warning(
+                "allreduce: this process group is not freed: an operation has failed, or other ranks don't destroy it"
+            )
             return
         self._reducer.close()
         self._topology.close()

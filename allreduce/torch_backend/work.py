@@ -50,6 +50,7 @@ class Work(dist.Work):
         self._ended = threading.Event()
         self._error: Exception | None = None
         self._future: torch.futures.Future | None = None
+        self._chained: torch.futures.Future | None = None  # what others get; ends after `_future`, in the same thread
         self._event = events.begin(name)
         self._lock = threading.Lock()
 
@@ -93,13 +94,17 @@ class Work(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future:
-        """A Future of the list of written tensors."""
+        """A Future of the list of written tensors; of a RuntimeError that names the error where there is one."""
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future(devices=_gpus(self._result))
+                # An exception that is set is to C++ (DDP's reducer) a result, which it takes for tensors: the process
+                # crashes. What a callback raises is an error there too.
+                self._chained = self._future.then(_value)
                 if self._ended.is_set():
                     self._settle(self._future)
-            return self._future
+            assert self._chained is not None
+            return self._chained
 
     # What the executor calls
 
@@ -162,6 +167,10 @@ def keep_what_the_reducer_holds() -> None:
 
 
 _held: Any = weakref.WeakKeyDictionary()
+
+
+def _value(future: torch.futures.Future) -> Any:
+    return future.value()
 
 
 def _gpus(tensors: Sequence[torch.Tensor]) -> list[Any]:

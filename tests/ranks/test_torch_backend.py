@@ -452,10 +452,10 @@ def test_an_error_ends_the_work_and_not_the_group() -> None:
             with pytest.raises(DisagreementError):
                 work.wait()
             assert isinstance(work.exception(), DisagreementError)
-            with pytest.raises(DisagreementError):
+            with pytest.raises(RuntimeError, match="DisagreementError: the ranks disagree"):
                 work.get_future().wait()
         failing = dist.all_reduce(torch.zeros(777 + (dist.get_rank() == 1)), async_op=True).get_future()
-        with pytest.raises(DisagreementError):
+        with pytest.raises(RuntimeError, match="DisagreementError: the ranks disagree"):
             failing.wait()
     dist.barrier()
 
