@@ -36,7 +36,7 @@ def test_a_rank_ends_early(mpirun: JobRunner, tmp_path: Path) -> None:
     job = mpirun(2, [script], timeout=60)
     assert job.returncode
     assert "rank 1 has left: it has ended its program" in job.stderr
-    assert "waits for it in averages gradients, after 2 steps and 2 averages of MirroredOptimizer 1" in job.stderr
+    assert "waits for it in averages gradients, after 2 steps and 2 averages, bucket 1 of 1 of" in job.stderr
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["after", "during"])
