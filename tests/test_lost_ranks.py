@@ -50,6 +50,12 @@ def test_ranks_are_lost_while_a_trainer_is_made(mpirun: JobRunner) -> None:
     check_like_alone(came)
 
 
+def test_an_edit_that_a_lost_rank_interrupts_is_done_once(mpirun: JobRunner) -> None:
+    came = training(mpirun, 3, "edited")
+    assert came["during"] == ["fit, epoch 2, step 6", "edit"]
+    np.testing.assert_allclose(came["predicted"], came["predicted alone"], rtol=1e-3)
+
+
 def test_a_rank_is_lost_while_the_command_loads_its_data(mpirun: JobRunner) -> None:
     job = mpirun(3, ["-c", LOADING, "--data", "iris", "--epochs", "2", "--on-failure", "continue"], ulfm=True)
     assert job.returncode == 0, job.stdout + job.stderr

@@ -24,7 +24,7 @@ from trainers.outliving import Outliving
 from trainers.replica import Replica
 from trainers.sharded import ShardedUpdate, Update
 from trainers.stepping import FLAGS
-from trainers.surviving import Survival
+from trainers.surviving import Call, Survival
 
 
 class MirroredTrainer(Outliving):
@@ -206,13 +206,10 @@ class MirroredTrainer(Outliving):
         """Change the model's parameters in place by `change()`, the same on all ranks. Collective.
 
         It is called on every rank, or, where the ranks of a node have one copy of the parameters, on one rank of
-        each node, while the others wait. An error of it is raised on all ranks.
+        each node, while the others wait. An error of it is raised on all ranks. When a rank is lost meanwhile, those
+        that are left do it anew, on the parameters as they were.
         """
-        self._enter("edit")
-        once = self._sharded is not None and self._sharded.in_common
-        self._settle()
-        together(self._comm, lambda: change() if not once or self.topology.node_rank == 0 else None)
-        self._settle()
+        self._call(Call("edit", lambda: self._edit(change)))
 
     def _check_edits(self) -> None:
         if self._sharded is not None:

@@ -1,11 +1,13 @@
 """What of a MirroredTrainer is made anew when a rank was lost, and how the ranks that are left become equal again."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from allreduce import create
 from allreduce.base import AllReduce, Recipe
+from allreduce.messages import losses
 from allreduce.messages.agreement import all_values, together
 from allreduce.spares import NEWCOMER
 from allreduce.topology import Topology
@@ -60,6 +62,29 @@ class Outliving(Trainer):
         if self._sharded is not None:
             self._sharded.note_step(self.steps)
 
+    def _edit(self, change: Callable[[], object]) -> None:
+        """Change the parameters on all ranks that are left, or on none. Collective."""
+        if self._survival is None:
+            self._change(change)
+            return
+        before: list[Piece] = []
+        try:
+            self._survival.by_all(lambda: self._change(change, before))
+        except Exception as error:
+            if losses.lost(error) is not None:
+                self._rescued = before
+            raise
+
+    def _change(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
+        """Collective. before: takes what this rank has of the state before any rank changes it."""
+        self._enter("edit")
+        if before is not None:
+            before += self._rescue()
+        once = self._sharded is not None and self._sharded.in_common
+        self._settle()
+        together(self._comm, lambda: change() if not once or self.topology.node_rank == 0 else None)
+        self._settle()
+
     def _let_go_of_ranks(self) -> None:
         super()._let_go_of_ranks()
         if not self._rescued:
@@ -70,10 +95,10 @@ class Outliving(Trainer):
         self._owns_backend = self._owns_topology = True  # those that are made now
 
     def _rescue(self) -> list[Piece]:
-        """What this rank has of the state. Local."""
+        """A copy of what this rank has of the state. Local."""
         rates = {RATES: np.array(self.replica.learning_rates)}
         if self._sharded is None:
-            return [self._whole_piece({**self.replica.state(), **rates})]
+            return [self._whole_piece({**self.replica.snapshot({}), **rates})]
         self._fresh = np.array(self._measured)  # of a step that this rank has not ended
         return [piece._replace(rest={**rates, **piece.rest}) for piece in self._sharded.rescue()]
 

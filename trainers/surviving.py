@@ -81,7 +81,7 @@ class Survival:
 
     def __init__(self, trainer: "Trainer", goes_on: bool) -> None:
         self._trainer, self.goes_on = trainer, goes_on
-        self._busy = False
+        self._busy = self._known = False  # inside of a call; all ranks know that it is to be made again
         trainer.replica.undoable = True
 
     def run(self, call: Call[ResultT]) -> ResultT:
@@ -97,13 +97,34 @@ class Survival:
                 self._recover(call)
             while True:
                 results, error, lost = self._attempt(call)
-                if self._trainer.topology.finished(lost is None):
+                if not self._known and self._trainer.topology.finished(lost is None):
                     if error is not None:
                         raise error
                     return results[0]
+                self._known = False
                 self._recover(call)
         finally:
             self._busy = False
+
+    def by_all(self, action: Callable[[], object]) -> None:
+        """Do a part of a call that no rank that is left may have done without the others. Collective.
+
+        Raises RankLostError on all of them when a rank is lost meanwhile: then none of them counts it as done.
+        """
+        topology, error, lost = self._trainer.topology, None, None
+        try:
+            action()
+        except Exception as met:
+            error, lost = met, losses.lost(met)
+            if lost is not None:
+                topology.revoke()
+            elif not everywhere(met, self._trainer._comm):
+                raise
+        if not topology.finished(lost is None):
+            self._known = True
+            raise lost or RankLostError("a rank was lost before the others had done the same")
+        if error is not None:
+            raise error
 
     def _attempt(self, call: Call[ResultT]) -> tuple[list[ResultT], Exception | None, RankLostError | None]:
         """What the call returns, if it does; the error that it ends in; what this rank has heard of a loss."""

@@ -145,6 +145,39 @@ def making(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
     return trained(ranks, {"update": "sharded"}, Deaths(None), replica=replica)
 
 
+class Halving(Callback):
+    """Halves the parameters after an epoch. dies: this rank, in it."""
+
+    collective = True
+
+    def __init__(self, replica: NumpyNetwork, dies: bool) -> None:
+        self.replica, self.dies = replica, dies
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self.trainer.edit(self.halve)
+
+    def halve(self) -> None:
+        if self.dies:
+            die()
+        self.replica.parameters *= 0.5
+
+
+def edited(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """A rank dies in an edit that others have done, in a callback, and another in one of its own."""
+    x, y = data()
+    outputs, during = [], []
+    for topology, dying in ((ranks, (1, 2)), (Topology(MPI.COMM_SELF), ())):
+        replica, on = network(0), "continue" if dying else None
+        with MirroredTrainer(replica, topology=topology, on_failure=on) as trainer:
+            halving = Halving(replica, dies=dying[:1] == (ranks.rank,))
+            trainer.fit(x, y, 3, BATCH, callbacks=[halving], progress=False)
+            trainer.edit(Halving(replica, dies=dying[1:] == (ranks.rank,)).halve)
+            outputs.append(trainer.predict(x)[:3].tolist())
+            during += [loss.during for loss in trainer.losses]
+    return {"rank": 0, "during": during, "predicted": outputs[0], "predicted alone": outputs[1]}
+
+
 def trained(
     ranks: Topology,
     options: dict[str, Any],
@@ -183,6 +216,7 @@ TRAININGS: dict[str, Callable[[Topology, dict[str, str]], dict[str, Any]]] = {
     "stop": stop,
     "stop apart": stop_apart,
     "making": making,
+    "edited": edited,
 }
 
 
