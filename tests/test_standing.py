@@ -56,6 +56,27 @@ def test_a_stall_and_a_signal(mpirun: JobRunner, tmp_path: Path, mpi: str) -> No
     assert "in _come" in job.stderr  # the stacks that SIGUSR1 prints
 
 
+def test_many_signals_while_threads_run() -> None:
+    """Stacks are read while nobody's runs on."""
+    code = (
+        "import subprocess, threading, time, allreduce\n"
+        "allreduce.Topology()\n"
+        "def deeper(depth):\n"
+        "    return depth and deeper(depth - 1) + len([each for each in range(3)])\n"
+        "end = time.monotonic() + 2\n"
+        "def run():\n"
+        "    while time.monotonic() < end: deeper(300)\n"
+        "for _ in range(3): threading.Thread(target=run).start()\n"
+        "sender = subprocess.Popen(['sh', '-c', 'while kill -USR1 $PPID; do sleep 0.01; done'])\n"
+        "run()\n"
+        "sender.kill(); sender.wait()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "in deeper" in done.stderr
+
+
 def test_a_handler_of_the_program_stays() -> None:
     code = (
         "import os, signal\n"

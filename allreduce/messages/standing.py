@@ -1,7 +1,8 @@
 """SIGUSR1: a rank says where it stands, and goes on.
 
-faulthandler prints the stacks of all threads, at once, wherever the program is: in C code that keeps Python's lock too.
-A thread, which a byte from Python's own signal handler wakes, prints where the rank waits. Both work while the main
+faulthandler prints the stack of the main thread, at once, wherever the program is: in C code that keeps Python's lock
+too. A thread, which a byte from Python's own signal handler wakes, prints where the rank waits, and the stacks of all
+threads: with the lock, because stacks that run on while they are read crash the program. Both work while the main
 thread is inside of MPI. A handler that the program has set, or sets later, stays.
 """
 
@@ -11,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from typing import TextIO
 
 from allreduce import children, ending
 from allreduce.messages.watchdog import standing
@@ -41,15 +43,16 @@ def install() -> None:
     if previous != -1:  # a loop of asyncio, say, which hears all signals; stacks must do
         signal.set_wakeup_fd(previous)
     signal.signal(signal.SIGUSR1, lambda *_: None)
-    faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=True, chain=True)
-    threading.Thread(target=_listen, args=(reader,), name="allreduce signals", daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=False, chain=True)
+    threading.Thread(target=_listen, args=(reader, stderr), name="allreduce signals", daemon=True).start()
     os.register_at_fork(after_in_child=_let_go)
 
 
-def _listen(reader: socket.socket) -> None:
+def _listen(reader: socket.socket, stderr: TextIO) -> None:
     while received := reader.recv(64):
         if signal.SIGUSR1 in received and not children.forked():
             ending.say(f"process {os.getpid()} on {socket.gethostname()}:\n  {standing()}\n")
+            faulthandler.dump_traceback(stderr)
 
 
 def _let_go() -> None:
