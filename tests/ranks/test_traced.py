@@ -193,5 +193,5 @@ def test_a_timeline_on_some_ranks_only(flat: allreduce.Topology, folder: Path, w
     """Found before the training, by its name, and nobody waits."""
     with trainer_of(flat) as trainer:
         callbacks = [Timeline(folder / "fit.json")] if world.rank == 0 else []
-        with pytest.raises(errors.DisagreementError, match="communicate: Timeline"):
+        with pytest.raises(errors.DisagreementError, match="communicate: Terminating, Timeline"):
             trainer.fit(*DATA, epochs=1, batch_size=20, progress=False, callbacks=callbacks)
