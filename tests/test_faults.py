@@ -29,7 +29,7 @@ def run_programs(mpi: str, *arguments: str) -> int:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize(("mpi", "count"), [("openmpi", "30"), ("mpich", "20")])
+@pytest.mark.parametrize(("mpi", "count"), [("openmpi", "20"), ("mpich", "12")])
 def test_no_program_is_wrong_or_hangs_or_ends_in_a_raw_error(mpi: str, count: str) -> None:
     """Its table and the numbers of bad programs are in the captured output."""
     assert run_programs(mpi, "--programs", count, "--seed", "7", "--timeout", "2", "--limit", "30", "--jobs", "3") == 0
