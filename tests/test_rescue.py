@@ -1,7 +1,13 @@
 """The newest state that ranks can put together of what they have."""
 
 import numpy as np
+import pytest
+from mpi4py import MPI
 
+from allreduce import Topology
+from trainers import MirroredTrainer, SpareReplicasTrainer
+from trainers.base import Trainer
+from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.rescue import Choice, choose, joined
 
 
@@ -28,3 +34,18 @@ def test_pieces_are_joined_in_order() -> None:
     state = joined([first, second])
     assert state["parameters"].tolist() == [0, 1, 2, 3, 4]
     assert state["steps"] == 4
+
+
+@pytest.mark.parametrize(("kind", "options"), [(MirroredTrainer, {}), (SpareReplicasTrainer, {"spare": 0})])
+def test_a_loss_finds_a_trainer_half_made(kind: type, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as the topology knows it, it may be abandoned."""
+    init = Trainer.__init__
+
+    def lost(self: Trainer, replica: NumpyNetwork, topology: Topology) -> None:
+        init(self, replica, topology)
+        self.abandon()
+        raise KeyError("lost")
+
+    monkeypatch.setattr(Trainer, "__init__", lost)
+    with Topology(MPI.COMM_SELF) as topology, pytest.raises(KeyError, match="lost"):
+        kind(NumpyNetwork([3, 2]), topology=topology, **options)

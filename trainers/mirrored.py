@@ -85,12 +85,12 @@ class MirroredTrainer(Outliving):
             if self._owns_topology and everywhere(error, ranks.world):  # so all ranks come to the close
                 ranks.close()
             raise
-        super().__init__(replica, ranks)
-        if replica.allocates and replica.device == "cpu":
-            malloc.keep_freed_memory()
         self.buffer: Any = None
         self._untraced: AllReduce | None = None  # the backend, while another around it records its calls
         self._sharded: Update | None = None
+        super().__init__(replica, ranks)  # from here on a loss abandons this trainer, whatever of it there is
+        if replica.allocates and replica.device == "cpu":
+            malloc.keep_freed_memory()
         self._update = update
         self._asked = self.allreduce.recipe if isinstance(allreduce, AllReduce) else allreduce  # for other ranks
         self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)

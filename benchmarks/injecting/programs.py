@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from allreduce import Topology, registry
-from allreduce.messages import losses
 from benchmarks.injecting import model, points, steps
 from benchmarks.injecting.notes import Notes
 from benchmarks.injecting.plans import BATCH, BETWEEN, EPOCHS, Plan
@@ -74,18 +73,7 @@ def _made(plan: Plan, topology: Topology) -> MirroredTrainer:
     """A trainer of all ranks, or of those that are left when some die while it is made. Collective."""
     options: dict[str, Any] = {"copies": plan.copies} if plan.copies > 1 else {}
     options["on_failure"] = "continue" if plan.goes_on else "stop"
-    while True:
-        try:
-            trainer = MirroredTrainer(model.replica(plan), plan.backend, topology, update=plan.update, **options)
-            lost = None
-        except Exception as error:
-            lost = losses.lost(error)
-            if lost is None:
-                raise
-            topology.revoke()
-        if topology.finished(lost is None):
-            return trainer
-        topology = topology.survivors()
+    return MirroredTrainer(model.replica(plan), plan.backend, topology, update=plan.update, **options)
 
 
 def _fit(

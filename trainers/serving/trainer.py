@@ -50,7 +50,6 @@ class ServedTrainer(Trainer):
         measures: int, thread: str, owns_topology: bool, on_failure: str | None,
     ) -> None:  # fmt: skip
         self.servers, self.workers = tuple(servers), tuple(workers)
-        super().__init__(replica, topology)
         self._owns_topology = owns_topology
         if replica.allocates:
             malloc.keep_freed_memory()
@@ -61,10 +60,12 @@ class ServedTrainer(Trainer):
         self._desk: Desk | None = None
         self._client: Client | None = None
         self._shard: Shard | None = None
+        self._lane: Lane | None = None
+        super().__init__(replica, topology)  # from here on a loss abandons this trainer, whatever of it there is
         try:
             self._mirror(whole=False)
             together(self._comm, self._bind)
-            self._lane: Lane | None = self._make_lane(thread) if thread else None
+            self._lane = self._make_lane(thread) if thread else None
         except Exception as error:
             if everywhere(error, self._comm):
                 self.topology.release(self._comm, self)
