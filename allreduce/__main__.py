@@ -80,6 +80,7 @@ def _main(arguments: Sequence[str], topology: Topology) -> int:
     except OptionError as error:
         if shown:
             print(f"allreduce: error: {error}", file=sys.stderr, flush=True)
+            ending.write_down(str(error))
         code = BAD_OPTIONS
     raise_together(topology.world, None)  # the first rank that leaves with a code ends the job, so let rank 0 print
     return code

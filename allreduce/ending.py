@@ -1,6 +1,7 @@
 """What ends the whole job. An error that one rank has alone would leave all others waiting for it for ever."""
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
@@ -17,6 +18,8 @@ from mpi4py import MPI
 from allreduce import children
 
 TOLD_SECONDS = 2.0  # how long a rank leaves an error that many have to the lowest of them
+ALIKE_SECONDS = 1.0  # how long it leaves one of which nobody knows who has it to rank 0, which may have it too
+ERROR_FILE = "ALLREDUCE_ERROR_FILE"  # names a file for the error that ends the job: mpirun's own words follow ours
 
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # those that have called a collective
 _leaving: list[Callable[[str], object]] = []
@@ -73,10 +76,11 @@ def install() -> None:
         if previous is not sys.__excepthook__ and not interrupted:
             previous(kind, error, trace)
             text = f"{kind.__name__}\n"
+        write_down(_of_this_rank("interrupted\n" if interrupted else "".join(traceback.format_exception_only(error))))
         if part_alone:
             say(text)  # and the end of MPI waits for the other parts
         else:
-            end_job(text, 130 if interrupted else 1)
+            end_job(text, 130 if interrupted else 1, written=True)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         previous_thread(args)
@@ -109,9 +113,14 @@ def in_part() -> bool:
 
 
 def leave_to_teller(error: BaseException) -> None:
-    """Return at once on the one rank that tells an error; others that have it too wait for the job to end."""
+    """Return at once on the one rank that tells an error; others that have it too wait for the job to end.
+
+    Where nobody knows which ranks have it, all may (a file that is missing): rank 0 is given the time to tell it.
+    """
     if not _tells(error):
         time.sleep(TOLD_SECONDS)
+    elif getattr(error, "ranks", None) is None and MPI.COMM_WORLD.rank > 0:
+        time.sleep(ALIKE_SECONDS)
 
 
 def _tells(error: BaseException) -> bool:
@@ -125,12 +134,23 @@ def _tells(error: BaseException) -> bool:
 
 def say(text: str) -> None:
     """Print an error's text, with the rank, behind what the program has printed."""
-    rank, size = here()
     sys.stdout.flush()
     # Not sys.stderr: torch.distributed wraps the hook and prints what it wrote there afterwards, too late.
     stderr = sys.__stderr__ or sys.stderr
-    stderr.write(f"rank {rank} of {size}: {text}")
+    stderr.write(_of_this_rank(text))
     stderr.flush()
+
+
+def write_down(text: str) -> None:
+    """Add an error to the file that the environment names, if it does; see scripts/train.sh."""
+    if path := os.environ.get(ERROR_FILE):
+        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8", errors="replace") as file:
+            file.write(text.rstrip("\n") + "\n")
+
+
+def _of_this_rank(text: str) -> str:
+    rank, size = here()
+    return f"rank {rank} of {size}: {text}"
 
 
 def on_ending(tell: Callable[[int], object]) -> None:
@@ -144,9 +164,11 @@ def follow(code: int) -> NoReturn:
     os._exit(code)
 
 
-def end_job(text: str, code: int) -> NoReturn:
-    """Say why, with the rank, and end all ranks. From any thread."""
+def end_job(text: str, code: int, written: bool = False) -> NoReturn:
+    """Say why, with the rank, and end all ranks. From any thread. written: it has been written down already."""
     say(text)
+    if not written:
+        write_down(_of_this_rank(text))
     for tell in _ending:
         tell(code)
     time.sleep(0.5)  # MPICH's launcher drops what it has not passed on when it hears of the end

@@ -15,6 +15,14 @@ run() { # run COMMAND...: print a command, then run it
     "$@"
 }
 
+# Open MPI prints a block of its own behind the last words of the ranks. So they add the error that ends them to the
+# file in $ALLREDUCE_ERROR_FILE too, and a script says it once more, last.
+repeat_error() { # repeat_error: says what is in that file, if there is something, and empties it
+    [ -s "$ALLREDUCE_ERROR_FILE" ] || return 0
+    printf '%s: %s\n' "$(basename "$0")" "$(cat "$ALLREDUCE_ERROR_FILE")" >&2
+    : >"$ALLREDUCE_ERROR_FILE"
+}
+
 find_python() { # sets $python: $PYTHON or python3, which must be new enough
     python=${PYTHON:-python3}
     command -v "$python" >/dev/null ||

@@ -237,6 +237,7 @@ keep_going() {
         command_line
         run_job
         [ "$status" -ne 0 ] || exit 0
+        repeat_error
         [ -z "$stopped" ] || give_up "stopped by SIG$stopped"
         [ "$status" -ne $USAGE_ERROR ] || give_up "the program was called wrongly"
         failures=$((failures + 1))
@@ -265,6 +266,7 @@ if [ "$(id -u)" = 0 ]; then
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 scratch=$(mktemp -d)
+export ALLREDUCE_ERROR_FILE=$scratch/error
 trap 'rm -rf "$scratch"' EXIT
 trap 'pass_on TERM' TERM
 trap 'pass_on INT' INT

@@ -18,4 +18,10 @@ data=(--data digits)
 for argument in "$@"; do
     case $argument in --data | --data=*) data=() ;; esac
 done
-run "${mpirun[@]}" python -m trainers ${data[@]+"${data[@]}"} "$@"
+ALLREDUCE_ERROR_FILE=$(mktemp)
+export ALLREDUCE_ERROR_FILE
+trap 'rm -f "$ALLREDUCE_ERROR_FILE"' EXIT
+status=0
+run "${mpirun[@]}" python -m trainers ${data[@]+"${data[@]}"} "$@" || status=$?
+[ "$status" = 0 ] || repeat_error
+exit "$status"

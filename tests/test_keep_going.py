@@ -25,6 +25,7 @@ echo "$*" >>"$CALLS"
 starts=$(wc -l <"$CALLS")
 next=$(sed -n "${{starts}}p" "$PLAN")
 [[ $next != *checkpoint* ]] || echo "$starts" >"$RUN/checkpoint-$starts"
+[[ $next != *told* ]] || echo "rank 2 of 4: ValueError: broken" >>"$ALLREDUCE_ERROR_FILE"
 [[ $next != *asleep* ]] || {{ trap 'exit 7' TERM INT; touch "$RUN/asleep"; while :; do sleep 0.05; done; }}
 exit "${{next##* }}"
 """
@@ -86,6 +87,13 @@ def test_ranks_and_attempts(
     found, last = pretended.run(plan, "--ranks", "4", *options)
     assert (found, pretended.ranks) == (code, ranks.split())
     assert said in last
+
+
+def test_a_job_s_error_is_said_once_more_behind_mpirun_s_block(pretended: Pretended) -> None:
+    _, said = pretended.start(["told 5", "6"], "--attempts", "2").communicate(timeout=30)
+    lines = said.splitlines()
+    assert [line for line in lines if "ValueError" in line] == ["keep_going.sh: rank 2 of 4: ValueError: broken"]
+    assert "the job died with exit code 5" in lines[lines.index("keep_going.sh: rank 2 of 4: ValueError: broken") + 1]
 
 
 @pytest.mark.parametrize(

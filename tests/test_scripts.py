@@ -11,7 +11,7 @@ import pytest
 
 BASH = shutil.which("bash") or "/bin/bash"
 TOOLS = ("basename", "cat", "cksum", "cp", "dirname", "env", "find", "grep", "id", "ls", "lscpu", "mkdir", "nproc")
-TOOLS += ("rm", "sort", "touch", "tr", "wc")
+TOOLS += ("mktemp", "rm", "sort", "touch", "tr", "wc")
 
 # $LACKS names what this Python is without, $BREAKS the step that fails; installations are written to $CALLS.
 PYTHON = f"""#!{BASH}
@@ -43,7 +43,11 @@ case "$*" in
     *) echo "unexpected: $*" >&2; exit 99 ;;
 esac
 """
-MPIRUN = f"#!{BASH}\nprintf '%s\\n' \"$@\"\n"  # one argument a line, to standard output
+# Prints its arguments, one a line; where $FAILS is an exit code, it fails as mpirun does when its ranks have.
+MPIRUN = f"""#!{BASH}
+printf '%s\\n' "$@"
+[ -z "$FAILS" ] || {{ echo "$ERROR" >>"$ALLREDUCE_ERROR_FILE"; echo "a block of mpirun's own" >&2; exit "$FAILS"; }}
+"""
 
 
 class Checkout:
@@ -66,7 +70,7 @@ class Checkout:
             (self.bin / name).chmod(0o755)
 
     def run(self, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-        plain = {"PATH": str(self.bin), "CALLS": str(self.log), "LACKS": "", "BREAKS": ""}
+        plain = {"PATH": str(self.bin), "CALLS": str(self.log), "LACKS": "", "BREAKS": "", "TMPDIR": str(self.bin)}
         return subprocess.run(
             [BASH, *arguments], env={**plain, **variables}, cwd=self.bin, capture_output=True, text=True, timeout=30
         )
@@ -204,6 +208,21 @@ def test_train_installs_once_and_runs_the_default(checkout: Checkout) -> None:
 def test_train_passes_arguments_through(arguments: list[str], data: list[str], checkout: Checkout) -> None:
     job = checkout.train(*arguments, RANKS="2")
     assert mpirun_arguments(job) == ["-n", "2", *TRAINER, *data, *arguments]
+
+
+def test_the_error_of_a_rank_comes_last(checkout: Checkout) -> None:
+    """Behind mpirun's block; and where no rank has told one, nothing does."""
+    before = set(checkout.bin.iterdir())
+    job = checkout.train(FAILS="3", ERROR="rank 1 of 4: ValueError: broken\n  in two lines")
+    assert job.returncode == 3
+    block, *last = job.stderr.splitlines()[-3:]
+    assert block == "a block of mpirun's own"
+    assert last == ["train.sh: rank 1 of 4: ValueError: broken", "  in two lines"]
+    assert set(checkout.bin.iterdir()) == before
+    (checkout.venv / "bin" / "mpirun").write_text(f"#!{BASH}\nexit 9\n")
+    job = checkout.train()
+    assert job.returncode == 9
+    assert job.stderr.splitlines()[-1].startswith("+ mpirun -n 4")
 
 
 def test_more_ranks_than_cores(checkout: Checkout) -> None:

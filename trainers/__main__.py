@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, TextIO
 
-from allreduce import Topology, spares
+from allreduce import Topology, ending, spares
 from allreduce.errors import (
     AllReduceError,
     BrokenError,
@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if world.size > 1 and not everywhere(error, world.world):
             raise  # the other ranks don't know: the hook of Topology shows the traceback and ends the job
         _say(world, f"error: {error}", sys.stderr)
+        if world.rank == 0:
+            ending.write_down(str(error))
         code = FAILED if isinstance(error, FAULTS) else BAD_ARGUMENTS
         with waiting(world.world, "end together, after an error"):
             world.world.Barrier()  # the first rank to leave with a code ends the job, so let rank 0 print

@@ -152,4 +152,5 @@ def _terminated(trainer: Any, checkpoint: Any) -> Terminated:
     error.ranks = ending.world_ranks(trainer._comm)
     if trainer.rank == 0:
         print(error, file=sys.stderr, flush=True)
+        ending.write_down(str(error))
     return error
