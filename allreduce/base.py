@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from allreduce import children, ending, notices
+from allreduce import children, ending, notices, trees
 from allreduce.arrays import dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, numbers
@@ -57,6 +57,8 @@ class AllReduce(Moves):
         self._pinned: Workspace | None = None
         self._agreed: set[Any] = set()  # what calls are known by: their signatures
         self._known: dict[tuple, Call] = {}  # what __call__ looks up: plain arrays in C order
+        self.packed: dict[Any, Any] = {}  # where the arrays of trees are put together
+        self.layouts: dict[Any, trees.Layout] = {}
         with topology.watch.hearing():
             self._connect(topology)
 
@@ -90,6 +92,7 @@ class AllReduce(Moves):
 
         buffer: a contiguous, writable NumPy or CuPy array of any shape, alike on all ranks. Arrays from
             `allocate` are reduced where they are, others at the cost of a copy where the backend needs it.
+            Or a list, tuple or dict of arrays, nested as you like: they are put together and reduced as one.
         op: "sum", "mean" or "average" (of floating dtypes), "max", "min" or "prod". float16 and bfloat16 are
             summed in float32 and rounded once; sums of integers wrap round; of truth values, sum and max are
             "or", prod and min are "and".
@@ -104,6 +107,9 @@ class AllReduce(Moves):
             except TypeError:  # an op that can't be a key; _admit refuses it by name
                 pass
         if call is None:
+            if isinstance(buffer, trees.KINDS):
+                trees.reduce(self, buffer, op)
+                return
             call = self._admit(buffer, op)
             buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
         self._calls.run(call, call.reduce, buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
@@ -149,6 +155,8 @@ class AllReduce(Moves):
     def _forget(self) -> None:
         self._agreed.clear()
         self._known.clear()
+        self.packed.clear()
+        self.layouts.clear()
         self.workspace.clear()
         self._pinned = None
 

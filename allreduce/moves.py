@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import ending
+from allreduce import ending, trees
 from allreduce.arrays import chunks, dtypes, gpu, ops
 from allreduce.arrays.signature import FOREIGN, GPU, inspect, move_word, numbers
 from allreduce.calls import Call, Calls
@@ -30,6 +30,9 @@ class Moves(ABC):
 
         array: as for a call, of the same shape on all ranks.
         """
+        if isinstance(array, trees.KINDS):
+            trees.broadcast(self, array, root)
+            return
         call = self._admit_move(array, "broadcast", root)
         flat = array.reshape(-1, order="A")
         host = flat.get() if call.signature.memory == GPU else flat
@@ -37,11 +40,13 @@ class Moves(ABC):
         if host is not flat:
             flat.set(host)
 
-    def collect(self, array: Any) -> np.ndarray:
+    def collect(self, array: Any) -> Any:
         """All ranks' arrays, on every rank: a new array of shape (ranks, *array.shape). Collective.
 
-        array: an array, or a number, of the same shape and dtype on all ranks.
+        array: an array, or a number, of the same shape and dtype on all ranks; or a tree of arrays, which gives a tree.
         """
+        if isinstance(array, trees.KINDS):
+            return trees.collect(self, array)
         table = array.get() if gpu.is_gpu_array(array) else array
         if isinstance(table, np.ndarray | np.generic | int | float):
             mine = np.asarray(table)

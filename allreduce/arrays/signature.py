@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from allreduce.arrays import dtypes
+from allreduce.arrays.gpu import is_gpu_array
 from allreduce.arrays.ops import OPS, Op
 from allreduce.errors import NotAnArrayError, NotContiguousError
 
@@ -41,9 +42,8 @@ class Signature(NamedTuple):
 
 def inspect(buffer: Any, op: str, memory: int, call: str) -> Signature:
     """The signature of a call, or the error that says why the array can't be reduced in place."""
-    if memory != GPU and (not isinstance(buffer, np.ndarray) or isinstance(buffer, np.ma.MaskedArray)):
-        kind = f"{type(buffer).__module__}.{type(buffer).__qualname__}"
-        raise NotAnArrayError(f"a NumPy or CuPy array is needed, not {kind}{_hint(buffer)}")
+    if memory != GPU:
+        refuse_other(buffer)
     flags = buffer.flags
     if not (flags.c_contiguous or flags.f_contiguous):
         raise NotContiguousError(
@@ -55,6 +55,13 @@ def inspect(buffer: Any, op: str, memory: int, call: str) -> Signature:
     if call in _FLAT and (memory == GPU or buffer.ndim != 1):
         raise NotAnArrayError(f"{call} takes a 1-D NumPy array, not one of shape {buffer.shape} in {_MEMORY[memory]}")
     return Signature(buffer.size, buffer.dtype, op, memory, "C" if flags.c_contiguous else "F", call)
+
+
+def refuse_other(array: Any) -> None:
+    """Raise NotAnArrayError for what is no array of NumPy or CuPy."""
+    if not is_gpu_array(array) and (not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray)):
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise NotAnArrayError(f"a NumPy or CuPy array is needed, not {kind}{_hint(array)}")
 
 
 def _hint(buffer: Any) -> str:

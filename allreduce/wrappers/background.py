@@ -51,7 +51,7 @@ class Background(Wrapper):
     def broadcast(self, array: Any, root: int = 0) -> None:
         self._in_lane(lambda: self.inner.broadcast(array, root))
 
-    def collect(self, array: Any) -> np.ndarray:
+    def collect(self, array: Any) -> Any:
         return self._in_lane(lambda: self.inner.collect(array))
 
     def all_gather(self, buffer: np.ndarray) -> None:

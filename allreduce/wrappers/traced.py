@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from allreduce import trees
 from allreduce.base import AllReduce
 from allreduce.topology import Topology
 from allreduce.tracing import trace as tracing
@@ -45,6 +46,9 @@ class Traced(Wrapper):
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         if self._shut:
             self._check_open()
+        if isinstance(buffer, trees.KINDS):  # what is recorded are its buffers
+            trees.reduce(self, buffer, op)
+            return
         begin = now()
         self.inner(buffer, op)
         self._note("all_reduce", buffer, begin, op)
@@ -61,11 +65,16 @@ class Traced(Wrapper):
         self._note("all_gather", buffer, begin)
 
     def broadcast(self, array: Any, root: int = 0) -> None:
+        if isinstance(array, trees.KINDS):
+            trees.broadcast(self, array, root)
+            return
         begin = now()
         super().broadcast(array, root)
         self._note("broadcast", array, begin)
 
-    def collect(self, array: Any) -> np.ndarray:
+    def collect(self, array: Any) -> Any:
+        if isinstance(array, trees.KINDS):
+            return trees.collect(self, array)
         begin = now()
         table = super().collect(array)
         self._note("collect", table, begin)

@@ -78,7 +78,7 @@ class Wrapper(AllReduce):
         self._check_open()
         self.inner.broadcast(array, root)
 
-    def collect(self, array: Any) -> np.ndarray:
+    def collect(self, array: Any) -> Any:
         self._check_open()
         return self.inner.collect(array)
 

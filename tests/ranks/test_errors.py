@@ -143,7 +143,7 @@ def _read_only() -> np.ndarray:
 
 
 BAD_ARRAYS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "list": (lambda: [1.0, 2.0], errors.NotAnArrayError, "not builtins.list"),
+    "list": (lambda: [1.0, 2.0], errors.NotAnArrayError, "not builtins.float"),
     "float": (lambda: 1.5, errors.NotAnArrayError, "not builtins.float"),
     "tensor": (_tensor, errors.NotAnArrayError, r"tensor.detach().numpy()"),
     "JAX array": (JaxLike, errors.NotAnArrayError, "JaxLike; it is reduced in place, so pass numpy.array(it)"),
