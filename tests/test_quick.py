@@ -1,12 +1,15 @@
-"""What `scripts/test.sh --quick` leaves out, and what the end of a long run says about its time."""
+"""What `scripts/test.sh --quick` leaves out, which files begin, and what the end of a long run says about its time."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import launch
 import pytest
-from conftest import seconds_by_file
+from conftest import longest_first, seconds_by_file
 
 
 def collected(*arguments: str, quick: bool) -> list[str]:
@@ -23,6 +26,19 @@ def test_a_quick_run_starts_three_jobs_under_one_mpi() -> None:
     assert tests[-3:] == drivers
     assert {test.partition("::")[0] for test in tests[:-3]} == {"tests/test_chunks.py"}
     assert len(collected("tests/test_ranks.py", quick=False)) == 10
+
+
+def test_workers_begin_with_the_jobs() -> None:
+    """The driver's, then the files with most jobs; the tests of a file keep their order."""
+
+    def item(name: str, *marks: str) -> Any:
+        return SimpleNamespace(name=name, path=Path(name).parent, get_closest_marker=lambda mark: mark in marks)
+
+    plain, one = [item("a/1"), item("a/2")], [item("b/1"), item("b/2", "jobs")]
+    two, driver = [item("c/1", "jobs"), item("c/2", "jobs")], [item("d/1", "rank_driver")]
+    items = [*plain, *one, *two, *driver]
+    longest_first(items)
+    assert items == [*driver, *two, *one, *plain]
 
 
 def report(nodeid: str, when: str, duration: float, **properties: object) -> pytest.TestReport:
