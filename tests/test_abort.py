@@ -41,7 +41,7 @@ def test_a_bad_array_on_one_rank(mpirun: JobRunner, tmp_path: Path, mpi: str) ->
     """The others are in the middle of a call that they know, so it waits for them a while and then ends the job."""
     code, text = run_loop(mpirun, tmp_path, mpi, action="grads = [1.0]")
     assert code != 0
-    assert "NotAnArrayError: rank 1: a NumPy or CuPy array is needed, not builtins.list" in text
+    assert "NotAnArrayError: rank 1: a NumPy or CuPy array is needed, not builtins.float" in text
 
 
 def test_a_disagreement_is_told_once(mpirun: JobRunner, mpi: str) -> None:
