@@ -12,8 +12,7 @@ from allreduce.arrays import chunks, dtypes, gpu, ops
 from allreduce.arrays.signature import FOREIGN, GPU, inspect, move_word, numbers
 from allreduce.calls import Call, Calls
 from allreduce.errors import AllReduceError, OptionError
-
-LARGEST_COUNT = 1 << 30  # bytes in one message: an MPI count is a C int in Open MPI 5
+from allreduce.messages.parcels import overwrite
 
 
 class Moves(ABC):
@@ -36,7 +35,7 @@ class Moves(ABC):
         call = self._admit_move(array, "broadcast", root)
         flat = array.reshape(-1, order="A")
         host = flat.get() if call.signature.memory == GPU else flat
-        self._calls.run(call, lambda buffer, _: _broadcast(self._comm, buffer, root), host)
+        self._calls.run(call, lambda buffer, _: overwrite(self._comm, buffer, root), host)
         if host is not flat:
             flat.set(host)
 
@@ -101,7 +100,7 @@ class Moves(ABC):
     def _hand_round(self, slices: list[np.ndarray]) -> None:
         """Every rank's slice, in turn, to all others."""
         for rank, part in enumerate(slices):
-            _broadcast(self._comm, part, rank)
+            overwrite(self._comm, part, rank)
 
     @abstractmethod
     def _check_open(self) -> None: ...
@@ -115,10 +114,3 @@ class Moves(ABC):
 
 def nothing_to_do(buffer: Any, op: ops.Op) -> None:
     """The reduction of no element, of one rank's alone, and of a call that only moves."""
-
-
-def _broadcast(comm: MPI.Comm, array: np.ndarray, root: int) -> None:
-    """Overwrite a 1-D array of any dtype with what rank `root` has in it. Collective."""
-    memory = array.view(np.uint8)
-    for piece in chunks.segments(slice(0, memory.size), LARGEST_COUNT):
-        comm.Bcast(memory[piece], root)  # in a call of a backend, which is watched

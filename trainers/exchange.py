@@ -1,14 +1,11 @@
 """What trainers hand from rank to rank besides gradients: rows of a result, and states of any size."""
 
-from collections.abc import Iterator
-
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.arrays.chunks import chunk, segments
+from allreduce.arrays.chunks import chunk
 from allreduce.messages.agreement import all_values, root_value, waiting
-
-MESSAGE_BYTES = 1 << 30  # an MPI count is a C int in Open MPI 5
+from allreduce.messages.parcels import broadcast, pieces
 
 
 def gather_rows(comm: MPI.Intracomm, rows: np.ndarray) -> None:
@@ -22,26 +19,12 @@ def gather_rows(comm: MPI.Intracomm, rows: np.ndarray) -> None:
     row.Free()
 
 
-def of_root(comm: MPI.Intracomm, state: dict[str, np.ndarray], root: int = 0) -> dict[str, np.ndarray]:
-    """The root's arrays, on all ranks; the others bring contiguous ones that are alike, which stay as they are."""
-    if comm.rank != root:  # a state may be live views, or read-only
-        state = {name: np.empty_like(array) for name, array in state.items()}
-    with waiting(comm, f"take on the state of rank {root}"):
-        for array in state.values():
-            for piece in pieces(array):
-                comm.Bcast(piece, root)
-    return state
-
-
 def sent(comm: MPI.Intracomm, state: dict[str, np.ndarray], root: int, what: str) -> dict[str, np.ndarray]:
-    """The root's arrays, on all ranks, whatever they are; what the others bring is not looked at. Collective."""
+    """The root's contiguous arrays, on all ranks; what the others bring is not looked at. Collective."""
     shapes = root_value(comm, [[name, array.dtype.str, array.shape] for name, array in state.items()], what, root)
     if comm.rank != root:
         state = {name: np.empty(shape, dtype) for name, dtype, shape in shapes}
-    with waiting(comm, what):
-        for array in state.values():
-            for piece in pieces(array):
-                comm.Bcast(piece, root)
+    broadcast(comm, state.values(), root, what)
     return state
 
 
@@ -58,10 +41,3 @@ def to_root(comm: MPI.Intracomm, own: np.ndarray, start: int, whole: np.ndarray 
         for rank, (first, size) in enumerate(parts[1:], 1):
             for piece in pieces(whole[first : first + size]):
                 comm.Recv(piece, rank)
-
-
-def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """An array's memory as bytes, in pieces that MPI can count."""
-    memory = array.reshape(-1).view(np.uint8)
-    for span in segments(slice(0, memory.size), MESSAGE_BYTES):
-        yield memory[span]

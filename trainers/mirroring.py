@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from allreduce.messages.agreement import together
-from trainers.exchange import of_root
+from trainers.exchange import sent
 
 if TYPE_CHECKING:
     from trainers.base import Trainer
@@ -26,6 +26,6 @@ def mirror(trainer: "Trainer", whole: bool = True, root: int = 0) -> None:
     }
     shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in state.items())
     trainer._agree(f"model: {shapes}; {config}")
-    state = of_root(comm, state, root)
+    state = sent(comm, state, root, f"take on the state of rank {root}")
     together(comm, lambda: replica.load_state(state) if comm.rank != root else None)
     trainer._settle()

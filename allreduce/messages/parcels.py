@@ -1,6 +1,6 @@
-"""Bytes of any number, which differ from rank to rank, to rank 0 or from there."""
+"""Memory of any size from one rank to all, and bytes that differ from rank to rank to rank 0 or from there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from mpi4py import MPI
@@ -11,6 +11,26 @@ from allreduce.messages.agreement import all_values, known, root_value, waiting
 
 LARGEST = 1 << 38  # bytes of a rank: more than a state that fits its memory
 PIECE = 1 << 30  # bytes in a message: an MPI count is a C int in Open MPI 5
+
+
+def broadcast(comm: MPI.Intracomm, arrays: Iterable[np.ndarray], root: int, what: str) -> None:
+    """Overwrite contiguous arrays of any dtype with those of rank `root`, alike on all ranks. Collective."""
+    with waiting(comm, what):
+        for array in arrays:
+            overwrite(comm, array, root)
+
+
+def overwrite(comm: MPI.Intracomm, array: np.ndarray, root: int) -> None:
+    """As `broadcast`, for one array, in a call that is watched already. Collective."""
+    for piece in pieces(array):
+        comm.Bcast(piece, root)
+
+
+def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    """A contiguous array's memory as bytes, in pieces that MPI can count."""
+    memory = array.reshape(-1).view(np.uint8)
+    for span in segments(slice(0, memory.size), PIECE):
+        yield memory[span]
 
 
 def bytes_to_root(comm: MPI.Intracomm, mine: bytes, what: str) -> list[bytes]:
@@ -41,18 +61,13 @@ def _checked(comm: MPI.Intracomm, sizes: list[int], what: str) -> list[int]:
 
 def _send(comm: MPI.Intracomm, message: bytes, rank: int, what: str) -> None:
     with waiting(comm, what):
-        for piece in _pieces(np.frombuffer(message, np.uint8)):
+        for piece in pieces(np.frombuffer(message, np.uint8)):
             comm.Send(piece, rank)
 
 
 def _receive(comm: MPI.Intracomm, size: int, rank: int, what: str) -> bytes:
     memory = np.empty(size, np.uint8)
     with waiting(comm, what):
-        for piece in _pieces(memory):
+        for piece in pieces(memory):
             comm.Recv(piece, rank)
     return memory.tobytes()
-
-
-def _pieces(memory: np.ndarray) -> Iterator[np.ndarray]:
-    for span in segments(slice(0, memory.size), PIECE):
-        yield memory[span]

@@ -10,6 +10,7 @@ import torch
 from mpi4py import MPI
 
 from allreduce.messages.agreement import waiting
+from allreduce.messages.parcels import broadcast
 from allreduce.torch_backend.spans import parts, whole
 from allreduce.torch_backend.tensors import as_bytes, readable, writable
 
@@ -25,8 +26,8 @@ class Mover:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Overwrite `tensor` by that of rank `root`."""
-        with writable(tensor, filled=self._comm.rank == root) as place, self._waiting("broadcast"):
-            self._comm.Bcast(whole(as_bytes(place)), root)
+        with writable(tensor, filled=self._comm.rank == root) as place:
+            broadcast(self._comm, [as_bytes(place)], root, "broadcast of a process group")
 
     def all_gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> None:
         """Fill outputs[r] from rank r's `source`. Ranks may bring different numbers of elements."""

@@ -11,9 +11,9 @@ from grid import shapes
 from mpi4py import MPI
 
 import allreduce
-from allreduce import moves
 from allreduce.base import AllReduce
 from allreduce.errors import AllReduceError, DisagreementError, NotAnArrayError, OptionError, UnavailableError
+from allreduce.messages import parcels
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.wrapper import Wrapper
 
@@ -34,7 +34,7 @@ def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
 def test_broadcast(reduce: AllReduce, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves, "LARGEST_COUNT", 1000)
+    monkeypatch.setattr(parcels, "PIECE", 1000)
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     for root in {0, SIZE - 1}:
         for array in (

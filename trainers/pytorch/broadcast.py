@@ -8,8 +8,8 @@ import torch
 from mpi4py import MPI
 
 from allreduce.errors import DisagreementError
-from allreduce.messages.agreement import all_values, raise_together, root_value, together, waiting
-from trainers.exchange import pieces
+from allreduce.messages.agreement import all_values, raise_together, root_value, together
+from allreduce.messages.parcels import broadcast
 from trainers.pytorch import plain
 from trainers.pytorch.plain import Place
 from trainers.replicas.pytorch.tensors import as_bytes
@@ -41,9 +41,7 @@ def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[torch.Tensor], root
     for tensor in tensors:
         whole = tensor.detach()
         packed = whole if whole.is_contiguous() else whole.contiguous()
-        with waiting(comm, f"take on tensors of rank {root}"):
-            for piece in pieces(as_bytes(packed)):
-                comm.Bcast(piece, root=root)
+        broadcast(comm, [as_bytes(packed)], root, f"take on tensors of rank {root}")
         if packed is not whole:
             whole.copy_(packed)
 

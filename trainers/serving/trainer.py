@@ -14,13 +14,13 @@ from allreduce.errors import RankLostError, UnavailableError
 from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere, known, together, wait_for
 from allreduce.messages.lanes import Lane, Pending
+from allreduce.messages.parcels import pieces
 from allreduce.topology import Topology
 from trainers import malloc, surviving
 from trainers.base import Trainer
 from trainers.data import Batches
 from trainers.divergence import LEARNING_RATES
 from trainers.errors import ArgumentError
-from trainers.exchange import pieces
 from trainers.replica import Replica
 from trainers.serving.client import Client
 from trainers.serving.desk import Desk

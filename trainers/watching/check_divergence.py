@@ -7,10 +7,9 @@ import numpy as np
 
 from allreduce import notices
 from allreduce.errors import DivergenceError
-from allreduce.messages.agreement import known, together
+from allreduce.messages.agreement import known, root_value, together
 from trainers.divergence import LEARNING_RATES, MAJORITY, Divergence, compare, refusal
 from trainers.errors import ArgumentError
-from trainers.exchange import of_root
 from trainers.mirroring import mirror
 from trainers.watching.callback import Callback, Logs
 
@@ -77,9 +76,9 @@ class CheckDivergence(Callback):
     def _copy(self, found: Divergence, when: str) -> None:
         """Give all ranks the replica of one. Collective."""
         trainer, root = self.trainer, found.root(self.source)
-        rates = of_root(trainer._comm, {LEARNING_RATES: np.array(trainer.replica.learning_rates)}, root)[LEARNING_RATES]
-        if rates.size and trainer.rank != root:
-            trainer.replica.learning_rates = rates.tolist()
+        rates = root_value(trainer._comm, [*map(float, trainer.replica.learning_rates)], "take on learning rates", root)
+        if rates and trainer.rank != root:
+            trainer.replica.learning_rates = rates
         mirror(trainer, root=root)
         self.copies += 1
         if trainer.rank == 0:
