@@ -36,7 +36,7 @@ def backend_for(given: str | AllReduce, topology: Topology, update: str) -> AllR
 
 
 def used_by(backend: AllReduce, buffer: Any, device: str) -> str:
-    """The name of what reduces `buffer`, which is the backend's choice where that is "auto". Collective."""
+    """The name of what reduces `buffer`, which is the backend's choice where that is "auto". Local."""
     if isinstance(backend, Auto):
         return backend.choice(len(buffer), buffer.dtype, device)[0]
     return backend.name

@@ -97,17 +97,22 @@ class Auto(AllReduce):
         self._ground.abandon()
 
     def choice(self, length: int, dtype: DTypeLike = "float32", device: str = "cpu") -> tuple[str, str]:
-        """The name of the backend for an array from `allocate`, and why. Collective at its first use."""
+        """The name of the backend for an array from `allocate`, and why. Local, from any thread.
+
+        A backend that no call has needed so far may still turn out not to work here, which is said then.
+        """
         parsed = dtypes.parse(dtype)
-        return self._decide(length * parsed.itemsize, parsed, GPU if device == "cuda" else ALLOCATED)
+        return self._decide(length * parsed.itemsize, parsed, GPU if device == "cuda" else ALLOCATED, self._parts.get)
 
     def chosen(self, array: Any) -> str:
         if array.size == 0 or self.size == 1:
             return self.name
-        return self._decide(array.nbytes, array.dtype, self._where(array))[0]
+        return self._decide(array.nbytes, array.dtype, self._where(array), self._parts.get)[0]
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         if device == "cuda":
+            if self.size > 1:  # so that `choice` knows whether that works
+                self._decide(length * dtype.itemsize, dtype, GPU, self._part)
             return super()._allocate(length, dtype, device)
         name = home(self.topology)
         part = self._part(name)
@@ -124,7 +129,7 @@ class Auto(AllReduce):
         if signature.length == 0 or self.size == 1:
             return super()._route(signature)
         length, dtype, _, memory, *_ = signature
-        name, _ = self._decide(length * dtype.itemsize, dtype, memory)
+        name, _ = self._decide(length * dtype.itemsize, dtype, memory, self._part)
         if memory == GPU and name == LAST_RESORT:
             return super()._reduce_gpu  # by way of the host, where _reduce decides again
         part = self._parts[name]
@@ -148,14 +153,18 @@ class Auto(AllReduce):
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         self._route(Signature(buffer.size, buffer.dtype, op.name, self._memory(buffer)))(buffer, op)
 
-    def _decide(self, nbytes: int, dtype: np.dtype, memory: int) -> tuple[str, str]:
+    def _decide(
+        self, nbytes: int, dtype: np.dtype, memory: int, find: Callable[[str], AllReduce | None]
+    ) -> tuple[str, str]:
+        """The backend for a call, and why. find: `_part`, which makes it, or a local look at those that there are."""
         name, why = self._choose(self.topology, nbytes, dtype, memory)
-        part = self._part(name)
+        part = find(name)
         if part is not None and dtypes.is_half(dtype) and not part.sums_half:
             name, why = rule(self.topology, nbytes, dtype, memory)  # a table that was edited by hand
-        if self._part(name) is None:
+            find(name)
+        if name in self._lacking:
             name, why = LAST_RESORT, f'"{name}" can\'t be used here: {self._lacking[name]}'
-            self._part(name)
+            find(name)
         return name, why
 
     def _part(self, name: str) -> AllReduce | None:

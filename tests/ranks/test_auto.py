@@ -60,11 +60,16 @@ def test_rule_where_ranks_can_not_reach_memory(nbytes: int, chosen: str) -> None
 @pytest.mark.parametrize("nodes", [None, 1])
 def test_choice_is_what_reduces(nodes: int | None, topology_of: Callable[..., allreduce.Topology]) -> None:
     with allreduce.create("auto", topology_of(nodes), table="") as reduce:
-        array = reduce.allocate(1 << 20, "float32")
-        name, why = reduce.choice(array.size, array.dtype)  # type: ignore[attr-defined]
+        name, why = reduce.choice(1 << 20, "float32")  # type: ignore[attr-defined]
         assert name == ("shared" if nodes is None else "hierarchical_copy")
         assert why
+        foreign = np.ones(1 << 20, "float32")
+        assert reduce.chosen(foreign) in ("shared", "ring", "hierarchical_copy")
+        assert not reduce._parts  # type: ignore[attr-defined]  # nobody else is needed for an answer
+        array = reduce.allocate(1 << 20, "float32")
         reduce(array, "sum")
+        assert (name, why) == reduce.choice(array.size, array.dtype)  # type: ignore[attr-defined]
+        assert reduce.chosen(array) == name
         assert name in reduce._parts  # type: ignore[attr-defined]
 
 
