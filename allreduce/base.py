@@ -14,7 +14,8 @@ from allreduce.arrays.workspace import Workspace
 from allreduce.calls import Call, Calls, Reduction, quiet
 from allreduce.errors import AllReduceError, ClosedError, OptionError, UnavailableError
 from allreduce.messages.kept import keep
-from allreduce.moves import Moves, nothing_to_do
+from allreduce.moves import nothing_to_do
+from allreduce.sparse import Sparse
 from allreduce.topology import Topology
 
 BackendT = TypeVar("BackendT", bound="AllReduce")
@@ -29,7 +30,7 @@ class Recipe(NamedTuple):
     options: dict[str, Any]
 
 
-class AllReduce(Moves):
+class AllReduce(Sparse):
     """An AllReduce algorithm on the ranks of a topology.
 
     topology: a `Topology`; the backend takes a communicator of its own from it.

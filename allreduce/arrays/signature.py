@@ -12,10 +12,10 @@ from allreduce.errors import NotAnArrayError, NotContiguousError
 
 FOREIGN, ALLOCATED, GPU = 0, 1, 2  # where an array's memory is; ranks must agree about it
 _MEMORY = {FOREIGN: "ordinary memory", ALLOCATED: "memory from allocate()", GPU: "GPU memory"}
-_CALLS = ("all_reduce", "reduce_scatter", "all_gather", "allocate", "broadcast", "collect")
-_REDUCING = ("all_reduce", "reduce_scatter")
+_CALLS = ("all_reduce", "reduce_scatter", "all_gather", "allocate", "broadcast", "collect", "sparse")
+_REDUCING = ("all_reduce", "reduce_scatter", "sparse")
 _FLAT = ("reduce_scatter", "all_gather")
-_MOVING = ("all_gather", "broadcast", "collect")
+_MOVING = ("all_gather", "broadcast", "collect", "sparse")
 _BITS = (40, 5, 3, 2, 1, 4)  # of length, dtype, op, memory, layout and call in a word
 NUMBER_BITS = 8
 _WITHOUT_ARRAY = {0: "no call", 1: "allocate(), close(), or a call that it has not made before"}
@@ -102,7 +102,7 @@ def unpacked(packed: int) -> str:
         return _WITHOUT_ARRAY[packed]
     moving = _CALLS[packed & ((1 << _BITS[-1]) - 1)]
     if moving in _MOVING:
-        return f"{moving}, perhaps of another length, dtype, shape or root"
+        return f"{moving}, perhaps of another length, dtype, shape, op or root"
     values = []
     for bits in reversed(_BITS):
         values.append(packed & ((1 << bits) - 1))

@@ -1,4 +1,5 @@
-"""Memory of any size from one rank to all, and bytes that differ from rank to rank to rank 0 or from there."""
+"""Memory of any size from one rank to all, or of all to all, and bytes that differ from rank to rank to rank 0 or from
+there."""
 
 from collections.abc import Iterable, Iterator
 
@@ -31,6 +32,30 @@ def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     memory = array.reshape(-1).view(np.uint8)
     for span in segments(slice(0, memory.size), PIECE):
         yield memory[span]
+
+
+def counts(comm: MPI.Intracomm, mine: int) -> np.ndarray:
+    """Every rank's number, by rank, int64, in a call that is watched already. Collective."""
+    everyone = np.empty(comm.size, np.int64)
+    comm.Allgather(np.array([mine], np.int64), everyone)
+    return everyone
+
+
+def gather(comm: MPI.Intracomm, mine: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """All ranks' arrays one after another, in a call that is watched already. Collective.
+
+    mine: a contiguous array of any dtype. lengths: of the ranks' first dimensions; the others are alike.
+    """
+    everyone = np.empty((int(lengths.sum()), *mine.shape[1:]), mine.dtype)
+    if everyone.nbytes > PIECE:
+        parts = np.split(everyone, np.cumsum(lengths)[:-1])
+        parts[comm.rank][...] = mine
+        for rank, part in enumerate(parts):
+            overwrite(comm, part, rank)
+    elif everyone.nbytes:
+        nbytes = lengths * (everyone.nbytes // len(everyone))
+        comm.Allgatherv(mine.reshape(-1).view(np.uint8), [everyone.reshape(-1).view(np.uint8), nbytes.tolist()])
+    return everyone
 
 
 def bytes_to_root(comm: MPI.Intracomm, mine: bytes, what: str) -> list[bytes]:

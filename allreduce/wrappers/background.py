@@ -54,6 +54,9 @@ class Background(Wrapper):
     def collect(self, array: Any) -> Any:
         return self._in_lane(lambda: self.inner.collect(array))
 
+    def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
+        return self._in_lane(lambda: self.inner.sparse(indices, values, rows, op))
+
     def all_gather(self, buffer: np.ndarray) -> None:
         self._in_lane(lambda: self.inner.all_gather(buffer))
 

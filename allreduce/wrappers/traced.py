@@ -80,6 +80,12 @@ class Traced(Wrapper):
         self._note("collect", table, begin)
         return table
 
+    def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
+        begin = now()
+        result = super().sparse(indices, values, rows, op)
+        self._note("sparse", result[1], begin, op)
+        return result
+
     def _note(self, call: str, array: Any, begin: int, op: str = "") -> None:
         key: tuple = call, op, array.nbytes, array.dtype.num
         if self._chooses and type(array) is np.ndarray:

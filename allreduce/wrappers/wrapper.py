@@ -82,6 +82,10 @@ class Wrapper(AllReduce):
         self._check_open()
         return self.inner.collect(array)
 
+    def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
+        self._check_open()
+        return self.inner.sparse(indices, values, rows, op)
+
     def owned(self, length: int, rank: int | None = None) -> slice:
         return self.inner.owned(length, rank)
 

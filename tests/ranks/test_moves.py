@@ -11,8 +11,16 @@ from grid import shapes
 from mpi4py import MPI
 
 import allreduce
+from allreduce import sparse
 from allreduce.base import AllReduce
-from allreduce.errors import AllReduceError, DisagreementError, NotAnArrayError, OptionError, UnavailableError
+from allreduce.errors import (
+    AllReduceError,
+    DisagreementError,
+    NotAnArrayError,
+    OptionError,
+    UnavailableError,
+    UnsupportedOpError,
+)
 from allreduce.messages import parcels
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.wrapper import Wrapper
@@ -74,6 +82,38 @@ def test_all_gather(reduce: AllReduce) -> None:
         assert np.array_equal(buffer, whole)
 
 
+def rows_of(rank: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """What a rank brings: rank 0 nothing, others more and more rows, some of them twice; sums of it are exact."""
+    count = 3 * rank
+    indices = (np.arange(count, dtype="int32") * 5 + rank) % 7 * 10
+    values = (np.arange(count * 6).reshape(count, 2, 3) % 31 + 256 * rank).astype(dtype)
+    return indices, values
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["gathered", "reduced"])
+def test_sparse(reduce: AllReduce, dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of all ranks, duplicates added, in memory that knows nothing of the table's size."""
+    monkeypatch.setattr(sparse, "dense_is_cheaper", lambda *_: dense)
+    monkeypatch.setattr(parcels, "PIECE", 1000)  # what is more is not gathered at once
+    for dtype, op in (("float32", "sum"), ("float16", "average"), ("int64", "sum")):
+        table, touched = np.zeros((61, 2, 3), "float64"), set()
+        for rank in range(SIZE):
+            indices, values = rows_of(rank, dtype)
+            np.add.at(table, indices, values)
+            touched |= set(indices.tolist())
+        if op == "average":
+            table = table.astype("float32") * (1.0 / SIZE)
+        for _ in range(2):
+            given = rows_of(reduce.rank, dtype)
+            found, sums = reduce.sparse(*given, 10**9 if op == "sum" else 61, op)
+            assert (found.dtype, sums.dtype, sums.shape) == (np.int64, dtype, (len(touched), 2, 3))
+            assert found.tolist() == sorted(touched)
+            assert np.array_equal(sums, table[found].astype(dtype))
+            assert all(map(np.array_equal, given, rows_of(reduce.rank, dtype)))
+    found, sums = reduce.sparse(np.empty(0, "int64"), np.empty((0, 4)), 0)
+    assert (found.size, sums.shape) == (0, (0, 4))
+
+
 def test_a_wrapper_owns_what_its_inner_backend_owns(reduce: AllReduce) -> None:
     with Wrapper(reduce.topology, inner=reduce) as wrapper:
         assert wrapper.owned(1000) == reduce.owned(1000)
@@ -82,6 +122,7 @@ def test_a_wrapper_owns_what_its_inner_backend_owns(reduce: AllReduce) -> None:
         wrapper.all_gather(buffer)
         assert buffer.all()
         assert wrapper.collect(reduce.rank).tolist() == list(range(SIZE))
+        assert wrapper.sparse(np.array([4]), np.ones(1), 5, "sum")[1].tolist() == [SIZE]
 
 
 def test_cupy(monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology) -> None:
@@ -91,6 +132,9 @@ def test_cupy(monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology) -> None
         assert (reduce.collect(array) == np.arange(SIZE).reshape(SIZE, 1)).all()
         reduce.broadcast(array, SIZE - 1)
         assert (array.get() == SIZE - 1).all()
+        found, sums = reduce.sparse(cupy.asarray(np.array([reduce.rank])), cupy.asarray(np.ones((1, 2))), SIZE, "sum")
+        assert type(found) is type(sums) is type(array)
+        assert (found.get().tolist(), sums.get().tolist()) == (list(range(SIZE)), [[1.0, 1.0]] * SIZE)
 
 
 def raised_everywhere(kind: type[Exception], call: Callable[[], Any]) -> str:
@@ -119,3 +163,33 @@ def test_named_errors(check: str, flat: allreduce.Topology) -> None:
             raised_everywhere(DisagreementError, call)
         reduce.broadcast(np.zeros(3))
     assert isinstance(reduce, TwoPhase)
+
+
+@pytest.mark.parametrize("check", ["first", "always"])
+def test_named_errors_of_sparse(check: str, topology_of: Callable[..., allreduce.Topology]) -> None:
+    """Of one rank, after a call that all have agreed on, too: all ranks raise it."""
+    last = MPI.COMM_WORLD.rank == SIZE - 1
+
+    def bring(reduce: AllReduce, indices: Any = (1, 0), width: int = 3, rows: Any = 5, **options: Any) -> str | None:
+        index, values = np.array(indices), np.ones((2, width), options.pop("dtype", "float32"))
+        return reduce.sparse(index, values, rows, **options) and None
+
+    with allreduce.create("ring", topology_of(None if check == "first" else 1), check=check) as reduce:
+        bring(reduce)
+        for indices, kind, text in (
+            ((1, 5), OptionError, "1 of 2 indices are no rows of a table of 5 (the first is 5)"),
+            ((-1, 5), OptionError, "2 of 2 indices are no rows of a table of 5 (the first is -1)"),
+            ((0.0, 1.0), NotAnArrayError, "not one of shape (2,) and dtype float64"),
+            ((0, 1, 2), NotAnArrayError, "a row for each of the 3 indices, and have the shape (2, 3)"),
+        ):
+            assert text in raised_everywhere(kind, lambda: bring(reduce, indices if last else (1, 0)))  # noqa: B023
+        raised_everywhere(NotAnArrayError, lambda: reduce.sparse([1], np.ones(1), 5))
+        raised_everywhere(UnsupportedOpError, lambda: bring(reduce, op="max"))
+        raised_everywhere(OptionError, lambda: bring(reduce, rows=-1))
+        raised_everywhere(AllReduceError, lambda: bring(reduce, dtype="complex64"))
+        others = ({"width": 4}, {"rows": 6}, {"op": "sum"}, {"dtype": "float64"}) if SIZE > 1 else ()
+        for other in others:
+            raised_everywhere(DisagreementError, lambda: bring(reduce, **(other if last else {})))  # type: ignore[arg-type]  # noqa: B023
+        if others:
+            raised_everywhere(DisagreementError, lambda: bring(reduce) if last else reduce.collect(1))  # type: ignore[func-returns-value]
+        bring(reduce)

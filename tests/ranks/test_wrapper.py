@@ -14,6 +14,7 @@ from allreduce.arrays.signature import ALLOCATED
 from allreduce.backends.ring import Ring
 from allreduce.base import AllReduce
 from allreduce.moves import Moves
+from allreduce.sparse import Sparse
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.background import Background
 from allreduce.wrappers.wrapper import Wrapper
@@ -94,9 +95,11 @@ def test_nothing_is_left_to_the_base() -> None:
         "_close_together",
         "_hand_round",
         "_phase",
+        "_admit_rows",
+        "_add_rows",
     }
     inside |= {"_check_dtype", "_check_allocation"}  # called by those that are forwarded, in the backend
-    for kind in (TwoPhase, AllReduce, Moves):
+    for kind in (TwoPhase, AllReduce, Sparse, Moves):
         methods = {name for name, value in vars(kind).items() if callable(value)} - own - inside
         assert {name for name in methods if not name.startswith("__")} <= set(vars(Wrapper)), kind
 
