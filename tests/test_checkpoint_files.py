@@ -4,8 +4,6 @@ import errno
 import json
 import logging
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -70,8 +68,7 @@ def test_it_is_a_model_file_that_loads_and_predicts_without_mpi(tmp_path: Path) 
         "    print(NumpyNetwork.load(path).predict(np.ones((1, 4))).tolist())\n"
         f"print(checkpoint.newest({str(tmp_path)!r})[1].progress.total)\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=60)
+    done = launch.child(program)
     expected = NumpyNetwork([4, 3, 2], seed=5).predict(np.ones((1, 4))).tolist()
     assert done.stdout.splitlines() == [str(expected)] * 2 + ["5"], done.stderr
 
@@ -257,8 +254,7 @@ def test_what_a_killed_writer_left_is_cleaned_away(tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
         "write(checkpoint.path_of(folder, 2), whole)\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=env, timeout=60, capture_output=True, text=True)
+    done = launch.child(program)
     assert done.returncode == -9, done.stderr
     assert len(list(tmp_path.iterdir())) == 2
     found = checkpoint.newest(str(tmp_path))

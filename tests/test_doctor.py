@@ -239,7 +239,7 @@ def test_memory() -> None:
         rank.facts["memory"] |= {"reach": False}
     assert "host1: ranks may not" in only(memory.judge(ranks, NEEDS)).text
     ranks[0].facts["memory"]["malloc"] = "jemalloc"
-    assert "rank 0: jemalloc" in worse(memory.judge(ranks, NEEDS))[0].text
+    assert "jemalloc on rank 0" in worse(memory.judge(ranks, NEEDS))[0].text
 
 
 def test_versions_that_differ() -> None:

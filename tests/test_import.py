@@ -1,9 +1,5 @@
 """Importing allreduce says what to install where something is missing, and imports no more than it needs."""
 
-import os
-import subprocess
-import sys
-
 import launch
 import pytest
 
@@ -17,11 +13,6 @@ sys.meta_path.insert(0, Blocker())
 """
 
 
-def python(code: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
-
-
 @pytest.mark.parametrize(
     ("blocked", "error"),
     [
@@ -31,7 +22,7 @@ def python(code: str) -> "subprocess.CompletedProcess[str]":
     ],
 )
 def test_no_mpi_says_what_to_install(blocked: str, error: str) -> None:
-    done = python(BLOCK.format(blocked=[blocked], error=error) + "import allreduce")
+    done = launch.child(BLOCK.format(blocked=[blocked], error=error) + "import allreduce")
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
     assert last.startswith("ImportError: allreduce needs mpi4py and an MPI library")
@@ -41,7 +32,7 @@ def test_no_mpi_says_what_to_install(blocked: str, error: str) -> None:
 
 def test_core_imports_no_framework() -> None:
     code = "import sys, allreduce; [allreduce.registry._load(name) for name in allreduce.NAMES]; print(*sys.modules)"
-    done = python(code)
+    done = launch.child(code)
     assert done.returncode == 0, done.stderr
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert "numpy" in loaded
@@ -49,7 +40,7 @@ def test_core_imports_no_framework() -> None:
 
 
 def test_public_names() -> None:
-    done = python("import allreduce; print(*allreduce.__all__); print(*allreduce.NAMES)")
+    done = launch.child("import allreduce; print(*allreduce.__all__); print(*allreduce.NAMES)")
     public, names = done.stdout.splitlines()
     assert {"create", "NAMES", "available", "Topology"} <= set(public.split())
     assert names == "ring halving_doubling reduce_to_one hierarchical_copy shared native nccl auto"
@@ -57,7 +48,7 @@ def test_public_names() -> None:
 
 def test_works_without_mpirun() -> None:
     """One process on its own is a world of one rank."""
-    done = python(
+    done = launch.child(
         "import allreduce\n"
         "with allreduce.create('auto') as reduce:\n"
         "    grads = reduce.allocate(5, 'float32'); grads += 2; reduce(grads, op='mean'); print(grads.tolist())\n"

@@ -1,9 +1,6 @@
 """Where a rank stands: SIGUSR1 prints it, and a wait that takes long puts the stacks of all ranks into files."""
 
 import faulthandler
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import launch
@@ -71,8 +68,7 @@ def test_many_signals_while_threads_run() -> None:
         "run()\n"
         "sender.kill(); sender.wait()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = launch.child(code)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "in deeper" in done.stderr
 
@@ -85,13 +81,9 @@ def test_a_handler_of_the_program_stays() -> None:
         "allreduce.Topology()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = launch.child(code)
     assert (done.stdout, done.returncode) == ("mine\n", 0), done.stderr
-    without = subprocess.run(
-        [sys.executable, "-c", code.replace(code.splitlines()[1], "")],
-        env=environment, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    without = launch.child(code.replace(code.splitlines()[1], ""))
     assert without.returncode == 0
     assert "most recent call first" in without.stderr
 
@@ -108,8 +100,7 @@ def test_a_signal_after_the_end_of_mpi() -> None:
         "time.sleep(1)\n"
         "print('goes on')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = launch.child(code)
     assert (done.stdout, done.returncode) == ("goes on\n", 0), done.stderr
     assert "rank 0 of 1: process " in done.stderr
 

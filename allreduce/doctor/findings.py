@@ -62,6 +62,14 @@ def grouped(ranks: Iterable[Rank], key: Callable[[Rank], KeyT]) -> dict[KeyT, li
     return found
 
 
+def of_kinds(area: str, name: str, kinds: dict[str, list[Rank]], advice: str) -> Finding:
+    """That all ranks have the same, or a warning that says which have what."""
+    if len(kinds) == 1:
+        return Finding(area, name, OK, next(iter(kinds)))
+    text = "; ".join(f"{kind} on {named(group)}" for kind, group in kinds.items())
+    return Finding(area, name, WARNING, text, advice)
+
+
 def named(ranks: Sequence[Rank] | Sequence[int]) -> str:
     """ "rank 3", "ranks 0-3, 7" """
     numbers = sorted(rank.rank if isinstance(rank, Rank) else rank for rank in ranks)

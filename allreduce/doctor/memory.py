@@ -16,8 +16,8 @@ from allreduce.doctor.findings import (
     Rank,
     by_node,
     grouped,
-    named,
     nbytes,
+    of_kinds,
     some,
 )
 from allreduce.messages.stage import LARGEST_BYTES
@@ -95,10 +95,7 @@ def _room(nodes: Sequence[Sequence[Rank]], needs: Needs) -> Finding:
 
 def _told(ranks: Sequence[Rank]) -> Finding:
     kinds = grouped(ranks, lambda rank: rank.facts["memory"]["malloc"])
-    if len(kinds) == 1:
-        return Finding(AREA, "malloc", OK, next(iter(kinds)))
-    text = "; ".join(f"{named(group)}: {kind}" for kind, group in kinds.items())
-    return Finding(AREA, "malloc", WARNING, text, "give all ranks the same environment (mpirun -x NAME exports NAME)")
+    return of_kinds(AREA, "malloc", kinds, "give all ranks the same environment (mpirun -x NAME exports NAME)")
 
 
 def _reach(nodes: Sequence[Sequence[Rank]]) -> Finding:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import allreduce
-from allreduce.doctor.findings import OK, PROBLEM, WARNING, Finding, Needs, Place, Rank, grouped, named
+from allreduce.doctor.findings import OK, PROBLEM, WARNING, Finding, Needs, Place, Rank, grouped, named, of_kinds
 from allreduce.machine import identify
 
 AREA = "versions"
@@ -57,7 +57,4 @@ def _code() -> str:
 
 def _processors(ranks: Sequence[Rank]) -> Finding:
     kinds = grouped(ranks, lambda rank: rank.facts["versions"]["cpu"])
-    if len(kinds) == 1:
-        return Finding(AREA, "CPU", OK, next(iter(kinds)))
-    text = "; ".join(f"{kind} on {named(group)}" for kind, group in kinds.items())
-    return Finding(AREA, "CPU", WARNING, text, "in every step all ranks wait for the slowest: use hosts of one kind")
+    return of_kinds(AREA, "CPU", kinds, "in every step all ranks wait for the slowest: use hosts of one kind")

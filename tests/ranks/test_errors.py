@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from together import raised_everywhere, usable
 
 import allreduce
 from allreduce import errors
@@ -17,24 +18,9 @@ several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
 
 @pytest.fixture(scope="module", params=allreduce.NAMES)
 def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.Topology]) -> Generator[AllReduce]:
-    try:
-        made = allreduce.create(request.param, topology_of(None))
-    except errors.UnavailableError as error:
-        pytest.skip(str(error))
+    made = usable(request.param, topology_of(None))
     yield made
     made.close()
-
-
-def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
-    """Every rank's call raises `kind` with the same text, which is returned. Collective."""
-    try:
-        call()
-        mine = ("nothing", "")
-    except Exception as error:
-        mine = (type(error).__name__, str(error))
-    everyone = world.allgather(mine)
-    assert set(everyone) == {(kind.__name__, mine[1])}, f"not one {kind.__name__} with one text: {everyone}"
-    return mine[1]
 
 
 def test_one_good_call_after_each_error(reduce: AllReduce, world: MPI.Intracomm) -> None:

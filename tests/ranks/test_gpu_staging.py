@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from grid import OPS, expected, lengths, numpy_dtype, shapes, values
 from mpi4py import MPI
+from together import usable
 
 import allreduce
-from allreduce.base import AllReduce
 from allreduce.errors import DisagreementError, NotAnArrayError, NotContiguousError, UnavailableError
 from allreduce.two_phase import TwoPhase
 
@@ -24,19 +24,12 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     return fake_cupy.install(monkeypatch)
 
 
-def create(name: str, topology: allreduce.Topology) -> AllReduce:
-    try:
-        return allreduce.create(name, topology)
-    except UnavailableError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.parametrize("shape", shapes(SIZE))
 @pytest.mark.parametrize("name", ON_CPU)
 def test_staged(
     name: str, shape: str, cupy: Any, topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm
 ) -> None:
-    reduce = create(name, topology_of(shapes(SIZE)[shape]))
+    reduce = usable(name, topology_of(shapes(SIZE)[shape]))
     failures = []
     for dtype in map(numpy_dtype, ("bfloat16", "float32", "int64") if reduce.sums_half else ("float32", "int64")):
         for length in (0, 1, 1000):
@@ -55,7 +48,7 @@ def test_staged(
 @several
 @pytest.mark.parametrize("name", ON_CPU)
 def test_staging_memory_is_used_again(name: str, cupy: Any, flat: allreduce.Topology) -> None:
-    reduce = create(name, flat)
+    reduce = usable(name, flat)
     array = reduce.allocate(1000, "float32", device="cuda")
     reduce(array, "sum")
     pinned = cupy.counters.pinned_bytes
@@ -70,7 +63,7 @@ def test_staging_memory_is_used_again(name: str, cupy: Any, flat: allreduce.Topo
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_named_errors(name: str, cupy: Any, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    reduce = create(name, flat)
+    reduce = usable(name, flat)
     array = reduce.allocate(10, "float32", device="cuda")
     with pytest.raises(NotContiguousError):
         reduce(array[::2], "sum")
@@ -118,7 +111,7 @@ def real_cupy() -> Any:
 
 @pytest.mark.parametrize("name", [*ON_CPU, "nccl"])
 def test_real_gpu(name: str, real_cupy: Any, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    reduce = create(name, flat)
+    reduce = usable(name, flat)
     failures = []
     try:
         for dtype in ("float16", "float32", "float64", "int32", "int64"):

@@ -9,33 +9,31 @@ import numpy as np
 import pytest
 from grid import shapes
 from mpi4py import MPI
+from together import raised_everywhere, usable
 
 import allreduce
 from allreduce import sparse
 from allreduce.base import AllReduce
 from allreduce.errors import (
-    AllReduceError,
     DisagreementError,
     NotAnArrayError,
     OptionError,
-    UnavailableError,
+    UnsupportedDtypeError,
     UnsupportedOpError,
 )
 from allreduce.messages import parcels
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.wrapper import Wrapper
 
-SIZE = MPI.COMM_WORLD.size
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
 PLACES = [(name, shape) for name in allreduce.NAMES for shape in shapes(SIZE)]
 
 
 @pytest.fixture(scope="module", params=PLACES, ids="-".join)
 def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.Topology]) -> Generator[AllReduce]:
     name, shape = request.param
-    try:
-        made = allreduce.create(name, topology_of(shapes(SIZE)[shape]))
-    except UnavailableError as error:
-        pytest.skip(str(error))
+    made = usable(name, topology_of(shapes(SIZE)[shape]))
     yield made
     made.close()
 
@@ -137,30 +135,23 @@ def test_cupy(monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology) -> None
         assert (found.get().tolist(), sums.get().tolist()) == (list(range(SIZE)), [[1.0, 1.0]] * SIZE)
 
 
-def raised_everywhere(kind: type[Exception], call: Callable[[], Any]) -> str:
-    with pytest.raises(kind) as raised:
-        call()
-    assert len(set(MPI.COMM_WORLD.allgather(str(raised.value)))) == 1
-    return str(raised.value)
-
-
 @pytest.mark.parametrize("check", ["first", "always"])
 def test_named_errors(check: str, flat: allreduce.Topology) -> None:
     with allreduce.create("ring", flat, check=check) as reduce:
-        assert "root=-1 is no rank" in raised_everywhere(OptionError, lambda: reduce.broadcast(np.zeros(3), -1))
-        assert "root='0'" in raised_everywhere(OptionError, lambda: reduce.broadcast(np.zeros(3), "0"))  # type: ignore[arg-type]
-        raised_everywhere(NotAnArrayError, lambda: reduce.broadcast([1.0]))
-        raised_everywhere(NotAnArrayError, lambda: reduce.collect([1.0]))
-        raised_everywhere(AllReduceError, lambda: reduce.collect(np.zeros(3, complex)))
+        assert "root=-1 is no rank" in raised_everywhere(WORLD, OptionError, lambda: reduce.broadcast(np.zeros(3), -1))
+        assert "root='0'" in raised_everywhere(WORLD, OptionError, lambda: reduce.broadcast(np.zeros(3), "0"))  # type: ignore[arg-type]
+        raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.broadcast([1.0]))
+        raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.collect([1.0]))
+        raised_everywhere(WORLD, UnsupportedDtypeError, lambda: reduce.collect(np.zeros(3, complex)))
         if SIZE > 1:
             rank = reduce.rank
-            text = raised_everywhere(DisagreementError, lambda: reduce.broadcast(np.zeros(3), rank % 2))
+            text = raised_everywhere(WORLD, DisagreementError, lambda: reduce.broadcast(np.zeros(3), rank % 2))
             assert "rank 1: broadcast: length 3, dtype float64, ordinary memory, shape (3,), root 1" in text
             shape = (2, 3) if rank else (3, 2)
-            raised_everywhere(DisagreementError, lambda: reduce.broadcast(np.zeros(shape)))
-            raised_everywhere(DisagreementError, lambda: reduce.collect(np.zeros(2 + rank % 2)))
+            raised_everywhere(WORLD, DisagreementError, lambda: reduce.broadcast(np.zeros(shape)))
+            raised_everywhere(WORLD, DisagreementError, lambda: reduce.collect(np.zeros(2 + rank % 2)))
             call = (lambda: reduce.broadcast(np.zeros(4))) if rank else (lambda: reduce(np.zeros(4), "sum"))
-            raised_everywhere(DisagreementError, call)
+            raised_everywhere(WORLD, DisagreementError, call)
         reduce.broadcast(np.zeros(3))
     assert isinstance(reduce, TwoPhase)
 
@@ -182,14 +173,14 @@ def test_named_errors_of_sparse(check: str, topology_of: Callable[..., allreduce
             ((0.0, 1.0), NotAnArrayError, "not one of shape (2,) and dtype float64"),
             ((0, 1, 2), NotAnArrayError, "a row for each of the 3 indices, and have the shape (2, 3)"),
         ):
-            assert text in raised_everywhere(kind, lambda: bring(reduce, indices if last else (1, 0)))  # noqa: B023
-        raised_everywhere(NotAnArrayError, lambda: reduce.sparse([1], np.ones(1), 5))
-        raised_everywhere(UnsupportedOpError, lambda: bring(reduce, op="max"))
-        raised_everywhere(OptionError, lambda: bring(reduce, rows=-1))
-        raised_everywhere(AllReduceError, lambda: bring(reduce, dtype="complex64"))
+            assert text in raised_everywhere(WORLD, kind, lambda: bring(reduce, indices if last else (1, 0)))  # noqa: B023
+        raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.sparse([1], np.ones(1), 5))
+        raised_everywhere(WORLD, UnsupportedOpError, lambda: bring(reduce, op="max"))
+        raised_everywhere(WORLD, OptionError, lambda: bring(reduce, rows=-1))
+        raised_everywhere(WORLD, UnsupportedDtypeError, lambda: bring(reduce, dtype="complex64"))
         others = ({"width": 4}, {"rows": 6}, {"op": "sum"}, {"dtype": "float64"}) if SIZE > 1 else ()
         for other in others:
-            raised_everywhere(DisagreementError, lambda: bring(reduce, **(other if last else {})))  # type: ignore[arg-type]  # noqa: B023
+            raised_everywhere(WORLD, DisagreementError, lambda: bring(reduce, **(other if last else {})))  # type: ignore[arg-type]  # noqa: B023
         if others:
-            raised_everywhere(DisagreementError, lambda: bring(reduce) if last else reduce.collect(1))  # type: ignore[func-returns-value]
+            raised_everywhere(WORLD, DisagreementError, lambda: bring(reduce) if last else reduce.collect(1))  # type: ignore[func-returns-value]
         bring(reduce)

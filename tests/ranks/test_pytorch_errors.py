@@ -10,12 +10,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
 
 from mpi4py import MPI  # noqa: E402
+from together import raised_everywhere  # noqa: E402
 from torch import nn  # noqa: E402
 from trained import (  # noqa: E402
     SIZE,
     Raises,
     both_overlaps,
-    raised_everywhere,
     several,
 )
 

@@ -13,10 +13,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
 
 from mpi4py import MPI  # noqa: E402
+from together import raised_everywhere  # noqa: E402
 from torch import nn  # noqa: E402
 from trained import (  # noqa: E402
     OPTIMIZERS,
     SIZE,
+    Raises,
     assert_close,
     assert_mirrored,
     both_overlaps,
@@ -26,8 +28,8 @@ from trained import (  # noqa: E402
     mine,
     mirrored,
     network,
-    raised_everywhere,
     several,
+    sgd,
     train,
 )
 
@@ -35,11 +37,6 @@ import allreduce  # noqa: E402
 from allreduce import errors, notices  # noqa: E402
 from trainers.pytorch import MirroredOptimizer, family  # noqa: E402
 from trainers.pytorch.averaging import GradientError  # noqa: E402
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return OPTIMIZERS["momentum"](model.parameters())
-
 
 # Edits
 
@@ -320,15 +317,6 @@ def test_nothing_is_left_of_refusals(world: MPI.Intracomm, flat: allreduce.Topol
 @both_updates
 def test_state_dict_after_a_backward_that_raised(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
     """All ranks catch it, with buckets on the way, and save a checkpoint."""
-
-    class Raises(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            raise ZeroDivisionError
 
     model = network()
     options = {"topology": flat, "update": update, "overlap": True, "first_bucket_mb": 1e-6, "bucket_mb": 1e-6}

@@ -10,10 +10,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
 
 from mpi4py import MPI  # noqa: E402
+from together import raised_everywhere  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from trained import (  # noqa: E402
-    OPTIMIZERS,
     SIZE,
     SMALL_BUCKETS,
     Raises,
@@ -26,8 +26,8 @@ from trained import (  # noqa: E402
     mine,
     mirrored,
     network,
-    raised_everywhere,
     several,
+    sgd,
     train,
 )
 
@@ -35,11 +35,6 @@ import allreduce  # noqa: E402
 from allreduce import errors  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
 from trainers.pytorch.averaging import GradientError  # noqa: E402
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return OPTIMIZERS["momentum"](model.parameters())
-
 
 # Rows
 

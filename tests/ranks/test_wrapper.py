@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from grid import run_grid
 from mpi4py import MPI
+from together import raised_everywhere, usable
 
 import allreduce
 from allreduce import errors
@@ -26,10 +27,7 @@ LENGTHS = (0, 1, 1000)
 
 @pytest.fixture(scope="module", params=allreduce.NAMES)
 def inner(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.Topology]) -> Generator[AllReduce]:
-    try:
-        made = allreduce.create(request.param, topology_of(None))
-    except errors.UnavailableError as error:
-        pytest.skip(str(error))
+    made = usable(request.param, topology_of(None))
     yield made
     made.close()
 
@@ -108,14 +106,6 @@ def test_made_again_by_its_recipe(wrapper: Wrapper) -> None:
     assert wrapper.recipe is not None
     with allreduce.create(wrapper.recipe.name, wrapper.topology, **wrapper.recipe.options) as again:
         assert type(again) is type(wrapper.inner)
-
-
-def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
-    """Every rank's call raises `kind` with the same text, which is returned. Collective."""
-    with pytest.raises(kind) as raised:
-        call()
-    assert len(set(world.allgather(str(raised.value)))) == 1
-    return str(raised.value)
 
 
 @several

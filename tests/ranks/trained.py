@@ -63,18 +63,6 @@ def assert_mirrored(world: MPI.Intracomm, model: nn.Module) -> None:
     assert len(set(world.allgather(bits))) == 1, "the ranks' parameters differ"
 
 
-def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
-    """Every rank's call raises `kind` with the same text, which is returned. Collective."""
-    try:
-        call()
-        found = ("nothing", "")
-    except Exception as error:
-        found = (type(error).__name__, str(error))
-    everyone = world.allgather(found)
-    assert set(everyone) == {(kind.__name__, found[1])}, f"not one {kind.__name__} with one text: {everyone}"
-    return found[1]
-
-
 @contextlib.contextmanager
 def mirrored(plain: torch.optim.Optimizer, model: nn.Module, *args: Any, **options: Any) -> Iterator[MirroredOptimizer]:
     with MirroredOptimizer(plain, model, *args, **options) as optimizer:
@@ -91,6 +79,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
 }
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["momentum"](model.parameters())
 
 
 class Raises(torch.autograd.Function):

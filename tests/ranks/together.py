@@ -1,0 +1,31 @@
+"""What tests on ranks do on all of them: make a backend, or meet an error."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.base import AllReduce
+from allreduce.errors import UnavailableError
+
+
+def usable(name: str, topology: allreduce.Topology) -> AllReduce:
+    """The backend called `name`; where it can't be used the test is skipped. Collective."""
+    try:
+        return allreduce.create(name, topology)
+    except UnavailableError as error:
+        pytest.skip(str(error))
+
+
+def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
+    """Every rank's call raises `kind` with the same text, which is returned. Collective."""
+    try:
+        call()
+        mine = ("nothing", "")
+    except Exception as error:
+        mine = (type(error).__name__, str(error))
+    everyone = world.allgather(mine)
+    assert set(everyone) == {(kind.__name__, mine[1])}, f"not one {kind.__name__} with one text: {everyone}"
+    return mine[1]
