@@ -7,8 +7,10 @@ from mpi4py import MPI
 from allreduce import Topology
 from trainers import MirroredTrainer, SpareReplicasTrainer
 from trainers.base import Trainer
+from trainers.errors import ArgumentError
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.rescue import Choice, choose, joined
+from trainers.twins import keepers
 
 
 def test_the_newest_step_whose_state_is_whole_is_chosen() -> None:
@@ -26,6 +28,42 @@ def test_a_slice_that_nobody_has_is_missed() -> None:
     assert choose([[(4, 4, 0, 3)], [(4, 4, 5, 10)]], 10) is None
     assert choose([[(4, 4, 0, 5)], [(5, 5, 5, 10)]], 10) is None
     assert choose([[], []], 10) is None
+
+
+def test_nodes_that_cut_in_other_places_stand_in_for_each_other() -> None:
+    """The longest piece leads to a gap, the shorter ones do not."""
+    halves, thirds = [[(4, 4, 0, 6)], []], [[(4, 4, 0, 4)], [(4, 4, 4, 8)], [(4, 4, 8, 12)]]
+    assert choose([*halves, *thirds], 12) == Choice(4, [(2, 0), (3, 0), (4, 0)])
+
+
+def test_a_rank_is_asked_for_its_own_slice_before_who_keeps_it() -> None:
+    assert choose([[(4, 4, 5, 10), (4, 4, 0, 5)], [(4, 4, 0, 5)]], 10) == Choice(4, [(1, 0), (0, 0)])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "apart"),
+    [([0, 0, 0], 0), ([0, 1], 2), ([0, 0, 1, 1], 4), ([0, 1, 0, 1, 2], 5), ([0, 0, 0, 1], 2), ([2, 1, 1, 0, 0, 0], 6)],
+)
+def test_slices_are_kept_on_another_node(nodes: list[int], apart: int) -> None:
+    """apart: how many can be."""
+    keeper = keepers(nodes)
+    assert sorted(keeper) == list(range(len(nodes)))  # each keeps one
+    assert all(rank != other for rank, other in enumerate(keeper))
+    assert sum(nodes[rank] != nodes[other] for rank, other in enumerate(keeper)) == apart
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"copies": 3, "update": "sharded"}, "copies=3: give 1, or 2"),
+        ({"copies": True, "update": "sharded"}, "copies=True: give 1, or 2"),
+        ({"copies": 2}, 'with update="replicated" all ranks have everything'),
+        ({"copies": 2, "update": "sharded"}, "there is only one rank"),
+    ],
+)
+def test_copies_that_make_no_sense(options: dict, match: str) -> None:
+    with Topology(MPI.COMM_SELF) as topology, pytest.raises(ArgumentError, match=match):
+        MirroredTrainer(NumpyNetwork([3, 2]), topology=topology, **options)
 
 
 def test_pieces_are_joined_in_order() -> None:

@@ -49,6 +49,7 @@ class CentralStorageTrainer(MirroredTrainer):
         *,
         storage: int = 0,
         device: str | None = None,
+        copies: int = 1,
         on_failure: str | None = None,
     ) -> None:
         """Make the replicas equal and move their parameters to the storage rank. Collective.
@@ -57,6 +58,7 @@ class CentralStorageTrainer(MirroredTrainer):
         topology: of the ranks that train together; all ranks by default.
         storage: the rank that holds the parameters and updates them. It computes too.
         device: where they are: "cpu" or "cuda", that of the replicas, which None stands for.
+        copies: as of MirroredTrainer: 2: another rank keeps what the storage rank has, and takes its place.
         on_failure: as of MirroredTrainer. Without the storage rank a fit goes back to its last checkpoint, on rank 0.
 
         Raises on all ranks, and leaves nothing behind: ArgumentError, DisagreementError (models that differ).
@@ -68,7 +70,7 @@ class CentralStorageTrainer(MirroredTrainer):
             _agree_on_arguments(ranks, replica, storage, device)
             with ranks.trial():
                 backend = Central(ranks, root=storage)
-            super().__init__(replica, backend, update="sharded", on_failure=on_failure)
+            super().__init__(replica, backend, update="sharded", copies=copies, on_failure=on_failure)
         except Exception as error:
             if everywhere(error, ranks.world):  # so all ranks come to the close
                 if backend is not None:
@@ -86,7 +88,7 @@ class CentralStorageTrainer(MirroredTrainer):
             return
         if self.replica.device == "cpu":
             try:
-                self._sharded = CentralUpdate(*parts, self._measured, steps)
+                self._sharded = CentralUpdate(*parts, self._measured, steps, self._copies_kept())
                 return
             except ArgumentError as refusal:  # on all ranks
                 notices.once(self.rank, f"central storage copies the model's whole state in every step: {refusal}")
@@ -122,8 +124,9 @@ class CentralUpdate(ShardedUpdate):
         clock: Stopwatch,
         measured: np.ndarray,
         steps: int,
+        copies: int = 1,
     ) -> None:
-        super().__init__(replica, backend, buffer, comm, clock, steps)
+        super().__init__(replica, backend, buffer, comm, clock, steps, copies)
         self._owner = backend.rank == backend.root
         self._measured = measured
         self._beside = measured.size > 0 and buffer.size == self._length
@@ -134,10 +137,12 @@ class CentralUpdate(ShardedUpdate):
             self._replica.update(self._part)
         return updates
 
-    def _after(self, measured: np.ndarray) -> None:
+    def _after(self, measured: np.ndarray) -> bool:
         flags = self._measured if self._beside else measured
-        if not self._owner and not flags[-1]:
+        updated = not flags[-1]
+        if updated and not self._owner:
             self._replica.update(self._part)  # of nothing: an optimizer counts its steps
+        return updated
 
 
 def _moved(storage: int, former: tuple[int, ...]) -> int:

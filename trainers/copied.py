@@ -47,6 +47,9 @@ class CopiedUpdate:
         self._steps = self._since = steps  # that were taken, and after which this rank's replica has changed
         self._root = all_values(comm, backend.owned(1).stop, "learn who updates").index(1)
 
+    def begin_batch(self) -> None:
+        """Nothing: a batch that is undone leaves the state as it was."""
+
     def step(self) -> Any:
         """Reduce the buffer, update on one rank, copy its state; returns what was measured, reduced, a view."""
         self._clock.start()
@@ -120,7 +123,7 @@ class CopiedUpdate:
         """As ShardedUpdate.snapshot, with no need of the other ranks."""
         return together(self._comm, lambda: self._replica.snapshot(memory) if wanted else {})
 
-    def fence(self) -> None:
+    def settle(self) -> None:
         """Nothing: every rank has parameters of its own."""
 
     def check_edits(self) -> None:

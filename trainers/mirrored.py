@@ -8,14 +8,13 @@ import numpy as np
 
 from allreduce.arrays import dtypes
 from allreduce.base import AllReduce
-from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere, together
 from allreduce.spares import Joining
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
-from trainers import malloc, surviving
+from trainers import malloc, surviving, twins
 from trainers.backends import UPDATES, backend_for, used_by
 from trainers.data import Batch
 from trainers.errors import ArgumentError
@@ -54,6 +53,7 @@ class MirroredTrainer(Outliving):
         topology: Topology | None = None,
         *,
         update: str = "replicated",
+        copies: int = 1,
         on_failure: str | None = None,
     ) -> None:
         """Make the replicas equal and bind their gradients to the backend's memory. Collective.
@@ -65,12 +65,17 @@ class MirroredTrainer(Outliving):
             which divides the update's time and the optimizer's memory by the ranks; the ranks of a node then
             have one copy of the parameters in common. For replicas with `bind_parameters`, on the CPU, and
             backends with two phases; "auto" names one. The result is the same.
+        copies: 2, with update="sharded": another rank, on another node as far as there are such, keeps each slice too.
+            After a loss all goes on from the last finished step, without a checkpoint, unless who kept a slice was lost
+            with its owner. A step then sends what the optimizer keeps of a slice (with Adam 8 bytes a parameter,
+            divided by the ranks; nothing where nodes have the same slices) and copies that, with the parameters, twice;
+            three slices more are held. Where a lost rank ends the job nothing is kept, and a line says so.
         on_failure: what happens when a rank is lost (it was killed, its node has died), where MPI lets the others live:
             Open MPI 5, started as mpirun --with-ft ulfm. "continue": the call goes on with the ranks that are left, and
-            `topology`, `allreduce`, `rank` and `size` of this trainer are new; with update="sharded" a fit goes back to
-            its last checkpoint, and callbacks are told those epochs again. "stop", which None stands for: where
-            a fit writes checkpoints it writes one more, and all ranks raise RankLostError. Without such an MPI, the job
-            ends, and "continue" is refused.
+            `topology`, `allreduce`, `rank` and `size` of this trainer are new; with update="sharded" and one copy a fit
+            goes back to its last checkpoint, and callbacks are told those epochs again. "stop", which None stands for:
+            where a fit writes checkpoints it writes one more, and all ranks raise RankLostError. Without such an MPI,
+            the job ends, and "continue" is refused.
 
         Raises on all ranks, and leaves nothing behind: ArgumentError, DisagreementError (models that differ),
         UnknownBackendError, UnavailableError, OptionError.
@@ -79,7 +84,7 @@ class MirroredTrainer(Outliving):
         self._owns_backend, self._owns_topology = not given, not given and topology is None
         ranks = allreduce.topology if isinstance(allreduce, AllReduce) else topology or Topology()
         try:
-            self._agree_on_arguments(ranks, replica, allreduce, topology, update, on_failure)
+            self._agree_on_arguments(ranks, replica, allreduce, topology, update, copies, on_failure)
             self.allreduce = backend_for(allreduce, ranks, update)
         except Exception as error:
             if self._owns_topology and everywhere(error, ranks.world):  # so all ranks come to the close
@@ -91,7 +96,7 @@ class MirroredTrainer(Outliving):
         super().__init__(replica, ranks)  # from here on a loss abandons this trainer, whatever of it there is
         if replica.allocates and replica.device == "cpu":
             malloc.keep_freed_memory()
-        self._update = update
+        self._update, self._copies = update, copies
         self._asked = self.allreduce.recipe if isinstance(allreduce, AllReduce) else allreduce  # for other ranks
         self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)
         self._fresh, self._rescued = self._last, []
@@ -101,8 +106,7 @@ class MirroredTrainer(Outliving):
             if everywhere(error, self._comm):
                 self.close()
             raise
-        remade = (self._asked is not None or self.remakes) and replica.device == "cpu"
-        if remade and losses.in_force() and (self.size > 1 or isinstance(ranks, Joining)):
+        if self._outlives and (self.size > 1 or isinstance(ranks, Joining)):
             self._survival = Survival(self, goes_on=on_failure == "continue")
 
     def _agree_on_arguments(
@@ -112,6 +116,7 @@ class MirroredTrainer(Outliving):
         allreduce: str | AllReduce,
         topology: Topology | None,
         update: str,
+        copies: int,
         on_failure: str | None,
     ) -> None:
         """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective."""
@@ -123,8 +128,11 @@ class MirroredTrainer(Outliving):
             error = ArgumentError(f'update="sharded" works on the CPU, and this replica is on {replica.device}')
         elif isinstance(allreduce, AllReduce) and topology is not None and topology is not allreduce.topology:
             error = ArgumentError(f"{allreduce!r} has a topology of its own; pass the backend's name, or no topology")
+        elif update != "sharded" and copies == 2:
+            error = ArgumentError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
+        error = error or twins.refusal(copies, ranks.size, on_failure == "continue")
         error = error or surviving.refusal(on_failure, ranks, replica, None if self.remakes else allreduce)
-        row = f"MirroredTrainer({type(replica).__name__}, {name!r}, update={update!r}, on_failure={on_failure!r})"
+        row = f"MirroredTrainer({type(replica).__name__}, {name!r}, {update=}, {copies=}, {on_failure=})"
         ranks.agree([zlib.crc32(row.encode())], row, error)
 
     def _unmake(self) -> None:
@@ -153,7 +161,7 @@ class MirroredTrainer(Outliving):
         if self.size > 1:
             assert isinstance(self.allreduce, TwoPhase)
             parts = self.replica, self.allreduce, self.buffer, self._comm, self._communication
-            self._sharded = ShardedUpdate(*parts, self.steps)
+            self._sharded = ShardedUpdate(*parts, self.steps, self._copies_kept())
 
     def _allocate(self, length: int, dtype: str) -> Any:
         return self.allreduce.allocate(length, dtype, device=self.replica.device)
@@ -170,6 +178,8 @@ class MirroredTrainer(Outliving):
             measured[:metrics] = 0
         else:
             self._check_edits()
+            if self._sharded is not None:
+                self._sharded.begin_batch()
             measured[:metrics] = self.replica.gradients(batch.x, batch.y, batch.share)
             measured[:metrics] *= batch.share
 
@@ -248,7 +258,7 @@ class MirroredTrainer(Outliving):
 
     def _settle(self) -> None:
         if self._sharded is not None:
-            self._sharded.fence()
+            self._sharded.settle()
 
     def abandon(self) -> None:
         super().abandon()

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce import create
+from allreduce import create, notices
 from allreduce.base import AllReduce, Recipe
 from allreduce.messages import losses
 from allreduce.messages.agreement import all_values, together
@@ -32,6 +32,7 @@ class Outliving(Trainer):
     allreduce: AllReduce
     _asked: str | Recipe | None
     _update: str
+    _copies: int  # of each slice that were asked for
     _measured: Any
     _last: np.ndarray  # what the last step has measured
     _fresh: np.ndarray
@@ -54,6 +55,20 @@ class Outliving(Trainer):
     @property
     def goes_back(self) -> bool:
         return self.goes_on and self._sharded is not None and not self._sharded.all_twice
+
+    @property
+    def _outlives(self) -> bool:
+        """Whether lost ranks leave the others alive, and this is made again on those."""
+        remade = (self._asked is not None or self.remakes) and self.replica.device == "cpu"
+        return remade and losses.in_force()
+
+    def _copies_kept(self) -> int:
+        """How many ranks have each slice. Local."""
+        if self._copies == 2 and not self._outlives:
+            why = "a lost rank ends the job (mpirun --with-ft ulfm lets the others live)"
+            notices.once(self.rank, f"copies=2: no second copies are kept, since {why}")
+            return 1
+        return self._copies
 
     def note_step(self) -> None:
         super().note_step()

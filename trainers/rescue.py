@@ -48,19 +48,18 @@ def choose(offers: Sequence[Sequence[Offer]], length: int) -> Choice | None:
 
 
 def _covering(offers: Sequence[Sequence[Offer]], length: int, step: int) -> list[tuple[int, int]] | None:
-    """Pieces for a step, one behind the other."""
-    fitting: dict[int, tuple[int, int, int]] = {}  # where one begins: where it ends, and whose it is
-    for rank, each in enumerate(offers):
-        for number, (first, last, start, stop) in enumerate(each):
-            if first <= step <= last and stop > fitting.get(start, (start, 0, 0))[0]:
-                fitting[start] = (stop, rank, number)
-    pieces, place = [], 0
-    while place < length:
-        if place not in fitting:
-            return None
-        place, rank, number = fitting[place]
-        pieces.append((rank, number))
-    return pieces
+    """Pieces for a step, one behind the other; of equal ones that which its rank has named first."""
+    fitting = [
+        (start, number, rank, stop)
+        for rank, pieces in enumerate(offers)
+        for number, (first, last, start, stop) in enumerate(pieces)
+        if first <= step <= last and start < stop
+    ]
+    ways: dict[int, list[tuple[int, int]]] = {0: []}  # where pieces end that lie one behind the other: which they are
+    for start, number, rank, stop in sorted(fitting):
+        if start in ways and stop not in ways:
+            ways[stop] = [*ways[start], (rank, number)]
+    return ways.get(length)
 
 
 def joined(pieces: Sequence[tuple[Arrays, Arrays]]) -> Arrays:

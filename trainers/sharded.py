@@ -27,6 +27,7 @@ from trainers.errors import ArgumentError
 from trainers.exchange import to_root
 from trainers.replica import Replica, reserved
 from trainers.rescue import Piece
+from trainers.twins import Twins
 from trainers.watching.stopwatch import Stopwatch
 
 
@@ -36,14 +37,17 @@ class Update(Protocol):
     all_twice: whether any one rank may be lost without a part of the state.
     """
 
-    all_twice: bool
+    @property
+    def all_twice(self) -> bool: ...
 
     @property
     def in_common(self) -> bool: ...
 
+    def begin_batch(self) -> None: ...
+
     def step(self) -> Any: ...
 
-    def fence(self) -> None: ...
+    def settle(self) -> None: ...
 
     def check_edits(self) -> None: ...
 
@@ -75,11 +79,10 @@ class ShardedUpdate:
     buffer: what is reduced in every step: the gradients, then what is measured. The replicas are equal.
     comm: of all ranks.
     clock: runs while a rank waits for others.
+    steps: that were taken before. copies: how many ranks have each slice: 1 or 2.
 
     Raises ArgumentError on all ranks when the replica can't be updated in slices.
     """
-
-    all_twice = False
 
     def __init__(
         self,
@@ -89,23 +92,28 @@ class ShardedUpdate:
         comm: MPI.Intracomm,
         clock: Stopwatch,
         steps: int = 0,
+        copies: int = 1,
     ) -> None:
         self._replica, self._backend, self._buffer = replica, backend, buffer
         self._comm, self._clock = comm, clock
         self._steps = self._since = steps  # that were taken, and after which this rank has updated
         self._span: Callable[[str], AbstractContextManager[None]] = nothing
         self._fences: Series | None = None
+        self._kept: Series | None = None
         self._length = replica.gradient_length
         self._mine = backend.owned(buffer.size)
         self._part = slice(*self._mine.indices(self._length)[:2])
         self._window: CommonWindow | None = None
         self._array = self._allocate(str(replica.gradient_dtype))
+        self._twins: Twins | None = None
         try:
             together(comm, lambda: replica.bind_parameters(self._array[: self._length]))
+            if copies == 2:
+                self._twins = Twins(replica, self._array, self._mine, self._length, backend.topology, comm)
         except Exception:
             self._free()
             raise
-        self.fence()
+        self.settle()
 
     def _allocate(self, dtype: str) -> np.ndarray:
         """Memory that the ranks of the node have in common, where these own everything and it has room."""
@@ -122,17 +130,29 @@ class ShardedUpdate:
             self._free()
         return self._backend.allocate(self._buffer.size, dtype)
 
+    @property
+    def all_twice(self) -> bool:
+        return self._twins is not None
+
+    def begin_batch(self) -> None:
+        """A batch is computed, which may change what belongs to the state. Local."""
+        if self._twins is not None:
+            self._twins.begin_batch()
+
     def step(self) -> np.ndarray:
         """Reduce the buffer, update the parameters everywhere; returns what was measured, reduced, a view."""
+        taken = self._steps + 1
         self._clock.start()
         self._backend.reduce_scatter(self._buffer, "sum")
         self._clock.stop()
+        if self._twins is not None:
+            self._twins.begin_update(self._since, self._steps)
         with self._span("update"):
             updated = self._update()
         measured = slice(max(self._mine.start, self._length), max(self._mine.stop, self._length))
         self._array[measured] = self._buffer[measured]
         if updated:
-            self._steps = self._since = self._steps + 1
+            self._steps = self._since = taken
         self._clock.start()
         if self._window is None:
             self._backend.all_gather(self._array)
@@ -143,8 +163,20 @@ class ShardedUpdate:
                 self._fences.note("meet in common memory", begin, {})
         self._clock.stop()
         self._replica.refresh()
-        self._after(self._array[self._length :])
+        if self._after(self._array[self._length :]):
+            self._keep(taken)
         return self._array[self._length :]
+
+    def _keep(self, step: int) -> None:
+        """Have the slices kept a second time, as they are after a step. Collective."""
+        if self._twins is None:
+            return
+        self._clock.start()
+        begin = now()
+        self._twins.keep(step)
+        if self._kept is not None:
+            self._kept.note("keep slices twice", begin, {})
+        self._clock.stop()
 
     def _update(self) -> bool:
         """Update what this rank owns; whether it was."""
@@ -156,7 +188,9 @@ class ShardedUpdate:
         self._steps = steps
 
     def rescue(self) -> list[Piece]:
-        """What this rank owns of the state, by itself, copied. Local."""
+        """What this rank has of the state, by itself, copied. Local."""
+        if self._twins is not None:
+            return self._twins.pieces(self._own())
         return [self._own()] if self._mine.start < self._mine.stop else []
 
     def _own(self) -> Piece:
@@ -168,20 +202,28 @@ class ShardedUpdate:
         sliced["parameters"] = np.array(self._array[self._mine])  # and what was measured, behind them
         return Piece(self._since, self._steps, self._mine.start, self._mine.stop, sliced, state)
 
-    def _after(self, measured: np.ndarray) -> None:
-        """All parameters are updated, and this was measured."""
+    def _after(self, measured: np.ndarray) -> bool:
+        """All ranks are through the update, and this was measured; whether parameters were updated."""
+        return True
 
     def record(self, backend: AllReduce, trace: Trace | None) -> None:
         """Record in `trace` what is done here; the calls of `backend` are recorded there. Local."""
         assert isinstance(backend, TwoPhase)
         self._backend, self._span = backend, nothing if trace is None else trace.span
         self._fences = None if trace is None else trace.series("fences")
+        self._kept = None if trace is None or self._twins is None else trace.series("second copies")
 
     def fence(self) -> None:
         """Afterwards all ranks of the node see what any of them has written, and none of them still writes."""
         if self._window is not None:
             self._window.fence()
             self._replica.accept_edits()
+
+    def settle(self) -> None:
+        """The state was changed otherwise than by a step: go on when all ranks have done so. Collective."""
+        self.fence()
+        self._since = self._steps
+        self._keep(self._steps)
 
     @property
     def in_common(self) -> bool:
@@ -244,7 +286,7 @@ class ShardedUpdate:
         """Give the replica parameters of its own, without what other ranks have of its state. Local."""
         self._replica.bind_parameters(np.empty(self._length, self._array.dtype))
         self._array, self._buffer = np.empty(0, np.uint8), np.empty(0, np.uint8)
-        self._window = None
+        self._window = self._twins = None
 
     def _free(self) -> None:
         """Collective over the node."""

@@ -34,12 +34,19 @@ class Strategy(NamedTuple):
 
 def _mirrored(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
     return trainers.MirroredTrainer(
-        replica, chosen.allreduce, topology, update=chosen.update, on_failure=chosen.on_failure
+        replica,
+        chosen.allreduce,
+        topology,
+        update=chosen.update,
+        copies=chosen.copies,
+        on_failure=chosen.on_failure,
     )
 
 
 def _central_storage(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
-    return trainers.CentralStorageTrainer(replica, topology, storage=chosen.storage_rank, on_failure=chosen.on_failure)
+    return trainers.CentralStorageTrainer(
+        replica, topology, storage=chosen.storage_rank, copies=chosen.copies, on_failure=chosen.on_failure
+    )
 
 
 def _parameter_server(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
@@ -65,12 +72,12 @@ ASYNC_ONLY = {"stale": "keep", "max_staleness": None, "warm_up": 0, "lr_by_worke
 STRATEGIES = {
     "mirrored": Strategy(
         "all ranks hold the model and average their gradients in every step",
-        {"allreduce": "auto", "update": "replicated", "on_failure": None, "spares": 0},
+        {"allreduce": "auto", "update": "replicated", "copies": 1, "on_failure": None, "spares": 0},
         _mirrored,
     ),
     "central_storage": Strategy(
         "one rank holds the parameters and updates them; all compute",
-        {"storage_rank": 0, "on_failure": None},
+        {"storage_rank": 0, "copies": 1, "on_failure": None},
         _central_storage,
     ),
     "parameter_server": Strategy(
@@ -99,6 +106,11 @@ def add_options(group: Any) -> None:
         "--update", choices=UPDATES,
         help="replicated: every rank updates all parameters; sharded: its own slice, which divides the work "
         f"(default: replicated; {_of('update')})",
+    )  # fmt: skip
+    add(
+        "--copies", type=integer(1), metavar="N",
+        help="2: what one rank alone would have (a slice with --update sharded, the storage) another one keeps too, so "
+        f"that no checkpoint is needed when it is lost; costs a message a step (default: 1; {_of('copies')})",
     )  # fmt: skip
     add(
         "--spares", type=integer(0), metavar="N",

@@ -246,4 +246,6 @@ def in_words(trainer: "Trainer") -> str:
         return "there are no others to go on"
     if not losses.in_force():
         return "the job ends (mpirun --with-ft ulfm lets the others live)"
-    return "the others go on" if trainer.goes_on else "the others stop (--on-failure continue: they go on)"
+    if not trainer.goes_on:
+        return "the others stop (--on-failure continue: they go on)"
+    return f"the others go on{', from the last checkpoint (--copies 2: without one)' if trainer.goes_back else ''}"

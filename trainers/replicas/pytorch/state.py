@@ -28,10 +28,11 @@ class TorchState:
     def pack(self, memory: dict[str, np.ndarray] | None = None, without: Collection[str] = ()) -> dict[str, np.ndarray]:
         """Copies, which look alike before and after the optimizer's first step.
 
-        memory: arrays of earlier copies, used again and kept there. without: elementwise entries to leave out.
+        memory: arrays of earlier copies, used again and kept there. without: elementwise entries, and
+            "parameters", to leave out.
         """
         memory = {} if memory is None else memory
-        held = {"parameters": flat_array(self._trained, memory, "parameters")}
+        held = {} if "parameters" in without else {"parameters": flat_array(self._trained, memory, "parameters")}
         trained = {id(each) for each in self._trained}
         for name, each in [*self._module.named_parameters(), *self._module.named_buffers()]:
             if id(each) not in trained:
