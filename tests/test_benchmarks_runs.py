@@ -336,3 +336,10 @@ def test_the_cost_of_a_checkpoint(mpirun: JobRunner, tmp_path: Path) -> None:
     assert result["bytes"] > 3 * 4 * result["parameters"]
     assert len(result["seconds"]["the step that writes"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # the checkpoints are gone
+
+
+def test_the_cost_of_second_copies(mpirun: JobRunner) -> None:
+    options = ["--parameters", "0.05", "--batch", "4", "--steps", "4", "--turns", "2"]
+    job = mpirun(2, ["-m", "benchmarks.copies", *options], ulfm=True)
+    assert job.returncode == 0, job.stderr
+    assert re.search(r"^2 +4 +\d", job.stdout, re.MULTILINE), job.stdout
