@@ -3,18 +3,25 @@
     python -m benchmarks.faults --runs 1000 --seed 1       a table: injected, survived, hung, wrong, seconds, work lost
     python -m benchmarks.faults --only 1000017             one run again, by the number that it was told with
 
-Starts jobs of its own, under Open MPI's mpirun --with-ft ulfm: start it without mpirun. A run is one training of 2 to
-5 ranks in a random configuration, of which one or several ranks, rank 0 too, get a SIGKILL: at an instant that nothing
-in the program knows, or at a named point, such as the middle of a reduction or the repair after another loss.
+Starts jobs of its own, under Open MPI's mpirun --with-ft ulfm: start it without mpirun. A run is one program of 2 to
+5 ranks in a random configuration: every trainer, with and without checkpoints and spare ranks, loops with
+MirroredOptimizer, plain calls of a backend. One or several of its ranks, rank 0 too, get a SIGKILL: at an instant that
+nothing in the program knows, or at a named point, such as the middle of a reduction or the repair after another loss.
+Some runs have another fault: SIGSTOP and SIGCONT, SIGTERM, an exception, sys.exit(0), ranks that do different things.
 
     survived   those left have finished, with the same bits, and with the parameters and the accuracy of a training that
-               no rank has left (to float tolerance: batches do not depend on the number of ranks)
+               no rank has left (to float tolerance: batches do not depend on the number of ranks). Where the result
+               depends on who is fast, as with servers that do not wait: with every update, and about the accuracy
+    refused    ranks did different things, or one brought a NaN: all of them have raised the right named error
+    orderly    the job ended by a fault that has to end it, and told of it: an exception, or a server without twin
     hung       no rank came any further for --limit seconds
     wrong      it ended well, with another result
-    ended      it ended, in an error or without a word
+    MPI's own  it ended in a known defect of Open MPI's (see benchmarks.injecting.reasons)
+    ended      it ended, in another error or without a word
 
-The seconds go from the kill until the last of those left has finished a step, or a call, without the lost rank. What
-a run that was not survived has left, with its output, is kept in --keep. Exit code 1 says that there was one.
+The seconds go from the kill until the last of those left has finished a step, or a call, without the lost rank; of
+ranks that differ, until the last one has raised the error. What a bad run has left, with its output, is kept in --keep.
+Exit code 1 says that there was one.
 """
 
 import mpi4py
@@ -32,7 +39,7 @@ from collections.abc import Iterator, Sequence  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from benchmarks.injecting import jobs, judging, plans  # noqa: E402
+from benchmarks.injecting import drawing, jobs, judging, plans  # noqa: E402
 from benchmarks.injecting.judging import Judged  # noqa: E402
 from benchmarks.injecting.table import record, table  # noqa: E402
 
@@ -71,7 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=1, metavar="S", help="another one gives other runs (default: 1)")
     add("--only", type=int, metavar="NUMBER", help="one run, by its number")
     add("--programs", default=",".join(plans.PROGRAMS), metavar="NAME,...", help="(default: %(default)s)")
-    add("--updates", default=",".join(plans.UPDATES), metavar="NAME,...", help="of trainers (default: %(default)s)")
     add("--most-ranks", type=int, default=5, metavar="N", help="(default: 5)")
     add("--jobs", type=int, default=1, metavar="N", help="jobs at once, which spoils the seconds (default: 1)")
     add(
@@ -93,7 +99,7 @@ def run_all(numbers: Sequence[int], options: argparse.Namespace) -> Iterator[Jud
 
 
 def _run(number: int, options: argparse.Namespace) -> Judged:
-    plan = plans.draw(number, options.programs.split(","), options.updates.split(","), options.most_ranks)
+    plan = drawing.draw(number, options.programs.split(","), options.most_ranks)
     with tempfile.TemporaryDirectory(prefix="faults", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         ended = jobs.run(plan, folder, options.limit)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import JobRunner, lacking
 
-from benchmarks.injecting import jobs, judging, kinds, model, notes, plans, points, scenarios
+from benchmarks.injecting import drawing, jobs, judging, kinds, model, notes, plans, points, reasons, scenarios
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 import programs
@@ -83,27 +83,44 @@ def test_what_must_be_seen_of_a_fault_is_seen(name: str, tmp_path: Path, monkeyp
     ended = jobs.run(plan, tmp_path, 60)
     judged = judging.judge(plan, ended, tmp_path)
     losses = [fault for fault in plan.faults if fault.kind == "kill"]
-    wanted = "told" if any(kinds.KINDS[fault.kind].ends for fault in plan.faults) else "survived"
-    assert judged.outcome == wanted, f"{judged.why}\n{ended.printed}"
+    assert judged.outcome == wanted(plan), f"{judged.why}\n{ended.printed}"
     assert len(judged.faults) == len(plan.faults), "one did not come to happen"
     assert not losses or any(fault.seconds is not None for fault in judged.faults)
 
 
+def wanted(plan: plans.Plan) -> str:
+    """What has to become of a run."""
+    if any(kinds.KINDS[fault.kind].ends for fault in plan.faults):
+        return judging.ORDERLY
+    return {"differ": judging.REFUSED, "spoil": judging.WRONG}.get(plan.faults[0].kind, judging.SURVIVED)
+
+
 def test_every_run_of_a_number_is_the_same_and_leaves_somebody() -> None:
-    drawn = [plans.draw(number) for number in range(500)]
-    assert drawn == [plans.draw(number) for number in range(500)]
+    drawn = [drawing.draw(number) for number in range(1000)]
+    assert drawn == [drawing.draw(number) for number in range(1000)]
     for plan in drawn:
         assert plan == plans.Plan.of_dict(json.loads(json.dumps(plan.as_dict())))
         victims = [fault.rank for fault in plan.faults]
         assert 1 <= len(set(victims)) == len(victims) < plan.ranks
-    assert {fault.point for plan in drawn for fault in plan.faults} == {plans.OUTSIDE, *points.PLACES}
+    assert {plan.program for plan in drawn} == set(plans.PROGRAMS)
+    met = {fault.point for plan in drawn for fault in plan.faults if fault.kind != "differ"}
+    assert met == {plans.OUTSIDE, *points.PLACES}
+    assert {fault.kind for plan in drawn for fault in plan.faults} == {"kill", "differ", *drawing.OTHERS}
+
+
+def test_what_a_job_has_ended_of_is_told_apart() -> None:
+    crash = "[1] ompi_comm_revoke_local+0x1\n"
+    assert reasons.of_mpi(crash)
+    assert not reasons.of_mpi("rank 1 of 3: RankLostError: rank 0 was lost")
+    assert reasons.reason("KeyError: 1\nrank 1: RankLostError: rank 0 was lost") == "RankLostError: rank 0 was lost"
+    assert reasons.reason("") == "without a word"
 
 
 def test_a_wrong_result_is_seen(tmp_path: Path) -> None:
     """A batch that was left out, or done twice, is further from the right parameters than rounding is."""
     plan = plans.Plan(1, 1)
     right, accuracy = model.without_faults(plan)
-    end = {"size": 1, "hashes": ["a"], "epochs": plans.EPOCHS, "accuracy": accuracy, "predicted": accuracy}
+    end = {"ranks": [0], "hashes": ["a"], "epochs": plans.EPOCHS, "accuracy": accuracy, "predicted": accuracy}
     notes.Notes(tmp_path, 0).add("end", **end)
     found = {}
     for name, parameters in (("right", right), ("wrong", model.without_faults(plan, left_out=7)[0])):

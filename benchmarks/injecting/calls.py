@@ -41,7 +41,7 @@ class Calls:
             right = sum(_value(member, self.step) for member in members)
             if not (array == right).all():
                 raise WrongSumError(f"step {self.step}: {array[:3]}, right {right}, of {members}")
-            steps.note(self._notes, self.step, topology.size)
+            steps.note(self._notes, self.step, topology)
             self.step += 1
 
     def _meet(self) -> tuple[list[int], int]:
@@ -57,7 +57,7 @@ def _value(rank: int, step: int) -> int:
     return (rank + 1) * (step + 1)
 
 
-def call(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
+def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
     calls = Calls(plan, notes, topology)
     while True:
         try:
@@ -71,5 +71,5 @@ def call(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
         if calls.topology.finished(done):
             break
         calls.again()
-    notes.add("end", size=calls.topology.size)
+    notes.add("end", ranks=steps.members(calls.topology))
     calls.topology.close()

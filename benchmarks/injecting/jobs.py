@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from benchmarks.injecting.plans import OUTSIDE, Fault, Plan
 
 LOOK_SECONDS = 0.001
 GRACE_SECONDS = 5.0
+STEP = re.compile(r'"step": (\d+),')
+LINE = 100  # characters of a note that may have been half written; steps that are read twice do not matter
 SMALL = "64m"  # what containers often have
 
 
@@ -85,11 +88,14 @@ def _variables(temporary: str) -> dict[str, str]:
 def _watch(job: "subprocess.Popen[bytes]", plan: Plan, folder: Path, limit: float) -> dict[int, float]:
     """Send each signal from outside at its instant; returns when the job has ended, or hangs."""
     noted, since = 0, time.monotonic()
-    coming = {number: _signals(fault, folder) for number, fault in enumerate(plan.faults) if fault.point == OUTSIDE}
+    newest = Newest(plan, folder)
+    outside = [(number, fault) for number, fault in enumerate(plan.faults) if fault.point == OUTSIDE]
+    coming = {number: _signals(fault, folder, newest) for number, fault in outside}
     sent: dict[int, float] = {}
     while job.poll() is None and time.monotonic() - since < limit:
         if (size := sum(path.stat().st_size for path in folder.glob("notes.*"))) != noted:
             noted, since = size, time.monotonic()
+            newest.read()
         for number, signals in coming.items():
             if (found := next(signals, None)) is not None:
                 sent.setdefault(number, time.monotonic())
@@ -98,15 +104,28 @@ def _watch(job: "subprocess.Popen[bytes]", plan: Plan, folder: Path, limit: floa
     return sent
 
 
-def _signals(fault: Fault, folder: Path) -> Iterator[tuple[int, signal.Signals] | None]:
+class Newest:
+    """The newest step that any rank has noted; -1 before. A rank that waits for a place notes none."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self._paths = [notes.path_of(folder, rank) for rank in range(plan.ranks)]
+        self._read = dict.fromkeys(self._paths, 0)
+        self.step = -1
+
+    def read(self) -> None:
+        """Look at what has come since."""
+        for path in filter(Path.exists, self._paths):
+            with path.open() as file:
+                file.seek(self._read[path])
+                steps = STEP.findall(file.read())
+                self._read[path] = max(0, file.tell() - LINE)
+            self.step = max(self.step, *map(int, steps), self.step)
+
+
+def _signals(fault: Fault, folder: Path, newest: Newest) -> Iterator[tuple[int, signal.Signals] | None]:
     """None until the instant of a signal has come; then the number of the process that it is for, and the signal."""
-    path, text = notes.path_of(folder, fault.rank), ""
-    while not path.exists():
+    while newest.step < fault.turn:
         yield None
-    with path.open() as file:
-        while f'"step": {fault.turn},' not in text:
-            yield None
-            text = text[-100:] + file.read()
     for number, delay in _series(fault):
         instant = time.monotonic() + delay
         while time.monotonic() < instant:

@@ -28,6 +28,8 @@ KINDS = {
     "nan": Kind("a gradient that is no number, with CheckGradients", True, r"NotFiniteError: .*rank {rank}"),
     "exit": Kind("sys.exit(0) in the middle", True, r"RankLeftError: rank {rank} has left"),
     "term": Kind("SIGTERM", True, r"SIGTERM"),
+    "differ": Kind("it does something else than the others, see `disagreements`", False),
+    "spoil": Kind("it brings a wrong summand, or takes a wrong sum: that has to be found", False),
     "truncate": Kind("the newest checkpoint is cut off, and gone on from", False, r"checkpoint"),
     "alter": Kind("a byte of the newest checkpoint is changed, and gone on from", False, r"checkpoint"),
     "cut": Kind(
@@ -35,3 +37,4 @@ KINDS = {
     ),
     "shm": Kind("/dev/shm is full", True, r"shared memory is too small"),
 }
+TOLD_SECONDS = 2.0  # after which a stop must be told of, with the driver's ALLREDUCE_STALL_SECONDS=1

@@ -14,6 +14,7 @@ from trainers.replicas.numpy.network import NumpyNetwork
 SIZES = (64, 32, 10)
 RATES = {"momentum": 0.02, "adam": 0.002}
 TESTED = 200  # rows
+SHIFT = 0.25  # of all parameters, by an edit at the end
 
 
 @functools.cache

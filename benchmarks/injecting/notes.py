@@ -15,7 +15,7 @@ class Notes:
         self._file = os.open(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def add(self, what: str, **more: Any) -> None:
-        """what: "pid", "step" (step, size), "call" (name, size), "fault" (number) or "end" (what was found)."""
+        """what: "pid", "step" (step, ranks), "call" (name, ranks), "fault" (number), "refused" (error) or "end"."""
         line = json.dumps({"what": what, "time": time.monotonic(), **more}) + "\n"
         os.write(self._file, line.encode())
 

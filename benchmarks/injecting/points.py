@@ -14,21 +14,32 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import numpy as np
+
 from benchmarks.injecting.notes import Notes
 from benchmarks.injecting.plans import START, Fault, Plan
 
 # The owner of a method or function, and its name. Of a class also the same method of those that inherit from it.
 PLACES = {
-    "compute": [("trainers.base:Trainer", "_compute")],
+    "compute": [
+        ("trainers.base:Trainer", "_compute"),
+        ("trainers.parameter_server:ParameterServerTrainer", "_compute_part"),
+        ("trainers.spare_replicas:SpareReplicasTrainer", "_compute_part"),
+        ("benchmarks.injecting.loop", "forward"),
+    ],
+    "backward": [("benchmarks.injecting.loop", "backward")],
+    "push": [("trainers.serving.client:Client", "push")],
+    "reply": [("trainers.serving.desk:Desk", "reply")],
     "call": [("allreduce.calls:Calls", "run")],
     "reduce": [("allreduce.calls:Calls", "run")],  # inside of a call, when the ranks have met
     "middle of a reduction": [("allreduce.two_phase:TwoPhase", "_all_gather")],
-    "update": [("trainers.replica:Replica", "update")],
+    "update": [("trainers.replica:Replica", "update"), ("trainers.pytorch.optimizer:MirroredOptimizer", "step")],
     "end of a step": [("benchmarks.injecting.steps", "note")],
     "evaluate": [("trainers.base", "evaluated")],
     "predict": [("trainers.base", "predicted")],
     "mirror": [("trainers.base:Trainer", "_mirror")],
-    "checkpoint": [("trainers.saving:Saver", "save")],
+    "edit": [("benchmarks.injecting.training", "shift")],
+    "checkpoint": [("trainers.saving:Saver", "save"), ("benchmarks.injecting.loop:Loop", "save")],
     "finished": [("allreduce.topology:Topology", "finished")],
     "survivors": [("allreduce.topology:Topology", "survivors")],
     "rebuild": [("allreduce.base:AllReduce", "_connect")],
@@ -123,6 +134,8 @@ def happen(fault: Fault, notes: Notes, arguments: tuple[Any, ...]) -> None:
         time.sleep(fault.delay)
     if fault.kind == "nan":
         arguments[0].buffer[0] = float("nan")
+    if fault.kind == "spoil":
+        next(array for array in arguments if isinstance(array, np.ndarray))[0] += 1
     if fault.kind == "cut":
         (notes.folder / CUT).touch()
     if fault.kind == "shm":

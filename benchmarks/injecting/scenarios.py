@@ -1,4 +1,4 @@
-"""Faults that are not left to chance: one run of each kind, and of each moment that a loss may come at."""
+"""Faults that are not left to chance: one run of each kind, and of moments that a loss may come at."""
 
 from benchmarks.injecting.plans import BETWEEN, START, Fault, Plan
 
@@ -37,5 +37,18 @@ SCENARIOS = {
             Fault("kill", 3, "evaluate", 6),
         ),
     ),
+    "losses in a sharded training": Plan(
+        13,
+        3,
+        program="sharded",
+        backend="ring",
+        checkpoint=7,
+        faults=(Fault("kill", 0, "update", 30), Fault("kill", 1, "edit", 1)),
+    ),
+    "a wrong summand": Plan(14, 2, backend="native", faults=(Fault("spoil", 1, "reduce", 20),)),
+    "a wrong sum": Plan(
+        15, 2, program="calls", backend="native", faults=(Fault("spoil", 1, "reduce", 20, after=True),)
+    ),
+    "disagreement": Plan(16, 3, program="disagreement", backend="ring", faults=(Fault("differ", 1, "op", 20),)),
     "term": Plan(5, 3, goes_on=False, checkpoint=7, faults=(Fault("term", 1, turn=20),)),
 }

@@ -1,8 +1,15 @@
 """The end of a step, whatever the program is: a point of its own."""
 
+from allreduce import ending
+from allreduce.topology import Topology
 from benchmarks.injecting.notes import Notes
 
 
-def note(notes: Notes, step: int, size: int) -> None:
-    """A step is finished, on so many ranks."""
-    notes.add("step", step=step, size=size)
+def note(notes: Notes, step: int, topology: Topology) -> None:
+    """A step is finished, on the ranks of this topology."""
+    notes.add("step", step=step, ranks=members(topology))
+
+
+def members(topology: Topology) -> list[int]:
+    """Of the whole job."""
+    return list(ending.world_ranks(topology.world))

@@ -1,28 +1,37 @@
 """The table of a long run, and its JSON."""
 
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.injecting.judging import OUTCOMES, Injected, Judged
+from benchmarks.injecting.judging import ENDED, HUNG, OF_MPI, OUTCOMES, WRONG, Injected, Judged
 
-HEAD = f"{'injected':32}{'times':>6}" + "".join(f"{name:>10}" for name in OUTCOMES) + f"{'median s':>10}{'max s':>10}"
+HEAD = f"{'times':>6}" + "".join(f"{name:>10}" for name in OUTCOMES) + f"{'median s':>10}{'max s':>8}{'redone':>8}"
 
 
 def table(runs: Sequence[Judged]) -> str:
-    """A line for every kind of fault, and one for all."""
-    faults = [fault for run in runs for fault in run.faults]
-    lines = [HEAD]
-    for name in sorted({fault.name for fault in faults}):
-        lines.append(_line(name, [fault for fault in faults if fault.name == name]))
-    lines.append(_line("all", faults))
-    redone = [run.redone for run in runs if run.faults]
-    if redone:
-        lines.append(
-            f"steps done again, a run: median {statistics.median(redone):g}, most {max(redone)} (besides the one that "
-            "a loss has broken off)"
-        )
+    """A line for every kind of fault, one for every program, one for all, and why runs have ended."""
+    pairs = [(run, fault) for run in runs for fault in run.faults]
+    lines = _group("injected", pairs, lambda _, fault: fault.name)
+    lines += ["", *_group("program", pairs, lambda run, _: run.plan.program), "", _line("all", pairs)]
+    bad = Counter((run.outcome, run.why) for run in runs if run.outcome in (HUNG, WRONG, OF_MPI, ENDED))
+    lines += [f"{times} x {outcome}: {why}" for (outcome, why), times in bad.most_common()]
     return "\n".join(lines)
+
+
+def _group(title: str, pairs: Sequence[tuple[Judged, Injected]], key: Callable[[Judged, Injected], str]) -> list[str]:
+    names = sorted({key(*pair) for pair in pairs})
+    return [f"{title:32}{HEAD}", *(_line(name, [pair for pair in pairs if key(*pair) == name]) for name in names)]
+
+
+def _line(name: str, pairs: Sequence[tuple[Judged, Injected]]) -> str:
+    """redone: the most steps that a run has done again, besides the one that a loss has broken off."""
+    counts = "".join(f"{sum(fault.outcome == outcome for _, fault in pairs):>10}" for outcome in OUTCOMES)
+    seconds = [fault.seconds for _, fault in pairs if fault.seconds is not None]
+    times = f"{statistics.median(seconds):>10.3f}{max(seconds):>8.3f}" if seconds else f"{'':>18}"
+    redone = max((run.redone for run, _ in pairs), default=0)
+    return f"{name:32}{len(pairs):>6}{counts}{times}{redone:>8}"
 
 
 def record(runs: Sequence[Judged], seed: int, seconds: float) -> dict[str, Any]:
@@ -43,10 +52,3 @@ def record(runs: Sequence[Judged], seed: int, seconds: float) -> dict[str, Any]:
             for run in runs
         ],
     }
-
-
-def _line(name: str, faults: Sequence[Injected]) -> str:
-    counts = "".join(f"{sum(fault.outcome == outcome for fault in faults):>10}" for outcome in OUTCOMES)
-    seconds = [fault.seconds for fault in faults if fault.seconds is not None]
-    times = f"{statistics.median(seconds):>10.3f}{max(seconds):>10.3f}" if seconds else f"{'':>20}"
-    return f"{name:32}{len(faults):>6}{counts}{times}".rstrip()
