@@ -2,6 +2,8 @@
 
     python -m benchmarks.faults --runs 1000 --seed 1       a table: injected, survived, hung, wrong, seconds, work lost
     python -m benchmarks.faults --only 1000017             one run again, by the number that it was told with
+    python -m benchmarks.faults --scenarios                one run of every kind of fault, also of damaged checkpoints,
+                                                           a full /dev/shm, and sums that are made wrong and so found
 
 Starts jobs of its own, under Open MPI's mpirun --with-ft ulfm: start it without mpirun. A run is one program of 2 to
 5 ranks in a random configuration: every trainer, with and without checkpoints and spare ranks, loops with
@@ -39,8 +41,9 @@ from collections.abc import Iterator, Sequence  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from benchmarks.injecting import drawing, jobs, judging, plans  # noqa: E402
+from benchmarks.injecting import drawing, jobs, judging, plans, scenarios  # noqa: E402
 from benchmarks.injecting.judging import Judged  # noqa: E402
+from benchmarks.injecting.plans import Plan  # noqa: E402
 from benchmarks.injecting.table import record, table  # noqa: E402
 
 SEED_RUNS = 1_000_000  # numbers from one seed to the next
@@ -48,16 +51,14 @@ SEED_RUNS = 1_000_000  # numbers from one seed to the next
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    numbers = [options.seed * SEED_RUNS + place for place in range(options.runs)]
-    if options.only is not None:
-        numbers = [options.only]
+    drawn = _plans(options)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no job outlives this
     begin = time.monotonic()
     runs: list[Judged] = []
     try:
-        for run in run_all(numbers, options):
+        for run in run_all(drawn, options):
             runs.append(run)
-            _tell(run, len(runs), len(numbers), options)
+            _tell(run, len(runs), len(drawn), options)
     except KeyboardInterrupt:
         print("interrupted: what was done until then", flush=True)
     seconds = time.monotonic() - begin
@@ -77,35 +78,44 @@ def _parser() -> argparse.ArgumentParser:
     add("--runs", type=int, default=100, metavar="N", help="how many jobs (default: 100)")
     add("--seed", type=int, default=1, metavar="S", help="another one gives other runs (default: 1)")
     add("--only", type=int, metavar="NUMBER", help="one run, by its number")
+    add("--scenarios", action="store_true", help="one run of every kind of fault instead")
     add("--programs", default=",".join(plans.PROGRAMS), metavar="NAME,...", help="(default: %(default)s)")
     add("--most-ranks", type=int, default=5, metavar="N", help="(default: 5)")
     add("--jobs", type=int, default=1, metavar="N", help="jobs at once, which spoils the seconds (default: 1)")
     add(
         "--limit",
         type=float,
-        default=60,
+        default=120,
         metavar="S",
-        help="without progress, after which a job is said to hang (default: 60)",
+        help="without progress, after which a job is said to hang (default: 120)",
     )
     add("--keep", default="faults", metavar="DIR", help="where what is bad is kept (default: ./faults)")
     add("--json", metavar="FILE", help="write all runs as JSON")
     return parser
 
 
-def run_all(numbers: Sequence[int], options: argparse.Namespace) -> Iterator[Judged]:
-    """The runs of these numbers, in their order."""
+def _plans(options: argparse.Namespace) -> list[Plan]:
+    if options.scenarios:
+        return list(scenarios.SCENARIOS.values())
+    numbers = [options.seed * SEED_RUNS + place for place in range(options.runs)]
+    if options.only is not None:
+        numbers = [options.only]
+    return [drawing.draw(number, options.programs.split(","), options.most_ranks) for number in numbers]
+
+
+def run_all(drawn: Sequence[Plan], options: argparse.Namespace) -> Iterator[Judged]:
+    """These runs, in their order."""
     with ThreadPoolExecutor(options.jobs) as pool:
-        yield from pool.map(lambda number: _run(number, options), numbers)
+        yield from pool.map(lambda plan: _run(plan, options), drawn)
 
 
-def _run(number: int, options: argparse.Namespace) -> Judged:
-    plan = drawing.draw(number, options.programs.split(","), options.most_ranks)
+def _run(plan: Plan, options: argparse.Namespace) -> Judged:
     with tempfile.TemporaryDirectory(prefix="faults", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         ended = jobs.run(plan, folder, options.limit)
         judged = judging.judge(plan, ended, folder)
         if judged.outcome not in judging.GOOD or options.only is not None:
-            kept = Path(options.keep) / str(number)
+            kept = Path(options.keep) / str(plan.number)
             shutil.rmtree(kept, ignore_errors=True)
             shutil.copytree(folder, kept)
     return judged

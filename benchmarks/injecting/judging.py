@@ -18,8 +18,8 @@ from benchmarks.injecting.plans import BATCH, EPOCHS, ROWS, Fault, Plan
 SURVIVED, REFUSED, ORDERLY, HUNG, WRONG, OF_MPI, ENDED = OUTCOMES = (
     "survived", "refused", "orderly", "hung", "wrong", "MPI's own", "ended",
 )  # fmt: skip
-QUIET = "quiet"  # no fault came to happen
-GOOD = (SURVIVED, REFUSED, ORDERLY, QUIET)
+QUIET, FOUND = "quiet", "found"  # no fault came to happen; one that makes the result wrong did, and it was
+GOOD = (SURVIVED, REFUSED, ORDERLY, QUIET, FOUND)
 TOLERANCE = 1e-5  # of parameters, which are about 0.1: one batch left out, or done twice, changes them by 1e-3 or more
 ACCURACY = 0.011  # two of the rows that are tested
 WORSE = 0.15  # by which the accuracy may be, where the result depends on who is fast
@@ -40,7 +40,7 @@ class Injected:
 
 @dataclass
 class Judged:
-    """outcome: one of OUTCOMES, or QUIET. redone: steps that were done again."""
+    """outcome: one of OUTCOMES, QUIET or FOUND. redone: steps that were done again."""
 
     plan: Plan
     outcome: str
@@ -65,6 +65,8 @@ def judge(plan: Plan, ended: Ended, folder: Path) -> Judged:
     outcome, why = _outcome(plan, ended, folder, {rank: ranks[rank] for rank in left}, happened)
     if outcome == SURVIVED and not when:
         outcome = QUIET
+    if any(fault.kind == "spoil" for fault in happened):
+        outcome = {WRONG: FOUND, SURVIVED: ENDED}.get(outcome, outcome)
     survivors = [ranks[rank] for rank in left]
     redone = max((_redone(mine) for mine in survivors), default=0) if plan.kind.together else 0
     return Judged(plan, outcome, why, ended.seconds, redone, _faults(plan, when, survivors, outcome))

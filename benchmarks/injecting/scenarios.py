@@ -1,12 +1,15 @@
-"""Faults that are not left to chance: one run of each kind, and of moments that a loss may come at."""
+"""Faults that are not left to chance: one run of each kind, and of moments that a loss may come at.
+
+tests/test_faults.py runs those of SHORT; python -m benchmarks.faults --scenarios all of them.
+"""
 
 from benchmarks.injecting.plans import BETWEEN, START, Fault, Plan
 
 SCENARIOS = {
-    "stop": Plan(1, 3, goes_on=False, faults=(Fault("stop", 1, turn=10, delay=2.5),)),
+    "stop": Plan(1, 2, goes_on=False, faults=(Fault("stop", 1, turn=10, delay=2.5),)),
     "slow": Plan(2, 2, goes_on=False, backend="ring", faults=(Fault("slow", 1, "compute", delay=0.01),)),
-    "raise": Plan(3, 3, goes_on=False, faults=(Fault("raise", 2, "compute", 20),)),
-    "nan": Plan(9, 3, goes_on=False, faults=(Fault("nan", 1, "compute", 20, after=True),)),
+    "raise": Plan(3, 2, goes_on=False, faults=(Fault("raise", 1, "compute", 20),)),
+    "nan": Plan(9, 2, goes_on=False, faults=(Fault("nan", 1, "compute", 20, after=True),)),
     "exit": Plan(4, 3, goes_on=False, faults=(Fault("exit", 2, "compute", 20),)),
     "truncate": Plan(6, 2, goes_on=False, checkpoint=7, faults=(Fault("truncate", 0, BETWEEN),)),
     "alter": Plan(7, 2, goes_on=False, checkpoint=7, faults=(Fault("alter", 0, BETWEEN),)),
@@ -50,5 +53,9 @@ SCENARIOS = {
         15, 2, program="calls", backend="native", faults=(Fault("spoil", 1, "reduce", 20, after=True),)
     ),
     "disagreement": Plan(16, 3, program="disagreement", backend="ring", faults=(Fault("differ", 1, "op", 20),)),
-    "term": Plan(5, 3, goes_on=False, checkpoint=7, faults=(Fault("term", 1, turn=20),)),
+    "term": Plan(5, 2, goes_on=False, checkpoint=7, faults=(Fault("term", 1, turn=20),)),
 }
+SHORT = (
+    "stop", "raise", "exit", "truncate", "shm", "losses in calls", "losses in a training",
+    "losses in a sharded training", "a wrong summand", "disagreement", "term",
+)  # fmt: skip
