@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from trainers import divergence, finite, options
+from allreduce import Topology
+from trainers import MirroredTrainer, SpareReplicasTrainer, divergence, finite, options
 from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.divergence import Divergence
 from trainers.errors import ArgumentError
@@ -74,3 +75,26 @@ def test_options_of_the_command_line() -> None:
     assert (first.every, first.on_divergence, second.on_bad) == (50, "copy", "skip")
     with pytest.raises(ArgumentError, match="needs --check-divergence N"):
         options.parse(["--on-divergence", "copy"], False)
+
+
+@pytest.mark.parametrize("spare", [False, True], ids=["mirrored", "spare replicas"])
+def test_a_step_that_is_left_out_leaves_batch_norm_alone(spare: bool) -> None:
+    """Its statistics have seen the NaN, before anybody could look at the gradients."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+    from trainers.replicas.pytorch import TorchReplica
+
+    norm = torch.nn.BatchNorm1d(4)
+    module = torch.nn.Sequential(norm, torch.nn.Linear(4, 3))
+    replica = TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), 0.1))
+    x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+    x[5, 2] = np.nan
+    topology = Topology(MPI.COMM_SELF)
+    trainer = SpareReplicasTrainer(replica, topology, spare=0) if spare else MirroredTrainer(replica, topology=topology)
+    with trainer:
+        check = CheckGradients("skip")
+        trainer.fit(x, np.arange(12) % 3, 1, 4, shuffle=False, callbacks=[check], progress=False)
+    mean = np.zeros(4)
+    for rows in x[:4], x[8:]:
+        mean = 0.9 * mean + 0.1 * rows.mean(0)
+    np.testing.assert_allclose(norm.running_mean.numpy(), mean, rtol=1e-5, atol=1e-6)
+    assert (check.skipped, int(norm.num_batches_tracked)) == (1, 2)

@@ -289,7 +289,7 @@ class ParameterServerTrainer(ServedTrainer):
         measured = self.measured[: len(self.replica.metrics)]
         with self.span("compute"):
             measured[:] = self.replica.gradients(*fit.checked(batch)[:2], 1.0)
-        if fit.unusable(self._gradients):
+        if fit.unusable(self._gradients, self.replica):
             return False
         self._tally.add(measured, len(batch.x), step)
         return True

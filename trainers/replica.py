@@ -23,7 +23,7 @@ class Replica(ABC):
     updated: names in `state` of all that an update changes besides "parameters": those, and what is counted.
     allocates: whether a step makes and frees memory of its own; the trainer then tells malloc to keep it.
     essentials: names in `config` whose values a saved model must share to be restored here.
-    undoable: set by a trainer where a batch may be computed once more: whether to keep what `undo` needs.
+    undoable: set where a batch may be computed once more, or left out: whether to keep what `undo` needs.
 
     x and y are NumPy arrays whose first axis is the sample; what the other axes mean is the replica's
     business. They are valid during a call only: the trainer fills the same memory again for the next batch.
@@ -60,7 +60,7 @@ class Replica(ABC):
         """
 
     def undo(self) -> None:  # noqa: B027, nothing to do where `gradients` changes nothing but gradients
-        """The last `gradients` did not come into the model, and is computed again: forget what else it has changed.
+        """The last `gradients` did not come into the model: forget what else it has changed.
 
         Nothing after `update` or `refresh`, by which it has come into the model.
         """

@@ -177,7 +177,7 @@ class SpareReplicasTrainer(ServedTrainer):
             return False
         with self.span("compute"):
             self._values[:-1] = replica.gradients(*fit.checked(batch)[:2], batch.share)
-        if fit.unusable(gradients):
+        if fit.unusable(gradients, replica):
             self._values[:] = gradients[:] = 0  # of no rows: the chief waits for as many ranks as bring some
             return True
         self._values[:-1] *= batch.share

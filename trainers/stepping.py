@@ -12,6 +12,7 @@ from allreduce.messages.agreement import combine, everywhere, raise_together
 from trainers import prefetch
 from trainers.data import Batch, Batches
 from trainers.leaving_out import left_out
+from trainers.replica import Replica
 from trainers.saving import Saver
 from trainers.watching.callback import Callbacks
 from trainers.watching.meter import LOOK_EVERY
@@ -96,6 +97,7 @@ class Steps:
         wants = self.saver is not None and self.saver.wants()
         flags = float(trainer.stop_training), float(wants), float(self.error is not None)
         if self.callbacks.before_update(number, step):
+            trainer.replica.undo()
             trainer.measured = left_out(trainer, self._share, flags, self.meter.last())
         else:
             trainer.measured = trainer._step(flags)
@@ -118,9 +120,15 @@ class Steps:
             raise_together(self.trainer._comm, self.error)
         self.stopped, self._asked = bool(stop), bool(save)
 
-    def unusable(self, gradients: Any) -> bool:
-        """Whether this rank is not to bring these gradients, where steps are not taken together; may raise anything."""
-        return self.callbacks.unusable(gradients)
+    def unusable(self, gradients: Any, replica: Replica) -> bool:
+        """Whether this rank is not to bring these gradients, where steps are not taken together; may raise anything.
+
+        replica: what has computed them, and undoes then what else the batch has changed.
+        """
+        unusable = self.callbacks.unusable(gradients)
+        if unusable:
+            replica.undo()
+        return unusable
 
     def _fetch(self, shares: Iterator[Batch]) -> Batch:
         return self.checked(next(shares))

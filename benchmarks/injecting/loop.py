@@ -61,7 +61,7 @@ class Loop:
         """Take on the newest checkpoint; which step is next. Collective; RankLostError."""
         if not (self._folder / FILE).exists():
             raise RuntimeError("a rank was lost before there was a checkpoint")
-        state: dict[str, Any] = torch.load(self._folder / FILE)
+        state: dict[str, Any] = torch.load(self._folder / FILE, weights_only=True)
         self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])
