@@ -91,6 +91,13 @@ def test_no_pickle_and_no_path_of_one_machine(path: Path) -> None:
     assert not re.search(r"[\"']/(home|root|work|Users|tmp)/", text)
 
 
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_requests_are_completed_one_by_one(path: Path) -> None:
+    """See allreduce.messages.waiting.all_done."""
+    several = {"Waitall", "Waitsome", "Waitany", "Testall", "Testsome", "Testany"}
+    assert not several & names(ast.parse(path.read_text()))
+
+
 # Calls in which MPI waits for other ranks, and who may make them bare: what is below a backend, and backends, whose
 # calls are watched. Everybody else does so inside of `with waiting(...)`.
 WAITS = {"Barrier", "Bcast", "Reduce", "Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Exscan",

@@ -38,11 +38,22 @@ def wait(request: MPI.Request) -> None:
 
 
 def wait_all(requests: Sequence[MPI.Request]) -> None:
-    """Complete all of them."""
+    """Complete all of them; see `all_done` for why one by one."""
     if _beside_another():
-        asleep(lambda: MPI.Request.Testall(requests))
+        asleep(lambda: all_done(requests))
     else:
-        MPI.Request.Waitall(requests)
+        for request in requests:
+            request.Wait()
+
+
+def all_done(requests: Sequence[MPI.Request]) -> bool:
+    """Whether all of them are complete. They are asked one by one, and not by MPI_Testall, MPI_Waitall and the like.
+
+    When a rank is lost, Open MPI marks all of a call's requests as failed, also those that go on, and frees them when
+    the call ends in an error; and one of these that is through then ends the program ("Send error after request
+    freed").
+    """
+    return all(request.Test() for request in requests)
 
 
 def asleep(done: Callable[[], bool], limit: float = math.inf) -> bool:

@@ -2,9 +2,8 @@
 
 import re
 
-# Defects of Open MPI's own (5.0.11). The second: a long message to the rank that dies was taken by it, and its answer
-# lies in shared memory when the sender hears of the death. MPI completes the send with an error, looks at the answer,
-# and takes that for an error of a request that was freed, which is fatal. No call of ours can keep it from that.
+# Defects of Open MPI's own (5.0.11). The second comes of calls that wait for several requests, of which one fails: see
+# allreduce.messages.waiting. No call of ours does so, but MPI's collectives may.
 OF_MPI = {
     "a rank died inside of MPI_Comm_dup or split": r"ompi_comm_revoke_local|ompi_comm_activate",
     "Send error after request freed": r"Send error after request freed",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.messages.waiting import all_done
 from trainers.serving.parcels import ASK, PUSH, REPLY, Head, Parcel
 from trainers.serving.waits import Waits
 
@@ -68,7 +69,7 @@ class Desk:
         return self._places[self._arrived.popleft()]
 
     def _look(self) -> bool:
-        come = MPI.Request.Testsome(self._requests) or []
+        come = [index for index, posted in enumerate(self._posted) if posted and self._requests[index].Test()]
         for index in come:
             self._posted[index] = False
         self._arrived.extend(come)
@@ -77,7 +78,7 @@ class Desk:
     def parcel(self) -> Parcel:
         """One that nobody has to receive any more, to be filled and sent."""
         for parcel, sends in self._leaving:
-            if MPI.Request.Testall(sends):
+            if all_done(sends):
                 sends.clear()
                 return parcel
         parcel = Parcel(*self._shape)

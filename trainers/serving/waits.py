@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from mpi4py import MPI
 
 from allreduce.messages.notes import Said
-from allreduce.messages.waiting import asleep
+from allreduce.messages.waiting import all_done, asleep
 from allreduce.messages.watch import LOOK_SECONDS
 from allreduce.topology import Topology
 from trainers.watching.stopwatch import Stopwatch
@@ -47,7 +47,7 @@ class Waits:
 
     def all_of(self, requests: Sequence[MPI.Request], text: str) -> None:
         """Return when all requests are complete."""
-        self.until(lambda: MPI.Request.Testall(requests), text)
+        self.until(lambda: all_done(requests), text)
 
     def forget(self) -> None:
         """There are no more waits. Local."""

@@ -24,8 +24,8 @@ class CheckGradients(Callback):
 
     Gradients that are numbers on every rank, but whose sum overflows, are told as that. It is counted by absolute
     values, since the order in which a backend adds them decides whether huge ones that cancel overflow. Costs a message
-    of 16 bytes a step, and one reading of the gradients, a dot product: 1.1 ms for 10 million float32, whose average over
-    two ranks takes 12.
+    of 16 bytes a step, and one reading of the gradients, a dot product: 1.1 ms for 10 million float32, whose average
+    over two ranks takes 12.
 
     Raises ArgumentError on all ranks when the fit begins.
     """
