@@ -11,6 +11,7 @@ from allreduce.errors import CommunicationError
 from allreduce.messages.agreement import all_values, known, root_value, waiting
 
 LARGEST = 1 << 38  # bytes of a rank: more than a state that fits its memory
+SHOWN = 200  # characters of sizes that can't be
 PIECE = 1 << 30  # bytes in a message: an MPI count is a C int in Open MPI 5
 
 
@@ -80,7 +81,8 @@ def bytes_of_root(comm: MPI.Intracomm, everyone: list[bytes], what: str) -> byte
 def _checked(comm: MPI.Intracomm, sizes: list[int], what: str) -> list[int]:
     """The sizes that ranks have told, before memory is taken for them. All ranks see the same ones."""
     if len(sizes) != comm.size or not all(type(size) is int and 0 <= size <= LARGEST for size in sizes):
-        raise known(CommunicationError(f"{what}: ranks can't have {sizes} bytes to send; {LARGEST} are the most"), comm)
+        told = str(sizes)[:SHOWN]
+        raise known(CommunicationError(f"{what}: ranks can't have {told} bytes to send; {LARGEST} are the most"), comm)
     return sizes
 
 

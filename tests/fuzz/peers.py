@@ -3,10 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
+from allreduce.errors import CommunicationError
+from allreduce.messages import parcels as sizes
 from allreduce.messages.notes import Notes, Said
 from allreduce.tracing import trace
+from trainers import exchange
+from trainers.serving.dealer import Dealer
+from trainers.serving.desk import Arrival
+from trainers.serving.parcels import BYE, PUSH, Head, Parcel
+from trainers.serving.parts import Parts
+from trainers.serving.staleness import Rule
+from trainers.serving.stream import Stream
 
 
 class OneNode:
@@ -58,3 +68,68 @@ def read_notes(value: list[bytes], _: Path) -> str:
     notes = Notes(_Post(value))  # type: ignore[arg-type]
     notes.listen()
     return notes.table(Said("a call"))
+
+
+MOST = 1 << 24  # bytes, in the place of what fits a machine
+
+
+def read_shapes(value: Any, _: Path) -> None:
+    """What a rank says of the arrays that it is about to send."""
+    if not exchange.described(value, MOST):
+        raise CommunicationError("no state has such arrays")
+    for _name, dtype, shape in value:
+        np.empty(shape, dtype)
+
+
+def read_sizes(value: list[Any], _: Path) -> None:
+    """How many bytes ranks say that they are about to send."""
+    sizes._checked(MPI.COMM_SELF, value, "a test")
+
+
+class _Desk:
+    """A server's, on which lies what workers have sent: (worker, tag, head)."""
+
+    def __init__(self, messages: list[tuple[int, int, Head]]) -> None:
+        self._messages = list(messages)
+
+    def open(self, tags: Any) -> None:
+        pass
+
+    def next(self, text: str) -> Arrival:
+        if not self._messages:
+            raise CommunicationError("nothing comes any more")
+        worker, tag, head = self._messages.pop(0)
+        parcel = self.parcel()
+        parcel.head = head
+        return Arrival(worker, tag, parcel)
+
+    def parcel(self) -> Parcel:
+        return Parcel(1, 4, np.dtype("float32"), MPI.BYTE)
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    clear = reply = answer = drain = _nothing
+
+
+class _Shard:
+    def __init__(self) -> None:
+        self.version, self.parameters = 0, np.zeros(4, np.float32)
+
+
+PARTS = 6
+
+
+def read_pushes(value: tuple[bool, str, list[tuple[int, int, Head]]], _: Path) -> None:
+    """An epoch of a server, of which three workers send heads that they like. first: it deals the parts."""
+    first, stale, messages = value
+    shard, epoch = _Shard(), Parts()
+    epoch.begin(0, PARTS)
+    rule = Rule(stale, 2)
+
+    def apply(parcel: Parcel, factor: float) -> None:
+        shard.version += 1
+
+    dealer = Dealer(range(PARTS), range(3), rule.bound) if first else None
+    desk: Any = _Desk([*messages, *((worker, PUSH, Head(BYE)) for worker in range(3))])
+    Stream(desk, shard, rule, dealer, apply, lambda: False, epoch).serve(range(3))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from allreduce import decision_table
-from allreduce.errors import AllReduceError
+from allreduce.errors import AllReduceError, CommunicationError
 from allreduce.machine import identify
 from benchmarks import compare, scaling, timeline
 from benchmarks.predicting import fitting
@@ -27,6 +27,8 @@ from trainers.errors import ArgumentError, CheckpointError, DataError, ModelFile
 from trainers.files import checkpoint, npz
 from trainers.files.model_file import BESIDE, HEADER
 from trainers.replicas.numpy.network import NumpyNetwork
+from trainers.serving.parcels import ASK, PUSH, Head
+from trainers.serving.staleness import STALE
 from trainers.watching.csv_logger import CSVLogger
 
 from . import files, peers
@@ -375,6 +377,28 @@ def _notes() -> "st.SearchStrategy[Any]":
     return st.lists(st.one_of(whole, mutated([bytes(40)])), max_size=3)
 
 
+def _shapes() -> "st.SearchStrategy[Any]":
+    entry = ["parameters", "<f4", [3, 4]]
+    text = ["names", "<U7", [2]]
+    others = [[["a", dtype, [2]]] for dtype in ("|O8", "<f3", "<M8[s]", "<f4,<f4", "|V9", "<U9999999", "f4")]
+    large = [[["a", "<f8", shape]] for shape in ([1 << 40], [1 << 20] * 32, [-1], [1 << 62, 4], [0, 1 << 62])]
+    return trees([[entry, text], [entry], *others, *large], 3)
+
+
+def _sizes() -> "st.SearchStrategy[Any]":
+    return trees([[3], [1 << 38], [1 << 39], [-1], [1, 1], [True], [2.5]], 2).filter(
+        lambda value: isinstance(value, list)
+    )
+
+
+def _pushes() -> "st.SearchStrategy[Any]":
+    number = st.one_of(st.integers(-1, 8), st.sampled_from((-(2**63), 2**63 - 1, 2**31, 2**40)))
+    likely = st.builds(Head, st.integers(0, 2), st.integers(0, 5), st.integers(0, 2), st.integers(0, 1), st.just(0))
+    head = st.one_of(likely, likely, st.builds(Head, number, number, number, number, number))
+    message = st.tuples(st.integers(0, 2), st.sampled_from((ASK, ASK, PUSH)), head)
+    return st.tuples(st.booleans(), st.sampled_from(STALE), st.lists(message, max_size=30))
+
+
 FILES = (DataError,)
 READERS = [
     Reader("IDX", _idx(), _read_idx, FILES),
@@ -396,4 +420,7 @@ READERS = [
     Reader("a rank's own state", _own(), _read_own, (CheckpointError,)),
     Reader("random state", _randoms(), _read_random, (KeyError, IndexError, TypeError, ValueError, OverflowError)),
     Reader("notes", _notes(), peers.read_notes, (AllReduceError,)),
+    Reader("shapes of a state", _shapes(), peers.read_shapes, (CommunicationError,)),
+    Reader("sizes of parcels", _sizes(), peers.read_sizes, (CommunicationError,)),
+    Reader("workers' parcels", _pushes(), peers.read_pushes, (CommunicationError,)),
 ]  # fmt: skip

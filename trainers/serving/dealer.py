@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from allreduce.errors import CommunicationError
+
 END = -1  # in the place of a part: there are no more
 
 
@@ -85,4 +87,7 @@ class Dealer:
         self._outstanding.remove(self._oldest(worker))
 
     def _oldest(self, worker: int) -> Read:
-        return next(read for read in self._outstanding if read.worker == worker)
+        for read in self._outstanding:
+            if read.worker == worker:
+                return read
+        raise CommunicationError(f"worker {worker} has sent gradients of a part that it was not dealt")

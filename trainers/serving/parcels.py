@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.errors import CommunicationError
+
 ASK, PUSH, REPLY, MEET = 1, 2, 3, 4  # tags
 UNIT = 64  # bytes: messages are counted in them, so that no count passes a C int
 
@@ -27,6 +29,18 @@ class Head(NamedTuple):
     version: int = 0
     halt: int = 0
     taken: int = 0
+
+
+def check(head: Head, tag: int, parts: int, version: int) -> None:
+    """Raise CommunicationError when no worker can have sent this in an epoch.
+
+    parts: how many there are to deal. version: how many updates the parameters have had that it may have seen.
+    """
+    right = 0 <= head.taken <= parts
+    if tag == PUSH and head.kind != BYE:
+        right = head.kind in (GRADIENTS, NOTHING) and 0 <= head.step < parts and 0 <= head.version <= version
+    if not right:
+        raise CommunicationError(f"a worker has sent {head} in an epoch of {parts} parts, after {version} updates")
 
 
 GRADIENTS, NOTHING, BYE = range(3)  # of a push: with gradients, without any, and the last one of an epoch

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from trainers.serving.dealer import END, Dealer
 from trainers.serving.desk import Arrival, Desk
-from trainers.serving.parcels import AGAIN, ASK, BYE, GRADIENTS, PUSH, WORK, Head, Parcel
+from trainers.serving.parcels import AGAIN, ASK, BYE, GRADIENTS, PUSH, WORK, Head, Parcel, check
 from trainers.serving.parcels import END as NO_WORK
 from trainers.serving.parts import Parts
 from trainers.serving.shard import Shard
@@ -43,12 +43,13 @@ class Stream:
         while present:
             arrival = self._desk.next("be asked by workers")
             head = arrival.parcel.head
+            check(head, arrival.tag, len(self._done), self._shard.version)
             if self._dealer is not None and (head.halt or self._halts()):
                 self._dealer.stop()
             if arrival.tag == ASK:
                 self._asked.append(arrival)
             elif head.kind == BYE:
-                present.remove(arrival.worker)
+                present.discard(arrival.worker)
                 continue
             else:
                 self._held.append(arrival)
