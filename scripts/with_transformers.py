@@ -1,0 +1,60 @@
+"""The Transformers Trainer over allreduce: one line before its arguments. A tiny model of random weights and tokens.
+
+mpirun -n 2 python scripts/with_transformers.py
+
+The Trainer knows no backend by the name "allreduce" (TrainingArguments(ddp_backend="allreduce") is refused) and makes
+a process group of its own, mostly gloo's, when there is none. The one that it finds it takes.
+"""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+
+from allreduce.torch_backend import require
+
+
+class Shown(TrainerCallback):
+    """Says by what the gradients are averaged; raises where it isn't us."""
+
+    trainer: Trainer
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if state.global_step == 0:
+            line = require(self.trainer.model_wrapped)
+            if state.is_world_process_zero:
+                print(line)
+
+
+def main() -> None:
+    dist.init_process_group("allreduce")  # this is all
+    torch.manual_seed(0)
+    tokens = torch.randint(1, 50, (256, 8))
+    rows = [{"input_ids": row, "labels": int(row[0] > 25)} for row in tokens]
+    config = BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=True,
+            per_device_train_batch_size=16,
+            num_train_epochs=5,
+            learning_rate=3e-3,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
+        shown = Shown()
+        trainer = Trainer(BertForSequenceClassification(config), arguments, train_dataset=rows, callbacks=[shown])
+        shown.trainer = trainer
+        result = trainer.train()
+    if dist.get_rank() == 0:
+        print(f"loss {result.training_loss:.4f} on {arguments.world_size} ranks")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
