@@ -13,8 +13,6 @@ from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
 from trainers.watching.history import VALIDATION
 
-FREQUENCIES = ("epoch", "batch")
-
 
 class TensorBoard(Callback):
     """Shows the training in TensorBoard: `tensorboard --logdir logs`. Rank 0 writes; on others it does nothing.
