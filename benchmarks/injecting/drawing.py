@@ -19,6 +19,7 @@ STOP_SECONDS = 1.0
 OTHERS = ("stop", "term", "raise", "exit")  # kinds of faults besides a loss
 OTHERS_SHARE = 0.15
 HOLDERS_STAY = 0.85  # how often nobody is lost without whom the others can't go on
+COPIED = ("sharded", "central storage")  # programs whose slices another rank can keep too
 EDITED = ("mirrored", "sharded", "central storage", "spare ranks")
 
 
@@ -40,6 +41,8 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
         optimizer=chance.choice(("momentum", "adam")),
         nodes=nodes,
     )
+    if program in COPIED and chance.random() < 0.5:
+        plan = replace(plan, copies=2, checkpoint=chance.choice((0, 0, 7)))
     if program.endswith("servers"):
         plan = replace(plan, servers=chance.choice(range(1, ranks - 1)))
     if program.startswith("spare "):

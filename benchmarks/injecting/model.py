@@ -1,6 +1,7 @@
 """The model and the data of a run, and what becomes of them without faults and without other ranks."""
 
 import functools
+import threading
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from trainers.replicas.numpy.network import NumpyNetwork
 SIZES = (64, 32, 10)
 RATES = {"momentum": 0.02, "adam": 0.002}
 TESTED = 200  # rows
+ONE_AT_A_TIME = threading.Lock()  # PyTorch has one seed for all threads
 SHIFT = 0.25  # of all parameters, by an edit at the end
 
 
@@ -56,7 +58,8 @@ def torch_optimizer(plan: Plan, module: Any) -> Any:
 
 def without_faults(plan: Plan, left_out: int | None = None) -> tuple[np.ndarray, float]:
     """The parameters and the test accuracy of the same training on one rank. left_out: the number of a step."""
-    return _without_faults(plan.framework, plan.optimizer, left_out)
+    with ONE_AT_A_TIME:
+        return _without_faults(plan.framework, plan.optimizer, left_out)
 
 
 @functools.cache

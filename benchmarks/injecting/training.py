@@ -58,7 +58,7 @@ def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
             _use(trainer, plan, notes, folder, resume)
             break
         except RankLostError:
-            if plan.program not in ALONE_HAVE_A_PART or plan.copies > 1 or not plan.goes_on:
+            if plan.program not in ALONE_HAVE_A_PART or not plan.checkpoint or not plan.goes_on:
                 raise
             ranks, resume = trainer.topology, True
     trainer.close()
@@ -108,6 +108,7 @@ def _use(trainer: Trainer, plan: Plan, notes: Notes, folder: Path, resume: bool)
         ranks=steps.members(trainer.topology),
         hashes=hashes,
         epochs=len(history),
+        parts=trainer.parts,
         updates=[sum(epoch.as_dict().get("staleness", ())) for epoch in history],
         accuracy=scores["accuracy"],
         predicted=float((outputs.argmax(1) == y_test).mean()),
