@@ -25,6 +25,10 @@ class Runs(Protocol):
 
     def drop(self, lane: "Lane") -> None: ...
 
+    def decide(self, lane: "Lane", pending: "Pending", added: bool) -> None: ...
+
+    def fail(self, lane: "Lane", error: BaseException) -> None: ...
+
 
 def without_frames(error: BaseException) -> BaseException:
     """A copy to be kept: an error that is raised keeps all that the functions held which it has passed."""
@@ -128,6 +132,12 @@ class Lane:
                 self.submit(lambda: None, "closes").wait()
         finally:
             self.abandon()
+
+    def take_back(self) -> list[Pending]:
+        """The calls that wait, which are given up."""
+        given_up = list(self.pending)
+        self.pending.clear()
+        return given_up
 
     def abandon(self) -> None:
         """No more calls. Local."""

@@ -8,11 +8,10 @@ ranks which disagree hear of it before they do anything. (The idea is Horovod's:
 While no user asks for a thread, whoever waits for a call does this work meanwhile.
 """
 
-import atexit
+import itertools
 import queue
 import threading
 import time
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -20,17 +19,17 @@ from collections.abc import Callable
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import ending
-from allreduce.errors import AllReduceError, BrokenError, ClosedError, RankLostError, UnavailableError
+from allreduce.errors import AllReduceError, BrokenError, ClosedError, RankLostError
+from allreduce.messages import threads
 from allreduce.messages.agreement import agree, raise_together
 from allreduce.messages.lanes import Lane, Pending, without_frames
+from allreduce.messages.named import Named, NamedLane, StandIn
 from allreduce.messages.notes import Said
 from allreduce.messages.waiting import Pause
 from allreduce.messages.watch import LOOK_SECONDS, Watch
 
 ANNOUNCE, DECIDE = 1, 2  # tags
 RUN, REFUSE = 1, 2
-EXIT_SECONDS = 10.0  # the end of a program waits so long for calls that are under way
 
 
 class Worker:
@@ -42,7 +41,7 @@ class Worker:
     def __init__(self, comm: MPI.Intracomm, control: MPI.Intracomm, watch: Watch, number: int) -> None:
         self._comm, self._control, self.watch, self.number = comm, control, watch, number
         self._lanes: dict[int, Lane] = {}
-        self._next_lane = 0
+        self._numbers = itertools.count(1)  # of lanes
         self._announced: dict[tuple[int, int], dict[int, int]] = {}  # rank 0: call -> rank -> digest
         self._ready: deque[tuple[int, Lane, Pending]] = deque()  # decided: run, or refuse
         self._open = 0  # calls that have not ended
@@ -52,7 +51,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._running: Pending | None = None
-        _workers.add(self)
+        threads.running.add(self)
 
     @property
     def size(self) -> int:
@@ -67,13 +66,24 @@ class Worker:
         agree(
             self._control, [zlib.crc32(name.encode()), threaded, alone], f"lane({name!r}, {threaded=}, {alone=})", None
         )
-        if threaded and self._thread is None:
-            raise_together(self._control, None if _multiple() else UnavailableError(_SINGLE))
+        if threaded:
+            self._start()
+        lane = Lane(self, next(self._numbers), name, alone)
+        self._lanes[lane.number] = lane
+        return lane
+
+    def named(self, name: str, comm: MPI.Intracomm, stand_in: StandIn) -> NamedLane:
+        """A lane whose calls are matched by their names, and run by a thread. Collective; raises as `lane`."""
+        self._start()
+        lane = NamedLane(self, comm, next(self._numbers), name, stand_in)
+        self._lanes[lane.number] = lane
+        return lane
+
+    def _start(self) -> None:
+        if self._thread is None:
+            raise_together(self._control, threads.refused())
             self._thread = threading.Thread(target=self._work, name="allreduce worker", daemon=True)
             self._thread.start()
-        self._next_lane += 1
-        lane = self._lanes[self._next_lane] = Lane(self, self._next_lane, name, alone)
-        return lane
 
     def submit(self, lane: Lane, pending: Pending) -> Pending:
         """Take a call on; see Lane.submit."""
@@ -82,7 +92,7 @@ class Worker:
             with self.watch.hearing(), self._changed:
                 self._take(lane, pending)
         except RankLostError as lost:
-            self._fail(lane, lost)
+            self.fail(lane, lost)
             raise
         if self._thread is not None:
             self._wake.put(True)
@@ -97,6 +107,9 @@ class Worker:
         self._open += 1
         if lane.alone or self.size == 1:
             self._ready.append((RUN, lane, pending))
+        elif isinstance(lane, NamedLane):
+            assert isinstance(pending, Named)
+            lane.announce(pending)
         else:
             if not lane.pending:
                 lane.wait.begin(Said(pending.what))
@@ -118,7 +131,7 @@ class Worker:
 
     def drop(self, lane: Lane) -> None:
         """Forget a lane. Local."""
-        self._fail(lane, ClosedError(f"{lane.name} is closed"))
+        self.fail(lane, ClosedError(f"{lane.name} is closed"))
         self._lanes.pop(lane.number, None)
         self.watch.forget(lane.wait)
 
@@ -130,7 +143,7 @@ class Worker:
         if thread is not None:
             self._wake.put(False)
             thread.join()
-        _workers.discard(self)
+        threads.running.discard(self)
 
     def abandon(self) -> None:
         """Give all calls up. Local. A thread that is inside of MPI stays there, unless it hears of a lost rank."""
@@ -139,8 +152,8 @@ class Worker:
         if self._thread is not None:
             self._wake.put(False)
             if self.watch.lost is not None and self._thread is not threading.current_thread():
-                self._thread.join(EXIT_SECONDS)
-        _workers.discard(self)
+                self._thread.join(threads.EXIT_SECONDS)
+        threads.running.discard(self)
 
     # The work: in the thread, or in whoever waits
 
@@ -151,7 +164,7 @@ class Worker:
         except BaseException as error:  # nothing may end this thread in silence: others wait for its calls
             self._thread = None
             for lane in list(self._lanes.values()):
-                self._fail(lane, error)
+                self.fail(lane, error)
             while self._ready:
                 self._ready.popleft()[2].finish(error)
 
@@ -209,6 +222,15 @@ class Worker:
                     self._note(status.source, first, second, third)
                 else:
                     self._decided(first, second)
+        for lane in [lane for lane in list(self._lanes.values()) if isinstance(lane, NamedLane)]:
+            for rank, told in lane.hear():
+                with self._changed:
+                    lane.take_in(rank, told)
+
+    def decide(self, lane: Lane, pending: Pending, added: bool) -> None:
+        """A call is next; added: which nobody has submitted here. With the lock held."""
+        self._open += added
+        self._ready.append((RUN, lane, pending))
 
     def _send(self, message: np.ndarray, rank: int, tag: int) -> None:
         """Begin to send, and wait for nobody: other threads want the lock that is held here."""
@@ -245,7 +267,7 @@ class Worker:
             agree(self._comm, [pending.digest], pending.what, None)  # the control communicator is the main thread's
         except BaseException as told:
             error = told
-        self._fail(lane, error)
+        self.fail(lane, error)
         pending.finish(error)
 
     def _look(self) -> None:
@@ -254,15 +276,14 @@ class Worker:
             try:
                 self.watch.look(lane.wait)
             except AllReduceError as error:
-                self._fail(lane, error)
+                self.fail(lane, error)
 
-    def _fail(self, lane: Lane, error: BaseException) -> None:
+    def fail(self, lane: Lane, error: BaseException) -> None:
         """Give a lane's calls up."""
         with self._changed:
             lane.broken = lane.broken or without_frames(error)
             lane.wait.end()
-            given_up = list(lane.pending)
-            lane.pending.clear()
+            given_up = lane.take_back()
             self._open -= len(given_up)
         for pending in given_up:
             pending.finish(error)
@@ -274,24 +295,4 @@ class Worker:
             time.sleep(0.01)
         return self._running is None
 
-
-def _multiple() -> bool:
-    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
-
-
-_SINGLE = (
-    "a thread that communicates needs an MPI that was started with MPI_THREAD_MULTIPLE; mpi4py asks for it by itself "
-    "unless mpi4py.rc.threads or mpi4py.rc.thread_level were changed, so this MPI library does not offer it"
-)
-
-_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-
-
-@atexit.register
-def _end() -> None:
-    """MPI can't be finalised while a thread is inside of it: wait a little, then end the job."""
-    for worker in list(_workers):
-        if worker._thread is not None and not MPI.Is_finalized():
-            if not worker.idle(EXIT_SECONDS):
-                ending.end_job("a collective still hangs at the end of the program; MPI_Abort ends the job\n", 1)
-            worker.close()
+    threaded = property(lambda self: self._thread is not None)

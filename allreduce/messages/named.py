@@ -1,0 +1,226 @@
+"""Calls that are matched by their names: ranks may come to them in any order, and rank 0 says which is next.
+
+A lane's calls are matched by their order. Here every rank announces the names of its calls to rank 0, each with its
+side of it, and a call is next when all ranks have announced it, or have joined: who has joined has no calls of its own
+any more, and stands in in those of the others. A decision brings every rank's side to all of them. (The idea is
+Horovod's: A. Sergeev, M. Del Balso, 2018.)
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.errors import AllReduceError, DisagreementError, OptionError
+from allreduce.messages.agreement import disagreement, known
+from allreduce.messages.lanes import Lane, Pending, Runs
+from allreduce.messages.notes import Said
+
+Sides = list[Any]  # by rank; None of a rank that has joined
+StandIn = Callable[[Any], Callable[[Sides], object]]
+JOIN = "join"
+
+
+class Side(NamedTuple):
+    """What a rank brings to a call, all of it as JSON can hold it.
+
+    same: must be alike on all ranks. own: may not, and is handed to all. joinable: ranks that have joined can stand in.
+    what: the call, for people.
+    """
+
+    same: Any
+    own: Any = None
+    joinable: bool = False
+    what: str = ""
+
+
+class Named(Pending):
+    """A call of a NamedLane. sides: those of all ranks, when it begins."""
+
+    def __init__(
+        self,
+        name: str,
+        side: Side,
+        work: Callable[[Sides], object],
+        lane: "NamedLane",
+        ended: Callable[[BaseException | None], object] | None,
+    ) -> None:
+        super().__init__(lambda: self._run(work), lane, side.what, 0, ended)
+        self.name, self.side = name, side
+        self.sides: Sides = [side.own]
+        self.refused: AllReduceError | None = None
+
+    def _run(self, work: Callable[[Sides], object]) -> None:
+        if self.refused is not None:
+            raise self.refused
+        work(self.sides)
+
+
+class NamedLane(Lane):
+    """The calls of one user, which run when all ranks have submitted one of this name.
+
+    comm: for announcements, used by nothing else. stand_in: makes, from what is the same on all ranks, what a rank does
+    that has joined. Calls that differ are refused, each by itself, with the same error on all ranks.
+    """
+
+    def __init__(
+        self,
+        worker: Runs,
+        comm: MPI.Intracomm,
+        number: int,
+        name: str,
+        stand_in: StandIn,
+    ) -> None:
+        super().__init__(worker, number, name, alone=False)
+        self._comm, self._stand_in = comm, stand_in
+        self._waiting: dict[str, Named] = {}  # announced, and not decided
+        self._open: set[str] = set()  # names of calls that have not ended
+        self._first: Named | None = None  # which has waited longest
+        self._announced: dict[str, dict[int, Side]] = {}  # rank 0: name -> rank -> its side
+        self._joined: list[int] = []  # rank 0: in the order in which they came
+        self._sent: list[tuple[MPI.Request, np.ndarray]] = []  # messages on their way
+
+    def call(
+        self,
+        name: str,
+        side: Side,
+        work: Callable[[Sides], object],
+        ended: Callable[[BaseException | None], object] | None = None,
+    ) -> Named:
+        """Have `work` called, with the sides of all ranks, when all have come to a call of this name. Local.
+
+        Raises OptionError while an earlier call of the name has not ended. ended: as Lane.submit.
+        """
+        if name in self._open:
+            raise OptionError(f"{name} is under way already; give calls that may overlap names of their own")
+
+        def end(error: BaseException | None) -> None:
+            self._open.discard(name)
+            if ended is not None:
+                ended(error)
+
+        self._open.add(name)
+        pending = Named(name, side, work, self, end)
+        try:
+            self.worker.submit(self, pending)
+        except BaseException:
+            self._open.discard(name)
+            raise
+        return pending
+
+    def join(self, ended: Callable[[int], object]) -> Pending:
+        """No more calls of this rank until all have joined; `ended` is told which one came last. Local."""
+        side = Side(None, self._comm.rank, what=f"join of {self.name}")
+        return self.call(JOIN, side, lambda sides: ended(sides[-1]))
+
+    # What the worker calls, with its lock held
+
+    def announce(self, pending: Named) -> None:
+        """Tell rank 0 of a call."""
+        self._waiting[pending.name] = pending
+        self._mind()
+        if self._comm.rank == 0:
+            self._note(0, pending.name, pending.side)
+        else:
+            self._send([pending.name, *pending.side], 0)
+
+    def take_back(self) -> list[Pending]:
+        """The calls that wait, which are given up."""
+        given_up: list[Pending] = list(self._waiting.values())
+        self._waiting.clear()
+        self._mind()
+        return given_up
+
+    def hear(self) -> list[tuple[int, list[Any]]]:
+        """What has come since: of whom, and what. Without the lock."""
+        heard, status = [], MPI.Status()
+        while self._comm.Iprobe(status=status):
+            text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self._comm.Recv(text, status.source, status.tag)
+            heard.append((status.source, json.loads(text.tobytes())))
+        return heard
+
+    def take_in(self, rank: int, message: list[Any]) -> None:
+        """What a rank has announced, or rank 0 has decided."""
+        if self._comm.rank == 0:
+            self._note(rank, message[0], Side(*message[1:]))
+        else:
+            self._decided(*message)
+
+    # Rank 0 decides
+
+    def _note(self, rank: int, name: str, side: Side) -> None:
+        if name == JOIN:
+            self._joined.append(rank)
+            for waiting in list(self._announced):
+                self._decide(waiting)
+            if len(self._joined) == self._comm.size:
+                self._tell(JOIN, None, [self._joined[-1]], None)
+                self._joined.clear()
+        else:
+            self._announced.setdefault(name, {})[rank] = side
+            self._decide(name)
+
+    def _decide(self, name: str) -> None:
+        """Let a call run, or refuse it, when all ranks have come to it or joined."""
+        sides = self._announced[name]
+        if len({*sides, *self._joined}) < self._comm.size:
+            return
+        del self._announced[name]
+        first = next(iter(sides.values()))
+        everyone = range(self._comm.size)
+        refusal: list[str] | str | None = None
+        if len({json.dumps(side.same, sort_keys=True) for side in sides.values()}) > 1:
+            refusal = [sides[rank].what if rank in sides else "has joined" for rank in everyone]
+        elif len(sides) < self._comm.size and not first.joinable:
+            joined = sorted({*everyone} - {*sides})
+            refusal = f"{first.what}: ranks {joined} have joined, and can't stand in in this call"
+        self._tell(name, first.same, [sides[rank].own if rank in sides else None for rank in everyone], refusal)
+
+    def _tell(self, name: str, same: Any, sides: Sides, refusal: list[str] | str | None) -> None:
+        for other in range(1, self._comm.size):
+            self._send([name, same, sides, refusal], other)
+        self._decided(name, same, sides, refusal)
+
+    # All ranks follow
+
+    def _decided(self, name: str, same: Any, sides: Sides, refusal: list[str] | str | None) -> None:
+        if self.broken is not None:
+            return
+        pending = self._waiting.pop(name, None)
+        added = pending is None
+        if pending is None:
+            if refusal is not None:
+                return
+            pending = Named(name, Side(same, what=name), self._stand_in(same), self, self._stood_in)
+        pending.sides, pending.refused = sides, self._refused(refusal)
+        self.worker.decide(self, pending, added)
+        self._mind()
+
+    def _refused(self, refusal: list[str] | str | None) -> AllReduceError | None:
+        if isinstance(refusal, list):
+            return disagreement(self._comm, refusal)
+        return None if refusal is None else known(DisagreementError(refusal), self._comm)
+
+    def _stood_in(self, error: BaseException | None) -> None:
+        """Nobody waits for what was done in the place of a rank that has joined: its join fails."""
+        if error is not None:
+            self.worker.fail(self, error)
+
+    def _mind(self) -> None:
+        """The watch looks at the call that has waited longest."""
+        first = next(iter(self._waiting.values()), None)
+        if first is not self._first:
+            self._first = first
+            if first is None:
+                self.wait.end()
+            else:
+                self.wait.begin(Said(first.what))
+
+    def _send(self, message: list[Any], rank: int) -> None:
+        """Begin to send, and wait for nobody."""
+        self._sent = [pair for pair in self._sent if not pair[0].Test()]
+        text = np.frombuffer(json.dumps(message).encode(), np.uint8)
+        self._sent.append((self._comm.Isend(text, rank), text))

@@ -1,0 +1,12 @@
+"""Horovod's API: a script that says `import horovod.torch as hvd` runs with `import trainers.horovod.torch as hvd`.
+
+Which calls there are, and where they differ from Horovod's, is in docs/horovod.md.
+"""
+
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"trainers.horovod needs PyTorch, which can't be imported ({error}); install it with "
+        'pip install ".[torch]" in the checkout'
+    ) from error

@@ -1,0 +1,94 @@
+"""What users pass to collectives: understood or refused, before anything is sent."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trainers.horovod.errors import AdasumError, ArgumentError, deprecated
+from trainers.horovod.working import Op, reduction
+
+
+def operation(op: int | None, average: bool | None) -> Op:
+    """The operation that is meant."""
+    if op is not None and average is not None:
+        raise ArgumentError("give op= alone; average= is its old name")
+    if average is not None:
+        deprecated("average= is Horovod's old name of op=hvd.Average and op=hvd.Sum")
+        return Op.Average if average else Op.Sum
+    try:
+        return Op.Average if op is None else Op(op)
+    except ValueError:
+        names = ", ".join(f"hvd.{each.name}" for each in Op)
+        raise ArgumentError(f"op={op!r} is unknown; there are {names}") from None
+
+
+def tensors(kind: str, given: Sequence[Any], rows: bool = False) -> None:
+    """Refuse what are no dense tensors, no tensors at all; rows: those without a first dimension."""
+    if not given:
+        raise ArgumentError(f"{kind} of no tensor: give at least one")
+    for each in given:
+        if not isinstance(each, torch.Tensor):
+            raise ArgumentError(f"{kind} takes tensors of PyTorch, not {type(each).__name__}")
+        if each.layout != torch.strided:
+            raise ArgumentError(f"{kind} takes dense tensors, not {each.layout}; see hvd.sparse_allreduce")
+        if rows and each.dim() == 0:
+            raise ArgumentError(f"{kind}: a tensor without dimensions has no rows; give it one with tensor.view(1)")
+
+
+def reduces(kind: str, op: Op, given: Sequence[torch.Tensor]) -> None:
+    """Refuse an operation on tensors for which it has no meaning."""
+    if op == Op.Adasum:
+        raise AdasumError(f"{kind}: op=hvd.Adasum is not there yet; use hvd.Average")
+    for each in given:
+        try:
+            reduction(op, each.dtype)
+        except (TypeError, NotImplementedError) as error:
+            raise ArgumentError(f"{kind}: {op.name} of {each.dtype}: {error}") from None
+
+
+def factors(kind: str, scales: tuple[Any, Any]) -> tuple[float, float]:
+    """Prescale and postscale factor as numbers."""
+    try:
+        before, after = map(float, scales)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{kind}: prescale_factor and postscale_factor are numbers, not {scales}") from None
+    if not (math.isfinite(before) and math.isfinite(after)):
+        raise ArgumentError(f"{kind}: prescale_factor and postscale_factor must be finite, not {scales}")
+    return before, after
+
+
+def splits(tensor: torch.Tensor, given: Any, size: int) -> list[int]:
+    """How many rows go to each of `size` ranks."""
+    rows = len(tensor)
+    if given is None:
+        if rows % size:
+            raise ArgumentError(f"alltoall: {rows} rows can't be shared equally by {size} ranks; give splits")
+        return [rows // size] * size
+    if isinstance(given, torch.Tensor):
+        if given.dtype not in (torch.int32, torch.int64) or given.dim() != 1:
+            raise ArgumentError(f"alltoall: splits are integers in one dimension, not {given.dtype} {given.shape}")
+        given = given.tolist()
+    found = list(given)
+    if len(found) != size or not all(isinstance(each, int) and each >= 0 for each in found):
+        raise ArgumentError(f"alltoall: splits={found}: give {size} integers, none below 0")
+    if sum(found) > rows:
+        raise ArgumentError(f"alltoall: splits={found} are more than the {rows} rows of the tensor")
+    return found
+
+
+def layout(tensor: torch.Tensor) -> list[Any]:
+    """Shape and dtype, as JSON."""
+    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+
+
+def row_layout(tensor: torch.Tensor) -> list[Any]:
+    """Shape and dtype of a row, as JSON."""
+    return [list(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch.")]
+
+
+def shown(given: Sequence[torch.Tensor]) -> str:
+    """Tensors, for people."""
+    few = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in given[:4])
+    return few + (f" and {len(given) - 4} more" if len(given) > 4 else "")

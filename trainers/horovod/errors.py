@@ -1,0 +1,92 @@
+"""Named errors. They are what Horovod's users catch (HorovodInternalError, ValueError) and what ours do."""
+
+import warnings
+from typing import TypeVar
+
+from allreduce.errors import (
+    AllReduceError,
+    CollectiveTimeoutError,
+    DisagreementError,
+    OptionError,
+    RankLeftError,
+    RankLostError,
+)
+
+ErrorT = TypeVar("ErrorT", bound=AllReduceError)
+
+
+class HorovodInternalError(AllReduceError, RuntimeError):
+    """A collective has failed; its cause says why. hvd.elastic.run goes on after those that come from a lost rank."""
+
+
+class MismatchError(HorovodInternalError, DisagreementError):
+    """The ranks brought tensors of different shapes or dtypes, or other arguments, under one name."""
+
+
+class StalledError(HorovodInternalError, CollectiveTimeoutError):
+    """A name did not come on all ranks in time."""
+
+
+class LeftError(HorovodInternalError, RankLeftError):
+    """A rank has ended its program while others wait for it."""
+
+
+class LostError(HorovodInternalError, RankLostError):
+    """A rank has died."""
+
+
+class NotInitializedError(AllReduceError, ValueError):
+    """hvd.init() was not called, or hvd.shutdown() was."""
+
+    def __init__(self, text: str = "hvd.init() comes first: nothing of Horovod's API works before it") -> None:
+        super().__init__(text)
+
+
+class DuplicateNameError(OptionError):
+    """A name was used again while a call of this name is under way."""
+
+
+class ArgumentError(OptionError):
+    """An argument makes no sense."""
+
+
+class ProcessSetError(OptionError):
+    """A process set that does not exist, exists already, or is without this rank."""
+
+
+class NotSendableError(OptionError, TypeError):
+    """An object that can't be sent to other ranks without a pickle, which would run what a peer has put into it."""
+
+
+class OrderError(AllReduceError, AssertionError):
+    """A method of an optimizer was called while it averages gradients."""
+
+
+class AdasumError(HorovodInternalError, NotImplementedError):
+    """Adasum is not there for this call."""
+
+
+_KINDS: tuple[tuple[type[AllReduceError], type[HorovodInternalError]], ...] = (
+    (RankLostError, LostError),
+    (RankLeftError, LeftError),
+    (DisagreementError, MismatchError),
+    (CollectiveTimeoutError, StalledError),
+)
+
+
+def internal(error: BaseException) -> HorovodInternalError:
+    """What synchronize raises for `error`, which ended a call."""
+    if isinstance(error, HorovodInternalError):
+        return error
+    kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), HorovodInternalError)
+    text = str(error) if kind is not HorovodInternalError else f"{type(error).__name__}: {error}"
+    made = kind(text)
+    made.ranks = getattr(error, "ranks", None)
+    if isinstance(made, LostError) and isinstance(error, RankLostError):
+        made.lost, made.teller = error.lost, error.teller
+    return made
+
+
+def deprecated(text: str) -> None:
+    """Say once a place that an argument is Horovod's old one."""
+    warnings.warn(text, DeprecationWarning, stacklevel=4)

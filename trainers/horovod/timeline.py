@@ -1,0 +1,77 @@
+"""Horovod's timeline: what the calls of rank 0 waited for, and how long they took, for chrome://tracing or Perfetto."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from allreduce.replacing import replacing
+from trainers.horovod import session
+from trainers.horovod.errors import ArgumentError
+
+
+class Timeline:
+    """Events of named calls: NEGOTIATE_... until all ranks have come, then the call itself, in a row for each name."""
+
+    def __init__(self, path: str, mark_cycles: bool) -> None:
+        self.path, self.mark_cycles = path, mark_cycles
+        self._begin, self._since_epoch = time.perf_counter(), time.time()
+        self._rows: dict[str, int] = {}
+        self._events: list[dict[str, Any]] = []
+
+    def add(self, name: str, submitted: float, begin: float) -> None:
+        """A call that began at `begin` has ended now; times by time.perf_counter()."""
+        row = self._rows.setdefault(name, len(self._rows) + 1)
+        kind = name.partition(".")[0].upper()
+        end = time.perf_counter()
+        if self.mark_cycles:
+            self._events.append({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": self._us(begin)})
+        for event, first, last in ((f"NEGOTIATE_{kind}", submitted, begin), (kind, begin, end)):
+            span = {"ts": self._us(first), "dur": round((last - first) * 1e6, 3)}
+            self._events.append({"name": event, "ph": "X", "pid": 0, "tid": row, **span})
+
+    def write(self) -> None:
+        """The file, whole or not at all."""
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}}
+            for name, row in self._rows.items()
+        ]
+        start = {"start_time_since_epoch_in_micros": int(self._since_epoch * 1e6)}
+        about = {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "rank 0", **start}}
+        with replacing(self.path, "the timeline") as file:
+            json.dump([about, *names, *list(self._events)], file)
+
+    def _us(self, moment: float) -> float:
+        return round((moment - self._begin) * 1e6, 3)
+
+
+_timeline: Timeline | None = None
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record the calls from now on; rank 0 writes them to a file in `stop_timeline`. Local.
+
+    Started again, the recording begins anew. Raises ArgumentError when the file can't be written.
+    """
+    global _timeline
+    folder = os.path.dirname(os.path.abspath(file_path))
+    if session.rank() == 0:
+        if os.path.isdir(file_path) or not os.access(folder, os.W_OK):
+            raise ArgumentError(f"the timeline can't be written to {file_path}: give a file in a folder that exists")
+        _timeline = Timeline(os.path.abspath(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Write the file, if there is a recording. Local."""
+    global _timeline
+    session.current()
+    recorded, _timeline = _timeline, None
+    if recorded is not None:
+        recorded.write()
+
+
+def begin(name: str) -> Callable[[float], None] | None:
+    """A call is submitted: what to call when it has ended, with the time when it began; None without a recording."""
+    recording, submitted = _timeline, time.perf_counter()
+    return None if recording is None else lambda begin: recording.add(name, submitted, begin)
