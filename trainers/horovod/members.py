@@ -38,6 +38,10 @@ class Members:
         self._counts[kind] += 1
         return f"{kind}.noname.{self._counts[kind]}"
 
+    def begin_numbers(self) -> None:
+        """Count calls without a name anew, on all ranks: those that had joined have made fewer. Local."""
+        self._counts.clear()
+
     def submit(self, name: str, side: Side, work: Callable[[Sides], object]) -> Pending:
         """Have `work` called when all members have come to this name. Raises DuplicateNameError."""
         try:

@@ -71,9 +71,9 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             return {kind.__name__: [_plain(each, tensors) for each in value]}
-    for kind in (int, float, str):
-        if isinstance(value, kind):  # an enumeration's member, say
-            return kind(value)
+    for number in (int, float, str):
+        if isinstance(value, number):  # an enumeration's member, say
+            return number(value)
     raise NotSendableError(
         f"a {type(value).__module__}.{type(value).__qualname__} can't be sent to other ranks, because no pickle is "
         f"taken from the network; send {SENDABLE}"

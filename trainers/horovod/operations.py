@@ -255,8 +255,10 @@ def join(device: int = -1) -> int:
     device: Horovod's; of no use here.
     """
     came: list[int] = []
+    members = session.members(global_process_set)
     try:
-        session.members(global_process_set).lane.join(came.append).wait()
+        members.lane.join(came.append).wait()
     except Exception as error:
         raise internal(error) from error
+    members.begin_numbers()
     return came[0]

@@ -59,7 +59,7 @@ class Distributed(torch.optim.Optimizer):
         finally:
             self._should_synchronize = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average what is not averaged yet, and update. closure: computes gradients, which are averaged as well."""
 
         def averaged() -> Any:
@@ -75,7 +75,7 @@ class Distributed(torch.optim.Optimizer):
                 warnings.warn(_TWICE, stacklevel=2)
             self.synchronize()
         self._synchronized = False
-        return super().step()  # type: ignore[call-arg]
+        return super().step()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._averaging.under_way:
@@ -129,7 +129,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense,
         process_set,
     )
-    kind = type(type(optimizer).__name__, (Distributed, type(optimizer)), {})
+    kind: Any = type(type(optimizer).__name__, (Distributed, type(optimizer)), {})
     made = kind.__new__(kind)
     # A scheduler may have put its own `step` into the optimizer, which is that of the plain one.
     made.__dict__.update({name: held for name, held in vars(optimizer).items() if name != "step"})

@@ -1,5 +1,6 @@
 """`import trainers.horovod.torch as hvd`: the names that Horovod's users know, and nothing else."""
 
+from trainers.horovod import elastic
 from trainers.horovod.compression import Compression
 from trainers.horovod.differentiable import (
     allgather,
@@ -73,6 +74,7 @@ from trainers.horovod.session import (
     size,
 )
 from trainers.horovod.sparse import sparse_allreduce, sparse_allreduce_async
+from trainers.horovod.sync_batch_norm import SyncBatchNorm
 from trainers.horovod.timeline import start_timeline, stop_timeline
 
 __all__ = [
@@ -86,6 +88,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -109,6 +112,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
