@@ -44,7 +44,7 @@ class Reducer:
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce `tensor` in place: afterwards all ranks hold the same bits."""
         if reduction.name is not None and reduction.factor is None and gpu.takes(tensor):
-            gpu.reduce(self._backend(), tensor, self._known(reduction))
+            gpu.reduce(self.backend(), tensor, self._known(reduction))
             self._divide(tensor, reduction)
             return
         with writable(tensor, filled=True) as place:
@@ -93,7 +93,7 @@ class Reducer:
         self._scale(tensor, reduction)
         array = as_array(tensor)
         if reduction.name is not None:
-            self._backend()(array, self._known(reduction))
+            self.backend()(array, self._known(reduction))
         else:
             assert reduction.mpi is not None
             self._agree(tensor, reduction.mpi)
@@ -146,8 +146,8 @@ class Reducer:
 
     # Backends
 
-    def _backend(self) -> AllReduce:
-        """The backend that the user chose, "auto" by default."""
+    def backend(self) -> AllReduce:
+        """The backend that the user chose, "auto" by default. Collective at its first use."""
         return self._made(self._options.backend, **self._options.settings)
 
     def _scatterer(self) -> TwoPhase | None:
@@ -159,7 +159,7 @@ class Reducer:
                 notices.once(self._comm.rank, f'reduce_scatter uses "ring": {error}')
                 backend = self._made("ring")
         else:
-            backend = self._backend()
+            backend = self.backend()
         equal = isinstance(backend, TwoPhase) and type(backend).owned is TwoPhase.owned
         return backend if equal else None  # type: ignore[return-value]
 

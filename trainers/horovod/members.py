@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from allreduce.errors import OptionError
+from allreduce.errors import AllReduceError, OptionError
 from allreduce.messages.lanes import Pending
 from allreduce.messages.named import Side, Sides
 from allreduce.topology import Topology
@@ -12,7 +12,7 @@ from allreduce.torch_backend.moving import Mover
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.reducing import Reducer
 from trainers.horovod import working
-from trainers.horovod.errors import DuplicateNameError
+from trainers.horovod.errors import DuplicateNameError, internal
 
 
 class Members:
@@ -57,7 +57,11 @@ class Members:
         if self.lane.broken is not None:
             self.topology.abandon()
             return
-        self.submit(self.name("close", None), Side("close", what="hvd.shutdown"), lambda _: None).wait()
+        try:
+            self.submit(self.name("close", None), Side("close", what="hvd.shutdown"), lambda _: None).wait()
+        except AllReduceError as error:
+            self.topology.abandon()
+            raise internal(error) from error
         self.lane.abandon()
         self.reducer.close()
         self.topology.close()

@@ -1,35 +1,40 @@
-"""Sparse tensors are reduced by collecting their rows from all ranks."""
+"""Sparse tensors: each rank brings some rows of a table, and all get the sums of all of them."""
 
+import math
 from collections.abc import Callable
 
 import torch
 
+from allreduce.messages.named import Side
+from allreduce.torch_backend.tensors import as_array, readable
+from trainers.horovod import arguments, session
 from trainers.horovod.errors import ArgumentError
-from trainers.horovod.handles import synchronize
-from trainers.horovod.operations import Average, Op, Sum, allgather_async
+from trainers.horovod.handles import submit, synchronize
+from trainers.horovod.members import Members
+from trainers.horovod.operations import Average, Op, Sum
 from trainers.horovod.process_sets import ProcessSet, global_process_set
-from trainers.horovod.session import members
 
 
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Add up, or average, sparse tensors (COO) of one shape on all ranks. A function that waits for the result."""
-    if tensor.layout != torch.sparse_coo:
-        raise ArgumentError(f"sparse_allreduce takes sparse tensors (torch.sparse_coo), not {tensor.layout}")
+    """Add up, or average, sparse tensors (COO) of one shape on all ranks, with any number of entries on each.
+
+    Returns a function that waits for the result, a new coalesced tensor.
+    """
+    members = session.members(process_set)
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
+        raise ArgumentError("sparse_allreduce takes sparse tensors (torch.sparse_coo); hvd.allreduce takes dense ones")
     if op not in (Average, Sum):
-        raise ArgumentError(f"sparse_allreduce makes hvd.Sum and hvd.Average, not {Op(op).name}")
-    mine = tensor.coalesce()
-    indices = allgather_async(mine.indices().t().contiguous(), name and f"{name}.indices", process_set)
-    values = allgather_async(mine.values(), name and f"{name}.values", process_set)
-
-    def result() -> torch.Tensor:
-        rows, found = synchronize(indices), synchronize(values)
-        if op == Average:
-            found = found / members(process_set).size
-        return torch.sparse_coo_tensor(rows.t(), found, tensor.shape, check_invariants=False).coalesce()
-
-    return result
+        raise ArgumentError(f"sparse_allreduce makes hvd.Sum and hvd.Average, not {op!r}")
+    if not tensor.is_floating_point() and op == Average:
+        raise ArgumentError(f"sparse_allreduce: there is no average of {tensor.dtype}")
+    same = ["sparse", arguments.layout(tensor), tensor.sparse_dim(), int(op)]
+    what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, sparse; {Op(op).name}"
+    mine = tensor.detach()
+    full = members.name("sparse_allreduce", name)
+    handle = submit(members, full, Side(same, what=what), [tensor], lambda _: _sum(members, mine, Op(op)))
+    return lambda: synchronize(handle)
 
 
 def sparse_allreduce(
@@ -37,3 +42,20 @@ def sparse_allreduce(
 ) -> torch.Tensor:
     """The reduction itself. Collective."""
     return sparse_allreduce_async(tensor, name, op, process_set)()
+
+
+def _sum(members: Members, tensor: torch.Tensor, op: Op) -> torch.Tensor:
+    """The sum or mean of all ranks' tensors; several sparse dimensions are taken for one. Collective."""
+    sizes = tensor.shape[: tensor.sparse_dim()]
+    steps = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
+    indices = readable((tensor._indices() * torch.tensor(steps, device=tensor.device)[:, None]).sum(0))
+    values = readable(tensor._values())
+    rows = as_array(values).reshape(values.shape)
+    how = "mean" if op == Average else "sum"
+    found, sums = members.reducer.backend().sparse(as_array(indices), rows, math.prod(sizes), how)
+    places = torch.from_numpy(found)
+    numbers = torch.empty(sums.shape, dtype=tensor.dtype)
+    as_array(numbers)[:] = sums.reshape(-1)
+    every = torch.stack([places // step % size for step, size in zip(steps, sizes, strict=True)])
+    made = torch.sparse_coo_tensor(every, numbers, tensor.shape, is_coalesced=True, check_invariants=False)
+    return made.to(tensor.device)

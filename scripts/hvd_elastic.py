@@ -1,0 +1,67 @@
+"""Horovod's elastic example, written anew: the training goes on when ranks are lost.
+
+mpirun --with-ft ulfm -n 3 python scripts/hvd_elastic.py --lose 1    # rank 1 is killed in the second epoch
+mpirun -n 3 python scripts/hvd_elastic.py                            # without ULFM a lost rank ends the job
+"""
+
+import argparse
+import os
+import signal
+
+import torch
+
+import trainers.horovod.torch as hvd  # was: import horovod.torch as hvd
+from trainers import datasets
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--epochs", type=int, default=5)
+parser.add_argument("--batch-size", type=int, default=16, help="of each rank")
+parser.add_argument("--lr", type=float, default=0.02, help="of one rank; scaled by their number")
+parser.add_argument("--lose", type=int, default=None, help="a rank that is killed in the second epoch, to see it")
+options = parser.parse_args()
+
+hvd.init()
+torch.manual_seed(42)
+torch.set_num_threads(1)
+first_rank = hvd.rank()
+data = datasets.load("digits")
+x_train, x_test = (torch.from_numpy((x - data.shift) * data.scale).float() for x in (data.x_train, data.x_test))
+y_train, y_test = torch.from_numpy(data.y_train), torch.from_numpy(data.y_test)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=options.lr * hvd.size(), momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+sampler = hvd.elastic.ElasticSampler(x_train)
+
+
+@hvd.elastic.run
+def train(state: hvd.elastic.TorchState) -> None:
+    while state.epoch < options.epochs:
+        loader = torch.utils.data.DataLoader(range(len(x_train)), options.batch_size, sampler=sampler)
+        for batch, rows in enumerate(loader):
+            if first_rank == options.lose and (state.epoch, batch) == (1, 5):
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x_train[rows]), y_train[rows]).backward()
+            optimizer.step()
+            sampler.record_batch(batch, options.batch_size)
+            if batch % 10 == 9:
+                state.commit()  # what was done since is done again after a loss
+        state.epoch += 1
+        sampler.set_epoch(state.epoch)
+        state.commit()
+
+
+def on_reset() -> None:
+    """Ranks were lost: the learning rate follows their number."""
+    for group in optimizer.param_groups:
+        group["lr"] = options.lr * hvd.size()
+    print(f"rank {first_rank} goes on as rank {hvd.rank()} of {hvd.size()}, in epoch {state.epoch + 1}", flush=True)
+
+
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
+state.register_reset_callbacks([on_reset])
+train(state)
+accuracy = (model(x_test).argmax(1) == y_test).float().mean().item()
+if hvd.rank() == 0:
+    print(f"{hvd.size()} ranks: test accuracy {accuracy:.4f}", flush=True)
+hvd.shutdown()

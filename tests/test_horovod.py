@@ -1,0 +1,120 @@
+"""Horovod's API: what needs no other rank, jobs of 2 and 3 ranks, and the examples in scripts/."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import launch
+import pytest
+from conftest import JobRunner
+
+TESTS, SCRIPTS = launch.ROOT / "tests", launch.ROOT / "scripts"
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment"
+)
+
+
+def test_without_torch_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['torch'] = None; import trainers.horovod.torch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=launch.ROOT, timeout=60)
+    assert done.returncode
+    assert 'pip install ".[torch]" in the checkout' in done.stderr
+
+
+@needs_torch
+def test_objects_come_back_as_they_were() -> None:
+    import numpy as np
+    import torch
+
+    from trainers.horovod import objects
+    from trainers.horovod.errors import NotSendableError
+
+    value = {
+        "numbers": [1, -2.5, True, None, 1j, float("inf")],
+        ("a", 1): {frozenset({1}), "x"},
+        "bytes": b"\0\xff",
+        "kinds": (torch.float16, torch.device("cpu"), torch.Size([2, 3])),
+        "empty": [{}, [], ()],
+    }
+    found, length = objects.unpack(objects.pack(value))
+    assert found == {**value, "kinds": (torch.float16, torch.device("cpu"), (2, 3))}
+    assert length == len(objects.pack(value))
+    arrays = [
+        np.arange(6, dtype=">i2").reshape(2, 3),
+        np.float32(1.5),
+        torch.eye(2, dtype=torch.bfloat16),
+        torch.ones(0),
+    ]
+    found, _ = objects.unpack(objects.pack(arrays))
+    assert found[0].dtype == arrays[0].dtype
+    assert found[0].tolist() == arrays[0].tolist()
+    assert found[1] == 1.5
+    assert torch.equal(found[2], arrays[2])
+    for bad in (object(), len, np.array([object()]), [{"deep": Path()}]):
+        with pytest.raises(NotSendableError, match="no pickle"):
+            objects.pack(bad)
+
+
+@needs_torch
+@pytest.mark.jobs
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_whole_of_it(mpirun: JobRunner, ranks: int) -> None:
+    job = mpirun(ranks, [TESTS / "horovod_job.py"], timeout=240)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.splitlines()[-1] == "never_comes"
+    assert "rank 0 has waited 2 s for other ranks in: allreduce.never: float32 [2]" in job.stderr  # the stall report
+
+
+@needs_torch
+@pytest.mark.jobs
+def test_examples(mpirun: JobRunner, tmp_path: Path) -> None:
+    """On two ranks; the accuracy is that of one process."""
+    job = mpirun(2, [SCRIPTS / "hvd_digits.py", "--epochs", "2"], timeout=240)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "2 ranks: test accuracy 0.9" in job.stdout
+    job = mpirun(2, [SCRIPTS / "hvd_synthetic_benchmark.py", "--iterations", "2", "--width", "64"], timeout=240)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "samples/s on 2 ranks" in job.stdout
+
+
+@needs_torch
+@pytest.mark.jobs
+def test_a_rank_is_lost(mpirun: JobRunner) -> None:
+    """Two of three go on from the last commit, with the same parameters, and take what is left of the epoch."""
+    job = mpirun(3, [SCRIPTS / "hvd_elastic.py", "--epochs", "3", "--lose", "1"], ulfm=True, timeout=240)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("goes on as rank") == 2
+    assert "2 ranks: test accuracy 0.9" in job.stdout
+
+
+FOLDER = "HOROVOD_TESTS"  # in the environment: a folder with Horovod's test_torch.py
+COMMON = """
+import contextlib, os, pathlib, tempfile, torch
+torch.FatalError = RuntimeError
+def mpi_env_rank_and_size():
+    return int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+def skip_or_fail_gpu_test(test, message):
+    test.skipTest(message)
+@contextlib.contextmanager
+def temppath():
+    with tempfile.TemporaryDirectory() as folder:
+        yield os.path.join(folder, "file")
+"""
+MUON = "not test_broadcast_state and not test_force_allreduce or no_grad"  # see docs/horovod.md
+
+
+@needs_torch
+@pytest.mark.jobs
+@pytest.mark.skipif(FOLDER not in os.environ, reason=f"${FOLDER} names no folder with Horovod's test_torch.py")
+def test_horovods_own_tests(mpirun: JobRunner, tmp_path: Path) -> None:
+    """Its tests on two ranks, with the import line changed and what it imports of its own test helpers written anew."""
+    text = (Path(os.environ[FOLDER]) / "test_torch.py").read_text()
+    changed = text.replace("import horovod.torch as hvd", "import trainers.horovod.torch as hvd")
+    (tmp_path / "test_torch.py").write_text(changed)
+    (tmp_path / "common.py").write_text(COMMON)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    job = mpirun(2, ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", MUON, tmp_path], timeout=590, cwd=tmp_path)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert " passed" in job.stdout
