@@ -9,9 +9,9 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from mpi4py import MPI
 
@@ -36,19 +36,56 @@ class Part(Protocol):
 _parts: "weakref.WeakSet[Part]" = weakref.WeakSet()
 
 
-def world_ranks(comm: MPI.Comm) -> tuple[int, ...]:
-    """The ranks of MPI.COMM_WORLD that are in `comm`. Local."""
-    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = tuple(MPI.Group.Translate_ranks(group, range(group.size), world))
+class Processes(NamedTuple):
+    """Those that this rank knows of, and their numbers in the job: of processes that were started later too.
+
+    started: how many there ever were, as far as is known.
+    """
+
+    group: MPI.Group
+    numbers: tuple[int, ...]
+    started: int
+
+
+_numbered: list[Processes] = []  # the last is in force; none: the ranks of MPI.COMM_WORLD
+
+
+def processes() -> Processes:
+    """Those that this rank knows of. Local."""
+    if not _numbered:
+        _numbered.append(Processes(MPI.COMM_WORLD.Get_group(), tuple(range(MPI.COMM_WORLD.size)), MPI.COMM_WORLD.size))
+    return _numbered[-1]
+
+
+def know(comm: MPI.Comm, numbers: Sequence[int], started: int) -> None:
+    """These are the numbers of the ranks of `comm`, of which some were started behind MPI.COMM_WORLD. Local."""
+    group, known = comm.Get_group(), processes()
+    old = MPI.Group.Translate_ranks(group, range(group.size), known.group)
+    new = [number for number, rank in zip(numbers, old, strict=True) if rank == MPI.UNDEFINED]
+    _numbered.append(Processes(MPI.Group.Union(known.group, group), (*known.numbers, *new), started))
     group.Free()
-    world.Free()
-    return ranks
+    here.cache_clear()
+
+
+def become(number: int) -> None:
+    """This process was started later, and has this number in the job. Local; before it communicates."""
+    _numbered[:] = [Processes(MPI.COMM_SELF.Get_group(), (number,), number + 1)]
+    here.cache_clear()
+
+
+def world_ranks(comm: MPI.Comm) -> tuple[int, ...]:
+    """The numbers in the job of the ranks of `comm`: those of MPI.COMM_WORLD, or behind them. Local."""
+    group, known = comm.Get_group(), processes()
+    ranks = MPI.Group.Translate_ranks(group, range(group.size), known.group)
+    group.Free()
+    return tuple(rank if rank == MPI.UNDEFINED else known.numbers[rank] for rank in ranks)
 
 
 @functools.cache
 def here() -> tuple[int, int]:
-    """This rank's number in MPI.COMM_WORLD, and how many there are; after the end of MPI too. Local."""
-    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    """This rank's number in the job, and how many there are; after the end of MPI too. Local."""
+    known = processes()
+    return known.numbers[known.group.rank], known.started
 
 
 def install() -> None:
@@ -119,17 +156,17 @@ def leave_to_teller(error: BaseException) -> None:
     """
     if not _tells(error):
         time.sleep(TOLD_SECONDS)
-    elif getattr(error, "ranks", None) is None and MPI.COMM_WORLD.rank > 0:
+    elif getattr(error, "ranks", None) is None and here()[0] > 0:
         time.sleep(ALIKE_SECONDS)
 
 
 def _tells(error: BaseException) -> bool:
     """Whether this is the one rank that tells an error: the one that brought it, of those that have it."""
-    ranks = range(MPI.COMM_WORLD.size) if isinstance(error, KeyboardInterrupt) else getattr(error, "ranks", None)
+    ranks = range(here()[1]) if isinstance(error, KeyboardInterrupt) else getattr(error, "ranks", None)
     teller = getattr(error, "teller", None)
     if teller is None:
-        teller = min(ranks) if ranks else MPI.COMM_WORLD.rank
-    return MPI.COMM_WORLD.rank == teller
+        teller = min(ranks) if ranks else here()[0]
+    return here()[0] == teller
 
 
 def say(text: str) -> None:
@@ -181,7 +218,7 @@ def _at_exit(hook: object) -> None:
     if MPI.Is_finalized() or children.forked():
         return
     died = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if died is not None and sys.excepthook is not hook and MPI.COMM_WORLD.size > 1 and not in_part():
+    if died is not None and sys.excepthook is not hook and here()[1] > 1 and not in_part():
         leave_to_teller(died)
         end_job(f"{type(died).__name__}: {died}\n", 1)
     for tell in _leaving:

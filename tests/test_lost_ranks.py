@@ -80,8 +80,9 @@ def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRu
     assert "a server was lost" in came["no server"]["error"]
 
 
-def test_ranks_that_wait_take_the_places_of_lost_ones(mpirun: JobRunner) -> None:
-    job = mpirun(6, [TRAINING.with_name("joining.py")], ulfm=True, timeout=120)
+@pytest.mark.parametrize("kind", ["mirrored", "central"])
+def test_ranks_that_wait_take_the_places_of_lost_ones(mpirun: JobRunner, kind: str, tmp_path: Path) -> None:
+    job = mpirun(6, [TRAINING.with_name("joining.py"), kind, tmp_path], ulfm=True, timeout=120)
     assert job.returncode == 0, job.stdout + job.stderr
     lines = job.stdout.splitlines()
     assert lines.count("not needed") == 1
@@ -93,6 +94,19 @@ def test_ranks_that_wait_take_the_places_of_lost_ones(mpirun: JobRunner) -> None
         check_like_alone(came)
     assert "rank 3 joined" in job.stderr
     assert "rank 4 joined" in job.stderr
+
+
+def test_new_ranks_are_started_in_the_places_of_lost_ones(mpirun: JobRunner) -> None:
+    """Two at once, of which one is lost in its turn. The launcher tells that with its exit code, 137."""
+    job = mpirun(3, [TRAINING.with_name("renewing.py")], ulfm=True, timeout=120)
+    all_came = [json.loads(line) for line in job.stdout.splitlines()]
+    assert sorted((came["number"], came["late"]) for came in all_came) == [(1, False), (3, True), (5, True)], job.stderr
+    for came in all_came:
+        assert (came["ranks"], came["lost"]) == (3, [[0], [2], [4]])
+        check_like_alone(came)
+    assert "2 new ranks were started" in job.stderr
+    assert "ranks 3, 4 joined" in job.stderr
+    assert "Traceback" not in job.stderr
 
 
 @pytest.mark.parametrize(("name", "lost"), [("sharded", [[1]]), ("storage", [[0]])])

@@ -18,7 +18,7 @@ from allreduce.errors import (
 )
 from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere, known, raise_together, root_value, together, waiting
-from trainers import datasets, preparing, results, roles, strategies, surviving
+from trainers import datasets, on_failure, preparing, results, roles, strategies
 from trainers.base import Trainer
 from trainers.checkpoints import Checkpoint
 from trainers.errors import DivergedError, TrainerError
@@ -46,8 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AllReduceError, TrainerError) as error:
         if world.size > 1 and not everywhere(error, world.world):
             raise  # the other ranks don't know: the hook of Topology shows the traceback and ends the job
-        _say(world, f"error: {error}", sys.stderr)
-        if world.rank == 0:
+        own = ending.world_ranks(world.world)
+        if ending.here()[0] == min(getattr(error, "ranks", None) or own) == own[0]:  # not one that has joined others
+            _say(world, f"error: {error}", sys.stderr)
             ending.write_down(str(error))
         code = FAILED if isinstance(error, FAULTS) else BAD_ARGUMENTS
         with waiting(world.world, "end together, after an error"):
@@ -124,7 +125,7 @@ def _introduce(job: _Job, trainer: Trainer, topology: Topology) -> None:
         _say(topology, f"roles: {job.roles}", shown)
     _say(topology, results.how(trainer, chosen), shown)
     if losses.in_force() or chosen.on_failure:
-        _say(topology, f"if a rank is lost: {surviving.in_words(trainer)}", shown)
+        _say(topology, f"if a rank is lost: {on_failure.in_words(trainer)}", shown)
     _say(topology, f"data: {job.data}", shown)
     layers = "-".join(map(str, network.sizes))
     _say(topology, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}", shown)

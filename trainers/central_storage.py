@@ -12,7 +12,8 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.backends.central import Central
-from allreduce.messages.agreement import everywhere
+from allreduce.messages.agreement import everywhere, root_value
+from allreduce.spares import NEWCOMER, Joining
 from allreduce.topology import Topology
 from trainers.copied import CopiedUpdate
 from trainers.errors import ArgumentError
@@ -63,8 +64,10 @@ class CentralStorageTrainer(MirroredTrainer):
 
         Raises on all ranks, and leaves nothing behind: ArgumentError, DisagreementError (models that differ).
         """
-        self.storage = storage
         ranks = topology or Topology()
+        if isinstance(ranks, Joining):  # the others know where the storage is
+            storage = 0
+        self.storage = storage
         backend: Central | None = None
         try:
             _agree_on_arguments(ranks, replica, storage, device)
@@ -96,7 +99,11 @@ class CentralStorageTrainer(MirroredTrainer):
 
     def _make_backend(self, topology: Topology) -> Central:
         """The storage rank stays, where it is left; rank 0 takes its place."""
-        self.storage = _moved(self.storage, topology.former)
+        storage, former = _moved(self.storage, topology.former), topology.former
+        if NEWCOMER in former:
+            old = next(rank for rank, before in enumerate(former) if before != NEWCOMER)
+            storage = root_value(topology.world, storage, "hear where the storage is", old)
+        self.storage = storage
         return Central(topology, root=self.storage)
 
     def _renumber(self, arguments: dict[str, Any], former: tuple[int, ...]) -> None:

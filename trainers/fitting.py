@@ -87,6 +87,8 @@ class Fit(Steps):
             self._begin()
         while self.place.epoch < self._epochs:
             self._epoch(self.place.epoch)
+            if self.place.epoch < self._epochs and self.trainer._survival is not None:
+                self.trainer._survival.renew()
         self.guarded(lambda: self.callbacks.train_end(self.logs))
         if self.saver is not None:
             self.guarded(self.saver.finish)
@@ -125,9 +127,12 @@ class Fit(Steps):
         self.callbacks.train_begin()
         self.begun = True
 
-    def epoch_so_far(self) -> tuple[float, int]:
-        """Seconds and rows of this epoch that a checkpoint had. Local."""
-        return self._resumed.seconds, self._rows
+    def epoch_so_far(self) -> Begun:
+        """What is done of the epoch that the fit is in, for a rank that joins. Local."""
+        number, step, _ = self.place
+        if self._entered == number:
+            return Begun(number, step, self._resumed.seconds, self.meter.values(), self._rows)
+        return self._resumed if self._resumed.epoch == number else Begun(number)
 
     def join(self, begun: Begun) -> None:
         """Go on at `place`, where others are. Local."""

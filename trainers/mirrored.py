@@ -9,21 +9,21 @@ import numpy as np
 from allreduce.arrays import dtypes
 from allreduce.base import AllReduce
 from allreduce.messages.agreement import everywhere, together
-from allreduce.spares import Joining
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
-from trainers import malloc, surviving, twins
+from trainers import malloc, twins
 from trainers.backends import UPDATES, backend_for, used_by
 from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.making import outlives_losses
+from trainers.on_failure import GOING_ON, refusal
 from trainers.outliving import Outliving
 from trainers.replica import Replica
 from trainers.sharded import ShardedUpdate, Update
 from trainers.stepping import FLAGS
-from trainers.surviving import Call, Survival
+from trainers.surviving import Call
 
 
 class MirroredTrainer(Outliving):
@@ -73,9 +73,11 @@ class MirroredTrainer(Outliving):
         on_failure: what happens when a rank is lost (it was killed, its node has died), where MPI lets the others live:
             Open MPI 5, started as mpirun --with-ft ulfm. "continue": the call goes on with the ranks that are left, and
             `topology`, `allreduce`, `rank` and `size` of this trainer are new; with update="sharded" and one copy a fit
-            goes back to its last checkpoint, and callbacks are told those epochs again. "stop", which None stands for:
-            where a fit writes checkpoints it writes one more, and all ranks raise RankLostError. Without such an MPI,
-            the job ends, and "continue" is refused.
+            goes back to its last checkpoint, and callbacks are told those epochs again. "replace": so too, and after an
+            epoch of the first fit processes are started for those that were lost; they run the program from its
+            beginning, and their own trainer joins the others in its first fit. "stop", which None stands for: where a
+            fit writes checkpoints it writes one more, and all ranks raise RankLostError. Without such an MPI, the job
+            ends, and the other two are refused.
 
         Raises on all ranks, and leaves nothing behind: ArgumentError, DisagreementError (models that differ),
         UnknownBackendError, UnavailableError, OptionError.
@@ -106,8 +108,7 @@ class MirroredTrainer(Outliving):
             if everywhere(error, self._comm):
                 self.close()
             raise
-        if self._outlives and (self.size > 1 or isinstance(ranks, Joining)):
-            self._survival = Survival(self, goes_on=on_failure == "continue")
+        self._survive(on_failure)
 
     def _agree_on_arguments(
         self,
@@ -130,8 +131,8 @@ class MirroredTrainer(Outliving):
             error = ArgumentError(f"{allreduce!r} has a topology of its own; pass the backend's name, or no topology")
         elif update != "sharded" and copies == 2:
             error = ArgumentError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
-        error = error or twins.refusal(copies, ranks.size, on_failure == "continue")
-        error = error or surviving.refusal(on_failure, ranks, replica, None if self.remakes else allreduce)
+        error = error or twins.refusal(copies, ranks.size, on_failure in GOING_ON)
+        error = error or refusal(on_failure, ranks, replica, None if self.remakes else allreduce)
         row = f"MirroredTrainer({type(replica).__name__}, {name!r}, {update=}, {copies=}, {on_failure=})"
         ranks.agree([zlib.crc32(row.encode())], row, error)
 

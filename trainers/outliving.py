@@ -9,13 +9,16 @@ from allreduce import create, notices
 from allreduce.base import AllReduce, Recipe
 from allreduce.messages import losses
 from allreduce.messages.agreement import all_values, together
-from allreduce.spares import NEWCOMER
+from allreduce.spares import NEWCOMER, Joining
 from allreduce.topology import Topology
 from trainers.backends import backend_for
 from trainers.base import Trainer
 from trainers.exchange import sent
+from trainers.on_failure import GOING_ON
+from trainers.renewing import Renewal
 from trainers.rescue import MEASURED, Choice, Piece, choose, joined
 from trainers.sharded import Update
+from trainers.surviving import Survival
 
 RATES = "trainer.learning_rates"  # what ranks hand each other besides a replica's state, as MEASURED
 NO_PIECE = Piece(0, 0, 0, 0, {}, {})
@@ -62,6 +65,14 @@ class Outliving(Trainer):
         remade = (self._asked is not None or self.remakes) and self.replica.device == "cpu"
         return remade and losses.in_force()
 
+    def _survive(self, on_failure: str | None) -> None:
+        """Outlive lost ranks from now on, where that can be. Local, on all ranks."""
+        if not self._outlives or (self.size == 1 and not isinstance(self.topology, Joining)):
+            return
+        self._survival = Survival(self, goes_on=on_failure in GOING_ON)
+        if on_failure == "replace":
+            self._survival.renewal = Renewal(self, self.size)
+
     def _copies_kept(self) -> int:
         """How many ranks have each slice. Local."""
         if self._copies == 2 and not self._outlives:
@@ -69,6 +80,16 @@ class Outliving(Trainer):
             notices.once(self.rank, f"copies=2: no second copies are kept, since {why}")
             return 1
         return self._copies
+
+    def close(self) -> None:
+        if self._survival is not None:
+            self._survival.let_go()
+        super().close()
+
+    def abandon(self) -> None:
+        if self._survival is not None:
+            self._survival.let_go()
+        super().abandon()
 
     def note_step(self) -> None:
         super().note_step()

@@ -127,8 +127,9 @@ def hand_over(fit: Fit, former: tuple[int, ...]) -> None:
     comm, joins = fit.trainer._comm, former[fit.trainer.rank] == NEWCOMER
     lead = next(rank for rank, old in enumerate(former) if old != NEWCOMER)
     history = None if joins else json.dumps([epoch.as_dict() for epoch in fit.history], default=np.ndarray.tolist)
-    text, seconds, rows = root_value(comm, [history, *fit.epoch_so_far()], HAND_OVER, lead)
-    arrays = {} if joins else {VALUES: fit.meter.values(), **fit.callbacks.state()}
+    begun = fit.epoch_so_far()
+    text, seconds, rows = root_value(comm, [history, begun.seconds, begun.rows], HAND_OVER, lead)
+    arrays = {} if joins else {VALUES: begun.measured, **fit.callbacks.state()}
     arrays = sent(comm, {name: np.ascontiguousarray(array) for name, array in arrays.items()}, lead, HAND_OVER)
     if joins:
         place, epochs = fit.place, [Epoch.of_dict(epoch) for epoch in json.loads(text)]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import allreduce
 import trainers
 from allreduce.topology import Topology
-from trainers import surviving
+from trainers import on_failure
 from trainers.backends import UPDATES
 from trainers.base import Trainer
 from trainers.errors import ArgumentError
@@ -77,7 +77,7 @@ STRATEGIES = {
     ),
     "central_storage": Strategy(
         "one rank holds the parameters and updates them; all compute",
-        {"storage_rank": 0, "copies": 1, "on_failure": None},
+        {"storage_rank": 0, "copies": 1, "on_failure": None, "spares": 0},
         _central_storage,
     ),
     "parameter_server": Strategy(
@@ -117,8 +117,9 @@ def add_options(group: Any) -> None:
         help=f"the last N ranks wait, and take the places of lost ones; with --on-failure continue ({_of('spares')})",
     )  # fmt: skip
     add(
-        "--on-failure", choices=surviving.CHOICES,
+        "--on-failure", choices=on_failure.CHOICES,
         help="when a rank is lost, and the job was started with mpirun --with-ft ulfm: continue: the others go on; "
+        "replace: they go on, and a process is started that takes its place after a coming epoch; "
         f"stop: they write a checkpoint where --checkpoint asks for some, and stop ({_of('on_failure')})",
     )  # fmt: skip
     add(

@@ -13,14 +13,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from allreduce import ending
-from allreduce.base import AllReduce
-from allreduce.errors import RankLostError
+from allreduce.errors import RankLostError, UnavailableError
 from allreduce.messages import losses
 from allreduce.messages.agreement import all_values, everywhere, known
 from allreduce.spares import NEWCOMER, Joining, Manned
 from allreduce.topology import Topology
-from trainers.errors import ArgumentError
-from trainers.replica import Replica
+from trainers.renewing import Renewal, RenewedError
 
 if TYPE_CHECKING:
     from trainers.base import Trainer
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("trainers")
 
 ResultT = TypeVar("ResultT")
-CHOICES = ("stop", "continue")
 
 
 class Loss(NamedTuple):
@@ -81,7 +78,9 @@ class Survival:
 
     def __init__(self, trainer: "Trainer", goes_on: bool) -> None:
         self._trainer, self.goes_on = trainer, goes_on
+        self.renewal: Renewal | None = None  # where new ranks take the places of lost ones
         self._busy = self._known = False  # inside of a call; all ranks know that it is to be made again
+        self._again = False  # ranks that are started now could not find the call that these are in
         trainer.replica.undoable = True
 
     def run(self, call: Call[ResultT]) -> ResultT:
@@ -105,6 +104,33 @@ class Survival:
                 self._recover(call)
         finally:
             self._busy = False
+            if call.takes_newcomers:
+                self._again = True
+                self.let_go()
+
+    def renew(self) -> None:
+        """Between two epochs: have ranks come in where lost ones have left places. Collective.
+
+        Raises RankLostError on all ranks when the call is to be made again, on other ranks.
+        """
+        renewal = self.renewal
+        if renewal is None or self._again or not renewal.wanted:
+            return
+        try:
+            self.by_all(renewal.look)
+        except UnavailableError as error:
+            renewal.give_up(error)
+        except RankLostError:
+            renewal.let_go()
+            raise
+        if renewal.comes:
+            self._known = True
+            raise RenewedError("ranks join")
+
+    def let_go(self) -> None:
+        """No ranks join this trainer any more. Local, on all ranks."""
+        if self.renewal is not None:
+            self.renewal.let_go()
 
     def by_all(self, action: Callable[[], object]) -> None:
         """Do a part of a call that no rank that is left may have done without the others. Collective.
@@ -143,12 +169,14 @@ class Survival:
         """Go on with those that are left, whoever is lost meanwhile. Collective over them."""
         trainer, begin = self._trainer, time.monotonic()
         before, during = ending.world_ranks(trainer.topology.world), str(call)
+        arrives = isinstance(trainer.topology, Joining)
         while True:
             error: Exception | None = None
             lost = None
             trainer._let_go_of_ranks()
-            topology = trainer.topology = next_topology(trainer.topology, call.takes_newcomers)
+            topology = trainer.topology = self._next_topology(call)
             try:
+                self._find_newcomers(arrives)
                 trainer._reconnect(topology)
                 if not trainer._restore() and not call.go_back():
                     raise self._incomplete(call)
@@ -173,15 +201,31 @@ class Survival:
         if not self.goes_on:
             raise known(RankLostError(f'{trainer.losses[-1]}; the job stops (on_failure="stop")'), topology.world)
 
+    def _next_topology(self, call: Call[ResultT]) -> Topology:
+        if self.renewal is not None and self.renewal.comes:
+            return self.renewal.join(self._trainer.topology)
+        return next_topology(self._trainer.topology, call.takes_newcomers and not self._again)
+
+    def _find_newcomers(self, arrives: bool) -> None:
+        """Who has joined, and had nothing when another rank was lost, has nothing now. Collective."""
+        topology = self._trainer.topology
+        new = all_values(topology.world, arrives, "see who joins")
+        topology.former = tuple(NEWCOMER if new[rank] else old for rank, old in enumerate(topology.former))
+
     def _tell_newcomers(self, before: tuple[int, ...], during: str) -> tuple[tuple[int, ...], str]:
         """Which ranks there were, and what they did: those that join hear it from the others. Collective."""
         trainer = self._trainer
         if NEWCOMER not in trainer.topology.former:
             return before, during
-        heard = all_values(trainer._comm, [before, during, trainer.losses], "tell ranks that join what was lost")
-        ranks, during, lost = next(side for side, old in zip(heard, trainer.topology.former, strict=True) if old >= 0)
+        places = None if self.renewal is None else self.renewal.places
+        told = [before, during, trainer.losses, places]
+        heard = all_values(trainer._comm, told, "tell ranks that join what was lost")
+        sides = zip(heard, trainer.topology.former, strict=True)
+        ranks, during, lost, places = next(side for side, old in sides if old >= 0)
         if trainer.topology.former[trainer.rank] == NEWCOMER:
             trainer.losses = [Loss(tuple(gone), *rest) for gone, *rest in lost]
+            if self.renewal is not None:
+                self.renewal.places = places
         return tuple(ranks), during
 
     def _incomplete(self, call: Call[ResultT]) -> RankLostError:
@@ -199,10 +243,12 @@ def note(trainer: "Trainer", before: tuple[int, ...], during: str, seconds: floa
     """Note who of the ranks `before`, of MPI.COMM_WORLD, is lost, and say so where the others go on. Local."""
     left = ending.world_ranks(trainer.topology.world)
     gone = tuple(rank for rank in before if rank not in left)
-    trainer.losses.append(Loss(gone, len(left), during, seconds))
+    if gone:
+        trainer.losses.append(Loss(gone, len(left), during, seconds))
     if trainer.rank == 0 and goes_on:
         rest = f"{len(left)} rank{'s' * (len(left) != 1)} go on" if len(left) > 1 else "one rank goes on alone"
-        log.warning("trainers: %s; %s (after %.3f s)", trainer.losses[-1], rest, seconds)
+        if gone:
+            log.warning("trainers: %s; %s (after %.3f s)", trainer.losses[-1], rest, seconds)
         if joined := [rank for rank in left if rank not in before]:
             log.warning("trainers: rank%s %s joined", "s" * (len(joined) > 1), ", ".join(map(str, joined)))
 
@@ -215,37 +261,3 @@ def next_topology(old: Topology, takes_newcomers: bool) -> Topology:
     if isinstance(old, Manned):
         old.admits = takes_newcomers
     return old.survivors()
-
-
-def refusal(
-    on_failure: str | None, ranks: Topology, replica: Replica, backend: str | AllReduce | None = None
-) -> ArgumentError | None:
-    """What is wrong with on_failure=... here. Local."""
-    if on_failure is not None and on_failure not in CHOICES:
-        return ArgumentError(f"on_failure={on_failure!r} is unknown; use one of {', '.join(CHOICES)}, or None")
-    if on_failure != "continue" or ranks.size == 1:
-        return None
-    if not losses.in_force():
-        return ArgumentError(
-            'on_failure="continue" needs an MPI that lets the others live when a rank is lost: Open MPI 5, started as '
-            "mpirun --with-ft ulfm -n 4 python ...; otherwise leave it out, and go on from a checkpoint (resume=True)"
-        )
-    if replica.device != "cpu":
-        return ArgumentError(f'on_failure="continue" works on the CPU, and this replica is on {replica.device}')
-    if isinstance(backend, AllReduce) and backend.recipe is None:
-        return ArgumentError(
-            f'on_failure="continue": {backend!r} has no recipe by which it can be made again on other ranks; make it '
-            "with allreduce.create(), or give its name"
-        )
-    return None
-
-
-def in_words(trainer: "Trainer") -> str:
-    """What happens when a rank is lost, for the start of a program."""
-    if trainer.size == 1:
-        return "there are no others to go on"
-    if not losses.in_force():
-        return "the job ends (mpirun --with-ft ulfm lets the others live)"
-    if not trainer.goes_on:
-        return "the others stop (--on-failure continue: they go on)"
-    return f"the others go on{', from the last checkpoint (--copies 2: without one)' if trainer.goes_back else ''}"

@@ -45,6 +45,18 @@ def end_alone() -> None:
         log.debug("no ompi_async_mpi_finalize")
 
 
+def end_without_later_ones() -> None:
+    """Don't have the end of MPI wait for each communicator with processes that were started later. Local, at the end.
+
+    Open MPI disconnects them then, and would wait for ranks of them that are lost.
+    """
+    try:
+        library = ctypes.CDLL("libmpi.so.40", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        ctypes.c_int.in_dll(library, "ompi_comm_num_dyncomm").value = 0
+    except (OSError, ValueError):  # another Open MPI
+        log.debug("no ompi_comm_num_dyncomm")
+
+
 def lost(error: BaseException | None) -> RankLostError | None:
     """The RankLostError that `error` is, or comes from, or a new one where it comes from MPI's; else None. Local."""
     if not in_force():

@@ -1,20 +1,28 @@
 """One rank of a training in which ranks kill themselves, and ranks that wait take their places.
 
-    mpirun --with-ft ulfm -n 6 python joining.py
+    mpirun --with-ft ulfm -n 6 python joining.py mirrored
+    mpirun --with-ft ulfm -n 6 python joining.py central FOLDER
 
 Three ranks work and three wait: two of them are needed, and the last one is let go. Each rank prints what came of it.
 """
 
 import json
+import sys
+from typing import Any
 
 from training import Deaths, trained
 
 from allreduce import Topology, spares
+from trainers import CentralStorageTrainer, Checkpoint
 
 WORKING = 3
 
 
-def main() -> None:
+def main(kind: str, folder: str = "") -> None:
+    """central: the first to die has the storage, so all go back to a checkpoint of the middle of an epoch."""
+    given: dict[str, Any] = {"options": {}}
+    if kind == "central":
+        given = {"options": {"storage": 1}, "kind": CentralStorageTrainer, "checkpoint": Checkpoint(folder, "7 steps")}
     pool = Topology()
     moments = {1: ("batch_begin", 1, 2), 0: ("epoch_end", 3, 0)}
     deaths = Deaths(moments.get(pool.rank))
@@ -22,8 +30,8 @@ def main() -> None:
     if ranks is None:
         print("not needed", flush=True)
         return
-    print(json.dumps(trained(ranks, {}, deaths)), flush=True)
+    print(json.dumps(trained(ranks, deaths=deaths, **given)), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

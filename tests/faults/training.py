@@ -185,12 +185,13 @@ def trained(
     checkpoint: Checkpoint | None = None,
     kind: Any = MirroredTrainer,
     replica: NumpyNetwork | None = None,
+    on_failure: str = "continue",
 ) -> dict[str, Any]:
     """What comes of a training, and what one rank alone has come to."""
     x, y = data()
     given: dict[str, Any] = {"validation_data": (x[:50], y[:50])}
     replica = replica or network(ranks.rank)
-    with kind(replica, topology=ranks, on_failure="continue", **options) as trainer:
+    with kind(replica, topology=ranks, on_failure=on_failure, **options) as trainer:
         history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=[deaths], checkpoint=checkpoint, **given, progress=False)
         came = {
             "history": [epoch.as_dict() for epoch in history],

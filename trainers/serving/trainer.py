@@ -16,11 +16,12 @@ from allreduce.messages.agreement import everywhere, known, together, wait_for
 from allreduce.messages.lanes import Lane, Pending
 from allreduce.messages.parcels import pieces
 from allreduce.topology import Topology
-from trainers import malloc, surviving
+from trainers import malloc
 from trainers.base import Trainer
 from trainers.data import Batches
 from trainers.divergence import LEARNING_RATES
 from trainers.errors import ArgumentError
+from trainers.on_failure import refusal
 from trainers.replica import Replica
 from trainers.serving.client import Client
 from trainers.serving.desk import Desk
@@ -272,5 +273,7 @@ def agree_on_arguments(
     """
     if error is None and replica.device != "cpu":
         error = ArgumentError(f"{row} works on the CPU, and this replica is on {replica.device}")
-    error = error or surviving.refusal(on_failure, ranks, replica)
+    if error is None and on_failure == "replace":
+        error = ArgumentError(f'{row}: on_failure="replace" is for trainers whose ranks take every step together')
+    error = error or refusal(on_failure, ranks, replica)
     ranks.agree([zlib.crc32(row.encode())], row, error)
