@@ -16,5 +16,6 @@ except ImportError as error:
 from trainers.pytorch.optimizer import MirroredOptimizer
 from trainers.pytorch.report import Report
 from trainers.pytorch.sharded import ELEMENTWISE
+from trainers.pytorch.sparse import TAKES_SPARSE
 
-__all__ = ["ELEMENTWISE", "MirroredOptimizer", "Report"]
+__all__ = ["ELEMENTWISE", "TAKES_SPARSE", "MirroredOptimizer", "Report"]

@@ -21,14 +21,16 @@ from torch.nn import Parameter
 
 from allreduce.base import AllReduce
 from allreduce.messages.worker import Lane
-from trainers.pytorch.backward import Backward, GradientError, meet
-from trainers.pytorch.buffers import Memory, allocate
+from trainers.pytorch.backward import Backward, meet
+from trainers.pytorch.buffers import allocate
+from trainers.pytorch.errors import SECOND, GradientError, changed
 from trainers.pytorch.family import Family
 from trainers.pytorch.gradient_check import GradientCheck
 from trainers.pytorch.layout import plan
 from trainers.pytorch.ownership import CLOSED, refuse, take_over
 from trainers.pytorch.report import Clock
 from trainers.pytorch.rows import Rows
+from trainers.pytorch.sparse import SparseGradients
 from trainers.replicas.pytorch.tensors import DTYPES, shaped
 
 LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # what the buffers hold; see Averager.state
@@ -39,7 +41,8 @@ ResultT = TypeVar("ResultT")
 class Averager:
     """The gradients of some parameters, in buckets of flat buffers, and their reduction.
 
-    parameters: those that are trained, in the order of the model, by name.
+    parameters: those that are trained, in the order of the model, by name. sparse: those whose gradients stay sparse:
+        the last buckets, of one each, and with numbers after the others'; they are averaged whole, never SCATTERED.
     backend: allocates the buffers.
     family: whose newest member this is.
     lane: runs the reductions, in one order on all ranks. comm: used inside of the lane's calls only.
@@ -54,6 +57,7 @@ class Averager:
     def __init__(
         self,
         parameters: dict[str, Parameter],
+        sparse: SparseGradients,
         backend: AllReduce,
         family: Family,
         lane: Lane,
@@ -64,7 +68,7 @@ class Averager:
         during: bool,
         bucket_bytes: tuple[float, float],
     ) -> None:
-        self.names, self.parameters = list(parameters), list(parameters.values())
+        self.names, self.parameters, self.sparse = list(parameters), list(parameters.values()), sparse
         self.family, self.number = family, family.newest
         self.lane, self.comm, self.during = lane, comm, during
         self.ranks = comm.size  # also known after close()
@@ -75,6 +79,8 @@ class Averager:
         self.sizes = tuple(memory.array.nbytes for memory in self.buckets)
         self._slots = {slot.parameter: (at, slot) for at, bucket in enumerate(self.plan) for slot in bucket.slots}
         self.bucket_of = {parameter: at for parameter, (at, _) in self._slots.items()}
+        self.bucket_of |= sparse.follow(len(self.parameters), len(self.buckets))
+        self._all = [*self.parameters, *sparse.parameters]
         self.views = [self.place(index, self.flats) for index in range(len(self.parameters))]
         self._addresses = [view.data_ptr() for view in self.views]
         self.state = LOCAL
@@ -92,12 +98,12 @@ class Averager:
         self.versions: list[int] = []
         self._hooks = [
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
-            for index, each in enumerate(self.parameters)
+            for index, each in enumerate(self._all)
         ]
 
     def take_over(self, owner: object) -> None:
         """From now on nobody else averages these parameters, and `close` makes backward refuse. Local."""
-        take_over(self.parameters, owner)
+        take_over(self._all, owner)
         self._in_charge = True
 
     def place(self, index: int, flats: dict[str, Tensor]) -> Tensor:
@@ -135,7 +141,8 @@ class Averager:
         running = backward is not None and backward.running()
         if not running:
             self.abandon()
-        self._adopt(index)
+        if index < len(self.parameters):
+            self._adopt(index)
         if not self.enabled:
             self.state = LOCAL
             return
@@ -187,7 +194,8 @@ class Averager:
         self.clock.add(backward.pending, begin)
         self.averages += 1
         self._spent = self.rows
-        self._of_others = [index for index in backward.unused if backward.used(index)]
+        self._of_others = [each for each in backward.unused if each < len(self.views) and backward.used(each)]
+        self.sparse.hand_over(backward.used)
         self.become(self._reduces_to)
 
     def abandon(self) -> None:
@@ -202,24 +210,25 @@ class Averager:
         else:
             self._begun -= 1
 
-    def prepare(self, memory: Memory) -> list[int]:
+    def prepare(self, bucket: int) -> list[int]:
         """See that a bucket holds this rank's gradients, zeros for those that it has not; these are returned."""
+        if bucket >= len(self.buckets):
+            return self.sparse.prepare(bucket)
         unused = []
-        for slot in memory.bucket.slots:
+        for slot in self.plan[bucket].slots:
             index = slot.parameter
             if self.parameters[index].grad is None:
                 self.views[index].zero_()
                 unused.append(index)
             elif self._adopt(index, look=True) and index in self.leftover:
-                raise GradientError(
-                    f"{self.names[index]} got a second gradient after its first was averaged in slices "
-                    '(update="sharded"): compute all gradients of a step but the last inside of '
-                    "optimizer.no_sync(), and call optimizer.zero_grad() between steps, not model.zero_grad()"
-                )
+                raise GradientError(f"{self.names[index]} {SECOND}")
         return unused
 
-    def reduce(self, memory: Memory) -> None:
+    def reduce(self, bucket: int) -> None:
         """Reduce a bucket, weighted by the rows of the ranks where they were told. Runs in the lane."""
+        if bucket >= len(self.buckets):
+            return self.sparse.average(bucket, self.rows, self.check)
+        memory = self.buckets[bucket]
         if self.rows is not None:
             self.rows.weigh(memory.tensor)
         if self.check is not None:
@@ -239,10 +248,7 @@ class Averager:
             view = self.views[index] = self.place(index, self.flats)
         assert grad is not None
         if grad.dtype != view.dtype or grad.shape != view.shape:
-            raise GradientError(
-                f"{self.names[index]} has become {tuple(grad.shape)} {grad.dtype} since MirroredOptimizer was made, "
-                f"where it was {tuple(view.shape)} {view.dtype}; close() it and make it again after such a change"
-            )
+            raise GradientError(changed(self.names[index], grad, tuple(view.shape), view.dtype))
         view.copy_(grad.to_dense() if grad.is_sparse else grad)
         parameter.grad = view
         self.leftover.discard(index)
@@ -265,7 +271,7 @@ class Averager:
             self.rows = None
         if release:
             self.leftover = set()
-            for parameter in self.parameters:
+            for parameter in self._all:
                 parameter.grad = None
 
     def stepped(self, release: bool) -> None:
@@ -287,7 +293,7 @@ class Averager:
             if parameter.grad is view:
                 parameter.grad = None
         if self._in_charge:
-            refuse(self.parameters, why)
+            refuse(self._all, why)
             self._in_charge = False
         self._backward = None
         for held in (self.views, self.flats, self.buckets):

@@ -8,17 +8,16 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from allreduce.errors import AllReduceError
 from allreduce.messages.agreement import raise_together, waiting
 from allreduce.messages.worker import Pending
 from trainers.errors import NotFiniteError
+from trainers.pytorch.errors import GradientError
 from trainers.pytorch.recovering import surviving
 from trainers.pytorch.report import Clock
 from trainers.pytorch.submitting import submit
 
 if TYPE_CHECKING:
     from trainers.pytorch.averaging import Averager
-    from trainers.pytorch.buffers import Memory
     from trainers.pytorch.family import Family
 
 
@@ -27,10 +26,6 @@ EDITED = (
     "slice only; call optimizer.synchronize() first (before clipping, before GradScaler.unscale_ or GradScaler.step), "
     "which gathers them"
 )
-
-
-class GradientError(AllReduceError, RuntimeError):
-    """Gradients were produced, changed or left out in a way in which they can't be averaged."""
 
 
 class Backward:
@@ -45,10 +40,11 @@ class Backward:
     def __init__(self, averager: "Averager", what: str) -> None:
         self.averager, self._what = averager, what
         self._missing = [{slot.parameter for slot in memory.bucket.slots} for memory in averager.buckets]
+        self._missing += averager.sparse.parts()
         self._launched = 0
         self._error: Exception | None = None
         self.failures = averager.family.failures
-        self._facts = np.zeros(1 + len(averager.parameters), np.uint8)
+        self._facts = np.zeros(1 + len(averager.bucket_of), np.uint8)
         self.unused: list[int] = []  # parameters without a gradient on this rank
         self.pending: list[Pending] = []
         self._task = -1  # autograd's number of the backward
@@ -71,8 +67,9 @@ class Backward:
         """The gradient of a parameter is complete: launch what is complete with it."""
         missing = self._missing[self.averager.bucket_of[index]]
         if index not in missing:
+            names = [*self.averager.names, *self.averager.sparse.names]
             raise GradientError(
-                f"{self.averager.names[index]} received its gradient twice in one backward, so it may be half "
+                f"{names[index]} received its gradient twice in one backward, so it may be half "
                 "reduced; use torch.utils.checkpoint with use_reentrant=False, or MirroredOptimizer(..., overlap=False)"
             )
         missing.remove(index)
@@ -83,15 +80,15 @@ class Backward:
     @torch.no_grad()
     def launch(self) -> None:
         """Submit the reduction of the next bucket. What is wrong with it is raised later, on all ranks."""
-        memory = self.averager.buckets[self._launched]
+        bucket = self._launched
         self._launched += 1
         try:
-            self.unused += self.averager.prepare(memory)
+            self.unused += self.averager.prepare(bucket)
         except GradientError as error:
             self._error = self._error or error
         last = self._launched == len(self._missing)
         what = f"{self._what}, bucket {self._launched} of {len(self._missing)}"
-        self.pending.append(submit(self.averager.lane, partial(self._reduce, memory, last, Clock.now()), what))
+        self.pending.append(submit(self.averager.lane, partial(self._reduce, bucket, last, Clock.now()), what))
 
     def launch_rest(self) -> None:
         """Submit all that was not submitted yet."""
@@ -145,11 +142,11 @@ class Backward:
                 meet([other for other in _running if other._task == self._task])
             self.averager.finish(self)
 
-    def _reduce(self, memory: "Memory", last: bool, came: float) -> None:
+    def _reduce(self, bucket: int, last: bool, came: float) -> None:
         """Runs in the lane, when all ranks have come to it. came: when it was submitted here."""
         try:
             self.averager.clock.came(came)
-            self.averager.reduce(memory)
+            self.averager.reduce(bucket)
         except Exception as error:  # told to all ranks with the facts
             self._error = self._error or error
         if last:

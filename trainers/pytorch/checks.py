@@ -20,6 +20,7 @@ from trainers.backends import UPDATES
 from trainers.divergence import MAJORITY
 from trainers.pytorch import sharded
 from trainers.pytorch.ownership import owner_of
+from trainers.pytorch.sparse import sparse_parameters
 from trainers.replicas.pytorch.tensors import DTYPES
 
 AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
@@ -67,10 +68,11 @@ def sort(optimizer: Optimizer, model: Module) -> tuple[dict[str, Parameter], dic
 
 def describe(optimizer: Optimizer, model: Module) -> list[str]:
     """One line for each parameter and buffer, with all that must be alike on the ranks."""
+    sparse = sparse_parameters(optimizer, model)
     groups = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
     lines = [
         f"{name} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}, strides {each.stride()}, "
-        f"{'trained' if each.requires_grad else 'frozen'}, "
+        f"{'trained' if each.requires_grad else 'frozen'}{', sparse' * (id(each) in sparse)}, "
         + (f"group {groups[id(each)]}" if id(each) in groups else "not in the optimizer")
         + f" of {type(optimizer).__name__}"
         for name, each in model.named_parameters()
@@ -120,9 +122,14 @@ def _problems(optimizer: Optimizer, model: Module, options: Options, ranks: int)
     if hasattr(optimizer, "_averager"):
         yield OptionError("the optimizer is a MirroredOptimizer already; pass the plain optimizer")
     yield from _bad_parameters(optimizer, model)
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        yield OptionError("SparseAdam needs sparse gradients, and gradients are averaged as dense ones; use Adam")
-    if update == "sharded":
+    sparse = sparse_parameters(optimizer, model)
+    dense = [name for name, each in sort(optimizer, model)[0].items() if id(each) not in sparse]
+    if dense and isinstance(optimizer, torch.optim.SparseAdam):
+        yield OptionError(
+            f"SparseAdam needs sparse gradients, and those of {dense[0]} are averaged as dense ones, as all but those "
+            "of an nn.Embedding(sparse=True); use Adam, or an optimizer, and a MirroredOptimizer, for each kind"
+        )
+    if dense and update == "sharded":
         refused = sharded.refusal(optimizer)
         if refused is not None:
             yield refused

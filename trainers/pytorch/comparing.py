@@ -54,10 +54,10 @@ def _held(
 ) -> dict[str, np.ndarray | str]:
     """What must be equal on all ranks, by name."""
     held: dict[str, np.ndarray | str] = {f"group {at}": _text(group) for at, group in enumerate(optimizer.param_groups)}
-    if sharded is None or not sharded.placement.one_memory:
-        held |= {name: _array(each) for name, each in parameters.items()}
-    if sharded is None:
-        held |= {f"the state of {name}": _state(optimizer.state.get(each, {})) for name, each in parameters.items()}
+    apart = parameters if sharded is None else sharded.apart
+    copies = apart if sharded is not None and sharded.placement.one_memory else parameters
+    held |= {name: _array(each) for name, each in copies.items()}
+    held |= {f"the state of {name}": _state(optimizer.state.get(each, {})) for name, each in apart.items()}
     return held
 
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from allreduce.messages.agreement import raise_together
 from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
-from trainers.pytorch.backward import EDITED, GradientError
+from trainers.pytorch.backward import EDITED
+from trainers.pytorch.errors import GradientError
 
 
 def gather(averager: Averager, all_gather: Callable[[np.ndarray], object]) -> None:

@@ -11,29 +11,41 @@ from trainers import finite
 from trainers.errors import NotFiniteError
 from trainers.finite import Findings, Place
 from trainers.pytorch.buffers import Memory
+from trainers.pytorch.sparse import SparseGradients
+from trainers.replicas.pytorch.tensors import numpy_dtype
 
 
 class GradientCheck:
     """Of one optimizer.
 
     on_bad: "raise" or "skip", as of MirroredOptimizer's check_gradients.
-    names: of the parameters. owned: the slice of a bucket of this length that is averaged here, start and stop given.
+    names: of the parameters. sparse: the parameters beside them whose gradients are. owned: the slice of
+        a bucket of this length that is averaged here, start and stop given.
     """
 
     def __init__(
-        self, on_bad: str, names: Sequence[str], buckets: Sequence[Memory], owned: Callable[[int], slice]
+        self,
+        on_bad: str,
+        names: Sequence[str],
+        buckets: Sequence[Memory],
+        sparse: SparseGradients,
+        owned: Callable[[int], slice],
     ) -> None:
-        self._on_bad, self._buckets, self._owned = on_bad, buckets, owned
+        self._on_bad, self._buckets, self._sparse, self._owned = on_bad, buckets, sparse, owned
         self._places = [
             Place(names[slot.parameter], slot.start - memory.bucket.start, slot.stop - slot.start)
             for memory in buckets
             for slot in memory.bucket.slots
         ]
+        self._places += [
+            Place(name, 0, each.numel()) for name, each in zip(sparse.names, sparse.parameters, strict=True)
+        ]
         counts = [len(memory.bucket.slots) for memory in buckets]
         self._first = {
             (memory.bucket.dtype, memory.bucket.start): sum(counts[:at]) for at, memory in enumerate(buckets)
         }
-        self._largest = min((finite.largest(memory.array.dtype) for memory in buckets), default=np.inf)
+        dtypes = [memory.array.dtype for memory in buckets] + [numpy_dtype(each.dtype) for each in sparse.parameters]
+        self._largest = min(map(finite.largest, dtypes))
         self._own = Findings()
         self.left_out = False  # the step of these gradients is left out on all ranks
 
@@ -45,6 +57,14 @@ class GradientCheck:
         """Look at this rank's gradients, which are about to be averaged. Local."""
         first = self._first[memory.bucket.dtype, memory.bucket.start]
         self._own.add(memory.array, self._places[first : first + len(memory.bucket.slots)], first)
+
+    def look_at_rows(self, number: int, indices: np.ndarray, values: np.ndarray) -> None:
+        """As `look`, at a sparse gradient: of the parameter of this number, all of whose others are zeros. Local."""
+        clean = self._own.finite
+        self._own.add(values.reshape(-1), [Place(self._places[number].name, 0, values.size)], number)
+        if clean and not self._own.finite:
+            row, column = divmod(self._own.element, values.shape[1])
+            self._own.element = int(indices[row]) * values.shape[1] + column
 
     def settle(self, comm: MPI.Intracomm, may_leave_out: bool) -> None:
         """All buckets are averaged: raise on all ranks, or leave the step out, if any were no numbers. Collective.
@@ -76,6 +96,9 @@ class GradientCheck:
                 places = self._places[begin : begin + len(memory.bucket.slots)]
                 inside = next(number for number, place in enumerate(places) if at < place.start + place.size)
                 first = min(first, begin + inside)
+        for number, (_, average) in enumerate(self._sparse.averages):
+            if not np.isfinite(average).all():
+                first = min(first, len(self._places) - len(self._sparse.names) + number)
         found = np.array([first])
         wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, found, MPI.MIN), finite.WAITS)
         return self._places[int(found[0])].name if found[0] < len(self._places) else ""

@@ -26,6 +26,7 @@ from trainers.pytorch.family import DROPPED, Family
 from trainers.pytorch.gradient_check import GradientCheck
 from trainers.pytorch.placement import AfterLoading
 from trainers.pytorch.sharded import ShardedOptimizer
+from trainers.pytorch.sparse import SparseGradients, sparse_parameters, tell
 from trainers.pytorch.tracing import TracedClock
 
 MIB = 1 << 20
@@ -87,6 +88,7 @@ def _make(
     checks.options_together(comm, optimizer, model, options)
     trained, frozen = checks.sort(optimizer, model)
     compare(comm, checks.describe(optimizer, model))
+    tell(comm.rank, optimizer, model, trained)
     backend = together(comm, partial(_backend, options, topology))
     if backend is not options.allreduce:
         made.callback(backend.close)
@@ -99,13 +101,16 @@ def _make(
     if comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
         broadcast_state(comm, optimizer)
-    averager = _averager(trained, backend, family, lane, comm, during, options)
+    sparse = sparse_parameters(optimizer, model)
+    dense = {name: each for name, each in trained.items() if id(each) not in sparse}
+    rest = SparseGradients({name: each for name, each in trained.items() if id(each) in sparse}, backend.sparse)
+    averager = _averager(dense, rest, backend, family, lane, comm, during, options)
     made.callback(averager.close)
     local.callback(averager.let_go)
     if traced is not None:
         averager.clock = TracedClock(traced.trace, traced.calls)
     sharded = None
-    if options.update == "sharded":
+    if options.update == "sharded" and dense:
         assert isinstance(backend, TwoPhase)
         sharded = ShardedOptimizer(optimizer, averager, backend, comm)
         made.callback(sharded.close)
@@ -116,7 +121,9 @@ def _make(
             local.callback(hook.remove)
     if options.check_gradients is not None:
         owned = backend.owned if isinstance(backend, TwoPhase) and sharded is not None else partial(slice, 0)
-        averager.check = GradientCheck(options.check_gradients, averager.names, averager.buckets, owned)
+        averager.check = GradientCheck(
+            options.check_gradients, averager.names, averager.buckets, averager.sparse, owned
+        )
     family.add(averager)
     return Parts(backend, averager, sharded, trained, frozen, made, local)
 
@@ -129,7 +136,8 @@ def _backend(options: checks.Options, topology: Topology) -> AllReduce:
 
 
 def _averager(
-    trained: dict[str, Parameter],
+    dense: dict[str, Parameter],
+    sparse: SparseGradients,
     backend: AllReduce,
     family: Family,
     lane: Lane,
@@ -139,11 +147,12 @@ def _averager(
 ) -> Averager:
     reduce: Callable[[np.ndarray], object] = partial(backend, op="mean")
     reduces_to = AVERAGED
-    if options.update == "sharded":
+    if options.update == "sharded" and dense:
         assert isinstance(backend, TwoPhase)
         reduce, reduces_to = partial(backend.reduce_scatter, op="mean"), SCATTERED
     return Averager(
-        trained,
+        dense,
+        sparse,
         backend,
         family,
         lane,

@@ -45,15 +45,18 @@ def refusal(optimizer: Optimizer) -> OptionError | None:
 class ShardedOptimizer:
     """Updates this rank's pieces of the parameters, which `placement` has moved into flat memory.
 
-    plain: the user's optimizer: the source of the hyperparameters; it keeps the state of frozen parameters only.
+    plain: the user's optimizer: the source of the hyperparameters; it keeps the state of those parameters only that are
+        frozen, or have sparse gradients.
     comm: a communicator of all ranks.
 
-    `update` is `placement.settle`, `step` and `placement.share`.
+    `update` is `placement.settle`, `step` and `placement.share`, and what is updated whole, on every rank: a parameter
+    with sparse gradients is in no bucket, and a batch uses a few of its rows, which may all be of one slice.
     """
 
     def __init__(self, plain: Optimizer, averager: Averager, backend: TwoPhase, comm: MPI.Intracomm) -> None:
         self._plain, self._averager, self._comm = plain, averager, comm
         self._groups = _groups(plain, averager)
+        self.apart = dict(zip(averager.sparse.names, averager.sparse.parameters, strict=True))  # updated whole
         owned = [backend.owned(memory.array.size) for memory in averager.buckets]
         parts = all_values(comm, [[each.start, each.stop] for each in owned], "learn who updates what")
         self._owned = [[slice(*part) for part in of_rank] for of_rank in parts]  # of all ranks
@@ -100,6 +103,10 @@ class ShardedOptimizer:
         self.step(used)
         count = averager.clock.wait if placement.in_common else averager.clock.communicate
         count(partial(averager.together, "shares parameters", placement.share))
+        if self.apart:
+            for parameter in averager.parameters:
+                parameter.grad = None  # these are updated
+            self._plain.step()
 
     def step(self, used: np.ndarray) -> None:
         """Update this rank's pieces. Local.
