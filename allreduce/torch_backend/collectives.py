@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from allreduce.torch_backend import checks, gpu
+from allreduce.torch_backend import checks, gpu, sparse
 from allreduce.torch_backend.arguments import Tensors, only, only_list, operation, root_of
 from allreduce.torch_backend.executor import Executor
 from allreduce.torch_backend.moving import Mover
@@ -78,6 +78,7 @@ class Collectives(NamedGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Work:
         tensor = only("all_reduce", tensors)
         reduction = resolve(operation(opts, op), tensor.dtype)
+        sparse.refuse("all_reduce", tensor, reduction)
         return self._submit("all_reduce", [tensor], opts, partial(self._reducer.all_reduce, tensor, reduction), timeout)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:

@@ -18,7 +18,7 @@ from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import agree, waiting
 from allreduce.messages.operations import numpy_operation
 from allreduce.topology import Topology
-from allreduce.torch_backend import gpu
+from allreduce.torch_backend import gpu, sparse
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.reduce_ops import MPI_TYPES, Reduction
 from allreduce.torch_backend.tensors import as_array, readable, writable
@@ -43,6 +43,9 @@ class Reducer:
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce `tensor` in place: afterwards all ranks hold the same bits."""
+        if tensor.is_sparse:
+            sparse.all_reduce(self._backend(), tensor, reduction)
+            return
         if reduction.name is not None and reduction.factor is None and gpu.takes(tensor):
             gpu.reduce(self.backend(), tensor, self._known(reduction))
             self._divide(tensor, reduction)

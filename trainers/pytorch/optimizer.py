@@ -72,6 +72,12 @@ class MirroredOptimizer(Life, Optimizer):
     It is itself a torch.optim.Optimizer: schedulers, GradScaler and clipping take it. Parameters that no
     rank has used keep `.grad` None; where only some ranks used one, the others count as zeros.
 
+    Gradients of an nn.Embedding(sparse=True), or EmbeddingBag, stay sparse where the optimizer takes such: SGD,
+    SparseAdam and Adagrad without momentum and weight_decay (trainers.pytorch.TAKES_SPARSE); of others, and where the
+    weights belong to another layer too, they are averaged as dense ones, which is said once. Only the rows that a batch
+    has used go to the other ranks; `.grad` is a coalesced sparse tensor of all ranks' rows. Every rank updates such a
+    parameter whole, with update="sharded" too: a step touches a few of its rows, which may all lie in one slice.
+
     With update="sharded", between backward and step() `.grad` is averaged in this rank's slice only:
     call `synchronize()` before clipping or GradScaler, or a GradientError reminds of it; step() sets it to
     None. And the parameters of all ranks of a node are the same memory: edit them inside of `editing()`.
