@@ -44,7 +44,7 @@ class Reducer:
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce `tensor` in place: afterwards all ranks hold the same bits."""
         if tensor.is_sparse:
-            sparse.all_reduce(self._backend(), tensor, reduction)
+            sparse.all_reduce(self.backend(), tensor, reduction)
             return
         if reduction.name is not None and reduction.factor is None and gpu.takes(tensor):
             gpu.reduce(self.backend(), tensor, self._known(reduction))
