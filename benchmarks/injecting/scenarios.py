@@ -55,7 +55,8 @@ SCENARIOS = {
     "disagreement": Plan(16, 3, program="disagreement", backend="ring", faults=(Fault("differ", 1, "op", 20),)),
     "term": Plan(5, 2, goes_on=False, checkpoint=7, faults=(Fault("term", 1, turn=20),)),
 }
+# Exceptions and SIGTERM have tests of their own, test_abort.py and test_terminating.py.
 SHORT = (
-    "stop", "raise", "exit", "truncate", "shm", "losses in calls", "losses in a training",
-    "losses in a sharded training", "a wrong summand", "disagreement", "term",
+    "stop", "exit", "truncate", "shm", "losses in calls", "losses in a training", "losses in a sharded training",
+    "a wrong summand", "disagreement",
 )  # fmt: skip
