@@ -9,7 +9,7 @@ from allreduce import create, notices
 from allreduce.base import AllReduce, Recipe
 from allreduce.messages import losses
 from allreduce.messages.agreement import all_values, together
-from allreduce.spares import NEWCOMER, Joining
+from allreduce.spares import NEWCOMER, Joining, Manned
 from allreduce.topology import Topology
 from trainers.backends import backend_for
 from trainers.base import Trainer
@@ -67,7 +67,7 @@ class Outliving(Trainer):
 
     def _survive(self, on_failure: str | None) -> None:
         """Outlive lost ranks from now on, where that can be. Local, on all ranks."""
-        if not self._outlives or (self.size == 1 and not isinstance(self.topology, Joining)):
+        if not self._outlives or (self.size == 1 and not isinstance(self.topology, Joining | Manned)):
             return
         self._survival = Survival(self, goes_on=on_failure in GOING_ON)
         if on_failure == "replace":

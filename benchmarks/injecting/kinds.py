@@ -29,6 +29,7 @@ KINDS = {
     "exit": Kind("sys.exit(0) in the middle", True, r"RankLeftError: rank {rank} has left"),
     "term": Kind("SIGTERM", True, r"SIGTERM"),
     "differ": Kind("it does something else than the others, see `disagreements`", False),
+    "revoke": Kind("it ends all waits of its topology, as if it had heard of a loss", False),
     "spoil": Kind("it brings a wrong summand, or takes a wrong sum: that has to be found", False),
     "truncate": Kind("the newest checkpoint is cut off, and gone on from", False, r"checkpoint"),
     "alter": Kind("a byte of the newest checkpoint is changed, and gone on from", False, r"checkpoint"),

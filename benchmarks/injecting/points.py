@@ -136,6 +136,8 @@ def happen(fault: Fault, notes: Notes, arguments: tuple[Any, ...]) -> None:
         arguments[0].buffer[0] = float("nan")
     if fault.kind == "spoil":
         next(array for array in arguments if isinstance(array, np.ndarray))[0] += 1
+    if fault.kind == "revoke":
+        arguments[0].topology.revoke()
     if fault.kind == "cut":
         (notes.folder / CUT).touch()
     if fault.kind == "shm":

@@ -48,6 +48,9 @@ SCENARIOS = {
         checkpoint=7,
         faults=(Fault("kill", 0, "update", 30), Fault("kill", 1, "edit", 1)),
     ),
+    "an alarm while a rank waits": Plan(
+        17, 2, program="spare ranks", spares=1, faults=(Fault("revoke", 0, "compute", 20),)
+    ),
     "a wrong summand": Plan(14, 2, backend="native", faults=(Fault("spoil", 1, "reduce", 20),)),
     "a wrong sum": Plan(
         15, 2, program="calls", backend="native", faults=(Fault("spoil", 1, "reduce", 20, after=True),)
@@ -58,5 +61,5 @@ SCENARIOS = {
 # Exceptions and SIGTERM have tests of their own, test_abort.py and test_terminating.py.
 SHORT = (
     "stop", "exit", "truncate", "shm", "losses in calls", "losses in a training", "losses in a sharded training",
-    "a wrong summand", "disagreement",
+    "an alarm while a rank waits",    "a wrong summand", "disagreement",
 )  # fmt: skip
