@@ -1,7 +1,11 @@
 """Started by test_horovod.py on 2 and 3 ranks: Horovod's API, call by call, with the values that must come out."""
 
+import contextlib
+import json
 import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -240,6 +244,16 @@ def optimizers() -> None:
         optimizer.step()
 
 
+def later() -> None:
+    """Parameters that are added to an optimizer are averaged as well."""
+    first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=1.0))
+    optimizer.add_param_group({"params": list(second.parameters())})
+    (second.weight.sum() * RANK).backward()
+    optimizer.step()
+    same(second.weight.grad, [[TOTAL / SIZE]])
+
+
 def embeddings() -> None:
     for dense in (False, True):
         torch.manual_seed(0)
@@ -344,9 +358,24 @@ def never_comes() -> None:
     assert hvd.is_initialized() == (RANK > 0)
 
 
+def timeline() -> None:
+    """Rank 0 writes it; a row for each name."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "timeline.json"
+        hvd.start_timeline(str(path), mark_cycles=True)
+        hvd.allreduce(here(2), name="seen")
+        hvd.stop_timeline()
+        if RANK == 0:
+            events = {event["name"]: event for event in json.loads(path.read_text())}
+            assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START"} <= set(events)
+            assert events["thread_name"]["args"] == {"name": "allreduce.seen"}
+        with pytest.raises(ArgumentError, match="folder that exists") if RANK == 0 else contextlib.nullcontext():
+            hvd.start_timeline(str(path / "none" / "t.json"))
+
+
 for check in (
     who_is_where, reductions, names_in_any_order, movements, gradients, joined, sparse, process_sets, optimizers,
-    embeddings, states, batch_norm, bad_input, never_comes,
+    later, embeddings, states, batch_norm, timeline, bad_input, never_comes,
 ):  # fmt: skip
     check()
     if RANK == 0:

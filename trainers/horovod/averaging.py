@@ -46,9 +46,21 @@ class Averaging:
         self._handles: dict[Group, Any] = {}
         self.begin()
         self._active = bool(process_set.included()) and session.size() > 1
+        self._watch(learning)
+
+    def _watch(self, learning: list[torch.Tensor]) -> None:
         if self._active:
             for parameter in learning:
                 parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def add(self, parameters: list[torch.Tensor]) -> None:
+        """Average the gradients of these, too, each by itself. Between steps."""
+        self.names.update((each, f"added.{number}") for number, each in enumerate(parameters, len(self.names)))
+        learning = [each for each in parameters if each.requires_grad]
+        self._groups += [(each,) for each in learning]
+        self._group_of.update((each, (each,)) for each in learning)
+        self.begin()
+        self._watch(learning)
 
     @property
     def under_way(self) -> bool:

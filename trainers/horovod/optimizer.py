@@ -40,6 +40,11 @@ class Distributed(torch.optim.Optimizer):
         self._averaging.passes = passes
         self._averaging.begin()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the optimizer's; the gradients of these parameters are averaged as well."""
+        super().add_param_group(param_group)
+        self._averaging.add(self.param_groups[-1]["params"])
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._averaging.begin()
         self._synchronized, self._should_synchronize = False, True

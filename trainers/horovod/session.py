@@ -89,11 +89,13 @@ def init(
     comm: a communicator, or ranks of the world. process_sets: sets to be used beside the global one; "dynamic" is
     accepted too, as sets can be added and removed at any time here.
     """
+    from trainers.horovod import timeline
     from trainers.horovod.process_sets import add_process_set
 
     if _session is not None:
         return
     begin(_topology(comm))
+    timeline.from_environment()
     for process_set in [] if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(process_set)
 

@@ -1,5 +1,6 @@
 """Horovod's timeline: what the calls of rank 0 waited for, and how long they took, for chrome://tracing or Perfetto."""
 
+import atexit
 import json
 import os
 import time
@@ -47,6 +48,20 @@ class Timeline:
 
 
 _timeline: Timeline | None = None
+VARIABLE = "HOROVOD_TIMELINE"  # a file; what Horovod's users set to "DYNAMIC" means that nothing is recorded yet
+
+
+def from_environment() -> None:
+    """Record from now on when the environment names a file, until the end of the program. Local."""
+    path = os.environ.get(VARIABLE, "DYNAMIC")
+    if path != "DYNAMIC" and _timeline is None:
+        start_timeline(path)
+        atexit.register(_write_at_the_end)
+
+
+def _write_at_the_end() -> None:
+    if _timeline is not None:
+        _timeline.write()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
