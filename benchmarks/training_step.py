@@ -123,7 +123,8 @@ def run(bench: Bench, say: Callable[[str], None]) -> list[dict[str, Any]]:
         )
         for at, size in enumerate(bench.options.batch):
             rows = summary(bench.times(workload, size))
-            say(f"\n{workload.what}, {parameters / 1e6:.1f} M parameters, batch {size} per rank, SGD with momentum")
+            sgd = f"SGD with{'' if workload.momentum else 'out'} momentum"
+            say(f"\n{workload.what}, {parameters / 1e6:.1f} M parameters, batch {size} per rank, {sgd}")
             say(table(rows))
             results.append({"model": model, "parameters": parameters, "batch": size, "times": rows})
             if at == 0:

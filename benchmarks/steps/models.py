@@ -13,6 +13,7 @@ class Workload(NamedTuple):
     model: Callable[[], nn.Module]
     batch: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
     what: str
+    momentum: float = 0.9
 
 
 def mlp() -> nn.Module:
@@ -45,6 +46,11 @@ def convolutional() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
+def embedding() -> nn.Module:
+    """A table of 1,000,000 words of 64 elements with sparse gradients, of which a batch uses one word a row."""
+    return nn.Sequential(nn.Embedding(1_000_000, 64, sparse=True), nn.Linear(64, 10))
+
+
 def _labels(size: int, generator: torch.Generator) -> Tensor:
     return torch.randint(0, 10, (size,), generator=generator)
 
@@ -64,5 +70,11 @@ WORKLOADS = {
         convolutional,
         lambda size, generator: (torch.randn(size, 3, 32, 32, generator=generator), _labels(size, generator)),
         "convolutional network on 3x32x32",
+    ),
+    "embedding": Workload(
+        embedding,
+        lambda size, generator: (torch.randint(0, 1_000_000, (size,), generator=generator), _labels(size, generator)),
+        "embedding of 1,000,000 x 64 with sparse gradients",
+        momentum=0.0,
     ),
 }

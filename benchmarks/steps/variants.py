@@ -44,7 +44,7 @@ class Variants:
         """A variant with a fresh model, equal on all ranks. Collective."""
         torch.manual_seed(0)
         model = workload.model()
-        plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=workload.momentum)
         if name == PLAIN:
             return Variant(model, plain, lambda: None)
         if name in (DDP_GLOO, DDP_OURS):
