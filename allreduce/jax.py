@@ -1,0 +1,210 @@
+"""Collectives on trees of JAX arrays: outside of `jit`, inside of it, and through derivatives.
+
+    grads = allreduce.jax.pmean(grads, reduce)  # the mean over all ranks: a new tree
+
+They are ordered: all of a process run one after the other, in the order in which the program has them, compiled or not
+(an ordered effect of JAX). So ranks that run the same program call the backend alike. The backend's own calls
+(`reduce(array)`) are not in that order: before them comes jax.effects_barrier().
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce import trees
+from allreduce.arrays import ops
+from allreduce.base import AllReduce
+from allreduce.errors import OptionError, UnavailableError, UnsupportedOpError
+
+try:
+    import jax
+    from jax.experimental import io_callback
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+except ImportError as error:
+    raise ImportError(
+        f'allreduce.jax needs JAX, which can\'t be imported ({error}): pip install ".[jax]" in the checkout'
+    ) from error
+
+(_ORDERED,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+
+
+_met: weakref.WeakKeyDictionary[AllReduce, BaseException] = weakref.WeakKeyDictionary()  # the last error of each
+
+
+class Collective(NamedTuple):
+    """What a backend is to do with the arrays of one dtype. root: of "broadcast", and of the sum that is its gradient.
+
+    structure: the tree, by which ranks compare what they brought.
+    """
+
+    backend: AllReduce
+    kind: str
+    structure: str
+    root: int = 0
+
+    def on_host(self, *arrays: np.ndarray) -> list[Any]:
+        """Runs in a thread of XLA's, which copies the result before anything ordered goes on."""
+        try:
+            return self._run(arrays)
+        except BaseException as error:
+            _met[self.backend] = error
+            raise
+
+    def _run(self, arrays: tuple[np.ndarray, ...]) -> list[Any]:
+        backend, kind = self.backend, self.kind
+        moves = kind in ("all_gather", "broadcast")
+        layout = trees.admit(backend, f"{kind} {self.structure}", arrays, "sum" if moves else kind, changes=False)
+        if kind == "all_gather":
+            return trees.collected(layout, backend, arrays)
+        if kind == "broadcast":
+            return trees.packed(layout, backend, arrays, lambda buffer: backend.broadcast(buffer, self.root))
+        return trees.packed(layout, backend, arrays, lambda buffer: backend(buffer, kind))
+
+
+def pmean(tree: Any, backend: AllReduce) -> Any:
+    """The mean over all ranks of every array of a tree, of floating dtypes. Collective. Its gradient is a mean too."""
+    return _call(tree, backend, "mean")
+
+
+def psum(tree: Any, backend: AllReduce) -> Any:
+    """The sum over all ranks. Collective. Its gradient is a sum too, as of the sum of all ranks' losses."""
+    return _call(tree, backend, "sum")
+
+
+def pmax(tree: Any, backend: AllReduce) -> Any:
+    """The maximum over all ranks. Collective. It has no gradient."""
+    return _call(tree, backend, "max")
+
+
+def pmin(tree: Any, backend: AllReduce) -> Any:
+    """The minimum over all ranks. Collective. It has no gradient."""
+    return _call(tree, backend, "min")
+
+
+def all_gather(tree: Any, backend: AllReduce) -> Any:
+    """The arrays of all ranks, (ranks, *shape). Collective. Its gradient is this rank's part of the sum of all."""
+    return _call(tree, backend, "all_gather")
+
+
+def broadcast(tree: Any, backend: AllReduce, root: int = 0) -> Any:
+    """The arrays of rank `root`. Collective. Its gradient is the sum of all ranks' on `root`, zero elsewhere."""
+    if not isinstance(root, int | np.integer) or not 0 <= root < backend.size:
+        raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {backend.size - 1}")
+    return _call(tree, backend, "broadcast", int(root))
+
+
+@contextlib.contextmanager
+def named_errors(backend: AllReduce) -> Iterator[None]:
+    """Inside of `with` a JaxRuntimeError, of compiled code in which a call of `backend` failed, is that call's error.
+
+    Whatever was compiled has to be waited for in here: jax.block_until_ready(...).
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        met = _met.pop(backend, None)
+        if met is None:
+            raise
+        raise met from error
+
+
+def _call(tree: Any, backend: AllReduce, kind: str, root: int = 0) -> Any:
+    """Do `kind` with the arrays of a tree; those of a dtype go together.
+
+    Raises on this rank what can be seen before anything runs: OptionError, UnsupportedDtypeError, UnsupportedOpError.
+    Inside of a function that the caller has compiled, what ranks find out together comes as JAX's JaxRuntimeError, with
+    the error's name and text in it; see `named_errors`.
+    """
+    if not isinstance(backend, AllReduce):
+        raise OptionError(f"a backend is needed, allreduce.create(...), not {type(backend).__qualname__}")
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise UnavailableError("collectives of JAX run in a thread of XLA's, and this MPI was started for one thread")
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [jax.numpy.asarray(leaf) for leaf in leaves]
+    for array in arrays:
+        backend._check_dtype(array.dtype)
+        ops.resolve("sum" if kind in ("all_gather", "broadcast") else kind, array.dtype, backend.size)
+    made: list[Any] = [None] * len(arrays)
+    for dtype in dict.fromkeys(array.dtype for array in arrays):
+        numbers = [number for number, array in enumerate(arrays) if array.dtype == dtype]
+        collective = Collective(backend, kind, str(structure), root)
+        found = _primitive.bind(*(arrays[number] for number in numbers), collective=collective)
+        for number, array in zip(numbers, found, strict=True):
+            made[number] = array
+    return jax.tree.unflatten(structure, made)
+
+
+# The primitive: what JAX has to know about such a call
+
+_primitive = Primitive("allreduce")
+_primitive.multiple_results = True
+
+
+def _abstract(*arrays: Any, collective: Collective) -> tuple[list[Any], set[Any]]:
+    first = (collective.backend.size,) if collective.kind == "all_gather" else ()
+    return [array.update(shape=(*first, *array.shape)) for array in arrays], {_ORDERED}
+
+
+def _lower(ctx: Any, *arrays: Any, collective: Collective) -> Any:
+    token = ctx.tokens_in.get(_ORDERED)
+    found, token, _ = mlir.emit_python_callback(
+        ctx, collective.on_host, token, list(arrays), ctx.avals_in, ctx.avals_out, has_side_effect=True
+    )
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_ORDERED: token})))
+    return found
+
+
+def _eager(*arrays: Any, collective: Collective) -> list[Any]:
+    """Outside of `jit` it is compiled by itself: so it is in the same order as what else was compiled."""
+    with named_errors(collective.backend):
+        return jax.block_until_ready(_alone(*arrays, collective=collective))
+
+
+@functools.partial(jax.jit, static_argnames="collective")
+def _alone(*arrays: Any, collective: Collective) -> list[Any]:
+    return _primitive.bind(*arrays, collective=collective)
+
+
+def _derive(primals: Any, tangents: Any, *, collective: Collective) -> tuple[list[Any], list[Any]]:
+    """All but the extremes are linear."""
+    made = _primitive.bind(*primals, collective=collective)
+    if all(type(tangent) is ad.Zero for tangent in tangents):
+        return made, [ad.Zero.from_primal_value(array) for array in made]
+    if collective.kind in ("max", "min"):
+        raise UnsupportedOpError(
+            f"p{collective.kind} has no derivative; put jax.lax.stop_gradient(...) round what is given to it"
+        )
+    return made, _primitive.bind(*map(ad.instantiate_zeros, tangents), collective=collective)
+
+
+def _transpose(slopes: Any, *arrays: Any, collective: Collective) -> list[Any]:
+    """The derivative of the sum of all ranks' losses by this rank's arrays, where all run the same program."""
+    rank, kind = collective.backend.rank, collective.kind
+    given = [ad.instantiate_zeros(slope) for slope in slopes]
+    if kind in ("sum", "mean"):
+        return _primitive.bind(*given, collective=collective)
+    summed = _primitive.bind(*given, collective=collective._replace(kind="sum"))
+    if kind == "all_gather":
+        return [array[rank] for array in summed]
+    return [array if rank == collective.root else jax.numpy.zeros_like(array) for array in summed]
+
+
+def _batch(arrays: Any, axes: Any, *, collective: Collective) -> tuple[list[Any], list[Any]]:
+    """Elements are reduced one by one, so what jax.vmap has stacked is reduced as it is."""
+    moved = 1 if collective.kind == "all_gather" else 0
+    found = _primitive.bind(*arrays, collective=collective)
+    return found, [axis if axis is None else axis + moved for axis in axes]
+
+
+_primitive.def_impl(_eager)
+_primitive.def_effectful_abstract_eval(_abstract)
+mlir.register_lowering(_primitive, _lower, cacheable=False)
+ad.primitive_jvps[_primitive] = _derive
+ad.primitive_transposes[_primitive] = _transpose
+batching.primitive_batchers[_primitive] = _batch

@@ -1,0 +1,35 @@
+"""JAX on several ranks: trainers with JaxReplica, and the collectives of allreduce.jax."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import launch
+import pytest
+from conftest import JobRunner, lacking
+
+# What one rank or replica has compiled, the others take from there.
+QUICK = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+CACHE = launch.ROOT / ".pytest_cache" / "jax"
+
+
+@pytest.fixture(autouse=True)
+def jax_is_there() -> None:
+    if not all(map(find_spec, ("jax", "optax"))):
+        lacking('JAX and optax are not installed: pip install ".[jax]" in the checkout')
+
+
+@pytest.mark.parametrize(("part", "ranks"), [("trainers", 2), ("calls", 3)])
+def test_job(mpirun: JobRunner, part: str, ranks: int) -> None:
+    """All that tests/jax_job.py asserts."""
+    environment = {**QUICK, "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
+    job = mpirun(ranks, [launch.ROOT / "tests" / "jax_job.py", part], timeout=300, env=environment)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert sorted(job.stdout.splitlines()) == [f"rank {rank} is done" for rank in range(ranks)]
+
+
+def test_without_jax_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['jax'] = None; import allreduce.jax"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=launch.ROOT, timeout=60)
+    assert done.returncode
+    assert 'pip install ".[jax]" in the checkout' in done.stderr

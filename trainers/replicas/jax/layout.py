@@ -1,0 +1,81 @@
+"""Where the arrays of a tree of parameters lie in flat memory; between JAX's arrays and NumPy's."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainers.errors import ArgumentError
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+"""The dtypes of parameters that can be averaged, by the names that `allreduce` has for them."""
+
+
+class Layout:
+    """The arrays of a tree, one after the other, in the order of JAX's leaves.
+
+    params: lists, tuples, dicts and whatever JAX takes for a tree, of floating arrays of one dtype. ArgumentError.
+    """
+
+    def __init__(self, params: Any) -> None:
+        paths, self.tree = jax.tree_util.tree_flatten_with_path(params)
+        found = {str(getattr(leaf, "dtype", type(leaf).__name__)) for _, leaf in paths}
+        if len(found) != 1 or not found <= set(DTYPES):
+            raise ArgumentError(
+                f"params must be a tree of arrays of one dtype of {', '.join(DTYPES)}, and holds "
+                f"{', '.join(sorted(found)) or 'no array'}; what is not trained belongs into apply, not into params"
+            )
+        self.dtype = np.dtype(paths[0][1].dtype)
+        self.shapes = {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in paths}
+        ends = list(itertools.accumulate((math.prod(shape) for shape in self.shapes.values()), initial=0))
+        self.parts = [slice(*ends) for ends in itertools.pairwise(ends)]
+        self.length = ends[-1]
+
+    def views(self, flat: Any) -> list[Any]:
+        """The arrays in `flat`: views of NumPy memory, or slices of a JAX array."""
+        return [flat[part].reshape(shape) for part, shape in zip(self.parts, self.shapes.values(), strict=True)]
+
+    def cut(self, flat: Any) -> Any:
+        """The tree in a flat array."""
+        return jax.tree.unflatten(self.tree, self.views(flat))
+
+    def write(self, leaves: Sequence[Any], flat: np.ndarray) -> None:
+        """Copy arrays into flat NumPy memory, once; JAX's are waited for."""
+        for leaf, place in zip(leaves, self.views(flat), strict=True):
+            np.copyto(place, np.asarray(leaf))
+
+
+def alias(array: np.ndarray) -> jax.Array:
+    """A JAX array in the memory of `array`, which must not change until it has been used, nor be kept.
+
+    A copy where XLA can't use that memory: it wants an alignment of 64 bytes, and NumPy knows no bfloat16.
+    """
+    if array.dtype.kind == "V" or array.dtype.name == "bfloat16":
+        return own(array)
+    return jax.dlpack.from_dlpack(array)
+
+
+def own(array: Any) -> jax.Array:
+    """A JAX array with memory of its own, which stays on the CPU: beside one that may move, all is compiled twice."""
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(cpu):
+        return jax.device_put(jnp.array(array, copy=True), cpu)
+
+
+def on_host(leaf: Any) -> np.ndarray:
+    """A leaf as an array that a file can hold: keys as numbers, bfloat16 as float32. May be a read-only view."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    array = np.asarray(leaf)
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def like(array: np.ndarray, leaf: Any) -> jax.Array:
+    """What `on_host` gave, as the kind of array that `leaf` is."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(own(array), impl=jax.random.key_impl(leaf))
+    return own(np.asarray(array, leaf.dtype))
