@@ -1,5 +1,6 @@
 """JAX on several ranks: trainers with JaxReplica, and the collectives of allreduce.jax."""
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from conftest import JobRunner, lacking
 
 # What one rank or replica has compiled, the others take from there.
 QUICK = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+SILENT = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # of compilations that take long, on busy cores
 CACHE = launch.ROOT / ".pytest_cache" / "jax"
 
 
@@ -26,6 +28,18 @@ def test_job(mpirun: JobRunner, part: str, ranks: int) -> None:
     job = mpirun(ranks, [launch.ROOT / "tests" / "jax_job.py", part], timeout=300, env=environment)
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.splitlines()) == [f"rank {rank} is done" for rank in range(ranks)]
+
+
+def test_script(mpirun: JobRunner) -> None:
+    """As many ranks as you like: the same training."""
+    found = [mpirun(ranks, [launch.ROOT / "scripts" / "jax_digits.py"], timeout=300, env=SILENT) for ranks in (0, 2)]
+    assert [job.returncode for job in found] == [0, 0], found
+    assert found[1].stderr == ""
+    scores = [re.search(r"loss (0\.\d+), test accuracy (0\.\d+)\n$", job.stdout) for job in found]
+    assert scores[0] is not None
+    assert scores[1] is not None
+    assert float(scores[0][1]) > 0
+    assert abs(float(scores[0][2]) - float(scores[1][2])) < 0.02
 
 
 def test_without_jax_the_extra_is_named() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import launch
@@ -34,6 +35,7 @@ PRINTS = {
     "served.py": r"epoch  10  loss 0\.\d+.*\nupdates behind, and how many gradients: {0: \d+.*\naccuracy 0\.\d+\n",
     "everyone.py": "^$",
     "watched.py": r"epoch   2  loss .* val_loss ",
+    "jax_train.py": r"epoch  10  loss 0\.\d+.*\n{'loss': 0\.\d+, 'accuracy': 0\.9\d+}\n",
     "goes_on.py": r"^0 epochs before; loss 0\.",
 }
 # Why a command that begins so is not run.
@@ -47,6 +49,7 @@ SKIPPED = {
     "mpirun -n 4 python scripts/torch_ddp.py": "test_torch_backend_jobs.py runs it",
     "mpirun -n 4 python scripts/torch_three_lines.py": "test_pytorch.py runs it",
     "mpirun -n 2 python scripts/with_": "test_frameworks.py runs it",
+    "mpirun -n 4 python scripts/jax_digits.py": "test_jax.py runs it",
     "mpirun -n 2 python -m benchmarks.checkpoint": "half a minute; test_benchmarks_runs.py runs it",
     "mpirun -n 2 python -m benchmarks.training_step": "minutes; test_pytorch.py runs it",
     "mpirun --with-ft": "test_lost_ranks.py loses ranks",
@@ -128,9 +131,12 @@ def test_messages_are_those_of_the_code(message: str) -> None:
 def test_program(mpirun: JobRunner, tmp_path: Path, program: str) -> None:
     if "torch" in program:
         pytest.importorskip("torch")
+    if "import jax" in program and not find_spec("jax"):
+        lacking("JAX is not installed")
     name = program.split()[1].rstrip(",")
     (tmp_path / name).write_text(program)
-    job = mpirun(2, [name], cwd=tmp_path, timeout=120)
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # XLA complains of a compilation that takes long, on busy cores
+    job = mpirun(2, [name], cwd=tmp_path, timeout=120, env=quiet)
     assert job.returncode == 0, job.stdout + job.stderr
     assert re.search(PRINTS[name], job.stdout), job.stdout
     assert job.stderr == "", job.stderr
