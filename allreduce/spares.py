@@ -78,6 +78,8 @@ class Joining(Topology):
 def man(pool: Topology, spares: int) -> Topology | None:
     """The topology of the ranks that work: all of `pool` but the last `spares`. Collective over the pool.
 
+    When a rank is lost meanwhile, there is one spare rank less.
+
     On a spare rank this waits. It returns a `Joining` when the rank takes a place, and None when the others have closed
     their topology, or left, and it was not needed.
 
@@ -94,10 +96,19 @@ def man(pool: Topology, spares: int) -> Topology | None:
             "spare ranks take the place of lost ones, and in this job no rank outlives another: start it with Open "
             "MPI's mpirun --with-ft ulfm"
         )
-    pool.agree([], f"man(spares={spares!r})", error)
-    places = pool.size - int(spares)
-    made = _part(pool, places, places)
-    return made if made is not None else _wait(pool, places)
+    places = pool.size - (0 if error else int(spares))
+    while True:
+        made, through = None, True
+        try:
+            pool.agree([], f"man(spares={spares!r})", error)
+            made = _part(pool, places, places)
+        except Exception as met:
+            if pool.watch.loss_of(met) is None:
+                raise
+            through = False
+        if pool.finished(through):
+            return made if made is not None else _wait(pool, places)
+        pool = pool.survivors()
 
 
 def _wait(pool: Topology, places: int) -> Topology | None:

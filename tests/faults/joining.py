@@ -3,14 +3,14 @@
     mpirun --with-ft ulfm -n 6 python joining.py mirrored
     mpirun --with-ft ulfm -n 6 python joining.py central FOLDER
 
-Three ranks work and three wait: two of them are needed, and the last one is let go. Each rank prints what came of it.
+Three ranks work and three wait: two of them are needed, and the last one is let go, or was lost before. Each rank prints what came of it.
 """
 
 import json
 import sys
 from typing import Any
 
-from training import Deaths, trained
+from training import Deaths, die, trained
 
 from allreduce import Topology, spares
 from trainers import CentralStorageTrainer, Checkpoint
@@ -26,6 +26,8 @@ def main(kind: str, folder: str = "") -> None:
     pool = Topology()
     moments = {1: ("batch_begin", 1, 2), 0: ("epoch_end", 3, 0)}
     deaths = Deaths(moments.get(pool.rank))
+    if kind == "mirrored" and pool.rank == 5:  # while the others form the ranks that work
+        die()
     ranks = spares.man(pool, pool.size - WORKING)
     if ranks is None:
         print("not needed", flush=True)
