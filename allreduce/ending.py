@@ -25,6 +25,7 @@ _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # those that 
 _leaving: list[Callable[[str], object]] = []
 _ending: list[Callable[[int], object]] = []
 _installed: list[bool] = []
+_exits: list[int] = []  # the exit codes that this program has asked for
 
 
 class Part(Protocol):
@@ -117,7 +118,7 @@ def install() -> None:
         if part_alone:
             say(text)  # and the end of MPI waits for the other parts
         else:
-            end_job(text, 130 if interrupted else 1, written=True)
+            end_job(text, 130 if interrupted else code_of(error), written=True)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         previous_thread(args)
@@ -126,7 +127,35 @@ def install() -> None:
             end_job(f"{args.exc_type.__name__} in thread {name!r}, which other ranks may wait for\n", 1)
 
     sys.excepthook, threading.excepthook = hook, thread_hook
+    sys.exit = _noting(sys.exit)
     atexit.register(_at_exit, hook)
+
+
+def _noting(leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """sys.exit, whose code nothing else tells before the end of MPI."""
+
+    @functools.wraps(leave)
+    def exit(status: object = None) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            _exits.append(status & 0xFF if isinstance(status, int) else int(status is not None))
+        leave(status)
+
+    return exit
+
+
+def exit_code() -> int:
+    """That the program of this rank ends with, as far as is known. Local."""
+    return _exits[-1] if _exits else 0
+
+
+def code_of(error: BaseException | None) -> int:
+    """The exit code of a job that ends by this error: that of a rank that has left, which it comes from, or 1."""
+    while error is not None:
+        code = getattr(error, "job_code", None)
+        if isinstance(code, int):
+            return code
+        error = error.__cause__
+    return 1
 
 
 def communicates() -> None:

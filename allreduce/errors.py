@@ -28,7 +28,12 @@ class CollectiveTimeoutError(AllReduceError, TimeoutError):
 
 
 class RankLeftError(AllReduceError, RuntimeError):
-    """A rank has ended its program, or died, while others wait for it."""
+    """A rank has ended its program, or died, while others wait for it.
+
+    job_code: the exit code of a job that this ends: that of the rank's program, where it tells of an error.
+    """
+
+    job_code = 1
 
 
 class RankLostError(AllReduceError, RuntimeError):

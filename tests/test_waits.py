@@ -98,13 +98,15 @@ def test_a_call_too_many(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mpi", "action"), [("openmpi", "sys.exit(0)"), ("mpich", "sys.exit(3)"), ("openmpi", "break")]
+    ("mpi", "ulfm", "action", "code"),
+    [("openmpi", False, "sys.exit(3)", 3), ("openmpi", True, "sys.exit(3)", 3), ("mpich", False, "break", 1)],
 )
-def test_a_rank_that_leaves(mpirun: JobRunner, tmp_path: Path, mpi: str, action: str) -> None:
+def test_a_rank_that_leaves(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: bool, action: str, code: int) -> None:
+    """The job ends with its exit code, if that tells of an error."""
     script = tmp_path / "program.py"
     script.write_text(PROGRAM.format(name="ring", action=action, topology="").replace("reduce.close()", ""))
-    job = mpirun(3, [script], mpi=mpi, timeout=60, env=LIMITS)
-    assert job.returncode != 0
+    job = mpirun(3, [script], mpi=mpi, timeout=60, env=LIMITS, ulfm=ulfm)
+    assert job.returncode == code
     assert "RankLeftError: rank 1 has left: it has ended its program" in job.stdout + job.stderr
 
 

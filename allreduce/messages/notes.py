@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.errors import AllReduceError, CollectiveTimeoutError
+from allreduce import ending
+from allreduce.errors import AllReduceError, CollectiveTimeoutError, RankLeftError
 
 HEAD_BYTES, TEXT_BYTES = 32, 512
 WAITING, WENT_ON, LEFT, STALLED, ENDED = range(5)
@@ -134,6 +135,22 @@ class Notes:
                 self.heard[status.source, number] = note
             else:
                 self.heard.pop((status.source, number), None)
+
+    def tell_left(self, why: str, wait: Wait | None) -> None:
+        """Send a note that this rank waits for nobody any more: in one place, or, as its program ends, in any."""
+        if wait is None:
+            wait = Wait(0)
+            wait.count = ending.exit_code()
+        self.tell(LEFT, wait, why)
+
+    def gone(self, number: int, before: float, call: Call) -> RankLeftError | None:
+        """The error of `call`, to whose place a rank comes no more, as was heard before a time, by time.monotonic()."""
+        for (rank, place), note in self.left.items():
+            if place in (0, number) and note.heard < before:
+                error = RankLeftError(f"rank {rank} has left: {note.text}, while this rank waits for it in {call}")
+                error.job_code = (note.turn if place == 0 else 0) or 1
+                return error
+        return None
 
     def probe(self) -> bool:
         """Let MPI go on; it raises when a rank has died, or when another one says so. True: a note has come."""

@@ -26,11 +26,10 @@ from allreduce.errors import (
     CollectiveTimeoutError,
     DisagreementError,
     OptionError,
-    RankLeftError,
     RankLostError,
 )
 from allreduce.messages import losses, stacks, watchdog
-from allreduce.messages.notes import ENDED, LEFT, STALLED, WAITING, WENT_ON, Call, Notes, Wait
+from allreduce.messages.notes import ENDED, STALLED, WAITING, WENT_ON, Call, Notes, Wait
 from allreduce.notices import log
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
@@ -185,7 +184,7 @@ class Watch:
             return
         try:
             with self._lock:
-                self.notes.tell(LEFT, wait or Wait(0), why)
+                self.notes.tell_left(why, wait)
         except MPI.Exception as error:  # the others hear of a lost rank by themselves
             if losses.lost(error) is None:
                 raise
@@ -250,11 +249,7 @@ class Watch:
         error: AllReduceError | None = None
         patience = min(LEFT_SECONDS, self.timeout / 2)
         here = wait.number, wait.count
-        left = [
-            (rank, note.text)
-            for (rank, number), note in self.notes.left.items()
-            if number in (0, wait.number) and now - note.heard > patience
-        ]
+        left = self.notes.gone(wait.number, now - patience, call)
         other = [
             rank
             for (rank, _), note in self.notes.heard.items()
@@ -264,8 +259,8 @@ class Watch:
             error = DisagreementError(
                 f"the ranks disagree about this call; it must be the same on all of them:\n{self.notes.table(call)}"
             )
-        elif left:
-            error = RankLeftError(f"rank {left[0][0]} has left: {left[0][1]}, while this rank waits for it in {call}")
+        elif left is not None:
+            error = left
         elif waited > self.timeout:
             error = CollectiveTimeoutError(
                 f"waited {waited:.0f} s for other ranks in: {wait}{self._where(call)}\n"
@@ -283,7 +278,7 @@ class Watch:
         if wait.raises:
             wait.error = error
         else:
-            ending.end_job(f"{type(error).__name__}: {error}\n", 1)
+            ending.end_job(f"{type(error).__name__}: {error}\n", ending.code_of(error))
 
     def _where(self, call: Call) -> str:
         """Where all ranks are, on lines of their own, if anybody tells."""

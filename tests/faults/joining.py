@@ -3,7 +3,8 @@
     mpirun --with-ft ulfm -n 6 python joining.py mirrored
     mpirun --with-ft ulfm -n 6 python joining.py central FOLDER
 
-Three ranks work and three wait: two of them are needed, and the last one is let go, or was lost before. Each rank prints what came of it.
+Three ranks work and three wait: two of them are needed, and the last one is let go, or was lost before. Each rank
+prints what came of it.
 """
 
 import json
