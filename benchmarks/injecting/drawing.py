@@ -20,7 +20,7 @@ OTHERS = ("stop", "term", "raise", "exit")  # kinds of faults besides a loss
 OTHERS_SHARE = 0.15
 HOLDERS_STAY = 0.85  # how often nobody is lost without whom the others can't go on
 COPIED = ("sharded", "central storage")  # programs whose slices another rank can keep too
-EDITED = ("mirrored", "sharded", "central storage", "spare ranks")
+EDITED = ("mirrored", "sharded", "central storage", "spare ranks", "replacement")
 
 
 def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int = 5) -> Plan:
@@ -29,7 +29,7 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
     program = chance.choices(programs, [PROGRAMS[name].weight for name in programs])[0]
     kind = PROGRAMS[program]
     ranks = max(kind.least, min(most_ranks, chance.choice((2, 3, 3, 4, 5))))
-    nodes = chance.choice(_nodes(ranks)) if program not in ("spare ranks",) else ()
+    nodes = () if program in ("spare ranks", "replacement") else chance.choice(_nodes(ranks))
     names = tuple(name for name in kind.backends if name != "shared" or not nodes)
     plan = Plan(
         number=number,

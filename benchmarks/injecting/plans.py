@@ -42,6 +42,7 @@ PROGRAMS = {
     "asynchronous servers": Program(3, "training", checkpoints=(0, 7), exact=False, together=False, least=3),
     "spare replicas": Program(3, "training", checkpoints=(0, 7), exact=False, together=False),
     "spare ranks": Program(3, "training", BACKENDS, checkpoints=(0, 7), least=3),
+    "replacement": Program(2, "training", BACKENDS, checkpoints=(0, 7)),
     "optimizer": Program(3, "loop", BACKENDS, ("torch",)),
     "sharded optimizer": Program(2, "loop", TWO_PHASE, ("torch",), (3, 7)),
     "calls": Program(5, "calls", BACKENDS),

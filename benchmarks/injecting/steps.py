@@ -11,5 +11,5 @@ def note(notes: Notes, step: int, topology: Topology) -> None:
 
 
 def members(topology: Topology) -> list[int]:
-    """Of the whole job."""
-    return list(ending.world_ranks(topology.world))
+    """Those of the job's first ranks; who was started in the place of a lost one is not counted."""
+    return [rank for rank in ending.world_ranks(topology.world) if rank >= 0]

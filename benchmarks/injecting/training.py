@@ -70,6 +70,8 @@ def _made(plan: Plan, topology: Topology | None) -> Trainer:
     replica = model.replica(plan)
     options: dict[str, Any] = {"copies": plan.copies} if plan.copies > 1 else {}
     options["on_failure"] = "continue" if plan.goes_on else "stop"
+    if plan.program == "replacement":
+        options["on_failure"] = "replace"
     if plan.program == "central storage":
         return CentralStorageTrainer(replica, topology, **options)
     if plan.program == "spare replicas":
