@@ -10,6 +10,7 @@ from mpi4py import MPI
 from allreduce import NAMES, Topology
 from allreduce.errors import BrokenError, CommunicationError, RankLostError, UnavailableError
 from allreduce.messages import losses
+from allreduce.messages.agreement import agree
 from allreduce.nodes import nodes_left
 
 LOSSES = Path(__file__).parent / "faults" / "losses.py"
@@ -129,3 +130,26 @@ def test_those_that_are_left_stay_on_their_simulated_nodes(
     ranks_per_node: int | list[int] | None, left: tuple[int, ...], sizes: list[int] | None
 ) -> None:
     assert nodes_left(ranks_per_node, left, 5) == sizes
+
+
+def test_an_error_may_be_its_own_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `raise error from error`."""
+    monkeypatch.setattr(losses, "in_force", lambda: True)
+    error = ValueError("x")
+    error.__cause__ = error
+    assert losses.lost(error) is None
+    assert not losses.may_be(error)
+
+
+def test_an_agreement_that_ends_in_an_error_has_no_cause_but_itself() -> None:
+    """It was raised from itself, and who looked for its cause looked for ever."""
+
+    class Failing:
+        size = 1
+
+        def Iallreduce(self, *_: object) -> object:  # noqa: N802
+            raise CommunicationError("on purpose")
+
+    with pytest.raises(CommunicationError, match="on purpose") as caught:
+        agree(Failing(), [1], "a call", None)  # type: ignore[arg-type]
+    assert caught.value.__cause__ is None

@@ -89,7 +89,9 @@ def agree(comm: MPI.Comm, values: Sequence[int], side: str, error: Exception | N
         limit = LONE_SECONDS if error else math.inf
         wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), side, limit)
     except AllReduceError as ended:
-        raise (error or ended) from ended  # an error of this rank alone, for which the others do not come
+        if error is None:
+            raise
+        raise error from ended  # an error of this rank alone, for which the others do not come
     if np.array_equal(low[: mine.size], -low[mine.size :]) and low[0] == 0:
         return
     sides = _exchange(comm, side, error)

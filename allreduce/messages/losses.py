@@ -61,12 +61,11 @@ def lost(error: BaseException | None) -> RankLostError | None:
     """The RankLostError that `error` is, or comes from, or a new one where it comes from MPI's; else None. Local."""
     if not in_force():
         return None
-    while error is not None:
-        if isinstance(error, RankLostError):
-            return error
-        if isinstance(error, MPI.Exception) and error.Get_error_class() in _classes():
-            return RankLostError(f"a rank was lost ({error}); Topology.survivors() goes on with those that are left")
-        error = error.__cause__
+    for cause in _causes(error):
+        if isinstance(cause, RankLostError):
+            return cause
+        if isinstance(cause, MPI.Exception) and cause.Get_error_class() in _classes():
+            return RankLostError(f"a rank was lost ({cause}); Topology.survivors() goes on with those that are left")
     return None
 
 
@@ -75,11 +74,16 @@ def may_be(error: BaseException | None) -> bool:
 
     Some calls of Open MPI report a dead rank as "error in status" or "other".
     """
-    while error is not None:
-        if isinstance(error, CommunicationError | MPI.Exception):
-            return True
+    return any(isinstance(cause, CommunicationError | MPI.Exception) for cause in _causes(error))
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """An error, and what it comes from; each once, for `raise error from error` makes it its own cause."""
+    causes: list[BaseException] = []
+    while error is not None and not any(error is cause for cause in causes):
+        causes.append(error)
         error = error.__cause__
-    return False
+    return causes
 
 
 def loss(comm: MPI.Comm | None) -> RankLostError:

@@ -126,6 +126,8 @@ def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
         return "RankLostError: a server was lost"
     if plan.copies > 1 and len(lost) > 1 and not plan.checkpoint:  # one may have kept the other's slice
         return "RankLostError: a rank was lost in .* that alone had a part"
+    if plan.program == "spare ranks" and set(range(plan.ranks - plan.spares)) <= lost:
+        return "RankLostError: all ranks that worked were lost"
     workers = set(range(plan.ranks - plan.servers))
     return "RankLostError: all workers were lost|leaves no worker" if plan.servers and workers <= lost else ""
 
