@@ -19,6 +19,7 @@ from trainers.renewing import Renewal
 from trainers.rescue import MEASURED, Choice, Piece, choose, joined
 from trainers.sharded import Update
 from trainers.surviving import Survival
+from trainers.twins import NOT_KEPT
 
 RATES = "trainer.learning_rates"  # what ranks hand each other besides a replica's state, as MEASURED
 NO_PIECE = Piece(0, 0, 0, 0, {}, {})
@@ -76,8 +77,7 @@ class Outliving(Trainer):
     def _copies_kept(self) -> int:
         """How many ranks have each slice. Local."""
         if self._copies == 2 and not self._outlives:
-            why = "a lost rank ends the job (mpirun --with-ft ulfm lets the others live)"
-            notices.once(self.rank, f"copies=2: no second copies are kept, since {why}")
+            notices.once(self.rank, NOT_KEPT)
             return 1
         return self._copies
 

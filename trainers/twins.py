@@ -23,6 +23,9 @@ from trainers.rescue import Arrays, Piece
 KEEPS = "keep a copy of another rank's slice"
 TAG = 2  # of messages on a trainer's communicator, where all else is 0
 NEVER = -1
+NOT_KEPT = (
+    "copies=2: no second copies are kept, since a lost rank ends the job (mpirun --with-ft ulfm lets the others live)"
+)
 
 
 def refusal(copies: object, ranks: int, goes_on: bool) -> ArgumentError | None:

@@ -15,7 +15,7 @@ from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
 from allreduce.messages.agreement import agree, raise_together
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
-from trainers import divergence, finite
+from trainers import divergence, finite, twins
 from trainers.backends import UPDATES
 from trainers.divergence import MAJORITY
 from trainers.pytorch import sharded
@@ -40,6 +40,7 @@ class Options(NamedTuple):
     source: str | int = MAJORITY
     check_gradients: str | None = None
     trace: str | os.PathLike[str] | Trace | None = None
+    copies: int = 1
 
     def __str__(self) -> str:
         """What must be alike on the ranks."""
@@ -48,7 +49,8 @@ class Options(NamedTuple):
             f"MirroredOptimizer(allreduce={name!r}, update={self.update!r}, overlap={self.overlap!r}, "
             f"first_bucket_mb={float(self.bucket_mb[0])!r}, bucket_mb={float(self.bucket_mb[1])!r}, "
             f"check_every={self.check_every!r}, on_divergence={self.on_divergence!r}, source={self.source!r}, "
-            f"check_gradients={self.check_gradients!r}{', trace=...' * (self.trace is not None)})"
+            f"check_gradients={self.check_gradients!r}, copies={self.copies!r}"
+            f"{', trace=...' * (self.trace is not None)})"
         )
 
 
@@ -104,6 +106,10 @@ def _problems(optimizer: Optimizer, model: Module, options: Options, ranks: int)
         yield OptionError(f"{backend!r} has a topology of its own; pass the backend's name, or no topology")
     if update not in UPDATES:
         yield OptionError(f'update={update!r} is unknown; use "replicated" or "sharded"')
+    elif update != "sharded" and options.copies == 2:
+        yield OptionError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
+    if senseless := twins.refusal(options.copies, ranks, goes_on=False):
+        yield OptionError(str(senseless))
     if overlap not in (True, False, "auto"):
         yield OptionError(f'overlap={overlap!r} is unknown; use True, False or "auto"')
     if not all(isinstance(each, int | float) and each > 0 for each in bucket_mb):

@@ -4,10 +4,12 @@ import torch
 
 from allreduce import notices
 from allreduce.errors import UnavailableError
+from allreduce.messages import losses
 from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
 from allreduce.wrappers.background import crowded
 from trainers.pytorch.family import Family
+from trainers.twins import NOT_KEPT
 
 
 def lane_of(family: Family, topology: Topology, overlap: bool | str) -> tuple[Lane, bool]:
@@ -30,6 +32,14 @@ def _overlap_pays(topology: Topology) -> bool:
     memory traffic and polling, for which there should be a core that nobody computes on.
     """
     return topology.nodes > 1 or not crowded(topology)
+
+
+def copies_kept(topology: Topology, copies: int) -> int:
+    """How many ranks have each slice of a sharded update. Local. copies: as many were asked for."""
+    if copies == 2 and not losses.in_force():
+        notices.once(topology.rank, NOT_KEPT)
+        return 1
+    return copies
 
 
 def tell_threads(topology: Topology) -> None:

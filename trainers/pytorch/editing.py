@@ -29,3 +29,4 @@ def _take_in(comm: MPI.Intracomm, model: Module, sharded: ShardedOptimizer | Non
         broadcast_tensors(comm, model.parameters())
     if sharded is not None:
         sharded.placement.move_in()
+        sharded.keep()

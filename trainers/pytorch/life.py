@@ -17,6 +17,7 @@ from trainers.pytorch.making import drop, make
 from trainers.pytorch.recovering import recover, said, surviving
 from trainers.pytorch.report import Report, report_of
 from trainers.pytorch.stepping import Stepper
+from trainers.pytorch.twins import Whole
 
 
 class Life:
@@ -24,6 +25,8 @@ class Life:
 
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
         self.closed = False
+        self.whole: Whole | None = None  # the state of all slices, while a loss is repaired
+        self.kept_twice = False  # whether that was found when a rank was lost
         self.optimizer, self.model, self.update = optimizer, model, options.update
         self._options = options
         given = options.allreduce.topology if isinstance(options.allreduce, AllReduce) else options.topology
@@ -73,7 +76,7 @@ class Life:
                 ok = False
             if losses.in_force() and not family.topology.finished(ok):
                 lost = recover(family)  # others have not done their last step; they do it, or it is done already
-                if self.update == "sharded":
+                if self.update == "sharded" and not self.kept_twice:
                     raise lost
                 continue
             self.closed = True
@@ -102,13 +105,24 @@ class Life:
         """Make all parts again on the ranks of a new family. Collective."""
         old, skipped = self._averager, self._stepper.skipped
         self._let_go()
-        self._options = _again(self._options)
+        self._options = _again(self._options, family.topology.size)
         self.closed = True  # while its parameters are nobody's
         self._make(family.topology, family)
         self.closed = False
         new = self._averager
         new.steps, new.averages, new.joining, new.enabled = old.steps, old.averages, old.joining, old.enabled
         self._stepper.skipped = skipped
+        if self._sharded is not None and self._sharded.twins is not None:
+            self._sharded.twins.count_from(new.steps)
+
+    @torch.no_grad()
+    def _take_whole(self, whole: Whole) -> None:
+        """Take on what all slices were. Local."""
+        self.whole, self._averager.steps = whole, whole.steps
+        for here, there in zip(self._averager.parameters, whole.parameters, strict=True):
+            here.copy_(there)
+        assert self._sharded is not None
+        self.optimizer.load_state_dict(self._sharded.as_plain(whole.state))
 
     def _let_go(self) -> None:
         """Hold on to nothing that the lost ranks have shared. Local."""
@@ -121,8 +135,8 @@ class Life:
         self.closed = True
 
 
-def _again(options: Options) -> Options:
-    """The options of an optimizer that is made again on the ranks that are left."""
+def _again(options: Options, ranks: int) -> Options:
+    """The options of an optimizer that is made again on the ranks that are left, so many."""
     given = options.allreduce
     if isinstance(given, AllReduce):
         if given.recipe is None:
@@ -131,4 +145,5 @@ def _again(options: Options) -> Options:
             )
         given = given.recipe
     source = options.source if options.source in (0, divergence.MAJORITY) else divergence.MAJORITY
-    return options._replace(allreduce=given, topology=None, trace=None, source=source)
+    copies = options.copies if ranks > 1 else 1
+    return options._replace(allreduce=given, topology=None, trace=None, source=source, copies=copies)

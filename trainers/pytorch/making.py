@@ -112,7 +112,7 @@ def _make(
     sharded = None
     if options.update == "sharded" and dense:
         assert isinstance(backend, TwoPhase)
-        sharded = ShardedOptimizer(optimizer, averager, backend, comm)
+        sharded = ShardedOptimizer(optimizer, averager, backend, comm, choices.copies_kept(topology, options.copies))
         made.callback(sharded.close)
         local.callback(sharded.let_go)
         for module in model.modules():

@@ -47,6 +47,11 @@ class MirroredOptimizer(Life, Optimizer):
         divides the update's time and the optimizer's memory by the ranks; for optimizers that treat every
         element apart from the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then take PyTorch's
         fused implementation, whose last bits may differ, unless they were made with fused= or foreach=.
+    copies: 2, with update="sharded" and where ranks may be lost (mpirun --with-ft ulfm): after each step another rank,
+        on another node where there is one, gets what this one has of its slice, parameters and state. After a loss
+        the others have the whole state of the last finished step, unless a rank is lost together with the one that
+        keeps its slice. Four slices more are held. Edits that neither `editing` nor `load_state_dict` (call it after
+        the model's) has made are kept with the next step.
     overlap: True: buckets of gradients are reduced in a thread while backward goes on; False: all of them
         when it ends; "auto": True on several nodes, and on one that has two cores a rank.
     bucket_mb, first_bucket_mb: the least size of a bucket, and of the first one, in MiB, with overlap.
@@ -94,6 +99,7 @@ class MirroredOptimizer(Life, Optimizer):
         *,
         topology: Topology | None = None,
         update: str = "replicated",
+        copies: int = 1,
         overlap: bool | str = "auto",
         bucket_mb: float = 25.0,
         first_bucket_mb: float = 1.0,
@@ -105,7 +111,9 @@ class MirroredOptimizer(Life, Optimizer):
     ) -> None:
         self.check_every = check_every
         sizes, checks = (first_bucket_mb, bucket_mb), (check_every, on_divergence, source, check_gradients)
-        Life.__init__(self, optimizer, model, Options(allreduce, topology, update, overlap, sizes, *checks, trace))
+        Life.__init__(
+            self, optimizer, model, Options(allreduce, topology, update, overlap, sizes, *checks, trace, copies)
+        )
         Optimizer.__setstate__(self, {})  # the hooks that every optimizer has; the rest is the wrapped one's
         choices.tell_threads(self.topology)
         malloc.keep_freed_memory()
@@ -235,8 +243,9 @@ class MirroredOptimizer(Life, Optimizer):
         load = partial(load_of_root, self._averager.comm, self.optimizer, state_dict)
         with self._surviving():
             self._averager.together("loads the optimizer's state", load)
-        if self._sharded is not None:
-            self._sharded.load()
+            if self._sharded is not None:
+                self._sharded.load()
+                self._averager.together("keeps slices twice", self._sharded.keep)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not offered, neither here nor at the plain optimizer: the gradients' memory is laid out once."""

@@ -17,6 +17,7 @@ from allreduce.messages.agreement import all_values
 from allreduce.topology import Topology
 from trainers.pytorch.broadcast import broadcast_tensors, state_of
 from trainers.pytorch.family import Family
+from trainers.pytorch.twins import Whole, collect
 
 if TYPE_CHECKING:
     from trainers.pytorch.optimizer import MirroredOptimizer
@@ -68,7 +69,10 @@ def recover(family: Family) -> RankLostError:
         if left.finished(made is not None):
             break
     family.bury(made)
-    return _told(family.topology.size, former, members)
+    error = _told(family.topology.size, former, members)
+    for member in members.values():
+        member.kept_twice, member.whole = member.whole is not None, None
+    return error
 
 
 def _attempt(topology: Topology, work: Callable[[], Any]) -> Any:
@@ -99,8 +103,19 @@ def _take(topology: Topology, members: "dict[int, MirroredOptimizer]") -> list[C
         root = steps.index(max(steps))
         commits.append(_state(comm, member.model, member.optimizer, root))
         commits.append(partial(setattr, member._averager, "steps", max(steps)))
+        if (whole := _slices(comm, member)) is not None:
+            commits.append(partial(member._take_whole, whole))
     topology.release(comm)
     return commits
+
+
+def _slices(comm: MPI.Intracomm, member: "MirroredOptimizer") -> Whole | None:
+    """What the ranks that are left have of a sharded update whose slices are kept twice, if it is all. Collective."""
+    if any(all_values(comm, member.whole is not None, "go on without a lost rank")):
+        return member.whole  # on all of them, since all have made it their own before another one was lost
+    if member._sharded is None or member._sharded.twins is None:
+        return None
+    return collect(comm, member._sharded.twins, member._averager.parameters)
 
 
 def _state(comm: MPI.Intracomm, model: Module, optimizer: Optimizer, root: int) -> Commit:
@@ -136,7 +151,7 @@ def _told(size: int, former: list[int], members: "dict[int, MirroredOptimizer]")
     be = "were" if len(lost) > 1 else "was"
     steps = max((each.steps for each in members.values()), default=0)
     text = f"{ranks} {be} lost; {len(former)} go{'es' * (len(former) == 1)} on, after step {steps}"
-    if any(each.update == "sharded" for each in members.values()):
+    if any(each.update == "sharded" and each.whole is None for each in members.values()):
         text += ". The lost slices of a sharded update are gone: load model and optimizer from the last checkpoint"
     error = RankLostError(text)
     error.lost = lost

@@ -6,6 +6,7 @@ the parameters live in one window of the node, so every rank writes where all re
 S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from trainers.pytorch.gathering import edited
 from trainers.pytorch.layout import Piece, pieces
 from trainers.pytorch.placement import Placement
 from trainers.pytorch.plain import from_json, to_json
+from trainers.pytorch.twins import Twins
 from trainers.replicas.pytorch import elementwise
 from trainers.replicas.pytorch.alike import hyperparameters, optimizer_like
 from trainers.replicas.pytorch.elementwise import ELEMENTWISE as ELEMENTWISE
@@ -47,14 +49,16 @@ class ShardedOptimizer:
 
     plain: the user's optimizer: the source of the hyperparameters; it keeps the state of those parameters only that are
         frozen, or have sparse gradients.
-    comm: a communicator of all ranks.
+    comm: a communicator of all ranks. copies: how many ranks have each slice: 1 or 2; 1 where some are updated whole.
 
     `update` is `placement.settle`, `step` and `placement.share`, and what is updated whole, on every rank: a parameter
     with sparse gradients is in no bucket, and a batch uses a few of its rows, which may all be of one slice.
     """
 
-    def __init__(self, plain: Optimizer, averager: Averager, backend: TwoPhase, comm: MPI.Intracomm) -> None:
-        self._plain, self._averager, self._comm = plain, averager, comm
+    def __init__(
+        self, plain: Optimizer, averager: Averager, backend: TwoPhase, comm: MPI.Intracomm, copies: int = 1
+    ) -> None:
+        self._plain, self.averager, self._comm = plain, averager, comm
         self._groups = _groups(plain, averager)
         self.apart = dict(zip(averager.sparse.names, averager.sparse.parameters, strict=True))  # updated whole
         owned = [backend.owned(memory.array.size) for memory in averager.buckets]
@@ -67,7 +71,9 @@ class ShardedOptimizer:
         self._grads = [averager.flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self._begun: set[int] = set()  # parameters that have been updated before, by any rank
         self.optimizer = optimizer_like(plain, (self._of_group(at) for at in range(len(plain.param_groups))))
+        self.twins = Twins(self, self._owned, backend.topology, comm) if copies == 2 else None
         self.load()
+        self.keep()
 
     def _cuts(self) -> list[list[int]]:
         """For each bucket where the parts of all ranks begin, so that all nodes cut in the same places."""
@@ -93,7 +99,7 @@ class ShardedOptimizer:
 
     def update(self) -> None:
         """Update the parameters from gradients that are averaged, in this rank's part of them at least. Collective."""
-        averager, placement = self._averager, self.placement
+        averager, placement = self.averager, self.placement
         moved = placement.moved()
         what = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self._plain.param_groups)}"
         if moved:
@@ -107,6 +113,19 @@ class ShardedOptimizer:
             for parameter in averager.parameters:
                 parameter.grad = None  # these are updated
             self._plain.step()
+        if self.twins is not None:
+            work = partial(self.twins.keep, averager.steps + 1)
+            averager.clock.communicate(partial(averager.together, "keeps slices twice", work))
+
+    def keep(self) -> None:
+        """The state is another one than the last step has left: have it kept. Runs in the lane."""
+        if self.twins is not None:
+            self.twins.keep(self.averager.steps)
+
+    def held(self) -> Iterator[tuple[Piece, Tensor, dict[str, Any]]]:
+        """This rank's pieces, their parameters, and what the optimizer has for them."""
+        for piece, part in zip(self.pieces, self._parts, strict=True):
+            yield piece, part.detach(), self.optimizer.state.get(part, {})
 
     def step(self, used: np.ndarray) -> None:
         """Update this rank's pieces. Local.
@@ -142,31 +161,30 @@ class ShardedOptimizer:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state_dict, gathered from all ranks, on every rank. Collective."""
-        gathered: list[dict[str, Any]] = [{} for _ in self._averager.parameters]
+        gathered: list[dict[str, Any]] = [{} for _ in self.averager.parameters]
         flat: set[tuple[str, str, torch.dtype]] = set()
         found = self._found()
         for at, state in found.items():
             for key, value in state.items():
                 gathered[at][key] = value.clone() if isinstance(value, Tensor) else value  # keeps the order of keys
                 if isinstance(value, torch.dtype):
-                    flat.add((DTYPES[self._averager.parameters[at].dtype], key, value))
+                    flat.add((DTYPES[self.averager.parameters[at].dtype], key, value))
         for dtype, key, of in sorted(flat, key=str):
             whole = self._gather_flat(dtype, key, of)
-            for at, parameter in enumerate(self._averager.parameters):
+            for at, parameter in enumerate(self.averager.parameters):
                 if DTYPES[parameter.dtype] == dtype and gathered[at].get(key) is of:
-                    gathered[at][key] = self._averager.place(at, whole).clone(memory_format=torch.preserve_format)
-        return self._as_plain(gathered)
+                    gathered[at][key] = self.averager.place(at, whole).clone(memory_format=torch.preserve_format)
+        return self.as_plain(gathered)
 
-    def _as_plain(self, gathered: list[dict[str, Any]]) -> dict[str, Any]:
+    def as_plain(self, gathered: list[dict[str, Any]]) -> dict[str, Any]:
+        """The plain optimizer's state_dict, with this state of the averaged parameters. Local."""
         result = self._plain.state_dict()
         numbers = {
             parameter: number
             for packed, group in zip(result["param_groups"], self._plain.param_groups, strict=True)
             for number, parameter in zip(packed["params"], group["params"], strict=True)
         }
-        held = [
-            (numbers[each], state) for each, state in zip(self._averager.parameters, gathered, strict=True) if state
-        ]
+        held = [(numbers[each], state) for each, state in zip(self.averager.parameters, gathered, strict=True) if state]
         result["state"] = dict(sorted([*result["state"].items(), *held], key=lambda each: each[0]))
         return result
 
@@ -191,7 +209,7 @@ class ShardedOptimizer:
             value = self.optimizer.state.get(part, {}).get(key)
             if piece.dtype == dtype and isinstance(value, Tensor) and value.dim() and value.dtype == of:
                 flat[piece.start : piece.stop] = value
-        for at, bucket in enumerate(self._averager.plan):
+        for at, bucket in enumerate(self.averager.plan):
             if bucket.dtype == dtype:
                 self._fill(flat[bucket.start : bucket.stop], [of_rank[at] for of_rank in self._owned])
         return {dtype: flat}
@@ -208,11 +226,11 @@ class ShardedOptimizer:
     def load(self) -> None:
         """Move this rank's part of the state that the user's optimizer holds to here, and drop the rest."""
         self.optimizer.state.clear()
-        self._begun = {at for at, each in enumerate(self._averager.parameters) if self._plain.state.get(each)}
+        self._begun = {at for at, each in enumerate(self.averager.parameters) if self._plain.state.get(each)}
         parts: dict[int, list[tuple[Piece, Tensor]]] = {}
         for piece, part in zip(self.pieces, self._parts, strict=True):
             parts.setdefault(piece.parameter, []).append((piece, part))
-        for at, parameter in enumerate(self._averager.parameters):
+        for at, parameter in enumerate(self.averager.parameters):
             for key, value in self._plain.state.pop(parameter, {}).items():
                 elementwise = isinstance(value, Tensor) and value.shape == parameter.shape
                 if not elementwise or (parameter.dim() == 0 and key in SCALARS):

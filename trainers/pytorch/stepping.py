@@ -67,6 +67,8 @@ class Stepper:
         """What a step ends with."""
         averager = self._averager
         self.skipped += averager.leaves_out()
+        if averager.leaves_out() and self._sharded is not None and self._sharded.twins is not None:
+            self._sharded.twins.left_out()
         averager.stepped(release=self._sharded is not None)
         if self._every and averager.steps % self._every == 0:
             compare = partial(
