@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -81,6 +81,18 @@ def describe(optimizer: Optimizer, model: Module) -> list[str]:
     ]
     lines += [f"buffer {name} {tuple(each.shape)} {each.dtype}" for name, each in model.named_buffers()]
     return lines
+
+
+def copies_of_all(options: Options, sparse: Sequence[str]) -> None:
+    """Raise an OptionError where second copies are asked for, and would not be of everything. Local.
+
+    sparse: the names of parameters with sparse gradients.
+    """
+    if options.copies == 2 and sparse:
+        raise OptionError(
+            f"copies=2: {sparse[0]} has sparse gradients, so every rank updates all of it after the slices, and a lost "
+            "rank may leave it a step ahead of them; leave out copies, or make it with sparse=False"
+        )
 
 
 def still_fit(optimizer: Optimizer, trained: dict[str, Parameter], frozen: dict[str, Parameter]) -> None:

@@ -112,6 +112,7 @@ def _make(
     sharded = None
     if options.update == "sharded" and dense:
         assert isinstance(backend, TwoPhase)
+        together(comm, partial(checks.copies_of_all, options, averager.sparse.names))
         sharded = ShardedOptimizer(optimizer, averager, backend, comm, choices.copies_kept(topology, options.copies))
         made.callback(sharded.close)
         local.callback(sharded.let_go)

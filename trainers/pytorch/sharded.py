@@ -49,7 +49,7 @@ class ShardedOptimizer:
 
     plain: the user's optimizer: the source of the hyperparameters; it keeps the state of those parameters only that are
         frozen, or have sparse gradients.
-    comm: a communicator of all ranks. copies: how many ranks have each slice: 1 or 2; 1 where some are updated whole.
+    comm: a communicator of all ranks. copies: how many ranks have each slice: 1 or 2.
 
     `update` is `placement.settle`, `step` and `placement.share`, and what is updated whole, on every rank: a parameter
     with sparse gradients is in no bucket, and a batch uses a few of its rows, which may all be of one slice.
