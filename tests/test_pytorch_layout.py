@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 
 from allreduce.arrays.chunks import chunk
 from trainers.pytorch.layout import pieces, plan
+from trainers.pytorch.twins import covers
 
 SINGLE, DOUBLE = ("float32", 4), ("float64", 8)
 SIZES = [(5, *SINGLE), (0, *SINGLE), (100, *DOUBLE), (1000, *SINGLE), (1, *SINGLE), (7, *DOUBLE)]
@@ -87,3 +88,13 @@ def test_nodes_of_different_size_cut_in_the_same_places(nodes: tuple[int, int]) 
         for size in nodes
     ]
     assert of_nodes[0] == of_nodes[1]
+
+
+def test_slices_that_make_up_all_buckets() -> None:
+    """Of nodes that cut in other places: together, and not those of one that has lost a rank."""
+    halves = [[slice(0, 6), slice(0, 2)], [slice(6, 12), slice(2, 4)]]
+    quarters = [[slice(3 * at, 3 * at + 3), slice(at, at + 1)] for at in range(4)]
+    assert covers(halves, [12, 4])
+    assert covers([halves[0], *quarters[2:]], [12, 4])
+    assert not covers([halves[0], *quarters[3:]], [12, 4])
+    assert not covers(halves[1:], [12, 4])

@@ -58,7 +58,7 @@ def test_memory_that_one_node_can_not_have(
 
 def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str, Any], type[Exception], str]]:
     model, frozen, half = model_of(3, 2), model_of(3, 2).requires_grad_(False), model_of(3, 2).to(torch.float8_e5m2)
-    gpu = model_of(3, 2).to("meta")
+    gpu, sparse = model_of(3, 2).to("meta"), torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True), model)
     fine = lambda: (sgd(model), model)  # noqa: E731
     option = errors.OptionError
     return {
@@ -71,6 +71,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
         "update": (fine, {"update": "half"}, option, "update='half' is unknown"),
         "copies": (fine, {"update": "sharded", "copies": 3}, option, "copies=3: give 1, or 2"),
         "copies of everything": (fine, {"copies": 2}, option, 'with update="replicated" all ranks have everything'),
+        "sparse copies": (lambda: (sgd(sparse), sparse), {"update": "sharded", "copies": 2}, option, "copies=2"),
         "overlap": (fine, {"overlap": "maybe"}, option, "overlap='maybe' is unknown"),
         "bucket": (fine, {"bucket_mb": 0}, option, "give positive sizes"),
         "backend": (fine, {"allreduce": "rinng"}, errors.UnknownBackendError, "did you mean 'ring'?"),
