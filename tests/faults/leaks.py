@@ -89,6 +89,9 @@ def say(world: MPI.Intracomm, text: str) -> None:
 def _run(world: MPI.Intracomm, case: Case, turns: int) -> bool:
     """Run a case, show its line, and return whether nothing grew on any rank. Collective."""
     for number in range(SETTLING + turns // 2):
+        if number == SETTLING:
+            gc.collect()
+            gc.freeze()  # `held` leaves out what is there by now: of its time PyTorch's million objects are the most
         case.turn(number)
     middle = held(world)
     for number in range(SETTLING + turns // 2, SETTLING + turns):

@@ -7,6 +7,7 @@ of the rank that failed. A test that hangs ends the job with the stacks of all r
 """
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -140,6 +141,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     sys.stdout.flush()
     config.stash[RANKS].comm.Barrier()  # mpirun kills all when one ends with a code, so let rank 0 print first
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What a file finds does not count in its gc.collect(), of whose time PyTorch's million objects are the most."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
