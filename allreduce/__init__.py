@@ -9,9 +9,31 @@
 The mean of the gradients of all ranks, in memory that the backend chose, is the whole idea.
 """
 
+import faulthandler
 import os
 
 from allreduce import children
+
+START_SECONDS = 60.0  # that the start of MPI may take, however soon ranks give up later
+
+
+def _a_rank_may_have_died_before_mpi_began() -> None:
+    """Import MPI. Named for a traceback: where ranks may die, the start of Open MPI waits for one that has, for ever.
+
+    It keeps Python's lock as it waits, so that nothing but faulthandler can end it, which prints where this is.
+    """
+    try:
+        limit = float(os.environ.get("ALLREDUCE_TIMEOUT_SECONDS") or 1800)
+    except ValueError:  # Topology tells it
+        limit = 1800.0
+    limited = "OMPI_MCA_mpi_ft_enable" in os.environ and 0 < limit < 1e9
+    if limited:
+        faulthandler.dump_traceback_later(max(limit, START_SECONDS), exit=True, file=2)
+    try:
+        from mpi4py import MPI  # noqa: F401
+    finally:
+        if limited:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _prepare_mpi() -> None:
@@ -25,7 +47,7 @@ def _prepare_mpi() -> None:
             "OMPI_MCA_mpi_ft_enable" in os.environ
         ):  # ranks may die, and the end of Open MPI waits for those of their host
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
-        from mpi4py import MPI  # noqa: F401
+        _a_rank_may_have_died_before_mpi_began()
     except (ImportError, RuntimeError) as error:
         raise ImportError(
             f"allreduce needs mpi4py and an MPI library, and they can't be loaded ({error}). Install both with "

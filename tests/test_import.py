@@ -1,7 +1,11 @@
 """Importing allreduce says what to install where something is missing, and imports no more than it needs."""
 
+import faulthandler
+
 import launch
 import pytest
+
+import allreduce
 
 BLOCK = """
 import sys
@@ -55,3 +59,20 @@ def test_works_without_mpirun() -> None:
         "print(reduce.closed)"
     )
     assert done.stdout.split("\n")[:2] == ["[2.0, 2.0, 2.0, 2.0, 2.0]", "True"], done.stderr
+
+
+@pytest.mark.parametrize(("given", "limit"), [("", 1800), ("300", 300), ("2", 60), ("0", None), ("soon", 1800)])
+def test_the_start_of_mpi_ends_where_a_rank_has_died_before(
+    monkeypatch: pytest.MonkeyPatch, given: str, limit: float | None
+) -> None:
+    """With ULFM, where the launcher lets the others wait for it for ever."""
+    limits: list[float] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, **_: limits.append(seconds))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: limits.append(0))
+    monkeypatch.setenv("ALLREDUCE_TIMEOUT_SECONDS", given)
+    monkeypatch.delenv("OMPI_MCA_mpi_ft_enable", raising=False)
+    allreduce._a_rank_may_have_died_before_mpi_began()
+    assert limits == []
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    allreduce._a_rank_may_have_died_before_mpi_began()
+    assert limits == ([] if limit is None else [limit, 0])
