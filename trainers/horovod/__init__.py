@@ -1,6 +1,6 @@
 """Horovod's API: a script that says `import horovod.torch as hvd` runs with `import trainers.horovod.torch as hvd`.
 
-Which calls there are, and where they differ from Horovod's, is in docs/horovod.md.
+Which calls there are, and where they differ from Horovod's, is in trainers/horovod/README.md.
 """
 
 try:
