@@ -109,9 +109,11 @@ def test_new_ranks_are_started_in_the_places_of_lost_ones(mpirun: JobRunner) -> 
     assert "Traceback" not in job.stderr
 
 
-@pytest.mark.parametrize(("name", "lost"), [("sharded", [[1]]), ("storage", [[0]])])
-def test_a_lost_part_of_the_state_is_gone_back_for(mpirun: JobRunner, name: str, lost: list, tmp_path: Path) -> None:
-    came = training(mpirun, 3, name, f"folder={tmp_path}")
+@pytest.mark.parametrize(("name", "ranks", "lost"), [("sharded", 3, [[1]]), ("storage", 4, [[0, 3]])])
+def test_a_lost_part_of_the_state_is_gone_back_for(
+    mpirun: JobRunner, name: str, ranks: int, lost: list, tmp_path: Path
+) -> None:
+    came = training(mpirun, ranks, name, f"folder={tmp_path}")
     assert (came["ranks"], came["lost"]) == (2, lost)
     check_like_alone(came)
     if name == "sharded":

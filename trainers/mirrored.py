@@ -101,7 +101,7 @@ class MirroredTrainer(Outliving):
         self._update, self._copies = update, copies
         self._asked = self.allreduce.recipe if isinstance(allreduce, AllReduce) else allreduce  # for other ranks
         self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)
-        self._fresh, self._rescued = self._last, []
+        self._fresh, self._rescued = self._last, None
         try:
             self._bind()
         except Exception as error:

@@ -42,7 +42,7 @@ class Outliving(Trainer):
     _fresh: np.ndarray
     _beside: bool  # what is measured is an array of its own
     _sharded: Update | None = None
-    _rescued: list[Piece]  # what this rank has of the state, while a loss is repaired
+    _rescued: list[Piece] | None  # what this rank has of the state, maybe nothing, while a loss is repaired
 
     def _make_buffer(self) -> None:
         """Have the backend allocate what is reduced in every step, and bind the replica to it. Collective."""
@@ -108,7 +108,7 @@ class Outliving(Trainer):
             self._survival.by_all(lambda: self._change(change, before))
         except Exception as error:
             if losses.lost(error) is not None:
-                self._rescued = before
+                self._rescued = before or None
             raise
 
     def _change(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
@@ -123,7 +123,7 @@ class Outliving(Trainer):
 
     def _let_go_of_ranks(self) -> None:
         super()._let_go_of_ranks()
-        if not self._rescued:
+        if self._rescued is None:  # or else it is gone: a loss in the repair begins that again
             self._rescued = self._rescue()
         if self.trace is not None:
             self.topology.let_go(self.trace)  # which goes on
@@ -161,14 +161,15 @@ class Outliving(Trainer):
         comm = self._comm
         if self.topology.former[self.rank] == NEWCOMER:
             self._rescued = []  # a rank that joins has nothing of this training
-        sides = all_values(comm, [self.steps, [piece[:4] for piece in self._rescued]], NEWEST)
+        own = self._rescued or []
+        sides = all_values(comm, [self.steps, [piece[:4] for piece in own]], NEWEST)
         chosen = choose([offers for _, offers in sides], self._length)
         if chosen is None:
             self.steps = max(steps for steps, _ in sides)
             return False
         parts = []
         for rank, number in chosen.pieces:
-            piece = self._rescued[number] if comm.rank == rank else NO_PIECE
+            piece = own[number] if comm.rank == rank else NO_PIECE
             sliced = sent(comm, _contiguous(piece.sliced), rank, NEWEST)
             parts.append((sliced, sent(comm, _contiguous(piece.rest), rank, NEWEST)))
         state = joined(parts)
@@ -206,7 +207,7 @@ class Outliving(Trainer):
             self._share_update()
 
     def _go_on(self) -> None:
-        self._rescued = []
+        self._rescued = None
 
 
 def _contiguous(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

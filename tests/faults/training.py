@@ -19,6 +19,7 @@ from allreduce import Topology
 from allreduce.errors import RankLostError
 from trainers import CentralStorageTrainer, Checkpoint, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
 from trainers.callbacks import Callback
+from trainers.fitting import Fit
 
 ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
 
@@ -99,7 +100,9 @@ def central(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
 
 
 def storage(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """The rank with the storage dies: back to a checkpoint."""
+    """The rank with the storage dies: back to a checkpoint, and one of four dies on the way."""
+    if ranks.rank == 3:
+        Fit.go_back = die  # type: ignore[method-assign]
     deaths = Deaths(("epoch_begin", 2, 0) if ranks.rank == 0 else None)
     return trained(ranks, {}, deaths, Checkpoint(options["folder"], every="epoch"), CentralStorageTrainer)
 
