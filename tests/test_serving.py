@@ -2,6 +2,7 @@
 
 import random
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,16 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from allreduce import Topology
+from allreduce.messages import kept
 from trainers import NumpyNetwork
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.replicas.numpy.optimizers import SGD, Adam
 from trainers.serving import desk as desks
+from trainers.serving.client import Client
 from trainers.serving.dealer import END, Dealer
-from trainers.serving.desk import Arrival
+from trainers.serving.desk import Arrival, Desk
 from trainers.serving.parcels import AGAIN, ASK, BYE, GRADIENTS, NOTHING, PUSH, UNIT, WORK, Head, Parcel, unit_type
 from trainers.serving.parcels import END as NO_WORK
 from trainers.serving.parts import Parts
@@ -26,6 +30,8 @@ from trainers.serving.shard import Shard
 from trainers.serving.staleness import Counts, Rule
 from trainers.serving.stream import Stream
 from trainers.serving.tally import Tally
+from trainers.serving.waits import Waits
+from trainers.watching import stopwatch
 
 
 def play(dealer: Dealer, workers: int, seed: int, ahead: bool) -> tuple[list[int], list[int]]:
@@ -352,3 +358,22 @@ def test_an_error_of_a_worker_ends_a_step() -> None:
     found = collect(Script([(0, Head(GRADIENTS, 0, halt=1)), (1, Head(GRADIENTS, 0))]), 0, 2, lambda arrival: None)
     assert found.stop
     assert not found.failed
+
+
+def test_what_a_loss_has_cut_off_goes_two_losses_later() -> None:
+    """Every repair leaves a desk and clients behind, as large as the model."""
+    with Topology(MPI.COMM_SELF) as topology:
+        waits, dtype = Waits(topology, stopwatch.make("cpu")), np.dtype(np.float32)
+        unit = unit_type()
+        desk = Desk(topology.world, waits, [0], 1, 8, dtype, unit)
+        client = Client(topology.world, waits, waits, [0], [slice(0, 8)], 1, dtype, unit)
+        held = weakref.ref(desk), weakref.ref(client)
+        desk.abandon()
+        client.abandon()
+        del desk, client
+        kept.repaired()  # this loss
+        assert all(each() is not None for each in held)
+        kept.repaired()
+        kept.repaired()
+        assert all(each() is None for each in held)
+        unit.Free()

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.messages.kept import keep
 from trainers.serving.parcels import AGAIN, ASK, BYE, PUSH, REPLY, WORK, Head, Parcel
 from trainers.serving.waits import Waits
 
@@ -111,8 +112,5 @@ class Client:
             request.Free()
 
     def abandon(self) -> None:
-        """Let go, without anybody else: what was posted stays, with its memory."""
-        _abandoned.append(self)
-
-
-_abandoned: list[Client] = []
+        """Let go, without anybody else: what was posted stays for a while, with its memory."""
+        keep(self)

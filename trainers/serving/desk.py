@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.messages.kept import keep
 from allreduce.messages.waiting import all_done
 from trainers.serving.parcels import ASK, PUSH, REPLY, Head, Parcel
 from trainers.serving.waits import Waits
@@ -112,8 +113,5 @@ class Desk:
         self._requests, self._places, self._leaving = [], [], []
 
     def abandon(self) -> None:
-        """Let go, without anybody else: what was posted stays, with its memory."""
-        _abandoned.append(self)
-
-
-_abandoned: list[Desk] = []
+        """Let go, without anybody else: what was posted stays for a while, with its memory."""
+        keep(self)
