@@ -3,12 +3,17 @@
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import launch
 import numpy as np
 import pytest
 from conftest import JobRunner
+from mpi4py import MPI
 from test_readme import blocks
+
+from allreduce import Topology
+from allreduce.errors import RankLostError
 
 FAULTS = launch.ROOT / "tests" / "faults"
 
@@ -29,6 +34,31 @@ def test_five_of_six_ranks_die(mpirun: JobRunner, tmp_path: Path) -> None:
     for part, left in PARTS:
         assert sum(line.startswith(f"{part}: rank ") and line.endswith(f"of {left}") for line in lines) == left, part
     assert lines.count("done") == 1
+
+
+def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once more; a rank that passed it over would keep the others waiting, or find it closed."""
+    torch = pytest.importorskip("torch")
+    from trainers.pytorch import MirroredOptimizer
+    from trainers.pytorch.life import Life
+
+    def lost(*_: Any) -> None:
+        raise RankLostError("rank 1 was lost")
+
+    model = torch.nn.Linear(3, 2)
+    with Topology(MPI.COMM_SELF) as topology:
+        optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=topology)
+        family = optimizer._averager.family
+        with monkeypatch.context() as patch:
+            patch.setattr("trainers.pytorch.life.losses.in_force", lambda: True)
+            patch.setattr(Life, "_make", lost)
+            with pytest.raises(RankLostError):
+                optimizer._reconnect(family)
+            assert not optimizer.closed
+        optimizer._reconnect(family)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        assert optimizer.steps == 1
 
 
 @pytest.mark.jobs

@@ -107,7 +107,11 @@ class Life:
         self._let_go()
         self._options = _again(self._options, family.topology.size)
         self.closed = True  # while its parameters are nobody's
-        self._make(family.topology, family)
+        try:
+            self._make(family.topology, family)
+        except Exception as error:
+            self.closed = losses.lost(error) is None  # or else it is made once more, by those that are left then
+            raise
         self.closed = False
         new = self._averager
         new.steps, new.averages, new.joining, new.enabled = old.steps, old.averages, old.joining, old.enabled
