@@ -214,7 +214,7 @@ def test_a_cut_link_ends_the_job_with_a_word(rig: Rig, tmp_path: Path) -> None:
     cut = f"1:{tmp_path / points.CUT}"
     job = rig("2x2", "1gbit", "--", *command, timeout=60, CLUSTER_SIM_MPIRUN=options, CLUSTER_SIM_CUT=cut)
     judged = judging.judge(plan, jobs.Ended(job.returncode, job.stdout + job.stderr, {}, 1.0), tmp_path)
-    assert (judged.outcome, len(judged.faults)) == ("told", 1), f"{judged.why}\n{job.stdout}\n{job.stderr}"
+    assert (judged.outcome, len(judged.faults)) == ("orderly", 1), f"{judged.why}\n{job.stdout}\n{job.stderr}"
 
 
 SLEEPER = "import time; from mpi4py import MPI; print('up', flush=True); time.sleep(600)"

@@ -23,7 +23,7 @@ dtype, *paths = sys.argv[1:]
 for path in paths or [None]:
     backend = allreduce.create("auto", table=path)
     for nbytes in (4096, 4100):
-        name, why = backend._decide(nbytes, np.dtype(dtype), FOREIGN)
+        name, why = backend._decide(nbytes, np.dtype(dtype), FOREIGN, backend._part)
         if backend.rank == backend.size - 1:
             print("chose", name)
     array = np.full(4096, backend.rank + 1, "float16")

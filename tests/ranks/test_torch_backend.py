@@ -528,7 +528,7 @@ def test_counts_beyond_an_int_are_moved_in_larger_units(monkeypatch: pytest.Monk
     for rank, place in enumerate(places):
         same(place, of(rank, 12))
     with pytest.raises(ValueError, match="split the tensors"):
-        dist.broadcast(torch.zeros(29, dtype=torch.uint8), src=0)
+        dist.all_gather([torch.zeros(29, dtype=torch.uint8) for _ in places], torch.zeros(29, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16], ids=str)
