@@ -142,6 +142,12 @@ class Owner:
                 free_later(self._owned)
                 self._owned = []
 
+    def _leave_half_made(self) -> None:
+        """As `_leave_owned`, where creating this has failed. Local. Without a loss others may still wait in it."""
+        self._leave_owned()
+        if self._revoked and "watch" in vars(self):
+            self.watch.abandon()
+
     def _own(self, comm: MPI.Comm, watch: bool = False) -> MPI.Intracomm:
         """Free it in the end. watch: waits on it are in a place of their own."""
         assert isinstance(comm, MPI.Intracomm)

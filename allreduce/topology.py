@@ -71,6 +71,7 @@ class Topology(Survival):
                 self._connect(first)
         except BaseException:
             self.closed = True
+            self._leave_half_made()
             raise
         if parent is not None:
             self.cores, self.sharing = parent.cores, parent.sharing  # whose ranks need them too

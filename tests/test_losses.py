@@ -132,6 +132,25 @@ def test_those_that_are_left_stay_on_their_simulated_nodes(
     assert nodes_left(ranks_per_node, left, 5) == sizes
 
 
+def test_what_a_loss_has_cut_off_in_the_making_is_freed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, left = [], []
+
+    def cut_off(topology: Topology, comm: MPI.Intracomm) -> None:
+        topology._own(comm.Dup())
+        made.append(topology)
+        topology._revoked = True
+        raise RankLostError("told")
+
+    monkeypatch.setattr(Topology, "_connect", cut_off)
+    monkeypatch.setattr("allreduce.ownership.free_later", left.extend)
+    with pytest.raises(RankLostError):
+        Topology(MPI.COMM_SELF)
+    assert len(left) == 2
+    assert made[0].watch.closed
+    for comm in left:
+        comm.Free()
+
+
 def test_an_error_may_be_its_own_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of `raise error from error`."""
     monkeypatch.setattr(losses, "in_force", lambda: True)
