@@ -1,12 +1,12 @@
 """Sparse tensors: each rank brings some rows of a table, and all get the sums of all of them."""
 
-import math
 from collections.abc import Callable
 
 import torch
 
 from allreduce.messages.named import Side
-from allreduce.torch_backend.tensors import as_array, readable
+from allreduce.torch_backend.reduce_ops import Reduction
+from allreduce.torch_backend.sparse import all_reduce
 from trainers.horovod import arguments, session
 from trainers.horovod.errors import ArgumentError
 from trainers.horovod.handles import submit, synchronize
@@ -45,17 +45,7 @@ def sparse_allreduce(
 
 
 def _sum(members: Members, tensor: torch.Tensor, op: Op) -> torch.Tensor:
-    """The sum or mean of all ranks' tensors; several sparse dimensions are taken for one. Collective."""
-    sizes = tensor.shape[: tensor.sparse_dim()]
-    steps = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
-    indices = readable((tensor._indices() * torch.tensor(steps, device=tensor.device)[:, None]).sum(0))
-    values = readable(tensor._values())
-    rows = as_array(values).reshape(values.shape)
-    how = "mean" if op == Average else "sum"
-    found, sums = members.reducer.backend().sparse(as_array(indices), rows, math.prod(sizes), how)
-    places = torch.from_numpy(found)
-    numbers = torch.empty(sums.shape, dtype=tensor.dtype)
-    as_array(numbers)[:] = sums.reshape(-1)
-    every = torch.stack([places // step % size for step, size in zip(steps, sizes, strict=True)])
-    made = torch.sparse_coo_tensor(every, numbers, tensor.shape, is_coalesced=True, check_invariants=False)
-    return made.to(tensor.device)
+    """The sum or mean of all ranks' tensors. Collective."""
+    result = tensor.clone()
+    all_reduce(members.reducer.backend(), result, Reduction("mean" if op == Average else "sum"))
+    return result
