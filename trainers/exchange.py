@@ -8,14 +8,16 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk
+from allreduce.arrays.dtypes import BFLOAT16
 from allreduce.errors import CommunicationError
 from allreduce.messages.agreement import all_values, known, root_value, waiting
 from allreduce.messages.parcels import LARGEST, broadcast, pieces
 
-# What `dtype.str` says of arrays of numbers, behind the order of bytes (bfloat16 is V2), and of texts, not of objects.
+# What `dtype.str` says of arrays of numbers, behind the order of bytes, and of texts, not of objects.
 DTYPES = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "V1", "V2"}
 TEXTS = re.compile(r"[<>|=][SU]\d{1,7}")
 MOST_AXES = 32
+NAMED = {"bfloat16": BFLOAT16}  # by `dtype.name`: what `dtype.str` says of these is true of any two bytes
 
 
 def gather_rows(comm: MPI.Intracomm, rows: np.ndarray) -> None:
@@ -34,13 +36,17 @@ def sent(comm: MPI.Intracomm, state: dict[str, np.ndarray], root: int, what: str
 
     CommunicationError on all ranks when these are told to be what no state has.
     """
-    shapes = root_value(comm, [[name, array.dtype.str, array.shape] for name, array in state.items()], what, root)
+    shapes = root_value(comm, [[name, _told(array.dtype), array.shape] for name, array in state.items()], what, root)
     if not described(shapes):
         raise known(CommunicationError(f"{what}: rank {root} has told of arrays that no state has"), comm)
     if comm.rank != root:
-        state = {name: np.empty(shape, dtype) for name, dtype, shape in shapes}
+        state = {name: np.empty(shape, NAMED.get(dtype, dtype)) for name, dtype, shape in shapes}
     broadcast(comm, state.values(), root, what)
     return state
+
+
+def _told(dtype: np.dtype) -> str:
+    return dtype.name if dtype.name in NAMED else dtype.str
 
 
 def described(shapes: Any, most: int = LARGEST) -> bool:
@@ -50,13 +56,14 @@ def described(shapes: Any, most: int = LARGEST) -> bool:
         if not isinstance(entry, list) or len(entry) != 3 or not all(isinstance(word, str) for word in entry[:2]):
             return False
         shape = entry[2]
-        if entry[1][1:] not in DTYPES and not TEXTS.fullmatch(entry[1]):
+        dtype = NAMED.get(entry[1], entry[1])
+        if entry[1] not in NAMED and entry[1][1:] not in DTYPES and not TEXTS.fullmatch(entry[1]):
             return False
         if not isinstance(shape, list) or len(shape) > MOST_AXES:
             return False
         if not all(type(length) is int and 0 <= length <= most for length in shape):
             return False
-        nbytes += math.prod(max(1, length) for length in shape) * np.dtype(entry[1]).itemsize  # NumPy counts so too
+        nbytes += math.prod(max(1, length) for length in shape) * np.dtype(dtype).itemsize  # NumPy counts so too
     return nbytes <= most
 
 
