@@ -61,6 +61,38 @@ def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatc
         assert optimizer.steps == 1
 
 
+def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else those of the replica that was overwritten would come back with the next loss."""
+    torch = pytest.importorskip("torch")
+    from trainers.pytorch import MirroredOptimizer, comparing
+    from trainers.pytorch.twins import Twins, collect
+
+    class Found:
+        root, differing = staticmethod(lambda source: 0), staticmethod(lambda root: [1])
+
+    def overwrite(comm: MPI.Intracomm, tensors: Any, root: int) -> None:
+        for each in tensors:
+            each.data.fill_(7.0)
+
+    monkeypatch.setattr(comparing, "compare", lambda *_: Found())
+    monkeypatch.setattr(comparing, "broadcast_tensors", overwrite)
+    model = torch.nn.Linear(3, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"update": "sharded", "check_every": 1, "on_divergence": "copy", "source": 0}
+    with (
+        Topology(MPI.COMM_SELF) as topology,
+        MirroredOptimizer(plain, model, topology=topology, **options) as optimizer,
+    ):
+        sharded = optimizer._sharded
+        twins = sharded.twins = Twins(sharded, sharded._owned, topology, optimizer._averager.comm)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        whole = collect(topology.world, twins, list(model.parameters()))
+        assert whole is not None
+        assert whole.steps == 1
+        assert all((each == 7).all() for each in whole.parameters)
+
+
 @pytest.mark.jobs
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment")
 def test_a_batch_that_is_computed_again_counts_once_in_batch_norm(mpirun: JobRunner) -> None:

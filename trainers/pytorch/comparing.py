@@ -44,6 +44,7 @@ def compare_replicas(
     broadcast_state(comm, optimizer, root)
     if sharded is not None:
         sharded.placement.move_in()
+        sharded.keep()
     if comm.rank == 0:
         ranks = ", ".join(map(str, found.differing(root)))
         notices.log.warning("allreduce: %s\n  copied again to rank %s: the replica of rank %d", found, ranks, root)
