@@ -5,6 +5,7 @@ import difflib
 import os
 import platform
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
@@ -62,6 +63,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command on all ranks; returns the exit code, the same on each. Collective."""
+    ending.fail_with(FAILED)
     for variable, seconds in PATIENCE.items():
         os.environ.setdefault(variable, seconds)
     try:
@@ -70,6 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _main(sys.argv[1:] if arguments is None else arguments, topology)
     except AllReduceError as error:  # of ranks that can't reach each other; they may be anywhere
         ending.end_job(f"{type(error).__name__}: {error}\n", FAILED)
+    except Exception:
+        if ending.here()[1] > 1:
+            raise  # which ends the job with this code
+        traceback.print_exc()
+        return FAILED
 
 
 def _main(arguments: Sequence[str], topology: Topology) -> int:

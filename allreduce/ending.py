@@ -25,6 +25,7 @@ _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # those that 
 _leaving: list[Callable[[str], object]] = []
 _ending: list[Callable[[int], object]] = []
 _installed: list[bool] = []
+_failure = [1]  # the exit code of errors
 _exits: list[int] = []  # the exit codes that this program has asked for
 
 
@@ -124,7 +125,7 @@ def install() -> None:
         previous_thread(args)
         if args.thread in _threads and not MPI.Is_finalized() and args.exc_type is not SystemExit:
             name = args.thread.name if args.thread else "?"
-            end_job(f"{args.exc_type.__name__} in thread {name!r}, which other ranks may wait for\n", 1)
+            end_job(f"{args.exc_type.__name__} in thread {name!r}, which other ranks may wait for\n", code_of(None))
 
     sys.excepthook, threading.excepthook = hook, thread_hook
     sys.exit = _noting(sys.exit)
@@ -149,13 +150,21 @@ def exit_code() -> int:
 
 
 def code_of(error: BaseException | None) -> int:
-    """The exit code of a job that ends by this error: that of a rank that has left, which it comes from, or 1."""
+    """The exit code of a job that ends by this error: that of a rank that has left, which it comes from, or 1.
+
+    `fail_with` has another one take the place of 1.
+    """
     while error is not None:
         code = getattr(error, "job_code", None)
         if isinstance(code, int):
             return code
         error = error.__cause__
-    return 1
+    return _failure[0]
+
+
+def fail_with(code: int) -> None:
+    """From now on errors end the job with this exit code. For programs in which 1 means something. Local."""
+    _failure[:] = [code]
 
 
 def communicates() -> None:
@@ -249,6 +258,6 @@ def _at_exit(hook: object) -> None:
     died = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if died is not None and sys.excepthook is not hook and here()[1] > 1 and not in_part():
         leave_to_teller(died)
-        end_job(f"{type(died).__name__}: {died}\n", 1)
+        end_job(f"{type(died).__name__}: {died}\n", code_of(died))
     for tell in _leaving:
         tell("it has ended its program" if died is None else f"{type(died).__name__}: {died}")

@@ -282,6 +282,8 @@ def test_gpus() -> None:
     ranks = cluster(1, 1)
     with_gpus(ranks[:1], 1)
     assert "rank 1 sees none" in only(gpus.judge(ranks, NEEDS)).text
+    ranks[1].facts["gpus"]["trouble"] = "cuInit says 999"
+    assert "rank 1 sees none, and others do (cuInit says 999)" in only(gpus.judge(ranks, NEEDS)).text
     ranks = with_gpus(cluster(2), 2)
     ranks[0].facts["gpus"]["cupy"] = None
     assert "not installed on rank 0" in only(gpus.judge(ranks, NEEDS)).text
@@ -293,6 +295,27 @@ def test_gpus() -> None:
     ranks = cluster(2)
     ranks[0].facts["gpus"] |= {"present": 2, "visible": ""}
     assert "host0 has 2 GPUs, and no rank sees one" in only(gpus.judge(ranks, NEEDS)).text
+
+
+def test_gpus_of_ranks_that_differ_from_the_first() -> None:
+    ranks = with_gpus(cluster(3), 3)
+    good = ranks[0].facts["gpus"]["cupy"]
+    ranks[1].facts["gpus"]["cupy"] = None
+    ranks[2].facts["gpus"]["cupy"] = good | {"trouble": "driver too old"}
+    found = worse(gpus.judge(ranks, NEEDS))
+    assert [finding.level for finding in found] == [WARNING, PROBLEM]
+    assert "does not work on rank 2: driver too old" in found[1].text
+    ranks = with_gpus(cluster(2), 2)
+    ranks[1].facts["gpus"]["cupy"] = good | {"nccl": None}
+    assert "CuPy finds none on rank 1" in only(gpus.judge(ranks, NEEDS)).text
+    ranks[1].facts["gpus"]["cupy"] = good | {"nccl": 22105}
+    assert only(gpus.judge(ranks, NEEDS)).text == "2.32.4 on rank 0; 2.21.5 on rank 1"
+    ranks = with_gpus(cluster(2), 2)
+    ranks[1].facts["gpus"]["cuda_aware"] = False
+    assert "no on rank 1: arrays" in only(gpus.judge(ranks, NEEDS)).text
+    ranks = cluster(1, 1)
+    ranks[1].facts["gpus"] |= {"present": 2, "visible": ""}
+    assert "host1 has 2 GPUs, and no rank sees one" in only(gpus.judge(ranks, NEEDS)).text
 
 
 class FakeDriver:
@@ -329,12 +352,24 @@ class FakeDriver:
         return 0
 
 
+class DriverOfParts(FakeDriver):
+    """Two parts of one GPU, which the older question does not tell apart."""
+
+    def cuDeviceGetUuid(self, uuid: Any, device: Any) -> int:  # noqa: N802
+        uuid.raw = bytes([9] * 16)
+        return 0
+
+    cuDeviceGetUuid_v2 = FakeDriver.cuDeviceGetUuid  # noqa: N815
+
+
 def test_the_driver_is_asked_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: FakeDriver())
     version, devices = gpus._devices()
     assert version == 12080
     assert [device["uuid"] for device in devices] == ["00" * 16, "01" * 16]
     assert {(device["name"], device["bytes"]) for device in devices} == {("H200", 141 * GIB)}
+    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: DriverOfParts())
+    assert [device["uuid"] for device in gpus._devices()[1]] == ["00" * 16, "01" * 16]
     monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: FakeDriver(started=999))
     with pytest.raises(OSError, match="cuInit of the NVIDIA driver says 999"):
         gpus._devices()
@@ -390,6 +425,26 @@ def test_ranks_that_do_not_meet_hear_what_may_be_in_the_way(capsys: pytest.Captu
     assert "This host, host0, has eth0 in 10.0.0.0/24.\n" in said
     assert "--mca btl_tcp_if_include 10.0.0.0/24" in said
     assert "has no network." in meeting.advice("host0", [])
+
+
+@pytest.mark.parametrize("name", meeting.NUMBERS)
+def test_one_rank_says_that_they_do_not_meet(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for other in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "1")
+    with meeting.said_when_late(seconds=60):
+        assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+
+
+def test_a_host_that_does_not_tell_of_its_network(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> Any:
+        raise PermissionError("no sockets here")
+
+    monkeypatch.setattr(network, "interfaces", refuse)
+    meeting._say()
+    assert "has no network." in capsys.readouterr().err
 
 
 class SilentRequest:
@@ -456,6 +511,10 @@ def test_report() -> None:
     assert shown.endswith("\n1 problem, 1 ok; exit code 2\n")
     assert "\033[31mproblem\033[0m" in report.text("title", findings, coloured=True)
     assert report.summary(findings[:1]) == "1 finding, all ok"
+    assert "all is well" in report.text("title", [Finding("a", "/tmp" * 40, OK, "all is well")])
+    for path in ("", "no/x"):
+        with pytest.raises(OptionError, match="can't be written"):
+            report.check_target(path)
 
 
 def test_words() -> None:
@@ -535,6 +594,23 @@ def test_a_job_with_a_look_that_fails_on_one_rank(mpi: str, mpirun: JobRunner, t
     assert all(pair["latency_s"] > 0 < pair["bytes_per_s"] for pair in found["pairs"])
     assert job.stdout.count("allreduce doctor: 3 ranks on 1 node") == 1
     assert "\033" not in job.stdout
+
+
+FAILS_TO_JUDGE = """
+import sys
+from allreduce import __main__ as command_line
+from allreduce.doctor import cores
+cores.judge = None
+sys.exit(command_line.main(["doctor", "--seconds", "0"]))
+"""
+
+
+@pytest.mark.jobs
+def test_an_error_of_its_own_is_no_warning(mpirun: JobRunner) -> None:
+    """Of which the exit code is 1."""
+    job = mpirun(1, ["-c", FAILS_TO_JUDGE])
+    assert "TypeError" in job.stderr
+    assert job.returncode == 2
 
 
 @pytest.mark.jobs

@@ -25,7 +25,7 @@ Alone (python -m allreduce doctor) it looks at this machine only.
 
 A finding is ok, a warning (training works, and something makes it slow or fragile) or a problem (something does not
 work). Below each that is not ok stands what to do. The exit code is that of the worst finding: 0 all is ok, 1 there
-are warnings, 2 there are problems; 64 is for bad options.
+are warnings, 2 there are problems, or it could not look (ranks don't meet, say); 64 is for bad options.
 """
 
 

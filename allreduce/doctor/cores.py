@@ -147,6 +147,12 @@ def _blas_threads() -> list[int]:
         return []
     paths = {line.split()[-1] for line in lines if "blas" in line.lower() or "mkl_rt" in line}
     counts = []
-    for library in (ctypes.CDLL(path) for path in paths if path.startswith("/") and ".so" in path):
+    for path in paths:
+        if not (path.startswith("/") and ".so" in path):
+            continue
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:  # it is another file now, or none
+            continue
         counts += [getattr(library, name)() for name in COUNTERS if hasattr(library, name)][:1]
     return counts

@@ -24,6 +24,7 @@ from allreduce.doctor.findings import (
     grouped,
     named,
     nbytes,
+    of_kinds,
     plural,
     some,
 )
@@ -31,6 +32,10 @@ from allreduce.doctor.findings import (
 AREA = "GPUs"
 DRIVER = "libcuda.so.1"
 PRESENT = Path("/proc/driver/nvidia/gpus")
+IDENTIFY = (
+    "cuDeviceGetUuid_v2",
+    "cuDeviceGetUuid",
+)  # the first tells parts (MIG) of a GPU apart; older drivers lack it
 UUID_BYTES, NAME_BYTES = 16, 128
 
 
@@ -56,17 +61,19 @@ def judge(ranks: Sequence[Rank], needs: Needs) -> list[Finding]:
     having = [rank for rank in ranks if rank.facts["gpus"]["devices"]]
     findings = [_assigned(having), *_duplicates(having)]
     if without:
-        text = f"{named(without)} see{'s' * (len(without) == 1)} none, and others do"
+        told = some(sorted({rank.facts["gpus"]["trouble"] for rank in without} - {""}))
+        text = f"{named(without)} see{'s' * (len(without) == 1)} none, and others do{f' ({told})' if told else ''}"
         advice = "ask the scheduler for GPUs on every host (--gpus-per-node), and look at CUDA_VISIBLE_DEVICES there"
         findings.append(Finding(AREA, "missing", WARNING, text, advice))
     return [*findings, *_software(having), _aware(having)]
 
 
 def _none(ranks: Sequence[Rank]) -> Finding:
-    facts = ranks[0].facts["gpus"]
+    first = next((rank for rank in ranks if rank.facts["gpus"]["present"]), ranks[0])
+    facts = first.facts["gpus"]
     if not facts["present"]:
         return Finding(AREA, "devices", OK, "none: training runs on CPUs")
-    text = f"{ranks[0].host} has {plural(facts['present'], 'GPU')}, and no rank sees one"
+    text = f"{first.host} has {plural(facts['present'], 'GPU')}, and no rank sees one"
     reason = facts["trouble"] or f"CUDA_VISIBLE_DEVICES={facts['visible']}"
     return Finding(AREA, "devices", WARNING, text, f"{reason}: unset it, or start the container with --gpus all")
 
@@ -99,33 +106,42 @@ def _duplicates(ranks: Sequence[Rank]) -> list[Finding]:
 def _software(ranks: Sequence[Rank]) -> list[Finding]:
     missing = [rank for rank in ranks if rank.facts["gpus"]["cupy"] is None]
     broken = [rank for rank in ranks if rank.facts["gpus"]["cupy"] and rank.facts["gpus"]["cupy"]["trouble"]]
+    findings = []
     if missing:
         text = f"not installed on {named(missing)}: --device cuda and the backend nccl need it"
-        return [Finding(AREA, "CuPy", WARNING, text, gpu.EXTRA)]
+        findings.append(Finding(AREA, "CuPy", WARNING, text, gpu.EXTRA))
     if broken:
         facts = broken[0].facts["gpus"]
         text = f"does not work on {named(broken)}: {facts['cupy']['trouble']}"
         advice = f"the driver is for CUDA {_version(facts['driver'])} at most: {gpu.EXTRA}"
-        return [Finding(AREA, "CuPy", PROBLEM, text, advice)]
+        findings.append(Finding(AREA, "CuPy", PROBLEM, text, advice))
+    if findings:
+        return findings
     facts = ranks[0].facts["gpus"]
     cupy = facts["cupy"]
     text = f"{cupy['version']} for CUDA {_version(cupy['runtime'])}; the driver takes up to {_version(facts['driver'])}"
-    findings = [Finding(AREA, "CuPy", OK, text)]
-    if cupy["nccl"] is None:
-        text, advice = "CuPy finds none: the backend nccl is not available", gpu.EXTRA
-        return [*findings, Finding(AREA, "NCCL", WARNING, text, advice)]
-    number = cupy["nccl"]
-    major, rest = divmod(number, 10_000)
-    return [*findings, Finding(AREA, "NCCL", OK, f"{major}.{rest // 100}.{rest % 100}")]
+    return [Finding(AREA, "CuPy", OK, text), _nccl(ranks)]
+
+
+def _nccl(ranks: Sequence[Rank]) -> Finding:
+    """On ranks that all have a CuPy that works."""
+    numbers = grouped(ranks, lambda rank: rank.facts["gpus"]["cupy"]["nccl"])
+    if None in numbers:
+        where = f" on {named(numbers[None])}" if len(numbers) > 1 else ""
+        return Finding(AREA, "NCCL", WARNING, f"CuPy finds none{where}: the backend nccl is not available", gpu.EXTRA)
+    kinds = {f"{number // 10_000}.{number // 100 % 100}.{number % 100}": some for number, some in numbers.items()}
+    return of_kinds(AREA, "NCCL", kinds, "install the same on all hosts: ranks of different ones may not connect")
 
 
 def _aware(ranks: Sequence[Rank]) -> Finding:
     name = "CUDA-aware MPI"
-    if ranks[0].facts["gpus"]["cuda_aware"]:
+    without = [rank for rank in ranks if not rank.facts["gpus"]["cuda_aware"]]
+    if not without:
         return Finding(AREA, name, OK, "MPI takes arrays in GPU memory")
     if len(ranks) == 1 or not ranks[0].facts["gpus"]["devices"]:
         return Finding(AREA, name, OK, "no, and nothing here asks for it")
-    text = "no: arrays in GPU memory go through pinned host memory, unless the backend is nccl"
+    where = f" on {named(without)}" if len(without) < len(ranks) else ""
+    text = f"no{where}: arrays in GPU memory go through pinned host memory, unless the backend is nccl"
     advice = "fine with nccl; else an MPI that was built with CUDA (ALLREDUCE_CUDA_AWARE=1 if it can't say so itself)"
     return Finding(AREA, name, WARNING, text, advice)
 
@@ -147,6 +163,7 @@ def _devices() -> tuple[int | None, list[dict[str, Any]]]:
         if code:
             raise OSError(f"{name} of the NVIDIA driver says {code}")
 
+    identify = next(name for name in IDENTIFY if hasattr(driver, name))
     version, number, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
     call("cuInit", 0)
     call("cuDriverGetVersion", ctypes.byref(version))
@@ -156,7 +173,7 @@ def _devices() -> tuple[int | None, list[dict[str, Any]]]:
         name, uuid = ctypes.create_string_buffer(NAME_BYTES), ctypes.create_string_buffer(UUID_BYTES)
         call("cuDeviceGet", ctypes.byref(device), index)
         call("cuDeviceGetName", name, NAME_BYTES, device)
-        call("cuDeviceGetUuid", uuid, device)
+        call(identify, uuid, device)
         call("cuDeviceTotalMem_v2", ctypes.byref(size), device)
         found.append({"uuid": uuid.raw.hex(), "name": name.value.decode(errors="replace"), "bytes": size.value})
     return version.value, found

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from allreduce.doctor import network
 
 PATIENCE_SECONDS = 12.0
-NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # in which launchers say a process's rank
+NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # in which launchers say a process's rank
 
 
 @contextmanager
@@ -28,7 +28,11 @@ def said_when_late(seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
 
 
 def _say() -> None:
-    sys.stderr.write(advice(socket.gethostname(), network.interfaces()))
+    try:
+        interfaces = network.interfaces()
+    except OSError:  # a sandbox, say, that does not tell
+        interfaces = []
+    sys.stderr.write(advice(socket.gethostname(), interfaces))
     sys.stderr.flush()
 
 

@@ -13,7 +13,7 @@ from allreduce.errors import OptionError
 from allreduce.replacing import replacing
 from allreduce.terminal import on_terminal
 
-WIDTH = 110
+WIDTH, NARROWEST = 110, 40
 COLOURS = {OK: "\033[32m", WARNING: "\033[33m", PROBLEM: "\033[31m"}
 PLAIN = "\033[0m"
 STANDARD_OUTPUT = "-"
@@ -38,7 +38,9 @@ def text(title: str, findings: Sequence[Finding], coloured: bool = False) -> str
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH - len(indent), break_long_words=False, break_on_hyphens=False) or [""]
+    return textwrap.wrap(text, max(NARROWEST, WIDTH - len(indent)), break_long_words=False, break_on_hyphens=False) or [
+        ""
+    ]
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -73,8 +75,10 @@ def check_target(path: str | None) -> None:
     if path in (None, STANDARD_OUTPUT):
         return
     assert path is not None
-    folder = path if os.path.exists(path) else os.path.dirname(path) or "."
-    if os.path.isdir(path) or not os.access(folder, os.W_OK):
+    target = os.path.realpath(path)
+    special = os.path.exists(target) and not os.path.isfile(target)  # any other file is written aside, and renamed
+    folder = target if special else os.path.dirname(target)
+    if os.path.isdir(target) or not os.access(folder, os.W_OK):
         raise OptionError(f"--json {path}: this can't be written; give a file in a folder that exists")
 
 
