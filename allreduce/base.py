@@ -44,6 +44,7 @@ class AllReduce(Sparse):
 
     tagged = False  # True: all messages have the tag of their call, so that none is taken for one of another call
     sums_half = True  # False: float16 and bfloat16 are refused by name
+    by_array = False  # True: each array of a tree is reduced by itself, not all of them as one
     copies_foreign = ""  # what happens to arrays that are not from `allocate`, when that costs a copy
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
@@ -187,6 +188,10 @@ class AllReduce(Sparse):
         """ALLOCATED for an array, or a slice of one, that `_allocate` gave and that is reduced where it is."""
         return FOREIGN
 
+    def _resolve(self, op: str, dtype: np.dtype) -> Op:
+        """The operation called `op` for arrays of `dtype`, or the error that says why there is none."""
+        return ops.resolve(op, dtype, self.size)
+
     def _route(self, signature: Signature) -> Reduction:
         """What reduces arrays of this signature; asked once for each."""
         if signature.length == 0 or self.size == 1:
@@ -227,7 +232,7 @@ class AllReduce(Sparse):
         try:
             signature = inspect(buffer, op, self._where(buffer), call)
             self._check_dtype(signature.dtype)
-            resolved = ops.resolve(op, signature.dtype, self.size)
+            resolved = self._resolve(op, signature.dtype)
             signature = signature._replace(op=resolved.name)  # one name, by which all ranks know it
         except AllReduceError as refused:
             error = refused

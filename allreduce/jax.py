@@ -59,7 +59,7 @@ class Collective(NamedTuple):
     def _run(self, arrays: tuple[np.ndarray, ...]) -> list[Any]:
         backend, kind = self.backend, self.kind
         moves = kind in ("all_gather", "broadcast")
-        layout = trees.admit(backend, f"{kind} {self.structure}", arrays, "sum" if moves else kind, changes=False)
+        layout = trees.admit(backend, f"{kind} {self.structure}", arrays, None if moves else kind, changes=False)
         if kind == "all_gather":
             return trees.collected(layout, backend, arrays)
         if kind == "broadcast":

@@ -25,6 +25,9 @@ BACKENDS = {
     "nccl": "allreduce.backends.nccl:Nccl",
     "auto": "allreduce.backends.auto:Auto",
 }
+OTHERS = {  # made by name alone: their operation is another one, so nothing has them in the place of those above
+    "adasum": "allreduce.backends.adasum:Adasum",
+}
 
 
 def create(
@@ -37,7 +40,7 @@ def create(
 ) -> AllReduce:
     """The backend called `name` on the ranks of `topology`. Collective.
 
-    name: one of `allreduce.NAMES`.
+    name: one of `allreduce.NAMES`; or "adasum", which gives no sums.
     topology: all ranks of MPI.COMM_WORLD when none is given; such a topology is closed with the backend.
     check: when ranks compare what they were given: "first" time of a signature, "always" or "never".
     trace: records all calls (see allreduce.wrappers.traced.Traced): the path of a file for Perfetto, which `close`
@@ -127,11 +130,12 @@ def _shown(value: object) -> str:
 
 
 def _load(name: str) -> type[AllReduce]:
-    if not isinstance(name, str) or name not in BACKENDS:
-        near = difflib.get_close_matches(str(name), BACKENDS, n=1, cutoff=0.5)
+    backends = {**BACKENDS, **OTHERS}
+    if not isinstance(name, str) or name not in backends:
+        near = difflib.get_close_matches(str(name), backends, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise UnknownBackendError(f"no backend is called {name!r}{hint} The backends are: {', '.join(BACKENDS)}")
-    module, _, attribute = BACKENDS[name].partition(":")
+        raise UnknownBackendError(f"no backend is called {name!r}{hint} The backends are: {', '.join(backends)}")
+    module, _, attribute = backends[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
@@ -142,5 +146,12 @@ def _arguments(name: str, backend_class: type[AllReduce], check: str, options: d
         if option not in known or option == "make":
             offered = ", ".join(each for each in known if each != "make")
             raise OptionError(f"backend {name!r} has no option {option!r}; its options are: {offered}")
-    parts = {"make": lambda part, where: create(part, where, check="never")} if "make" in known else {}
+    parts = {"make": _part} if "make" in known else {}
     return {"check": check, **parts, **options}
+
+
+def _part(name: str, topology: Topology) -> AllReduce:
+    """A backend that another one is composed of. Collective."""
+    if name in OTHERS:
+        raise OptionError(f"{name!r} gives no sums and can't be a part of another backend; use one of the others")
+    return create(name, topology, check="never")

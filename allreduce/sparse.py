@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from allreduce import ending
-from allreduce.arrays import dtypes, gpu, ops
+from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import FOREIGN, Signature, move_word, numbers
 from allreduce.arrays.workspace import Workspace
@@ -75,7 +75,7 @@ class Sparse(Moves):
         try:
             given = _checked(indices, values, rows)
             accumulator = _dtype(values.dtype).accumulator
-            resolved = ops.resolve(op, values.dtype, self.size)
+            resolved = self._resolve(op, values.dtype)
             if resolved.name not in OPS:
                 raise UnsupportedOpError(f'sparse() takes op "sum" or "mean", not {op!r}')
             shape = values.shape[1:]
@@ -122,6 +122,9 @@ class Sparse(Moves):
 
     @abstractmethod
     def _reduce(self, buffer: np.ndarray, op: Op) -> None: ...
+
+    @abstractmethod
+    def _resolve(self, op: str, dtype: np.dtype) -> Op: ...
 
 
 def dense_is_cheaper(brought: int, found: int, nbytes: int) -> bool:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from allreduce.arrays import gpu, ops
+from allreduce.arrays import gpu
+from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import refuse_other
 from allreduce.errors import AllReduceError, NotAnArrayError
 
@@ -22,7 +23,7 @@ LONGEST = 400  # characters of a tree in an error
 class Backend(Protocol):
     """What is needed of a backend here."""
 
-    size: int
+    by_array: bool
     packed: "dict[tuple[np.dtype, str], Any]"
     layouts: "dict[Any, Layout]"
 
@@ -33,6 +34,8 @@ class Backend(Protocol):
     def _check_dtype(self, dtype: np.dtype) -> None: ...
 
     def _check_open(self) -> None: ...
+
+    def _resolve(self, op: str, dtype: np.dtype) -> Op: ...
 
 
 class Group(NamedTuple):
@@ -98,20 +101,20 @@ def reduce(backend: Any, tree: Any, op: str) -> None:
     """Reduce all arrays of a tree in place. Collective."""
     arrays: list[Any] = []
     layout = admit(backend, flatten(tree, arrays), arrays, op, changes=True)
-    _through(layout, backend, arrays, lambda buffer: backend(buffer, op))
+    _through(layout, backend, arrays, lambda buffer: backend(buffer, op), apart=backend.by_array)
 
 
 def broadcast(backend: Any, tree: Any, root: int) -> None:
     """Overwrite all arrays of a tree with those of rank `root`. Collective."""
     arrays: list[Any] = []
-    layout = admit(backend, flatten(tree, arrays), arrays, "sum", changes=True)
+    layout = admit(backend, flatten(tree, arrays), arrays, None, changes=True)
     _through(layout, backend, arrays, lambda buffer: backend.broadcast(buffer, root))
 
 
 def collect(backend: Any, tree: Any) -> Any:
     """A tree of the same structure, whose arrays hold those of all ranks: (ranks, *shape), on the host. Collective."""
     arrays: list[Any] = []
-    layout = admit(backend, flatten(tree, arrays), arrays, "sum", changes=False)
+    layout = admit(backend, flatten(tree, arrays), arrays, None, changes=False)
     found = collected(layout, backend, arrays)
     return rebuild(tree, found[::-1])
 
@@ -126,21 +129,28 @@ def collected(layout: Layout, backend: Any, arrays: Sequence[Any]) -> list[Any]:
     return found
 
 
-def packed(layout: Layout, backend: Any, arrays: Sequence[Any], call: Callable[[Any], object]) -> list[Any]:
-    """What `call`, which changes a buffer, makes of the arrays: views of the buffer, valid until the next tree."""
+def packed(
+    layout: Layout, backend: Any, arrays: Sequence[Any], call: Callable[[Any], object], apart: bool = False
+) -> list[Any]:
+    """What `call`, which changes a buffer, makes of the arrays: views of the buffer, valid until the next tree.
+
+    apart: it is called with each array's part of the buffer, and not with all of it.
+    """
     found: list[Any] = [None] * len(arrays)
     for group in layout.groups:
         buffer = group.pack(backend, arrays)
-        call(buffer)
+        for part in [part for _, part, _ in group.places] if apart else [slice(None)]:
+            call(buffer[part])
         for number, part, shape in group.places:
             found[number] = buffer[part].reshape(shape)
     return found
 
 
-def admit(backend: Backend, structure: str, arrays: Sequence[Any], op: str, changes: bool) -> Layout:
+def admit(backend: Backend, structure: str, arrays: Sequence[Any], op: str | None, changes: bool) -> Layout:
     """How the arrays lie in buffers, after the ranks have agreed about it where that is due. Collective.
 
-    changes: whether the arrays are written to. Raises what a call with one array does, on all ranks.
+    op: None for calls that only move. changes: whether the arrays are written to. Raises what a call with one array
+    does, on all ranks.
     """
     backend._check_open()
     error: AllReduceError | None = None
@@ -153,7 +163,8 @@ def admit(backend: Backend, structure: str, arrays: Sequence[Any], op: str, chan
                 raise NotAnArrayError("an array of this tree is read-only, and is changed in place: pass a copy of it")
         for group in layout.groups:
             backend._check_dtype(group.dtype)
-            ops.resolve(op, group.dtype, backend.size)
+            if op is not None:
+                backend._resolve(op, group.dtype)
     except AllReduceError as refused:
         error = refused
     backend._agree_once(("tree", structure, kinds, op), layout.text, [layout.number], error)
@@ -176,9 +187,11 @@ def _layout(structure: str, kinds: Sequence[tuple[tuple[int, ...], Any, bool]]) 
     return Layout(order, shown, zlib.crc32(text.encode()))
 
 
-def _through(layout: Layout, backend: Backend, arrays: Sequence[Any], call: Callable[[Any], object]) -> None:
-    """Have `call` change the arrays, by way of the backend's memory."""
-    for array, changed in zip(arrays, packed(layout, backend, arrays, call), strict=True):
+def _through(
+    layout: Layout, backend: Backend, arrays: Sequence[Any], call: Callable[[Any], object], apart: bool = False
+) -> None:
+    """Have `call` change the arrays, by way of the backend's memory; see `packed`."""
+    for array, changed in zip(arrays, packed(layout, backend, arrays, call, apart), strict=True):
         array[...] = changed
 
 

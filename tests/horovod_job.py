@@ -71,6 +71,35 @@ def reductions() -> None:
     assert hvd.allreduce(here(2), compression=hvd.Compression.fp16).dtype == torch.float32
 
 
+def adasum() -> None:
+    """Orthogonal tensors are added and equal ones averaged, each by itself; so are the updates of an optimizer."""
+    numbers = torch.arange(1.0, SIZE + 1)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        mine, equal = (numbers * (torch.arange(SIZE) == RANK)).to(dtype), torch.full((2, 2), 3.0, dtype=dtype)
+        same(hvd.allreduce(mine, op=hvd.Adasum), numbers)
+        one, two = hvd.grouped_allreduce([mine, equal], op=hvd.Adasum)
+        same(one, numbers)
+        same(two, equal)
+    same(hvd.allreduce(equal, op=hvd.Adasum, prescale_factor=0.5, postscale_factor=4.0), torch.full((2, 2), 6.0))
+    strided = torch.full((4, 3), 3.0).t()
+    hvd.allreduce_(strided, op=hvd.Adasum)
+    same(strided, torch.full((3, 4), 3.0))
+    one, two = torch.nn.Parameter(torch.zeros(SIZE)), torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([one, two], lr=0.5), op=hvd.Adasum)
+    assert isinstance(optimizer, torch.optim.SGD)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        (one[RANK] * (RANK + 1) + two.sum()).backward()
+        assert one.grad is not None
+        same(one.grad, numbers * (torch.arange(SIZE) == RANK))  # this rank's own
+        optimizer.synchronize()
+        optimizer.step()
+        same(one.detach(), -0.5 * step * numbers)
+        same(two.detach(), [-0.5 * step] * 2)
+    with pytest.raises(OrderError, match="nothing to skip"):
+        optimizer.skip_synchronize()
+
+
 def names_in_any_order() -> None:
     names = [f"name {number}" for number in range(20)]
     order = names if RANK % 2 else names[::-1]
@@ -338,7 +367,9 @@ def bad_input() -> None:
         with pytest.raises(ArgumentError, match=match):
             call()
     with pytest.raises(AdasumError):
-        hvd.allreduce(here(2), op=hvd.Adasum)
+        hvd.reducescatter(here(2), op=hvd.Adasum)
+    with pytest.raises(ArgumentError, match="floating-point"):
+        hvd.allreduce(here(2, dtype=torch.int32), op=hvd.Adasum)
     same(hvd.allreduce(here(2), op=hvd.Sum), [TOTAL] * 2)  # all goes on
 
 
@@ -374,8 +405,8 @@ def timeline() -> None:
 
 
 for check in (
-    who_is_where, reductions, names_in_any_order, movements, gradients, joined, sparse, process_sets, optimizers,
-    later, embeddings, states, batch_norm, timeline, bad_input, never_comes,
+    who_is_where, reductions, adasum, names_in_any_order, movements, gradients, joined, sparse, process_sets,
+    optimizers, later, embeddings, states, batch_norm, timeline, bad_input, never_comes,
 ):  # fmt: skip
     check()
     if RANK == 0:

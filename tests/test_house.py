@@ -10,7 +10,7 @@ import launch
 import pytest
 
 import allreduce
-from allreduce.registry import BACKENDS
+from allreduce.registry import BACKENDS, OTHERS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -179,7 +179,7 @@ def test_every_package_is_installed() -> None:
     assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == folders
 
 
-MODULES = sorted({where.partition(":")[0] for where in BACKENDS.values()})
+MODULES = sorted({where.partition(":")[0] for where in {**BACKENDS, **OTHERS}.values()})
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -16,6 +16,22 @@ def chunks(length: int, parts: int, first: int, stop: int) -> slice:
     return slice(length * first // parts, length * stop // parts)
 
 
+def halvings(parts: int, rank: int) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
+    """How `rank` halves what it has with ever farther partners, until one of `parts` chunks is left, a power of two.
+
+    Yields the partner and which chunks are kept and given, as first and stop; of four, rank 1 has (0, (2, 4), (0, 2))
+    and (3, (2, 3), (3, 4)).
+    """
+    low, high, distance = 0, parts, 1
+    while distance < parts:
+        middle = (low + high) // 2
+        lower, upper = (low, middle), (middle, high)
+        kept, given = (upper, lower) if rank & distance else (lower, upper)
+        yield rank ^ distance, kept, given
+        low, high = kept
+        distance *= 2
+
+
 def segments(span: slice, step: int) -> Iterator[slice]:
     """Cut `span` into consecutive slices of `step` elements; the last may be shorter."""
     for start in range(span.start, span.stop, step):

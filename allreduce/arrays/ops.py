@@ -42,6 +42,8 @@ OPS: dict[str, Op] = {
     "min": Op("min", 4, np.minimum, MPI.MIN, 3),
     "prod": Op("prod", 5, np.multiply, MPI.PROD, 1),
 }
+ADASUM = Op("adasum", 6, np.add, MPI.OP_NULL, -1)  # of vectors, not of elements: see allreduce/backends/adasum.py
+NAMES = {op.code: op.name for op in (*OPS.values(), ADASUM)}
 ALIASES = {"average": "mean"}
 BOOLEAN = {np.add: OPS["max"], np.multiply: OPS["min"]}  # "or" and "and", on truth values as on bytes of 0 and 1
 
@@ -52,6 +54,8 @@ def resolve(name: str, dtype: np.dtype, ranks: int) -> Op:
     Of truth values a sum is "or" and a product is "and", as with NumPy; those of integers wrap round.
     """
     op = OPS.get(ALIASES.get(name, name)) if isinstance(name, str) else None
+    if name == ADASUM.name:
+        raise UnsupportedOpError('op "adasum" is that of the backend "adasum" alone: allreduce.create("adasum")')
     if op is None:
         raise UnsupportedOpError(f"op {name!r} is unknown; use one of {', '.join(OPS)}")
     if op.name == "mean":

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allreduce.arrays import dtypes
+from allreduce.arrays import dtypes, ops
 from allreduce.arrays.gpu import is_gpu_array
-from allreduce.arrays.ops import OPS, Op
+from allreduce.arrays.ops import Op
 from allreduce.errors import NotAnArrayError, NotContiguousError
 
 FOREIGN, ALLOCATED, GPU = 0, 1, 2  # where an array's memory is; ranks must agree about it
@@ -109,8 +109,7 @@ def unpacked(packed: int) -> str:
         packed >>= bits
     call, fortran, memory, op, code, length = values
     dtype = next(dtype for dtype, kind in dtypes.TYPES.items() if kind.code == code)
-    name = next(name for name, each in OPS.items() if each.code == op)
-    return str(Signature(length, dtype, name, memory, "F" if fortran else "C", _CALLS[call]))
+    return str(Signature(length, dtype, ops.NAMES[op], memory, "F" if fortran else "C", _CALLS[call]))
 
 
 def allocation_row(length: int, code: int, on_gpu: bool) -> list[int]:

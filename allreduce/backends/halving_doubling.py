@@ -62,16 +62,8 @@ class HalvingDoubling(TwoPhase):
 
     def _steps(self, buffer: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Partner, the half that this rank keeps, the half that it gives; from the nearest partner."""
-        low, high = 0, self._power  # the chunks that the current part consists of
-        for distance in self._distances():
-            middle = (low + high) // 2
-            lower, upper = self._chunks(buffer, low, middle), self._chunks(buffer, middle, high)
-            if self.rank & distance:
-                yield self.rank - distance, upper, lower
-                low = middle
-            else:
-                yield self.rank + distance, lower, upper
-                high = middle
+        for partner, kept, given in chunks.halvings(self._power, self.rank):
+            yield partner, self._chunks(buffer, *kept), self._chunks(buffer, *given)
 
     def _distances(self) -> list[int]:
         """How far away the partners of the steps are: 1, 2, 4 up to p / 2."""

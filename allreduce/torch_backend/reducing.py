@@ -61,6 +61,11 @@ class Reducer:
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
 
+    def adasum(self, tensor: torch.Tensor) -> None:
+        """Combine a tensor with those of the other ranks, in place; see allreduce/backends/adasum.py."""
+        with writable(tensor, filled=True) as place:
+            self._made("adasum")(as_array(place), "adasum")
+
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
         """Reduce into `tensor` of rank `root`; those of the others keep their content."""
         if self._comm.rank == root:

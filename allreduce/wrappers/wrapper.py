@@ -31,6 +31,7 @@ class Wrapper(AllReduce):
         self.topology, self.rank, self.size = topology, topology.rank, topology.size
         self.name, self.tagged = inner.name, inner.tagged
         self.sums_half, self.copies_foreign = inner.sums_half, inner.copies_foreign
+        self.by_array = inner.by_array
         self._shut = self.owns_topology = False
 
     def __getattr__(self, name: str) -> Any:
@@ -117,6 +118,9 @@ class Wrapper(AllReduce):
 
     def _memory(self, buffer: Any) -> int:
         return self.inner._memory(buffer)
+
+    def _resolve(self, op: str, dtype: np.dtype) -> Op:
+        return self.inner._resolve(op, dtype)
 
     def _route(self, signature: Signature) -> Reduction:
         return self.inner._route(signature)

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-from trainers.horovod.errors import AdasumError, ArgumentError, deprecated
+from trainers.horovod.errors import ArgumentError, deprecated
 from trainers.horovod.working import Op, reduction
+
+_ADASUM = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def operation(op: int | None, average: bool | None) -> Op:
@@ -39,9 +41,11 @@ def tensors(kind: str, given: Sequence[Any], rows: bool = False) -> None:
 
 def reduces(kind: str, op: Op, given: Sequence[torch.Tensor]) -> None:
     """Refuse an operation on tensors for which it has no meaning."""
-    if op == Op.Adasum:
-        raise AdasumError(f"{kind}: op=hvd.Adasum is not there yet; use hvd.Average")
     for each in given:
+        if op == Op.Adasum:
+            if each.dtype not in _ADASUM:
+                raise ArgumentError(f"{kind}: Adasum of {each.dtype}: it combines floating-point tensors")
+            continue
         try:
             reduction(op, each.dtype)
         except (TypeError, NotImplementedError) as error:

@@ -33,7 +33,7 @@ class Averaging:
         process_set: ProcessSet,
     ) -> None:
         parameters = [parameter for group in param_groups for parameter in group["params"]]
-        self.names = _names(param_groups, named_parameters)
+        self.names = names_of(param_groups, named_parameters)
         self.passes = passes
         self._compression, self._op, self._sparse_as_dense = compression, operation(op, None), sparse_as_dense
         self._scales = (1 / predivide, predivide) if op == Average else (1.0, 1.0)
@@ -140,7 +140,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.grad
 
 
-def _names(
+def names_of(
     param_groups: list[dict[str, Any]], named: "Iterable[tuple[str, torch.Tensor]] | None"
 ) -> dict[torch.Tensor, str]:
     """The parameters' names, unique ones. Raises ArgumentError."""

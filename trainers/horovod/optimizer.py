@@ -9,8 +9,9 @@ import torch
 
 from trainers.horovod.averaging import Averaging
 from trainers.horovod.compression import Compression, Compressor
+from trainers.horovod.deltas import Deltas, DistributedAdasum
 from trainers.horovod.errors import ArgumentError, OrderError, deprecated
-from trainers.horovod.operations import Average
+from trainers.horovod.operations import Adasum, Average
 from trainers.horovod.process_sets import ProcessSet, global_process_set
 
 _TWICE = (
@@ -108,7 +109,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named_parameters: of the model, so that errors and timelines have names, and ranks may differ in the order in which
         gradients are ready. They must name all parameters.
     backward_passes_per_step: gradients of so many backward passes add up before they are averaged.
-    op: Average, or Sum. gradient_predivide_factor: with Average, what part of the division comes before the sum.
+    op: Average, or Sum. Adasum: every rank updates by its own gradients, and what the updates have changed is combined,
+        each parameter's by itself; nothing is averaged in backward then, so groups and sparse_as_dense change nothing,
+        and states of ranks differ.
+    gradient_predivide_factor: with Average, what part of the division comes before the sum.
     groups: how many groups of gradients are averaged together, or which; all others go by themselves.
     sparse_as_dense: sparse gradients are averaged as dense ones.
     process_set: of the ranks that average; on others this is the plain optimizer.
@@ -123,6 +127,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise ArgumentError(f"DistributedOptimizer takes an optimizer of torch.optim, not {type(optimizer).__name__}")
     if num_groups:
         deprecated("num_groups is Horovod's old name of groups")
+    if op == Adasum:
+        deltas = Deltas(optimizer.param_groups, named_parameters, compression, backward_passes_per_step, process_set)
+        return _remade(optimizer, DistributedAdasum, "_deltas", deltas)
     averaging = Averaging(
         optimizer.param_groups,
         named_parameters,
@@ -134,9 +141,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense,
         process_set,
     )
-    kind: Any = type(type(optimizer).__name__, (Distributed, type(optimizer)), {})
+    return _remade(optimizer, Distributed, "_averaging", averaging)
+
+
+def _remade(optimizer: torch.optim.Optimizer, part: type, name: str, value: object) -> Any:
+    """An optimizer of the same class with `part` before it, which has `value` as its attribute `name`."""
+    kind: Any = type(type(optimizer).__name__, (part, type(optimizer)), {})
     made = kind.__new__(kind)
     # A scheduler may have put its own `step` into the optimizer, which is that of the plain one.
     made.__dict__.update({name: held for name, held in vars(optimizer).items() if name != "step"})
-    made._averaging = averaging
+    setattr(made, name, value)
     return made

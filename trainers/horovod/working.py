@@ -42,12 +42,15 @@ def reduction(op: Op, dtype: torch.dtype) -> Reduction:
 
 
 def all_reduce(members: "Members", tensors: Sequence[torch.Tensor], op: Op, scales: _Scales) -> None:
-    """Reduce tensors in place, those of one dtype together."""
+    """Reduce tensors in place, those of one dtype together; by Adasum each by itself."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         group = [tensor for tensor in tensors if tensor.dtype == dtype]
         for tensor in group:
             _scale(tensor, scales[0])
-        if len(group) == 1:
+        if op == Op.Adasum:
+            for tensor in group:
+                members.reducer.adasum(tensor)
+        elif len(group) == 1:
             members.reducer.all_reduce(group[0], reduction(op, dtype))
         else:
             members.reducer.all_reduce_many(group, reduction(op, dtype))

@@ -1,0 +1,150 @@
+"""Adasum: vectors are added as far as they point in different directions, and averaged as far as in the same.
+
+S. Maleki, M. Musuvathi, T. Mytkowicz, O. Saarikivi and others: Scaling distributed training with adaptive summation,
+2021 (arXiv 2006.02924). Of two vectors it makes
+
+    (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
+
+which is a + b where a.b = 0, and a where a = b; a vector of zeros leaves the other one as it is. More vectors are
+combined in pairs, pairs of pairs and so on, by recursive halving and doubling with p the largest power of two up to n.
+Steps: 2 log2 p, log2 p (log2 p + 1) / 2 small ones for the dot products, and 2 more when n > p. Bytes sent per rank:
+2 S (p - 1) / p; each of the n - p extra ranks hands its buffer to a partner and gets the result back.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from allreduce.arrays import chunks, dtypes, ops
+from allreduce.arrays.ops import Op
+from allreduce.base import AllReduce
+from allreduce.errors import UnsupportedOpError
+from allreduce.messages.transfer import Transfer
+from allreduce.topology import Topology
+
+TINY = math.sqrt(sys.float_info.min)  # squares below have lost digits; such a vector counts as zeros
+
+
+class Adasum(AllReduce):
+    """One operation, "adasum", of floating dtypes: `create("adasum", topology)`, then `reduce(array, "adasum")`.
+
+    It gives no sums, so it stands in no other backend's place: it is not among `allreduce.NAMES`, "auto" never takes
+    it, no backend has it as a part, and any other operation is an UnsupportedOpError. All ranks get the same bits. In a
+    list, tuple or dict each array is a vector of its own, as the layers of a model are in the paper.
+
+    The result depends on who is paired with whom. Horovod asks for a power of two of ranks; here any number will do:
+    what extra ranks bring is first combined with the vectors of ranks 0, 1, ... Of five ranks: ((0 4) 1) (2 3).
+    Dot products are formed in float64; 16-bit floats are combined in float32 and rounded once.
+    """
+
+    tagged = True
+    by_array = True
+
+    def _connect(self, topology: Topology) -> None:
+        super()._connect(topology)
+        self._transfer = Transfer(self._comm, self.workspace, self._tag)
+        self._power = 1 << (self.size.bit_length() - 1)
+        self._extras = self.size - self._power
+
+    def _resolve(self, op: str, dtype: np.dtype) -> Op:
+        if not (isinstance(op, str) and op == ops.ADASUM.name):
+            raise UnsupportedOpError(
+                f'op {op!r} is none of the backend "adasum", which makes no sums: call it with op="adasum", or create '
+                "another backend"
+            )
+        if dtype.kind in "iub":
+            raise UnsupportedOpError(f'op "adasum" is not defined for {dtype}: use a floating dtype')
+        return ops.ADASUM
+
+    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+        wide = self._widened(buffer)
+        if self.rank >= self._power:
+            self._transfer.send(wide, self.rank - self._power)
+            self._transfer.receive(buffer, self.rank - self._power)
+            return
+        if self.rank < self._extras:
+            arrived = self._arrived(wide)
+            self._transfer.receive(arrived, self.rank + self._power)
+            _combine(wide, arrived, _scales(self._dots(wide, arrived)))
+        mine = wide
+        for partner, mine, given in self._steps(wide):
+            self._pair(mine, given, partner)
+        self._copy_back(buffer, wide, mine)
+
+    def _widened(self, buffer: np.ndarray) -> np.ndarray:
+        """The array in which the work is done: `buffer`, or its content as float32."""
+        accumulator = dtypes.TYPES[buffer.dtype].accumulator
+        if accumulator == buffer.dtype:
+            return buffer
+        wide = self.workspace.array("wide", buffer.size, accumulator)
+        np.copyto(wide, buffer)
+        return wide
+
+    def _pair(self, kept: np.ndarray, given: np.ndarray, partner: int) -> None:
+        """Combine `kept`, this rank's part of one vector, with the partner's of the other one, in place."""
+        arrived = self._arrived(kept)
+        self._transfer.swap(given, partner, arrived, partner)
+        lower = self.rank < partner
+        dots = self._dots(kept, arrived) if lower else self._dots(arrived, kept)
+        self._add_up(dots, abs(partner - self.rank))
+        first, second = _scales(dots)
+        _combine(kept, arrived, (first, second) if lower else (second, first))
+
+    def _add_up(self, dots: np.ndarray, distance: int) -> None:
+        """Dot products of whole vectors, from those of the parts that a block of 2 * `distance` ranks has: in pairs, so
+        that all of the block have the same bits."""
+        theirs = np.empty_like(dots)
+        near = 1
+        while near <= distance:
+            self._transfer.swap(dots, self.rank ^ near, theirs, self.rank ^ near)
+            dots += theirs
+            near *= 2
+
+    def _dots(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """first.second, first.first and second.second in float64."""
+        dots = np.zeros(3)
+        for pair in zip(self._transfer.segments(first), self._transfer.segments(second), strict=True):
+            one, other = (part.astype(np.float64, copy=False) for part in pair)
+            dots += np.dot(one, other), np.dot(one, one), np.dot(other, other)
+        return dots
+
+    def _copy_back(self, buffer: np.ndarray, wide: np.ndarray, mine: np.ndarray) -> None:
+        """Every rank's finished part to all ranks. mine: this rank's, a view of `wide`."""
+        steps = list(self._steps(buffer))
+        if wide is not buffer:
+            np.copyto(steps[-1][1], mine, casting="unsafe")
+        for partner, kept, given in reversed(steps):
+            self._transfer.swap(kept, partner, given, partner)
+        if self.rank < self._extras:
+            self._transfer.send(buffer, self.rank + self._power)
+
+    def _steps(self, buffer: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Partner, the half that this rank keeps, the half that it gives; from the nearest partner."""
+        for partner, kept, given in chunks.halvings(self._power, self.rank):
+            yield partner, self._chunks(buffer, *kept), self._chunks(buffer, *given)
+
+    def _chunks(self, buffer: np.ndarray, first: int, stop: int) -> np.ndarray:
+        return buffer[chunks.chunks(buffer.size, self._power, first, stop)]
+
+    def _arrived(self, like: np.ndarray) -> np.ndarray:
+        """Scratch memory for what another rank sends."""
+        return self.workspace.array("arrived", like.size, like.dtype)
+
+
+def _scales(dots: np.ndarray) -> tuple[float, float]:
+    """By what the two vectors are multiplied."""
+    product, first, second = dots.tolist()
+    return _scale(product, first), _scale(product, second)
+
+
+def _scale(product: float, square: float) -> float:
+    return 1.0 if square < TINY else 1.0 - product / (2.0 * square)
+
+
+def _combine(kept: np.ndarray, arrived: np.ndarray, scales: tuple[float, float]) -> None:
+    """scales[0] * kept + scales[1] * arrived, in `kept`; `arrived` is spoilt."""
+    np.multiply(kept, scales[0], out=kept)
+    np.multiply(arrived, scales[1], out=arrived)
+    np.add(kept, arrived, out=kept)
