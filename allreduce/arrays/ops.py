@@ -54,10 +54,9 @@ def resolve(name: str, dtype: np.dtype, ranks: int) -> Op:
     Of truth values a sum is "or" and a product is "and", as with NumPy; those of integers wrap round.
     """
     op = OPS.get(ALIASES.get(name, name)) if isinstance(name, str) else None
-    if name == ADASUM.name:
-        raise UnsupportedOpError('op "adasum" is that of the backend "adasum" alone: allreduce.create("adasum")')
     if op is None:
-        raise UnsupportedOpError(f"op {name!r} is unknown; use one of {', '.join(OPS)}")
+        hint = f'; "{ADASUM.name}" is that of the backend "{ADASUM.name}" alone' if str(name) == ADASUM.name else ""
+        raise UnsupportedOpError(f"op {name!r} is unknown; use one of {', '.join(OPS)}{hint}")
     if op.name == "mean":
         if dtype.kind in "iub":
             raise UnsupportedOpError(f'op "mean" is not defined for {dtype}: use "sum", or a floating dtype')

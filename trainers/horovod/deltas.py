@@ -88,5 +88,5 @@ class DistributedAdasum(torch.optim.Optimizer):
         raise OrderError("with op=hvd.Adasum optimizer.step() itself communicates: there is nothing to skip")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update, and combine that with the updates of all ranks. Collective. closure: computes this rank's gradients."""
+        """Update, and combine that with all ranks' updates. Collective. closure: computes this rank's gradients."""
         return self._deltas.step(self.param_groups, lambda: super(DistributedAdasum, self).step(closure))

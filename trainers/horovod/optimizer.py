@@ -144,11 +144,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     return _remade(optimizer, Distributed, "_averaging", averaging)
 
 
-def _remade(optimizer: torch.optim.Optimizer, part: type, name: str, value: object) -> Any:
-    """An optimizer of the same class with `part` before it, which has `value` as its attribute `name`."""
+def _remade(optimizer: torch.optim.Optimizer, part: type, attribute: str, value: object) -> Any:
+    """An optimizer of the same class with `part` before it, and `value` as its `attribute`."""
     kind: Any = type(type(optimizer).__name__, (part, type(optimizer)), {})
     made = kind.__new__(kind)
     # A scheduler may have put its own `step` into the optimizer, which is that of the plain one.
     made.__dict__.update({name: held for name, held in vars(optimizer).items() if name != "step"})
-    setattr(made, name, value)
+    setattr(made, attribute, value)
     return made
