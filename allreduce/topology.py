@@ -241,10 +241,7 @@ class Topology(Survival):
         return copy
 
     def close(self) -> None:
-        """Close what still uses this topology, then free every communicator. Collective.
-
-        When a rank was lost, this is `abandon`.
-        """
+        """Close what still uses this topology, then free every communicator; after a loss `abandon`. Collective."""
         if self.closed:
             return
         try:
@@ -259,6 +256,8 @@ class Topology(Survival):
         agree(self._control, [], f"close {self}", None)
         for user in [*reversed(self._users), *reversed(self._children)]:
             user.close()
+        if self.closed:  # by one of them: a trainer closes the topology that a loss has left it with
+            return
         self.closed = True
         if self._worker is not None:
             self._worker.close()

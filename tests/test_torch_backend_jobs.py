@@ -350,3 +350,12 @@ def test_without_pytorch_the_error_names_the_extra() -> None:
     job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert job.returncode != 0
     assert 'pip install ".[torch]" in the checkout' in job.stderr
+
+
+def test_some_of_pytorchs_own_tests(mpirun: JobRunner) -> None:
+    """tests/pytorch_suite.py runs them all, in a minute or two."""
+    names = ["DistributedDataParallelCPU", "all_reduce_coalesced_full_group_sum", "send_recv_any_source"]
+    names += ["barrier_timeout_full_group", "get_backend"]  # one whose group is given up, and one that LIMITS names
+    job = mpirun(2, ["tests/pytorch_suite.py", "--only", *[f"test_{name}" for name in names]], timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.splitlines()[-1] == "{'passed': 4, 'failed': 1}, not as expected: none"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from allreduce import notices
+from allreduce.errors import CollectiveTimeoutError
 from allreduce.topology import Topology
 from allreduce.torch_backend import checks, gpu
 from allreduce.torch_backend.arguments import Tensors, not_offered, only
@@ -118,13 +119,21 @@ class AllReduceProcessGroup(Collectives):
 
         A rank whose companions don't come within seconds leaves them to the end of the program.
         """
-        if not self._executor.close(0.0 if self._alone else CLOSE_SECONDS):
+        if not (self._executor.close(0.0 if self._alone else CLOSE_SECONDS) and self._freed()):
             notices.log.warning(
                 "allreduce: this process group is not freed: an operation has failed, or other ranks don't destroy it"
             )
-            return
-        self._reducer.close()
-        self._topology.close()
+
+    def _freed(self) -> bool:
+        """Free what the group has made. A rank may have given up just before this one came, and is not waited for."""
+        self._topology.watch.timeout = min(self._topology.watch.timeout, CLOSE_SECONDS)
+        try:
+            self._reducer.close()
+            self._topology.close()
+        except CollectiveTimeoutError:
+            self._topology.abandon()
+            return False
+        return True
 
     def abort(self) -> None:
         """Give the group up: what runs and waits fails, nothing is freed."""

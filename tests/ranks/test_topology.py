@@ -179,3 +179,24 @@ def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.T
         array = np.ones(5)
         reduce(array, "sum")
         assert set(array) == {SIZE}
+
+
+def test_a_user_may_close_the_topology_that_is_closing_it() -> None:
+    """A trainer does: after a loss it owns the topology of those that are left."""
+
+    class Owner:
+        closed = False
+
+        def close(self) -> None:
+            if not self.closed:
+                self.closed = True
+                topology.close()
+
+        abandon = close
+
+    topology, owner = allreduce.Topology(), Owner()
+    topology.use(owner)
+    allreduce.create("ring", topology)
+    topology.close()
+    assert topology.closed
+    assert owner.closed
