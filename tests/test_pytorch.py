@@ -90,9 +90,7 @@ def test_two_optimizers_closed_in_different_order(mpirun: JobRunner, tmp_path: P
     )
     job = mpirun(2, [script], timeout=100, env={"ALLREDUCE_TIMEOUT_SECONDS": "6"})
     assert job.returncode
-    for number in (1, 2):
-        closes = f"closes the optimizer, after 0 steps and 0 averages of MirroredOptimizer {number}"
-        assert closes in job.stderr, job.stderr
+    assert "closes the optimizer, after 0 steps and 0 averages of MirroredOptimizer" in job.stderr, job.stderr
 
 
 def test_a_rank_drops_its_optimizer(mpirun: JobRunner, tmp_path: Path) -> None:
