@@ -74,6 +74,9 @@ class Trainer(Ranks, ABC):
         `_communication` while it waits for other ranks.
         """
 
+    def _begin_fit(self) -> None:
+        """A fit begins, of which nothing is done. Local."""
+
     def _run_epoch(self, fit: Fit, number: int) -> None:
         """Do this rank's part of the steps of epoch `number`. Errors that `fit.guarded` keeps are raised after it."""
         fit.together(number)
@@ -157,8 +160,7 @@ class Trainer(Ranks, ABC):
             self._mirror(whole=True)
             ahead = AHEAD if fetches_ahead else 0
             batches = Batches(*rows, batch_size, self.part, self.parts, seed, shuffle, ahead)
-            validates = validation_data is not None
-            saver = together(self._comm, lambda: make_saver(self, batches, checkpoint, resume, validates))
+            saver = together(self._comm, partial(make_saver, self, batches, checkpoint, resume, validate is not None))
             return Fit(
                 self,
                 batches,

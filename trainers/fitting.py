@@ -145,6 +145,7 @@ class Fit(Steps):
 
     def _begin(self) -> None:
         """Tell the callbacks, and come to the first epoch. Collective."""
+        self.trainer._begin_fit()
         self.guarded(self.callbacks.train_begin)
         self.guarded(lambda: self.callbacks.load_state({} if self.saver is None else self.saver.watching))
         self._agree("before the first epoch")

@@ -104,13 +104,11 @@ class ParameterServerTrainer(ServedTrainer):
         workers = tuple(rank for rank in range(ranks.size) if rank not in chosen)
         self.updates, self._sync = updates, updates == "sync"
         self.steps_together = self._sync
-        self._warm_up, self._fetch_ahead = warm_up, bool(fetch_ahead)
+        self._warm_up, self._fetch_ahead, self._first_workers = warm_up, bool(fetch_ahead), len(workers)
         self._rule = Rule(stale, max_staleness, 1 / len(workers) if learning_rate == "divide" else 1.0)
-        thread = "" if self._sync else "ask"
-        self._first_workers = len(workers)
-        owns, metrics = topology is None, len(replica.metrics)
+        thread, owns, metrics = "" if self._sync else "ask", topology is None, len(replica.metrics)
         super().__init__(replica, ranks, chosen, workers, metrics, thread, owns, on_failure)
-        self.measured = np.zeros(len(replica.metrics) + len(FLAGS))
+        self.measured = np.zeros(metrics + len(FLAGS))
         self._epoch = Parts()
         self._applied = False  # the step after `steps` has been taken here
         self._collected: list[np.ndarray] = []  # this server's slices of the gradients of a step, until it is updated
@@ -149,10 +147,7 @@ class ParameterServerTrainer(ServedTrainer):
         self._communication.stop()
         if measured[-1]:  # a rank has failed
             return measured
-        if self._client is not None:
-            self._push_and_take()
-        else:
-            self._serve_step()
+        self._push_and_take() if self._desk is None else self._serve_step()
         return measured
 
     def _push_and_take(self) -> None:
@@ -207,6 +202,9 @@ class ParameterServerTrainer(ServedTrainer):
 
     def _meter(self, batches: Batches) -> Any:
         return Trainer._meter(self, batches) if self._sync else super()._meter(batches)
+
+    def _begin_fit(self) -> None:
+        self._epoch = Parts()
 
     def _run_epoch(self, fit: Fit, number: int) -> None:
         self._epoch.begin(number, 0 if self._shard is None else fit.batches.steps * self.parts)

@@ -103,6 +103,9 @@ class SpareReplicasTrainer(ServedTrainer):
         if self.rank == CHIEF:
             self._own_parameters[:] = self._parameters
 
+    def _begin_fit(self) -> None:
+        self._begun = -1
+
     def _run_epoch(self, fit: Fit, number: int) -> None:
         if self._begun != number:
             self._begun, self._taken, self._counts = number, 0, Counts()

@@ -272,6 +272,18 @@ def test_an_error_of_a_replica_is_raised_on_all(
         assert len(trainer.fit(x, y, 2, BATCH, progress=False)) == 2
 
 
+@every_strategy
+def test_fits_of_one_epoch_train_one_after_the_other(make: Make, flat: allreduce.Topology) -> None:
+    """Each anew: what a fit has done of its epoch counts for nothing in the next."""
+    x, y = data()
+    with make(network(), flat) as trainer:
+        models = [trainer.parameters_sha256()[0]]
+        for _ in range(3):
+            trainer.fit(x, y, 1, BATCH, progress=False)
+            models.append(trainer.parameters_sha256()[0])
+        assert len(set(models)) == len(models)
+
+
 class Breaks:
     """A data set with a row that can't be read."""
 
