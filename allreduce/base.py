@@ -120,6 +120,11 @@ class AllReduce(Sparse):
         """The name of the backend that has reduced `array`: this one's, unless it passes calls on to others. Local."""
         return self.name
 
+    @property
+    def exact(self) -> "AllReduce":
+        """What loses no digits on the way: this, or the backend inside of one that sends fewer. Local."""
+        return self
+
     def close(self) -> None:
         """Free communicators, windows and scratch memory. Collective; closing twice does nothing.
 
@@ -227,8 +232,7 @@ class AllReduce(Sparse):
         """
         self._check_open()
         ending.communicates()
-        error: AllReduceError | None = None
-        signature, resolved = None, None
+        error, signature, resolved = None, None, None
         try:
             signature = inspect(buffer, op, self._where(buffer), call)
             self._check_dtype(signature.dtype)
@@ -277,8 +281,7 @@ class AllReduce(Sparse):
 
     def _check_allocation(self, length: int, dtype: DTypeLike, device: str | None) -> None:
         self._check_open()
-        error: AllReduceError | None = None
-        code = 0
+        error, code = None, 0
         try:
             code = dtypes.TYPES[dtypes.parse(dtype)].code
             self._check_dtype(dtypes.parse(dtype))

@@ -13,6 +13,8 @@ from allreduce.messages import losses
 from allreduce.messages.agreement import known
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
+from allreduce.wrappers import compressed
+from allreduce.wrappers.compressed import Compressed
 from allreduce.wrappers.traced import Traced
 
 BACKENDS = {
@@ -35,6 +37,7 @@ def create(
     topology: Topology | None = None,
     *,
     check: str = "first",
+    compress: str | None = None,
     trace: str | os.PathLike[str] | Trace | None = None,
     **options: Any,
 ) -> AllReduce:
@@ -43,6 +46,7 @@ def create(
     name: one of `allreduce.NAMES`; or "adasum", which gives no sums.
     topology: all ranks of MPI.COMM_WORLD when none is given; such a topology is closed with the backend.
     check: when ranks compare what they were given: "first" time of a signature, "always" or "never".
+    compress: "bfloat16" or "float16": float32 and float64 travel as 16 bits (see allreduce.wrappers.compressed).
     trace: records all calls (see allreduce.wrappers.traced.Traced): the path of a file for Perfetto, which `close`
         writes, or an allreduce.tracing.trace.Trace that others use too.
     options: the backend's own: root=0 of "reduce_to_one", node="shared" and cross="ring" of
@@ -64,16 +68,22 @@ def create(
     try:
         backend_class = _load(name)
         arguments = _arguments(name, backend_class, check, options)
+        if compress is not None:
+            compressed.parse(compress, backend_class.sums_half, name)
     except AllReduceError as refused:
         error = refused
     traced = "" if trace is None else ", trace=..."  # the paths of the ranks may differ; rank 0 writes
     shown = "".join(f", {key}={_shown(options[key])}" for key in sorted(options))
-    row = f"create({name!r}, check={check!r}{traced}{shown})"
+    sent = "" if compress is None else f", {compress=}"
+    row = f"create({name!r}, check={check!r}{sent}{traced}{shown})"
     try:
         topology.agree([zlib.crc32(row.encode())], row, error)
         with topology.watch.hearing(), topology.trial():
             backend = _constructed(backend_class, topology, arguments)
         backend.name = name
+        if compress is not None:
+            backend = Compressed(topology, inner=backend, compress=compress, owns_inner=True)
+            options = {**options, "compress": compress}
         if trace is not None:
             backend, options = _traced(backend, trace), {**options, "trace": trace}
     except AllReduceError:  # raised on all ranks, so they can close together

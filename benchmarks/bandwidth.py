@@ -17,8 +17,10 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import Topology
+from allreduce.arrays import dtypes
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.messages.agreement import raise_together, root_value
+from allreduce.wrappers.compressed import SHORT
 from benchmarks import cli
 from benchmarks.measuring import machine, sizes
 from benchmarks.measuring.contenders import Contender
@@ -69,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
         help="float, double, half, bfloat16, int32, int64 (default float)",
     )
     add("-o", "--op", type=cli.op, default="sum", metavar="OP", help="sum, avg (or mean), max, min, prod (default sum)")
+    add(
+        "--compress",
+        choices=SHORT,
+        help="have all backends send float and double as 16 bits; results may be rounded then",
+    )
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="0: don't verify results (default 1)")
     add(
         "--backends",
@@ -95,7 +102,9 @@ def _run(comm: MPI.Intracomm, args: argparse.Namespace, argv: Sequence[str]) -> 
     everything = ALL in args.backends
     names = list(allreduce.NAMES) if everything else args.backends
     with Topology(comm, ranks_per_node=args.ranks_per_node) as topology:
-        contenders, skipped = gather(topology, names, args.peers, args.datatype, args.op, optional=everything)
+        contenders, skipped = gather(
+            topology, names, args.peers, args.datatype, args.op, optional=everything, compress=args.compress
+        )
         cells = _cells(topology, contenders, wanted[-1], args.datatype, skipped, everything)
         run = Run(
             machine=machine.describe(args.peers),
@@ -176,7 +185,8 @@ def _measure_all(comm: MPI.Intracomm, args: argparse.Namespace, run: Run, cells:
     from tqdm import tqdm
 
     plan = Plan((args.budget or BUDGET) / len(wanted), args.iters, args.warmup_iters)
-    checker = Checker(comm, args.datatype, args.op) if args.check else None
+    rounded_to = dtypes.parse(args.compress or args.datatype)
+    checker = Checker(comm, rounded_to, args.op) if args.check else None
     leading = comm.rank == 0
     if leading:
         print(table.header(run), flush=True)

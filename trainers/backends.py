@@ -2,27 +2,32 @@
 
 from typing import Any
 
+import numpy as np
+
 import allreduce
 from allreduce import notices
+from allreduce.arrays import dtypes, gpu
 from allreduce.backends.auto import Auto
 from allreduce.base import AllReduce
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase
+from trainers.replica import Replica
 
 UPDATES = ("replicated", "sharded")
 
 
-def backend_for(given: str | AllReduce, topology: Topology, update: str) -> AllReduce:
+def backend_for(given: str | AllReduce, topology: Topology, update: str, compress: str | None = None) -> AllReduce:
     """The backend for an update, made on `topology` unless one is given. Collective.
 
-    All ranks give the same. "sharded" needs one with two phases, and "auto" names it. Raises OptionError on all.
+    All ranks give the same. "sharded" needs one with two phases, and "auto" names it. compress: of the backend that is
+    made. Raises OptionError on all.
     """
+    if update == "sharded" and given == "auto":
+        return _two_phase_auto(topology, compress)
+    backend = given if isinstance(given, AllReduce) else allreduce.create(given, topology, compress=compress)
     if update == "replicated":
-        return given if isinstance(given, AllReduce) else allreduce.create(given, topology)
-    if given == "auto":
-        return _two_phase_auto(topology)
-    backend = given if isinstance(given, AllReduce) else allreduce.create(given, topology)
+        return backend
     if isinstance(backend, TwoPhase):
         return backend
     error = OptionError(
@@ -37,16 +42,33 @@ def backend_for(given: str | AllReduce, topology: Topology, update: str) -> AllR
 
 def used_by(backend: AllReduce, buffer: Any, device: str) -> str:
     """The name of what reduces `buffer`, which is the backend's choice where that is "auto". Local."""
-    if isinstance(backend, Auto):
-        return backend.choice(len(buffer), buffer.dtype, device)[0]
+    if isinstance(backend.exact, Auto):
+        return backend.exact.choice(len(buffer), buffer.dtype, device)[0]
     return backend.name
 
 
-def _two_phase_auto(topology: Topology) -> AllReduce:
+def compression_twice(backend: Any, compress: str | None) -> OptionError | None:
+    """Why a backend that is given takes no `compress` from others, if there is one. Local."""
+    if compress is None or not isinstance(backend, AllReduce):
+        return None
+    return OptionError(
+        f"compress={compress!r}: {backend!r} is made already; pass its name, or make it with "
+        f"allreduce.create({backend.name!r}, topology, compress={compress!r})"
+    )
+
+
+def own_memory(replica: Replica) -> Any:
+    """Memory for a replica's gradients when the backend's is given back. Local."""
+    if replica.device == "cuda":
+        return gpu.cupy().zeros(replica.gradient_length, replica.gradient_dtype)
+    return np.zeros(replica.gradient_length, dtypes.parse(replica.gradient_dtype))
+
+
+def _two_phase_auto(topology: Topology, compress: str | None) -> AllReduce:
     """What suits the nodes, and otherwise the ring, which needs nothing but messages."""
     name = "hierarchical_copy" if topology.nodes > 1 else "shared"
     try:
-        return allreduce.create(name, topology)
+        return allreduce.create(name, topology, compress=compress)
     except UnavailableError as error:
         notices.once(topology.rank, f'the sharded update uses "ring", because "{name}" can\'t be used: {error}')
-        return allreduce.create("ring", topology)
+        return allreduce.create("ring", topology, compress=compress)

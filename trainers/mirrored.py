@@ -14,7 +14,7 @@ from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
 from trainers import malloc, twins
-from trainers.backends import UPDATES, backend_for, used_by
+from trainers.backends import UPDATES, backend_for, compression_twice, own_memory, used_by
 from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.making import outlives_losses
@@ -32,8 +32,8 @@ class MirroredTrainer(Outliving):
     All replicas become copies of rank 0's at once, and again when a fit begins.
 
     Also an attribute: `buffer`, the array that is reduced in every step: the gradients, and behind them the
-    replica's metrics and the trainer's flags, so that the loss costs no message of its own. Behind 16-bit
-    gradients there is nothing: what must be exact travels in an array of float32.
+    replica's metrics and the trainer's flags, so that the loss costs no message of its own. Behind gradients that
+    travel as 16-bit floats there is nothing: what must be exact travels in an array of float32.
 
     With update="sharded" the ranks of a node have ONE copy of the parameters: what each of them edits in place
     (NumpyNetwork.parameters *= 0.5, p.mul_(0.5)) is applied once a rank. Use `edit`, which does it once. Edits of
@@ -53,6 +53,7 @@ class MirroredTrainer(Outliving):
         topology: Topology | None = None,
         *,
         update: str = "replicated",
+        compress: str | None = None,
         copies: int = 1,
         on_failure: str | None = None,
     ) -> None:
@@ -65,6 +66,9 @@ class MirroredTrainer(Outliving):
             which divides the update's time and the optimizer's memory by the ranks; the ranks of a node then
             have one copy of the parameters in common. For replicas with `bind_parameters`, on the CPU, and
             backends with two phases; "auto" names one. The result is the same.
+        compress: "bfloat16" or "float16": gradients go to the other ranks with 16 bits and are added up in float32,
+            which rounds them twice (allreduce.wrappers.compressed). Parameters, losses and flags lose nothing. For
+            networks between nodes; where ranks share memory it takes longer.
         copies: 2, with update="sharded": another rank, on another node as far as there are such, keeps each slice too.
             After a loss all goes on from the last finished step, without a checkpoint, unless who kept a slice was lost
             with its owner. A step then sends what the optimizer keeps of a slice (with Adam 8 bytes a parameter,
@@ -86,8 +90,8 @@ class MirroredTrainer(Outliving):
         self._owns_backend, self._owns_topology = not given, not given and topology is None
         ranks = allreduce.topology if isinstance(allreduce, AllReduce) else topology or Topology()
         try:
-            self._agree_on_arguments(ranks, replica, allreduce, topology, update, copies, on_failure)
-            self.allreduce = backend_for(allreduce, ranks, update)
+            self._agree_on_arguments(ranks, replica, allreduce, topology, update, compress, copies, on_failure)
+            self.allreduce = backend_for(allreduce, ranks, update, compress)
         except Exception as error:
             if self._owns_topology and everywhere(error, ranks.world):  # so all ranks come to the close
                 ranks.close()
@@ -98,7 +102,7 @@ class MirroredTrainer(Outliving):
         super().__init__(replica, ranks)  # from here on a loss abandons this trainer, whatever of it there is
         if replica.allocates and replica.device == "cpu":
             malloc.keep_freed_memory()
-        self._update, self._copies = update, copies
+        self._update, self._compress, self._copies = update, compress, copies
         self._asked = self.allreduce.recipe if isinstance(allreduce, AllReduce) else allreduce  # for other ranks
         self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)
         self._fresh, self._rescued = self._last, None
@@ -117,12 +121,13 @@ class MirroredTrainer(Outliving):
         allreduce: str | AllReduce,
         topology: Topology | None,
         update: str,
+        compress: str | None,
         copies: int,
         on_failure: str | None,
     ) -> None:
         """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective."""
         name = allreduce.name if isinstance(allreduce, AllReduce) else allreduce
-        error = None
+        error: Exception | None = None
         if update not in UPDATES:
             error = ArgumentError(f"update={update!r} is unknown; use one of {', '.join(UPDATES)}")
         elif update == "sharded" and replica.device not in self.shares_updates_on:
@@ -131,9 +136,11 @@ class MirroredTrainer(Outliving):
             error = ArgumentError(f"{allreduce!r} has a topology of its own; pass the backend's name, or no topology")
         elif update != "sharded" and copies == 2:
             error = ArgumentError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
-        error = error or twins.refusal(copies, ranks.size, on_failure in GOING_ON)
+        error = (
+            error or compression_twice(allreduce, compress) or twins.refusal(copies, ranks.size, on_failure in GOING_ON)
+        )
         error = error or refusal(on_failure, ranks, replica, None if self.remakes else allreduce)
-        row = f"MirroredTrainer({type(replica).__name__}, {name!r}, {update=}, {copies=}, {on_failure=})"
+        row = f"MirroredTrainer({type(replica).__name__}, {name!r}, {update=}, {compress=}, {copies=}, {on_failure=})"
         ranks.agree([zlib.crc32(row.encode())], row, error)
 
     def _unmake(self) -> None:
@@ -149,7 +156,8 @@ class MirroredTrainer(Outliving):
     def _make_buffer(self) -> None:
         replica, length = self.replica, self.replica.gradient_length
         extra = len(replica.metrics) + len(FLAGS)
-        beside = dtypes.is_half(dtypes.parse(replica.gradient_dtype))
+        lossy = self.allreduce.exact is not self.allreduce
+        beside = lossy or dtypes.is_half(dtypes.parse(replica.gradient_dtype))
         buffer = self._allocate(length if beside else length + extra, replica.gradient_dtype)
         self._measured = self._allocate(extra, "float32") if beside else buffer[length:]
         self._beside = beside
@@ -189,9 +197,9 @@ class MirroredTrainer(Outliving):
         measured[len(self.replica.metrics) :] = flags
         # Every rank's part is weighted by its share of the batch already, so the sum is the mean over samples.
         if self._beside:
-            self._reduce(measured)
+            self._reduce(self.allreduce.exact, measured)
         if self._sharded is None:
-            self._reduce(self.buffer)
+            self._reduce(self.allreduce, self.buffer)
             if not (self.tells_errors and measured[-1]):
                 with self.span("update"):
                     self.replica.update()
@@ -199,9 +207,9 @@ class MirroredTrainer(Outliving):
         reduced = self._sharded.step()
         return measured if self._beside else reduced
 
-    def _reduce(self, array: Any) -> None:
+    def _reduce(self, backend: AllReduce, array: Any) -> None:
         self._communication.start()
-        self.allreduce(array, "sum")
+        backend(array, "sum")
         self._communication.stop()
 
     def record(self, trace: Trace | None) -> None:
@@ -278,7 +286,7 @@ class MirroredTrainer(Outliving):
         """Keep no memory of the backend, in the replica neither. Local."""
         self._sharded = self.measured = None
         if self.buffer is not None:
-            self.replica.bind(_own_memory(self.replica))
+            self.replica.bind(own_memory(self.replica))
             self.buffer = self._measured = None
 
     def _close(self) -> None:
@@ -289,12 +297,3 @@ class MirroredTrainer(Outliving):
             self.allreduce.close()
         if self._owns_topology:
             self.topology.close()
-
-
-def _own_memory(replica: Replica) -> Any:
-    """Memory for gradients when the backend's is given back."""
-    if replica.device == "cuda":
-        from allreduce.arrays import gpu
-
-        return gpu.cupy().zeros(replica.gradient_length, replica.gradient_dtype)
-    return np.zeros(replica.gradient_length, dtypes.parse(replica.gradient_dtype))

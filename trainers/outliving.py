@@ -36,6 +36,7 @@ class Outliving(Trainer):
     allreduce: AllReduce
     _asked: str | Recipe | None
     _update: str
+    _compress: str | None
     _copies: int  # of each slice that were asked for
     _measured: Any
     _last: np.ndarray  # what the last step has measured
@@ -153,7 +154,7 @@ class Outliving(Trainer):
 
     def _make_backend(self, topology: Topology) -> AllReduce:
         if isinstance(self._asked, str):
-            return backend_for(self._asked, topology, self._update)
+            return backend_for(self._asked, topology, self._update, self._compress)
         assert self._asked is not None  # or it was refused
         return create(self._asked.name, topology, **self._asked.options)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import allreduce
 import trainers
 from allreduce.topology import Topology
+from allreduce.wrappers.compressed import SHORT
 from trainers import on_failure
 from trainers.backends import UPDATES
 from trainers.base import Trainer
@@ -38,6 +39,7 @@ def _mirrored(chosen: argparse.Namespace, replica: Replica, topology: Topology, 
         chosen.allreduce,
         topology,
         update=chosen.update,
+        compress=chosen.compress,
         copies=chosen.copies,
         on_failure=chosen.on_failure,
     )
@@ -72,7 +74,7 @@ ASYNC_ONLY = {"stale": "keep", "max_staleness": None, "warm_up": 0, "lr_by_worke
 STRATEGIES = {
     "mirrored": Strategy(
         "all ranks hold the model and average their gradients in every step",
-        {"allreduce": "auto", "update": "replicated", "copies": 1, "on_failure": None, "spares": 0},
+        {"allreduce": "auto", "update": "replicated", "compress": None, "copies": 1, "on_failure": None, "spares": 0},
         _mirrored,
     ),
     "central_storage": Strategy(
@@ -106,6 +108,11 @@ def add_options(group: Any) -> None:
         "--update", choices=UPDATES,
         help="replicated: every rank updates all parameters; sharded: its own slice, which divides the work "
         f"(default: replicated; {_of('update')})",
+    )  # fmt: skip
+    add(
+        "--compress", choices=SHORT,
+        help="gradients travel with 16 bits, which rounds them; for networks between nodes "
+        f"(default: with all of them; {_of('compress')})",
     )  # fmt: skip
     add(
         "--copies", type=integer(1), metavar="N",

@@ -34,14 +34,11 @@ class Traced(Wrapper):
         trace: str | os.PathLike[str] | Trace,
         owns_inner: bool = False,
     ) -> None:
-        super().__init__(topology, inner=inner)
-        self.trace, self._owns_trace = tracing.of(trace, topology)
-        self._owns_inner = owns_inner
+        self.trace, self._owns_trace = tracing.of(trace, topology)  # first: it may be refused
+        super().__init__(topology, inner=inner, owns_inner=owns_inner)
         self.calls = self.trace.series(inner.name)
         self._chooses = type(inner).chosen is not AllReduce.chosen  # by the memory of an array, too
         self._shown: dict[tuple, tuple[str, dict[str, Any]]] = {}
-        if owns_inner:
-            topology.use(self)
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         if self._shut:
@@ -103,13 +100,8 @@ class Traced(Wrapper):
     def _close(self) -> None:
         if self._owns_trace:
             self.trace.close()
-        if self._owns_inner:
-            self.topology.let_go(self)
-            self.inner.close()
 
     def abandon(self) -> None:
         super().abandon()
         if self._owns_trace:
             self.trace.abandon()
-        if self._owns_inner:
-            self.inner.abandon()

@@ -17,6 +17,8 @@ from allreduce.two_phase import TwoPhase
 class Wrapper(AllReduce):
     """Forwards everything to `inner`, which stays its owner's, who closes it after the wrapper.
 
+    owns_inner: closing the wrapper closes the inner backend too.
+
     Checks, communicators, memory and tags are the inner backend's, so making a wrapper is local and cheap. What
     an inner backend offers beyond a backend's methods is found here too: the phases of a TwoPhase (a wrapper of
     one is a TwoPhase itself), `choice` of "auto".
@@ -26,13 +28,16 @@ class Wrapper(AllReduce):
         kind = _two_phase(cls) if isinstance(inner, TwoPhase) and not issubclass(cls, TwoPhase) else cls
         return object.__new__(kind)
 
-    def __init__(self, topology: Topology, *, inner: AllReduce) -> None:
+    def __init__(self, topology: Topology, *, inner: AllReduce, owns_inner: bool = False) -> None:
         self.inner = inner  # first: attributes that are not here are looked up in it
         self.topology, self.rank, self.size = topology, topology.rank, topology.size
         self.name, self.tagged = inner.name, inner.tagged
         self.sums_half, self.copies_foreign = inner.sums_half, inner.copies_foreign
         self.by_array = inner.by_array
         self._shut = self.owns_topology = False
+        self._owns_inner = owns_inner
+        if owns_inner:
+            topology.use(self)
 
     def __getattr__(self, name: str) -> Any:
         if "inner" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
@@ -45,6 +50,11 @@ class Wrapper(AllReduce):
     @property
     def closed(self) -> bool:  # type: ignore[override]
         return self._shut or self.inner.closed
+
+    @property
+    def exact(self) -> AllReduce:
+        inner = self.inner.exact
+        return self if inner is self.inner else inner
 
     @property
     def part_of(self) -> AllReduce | None:
@@ -99,12 +109,17 @@ class Wrapper(AllReduce):
             return
         self._shut = True
         self._close()
+        if self._owns_inner:
+            self.topology.let_go(self)
+            self.inner.close()
         if self.owns_topology:
             self.topology.close()
 
     def abandon(self) -> None:
-        """Let go of what the wrapper has of its own. Local; the inner backend is its owner's."""
+        """Let go of what the wrapper has of its own. Local; an inner backend of another owner stays as it is."""
         self._shut = True
+        if self._owns_inner:
+            self.inner.abandon()
 
     # What a backend of several parts calls in those parts
 

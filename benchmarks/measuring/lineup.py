@@ -35,12 +35,14 @@ def gather(
     *,
     optional: bool,
     dtype_asked: bool = True,
+    compress: str | None = None,
 ) -> tuple[list[Contender], dict[str, str]]:
     """The contenders, and those that can't take part with the reason. Collective.
 
     names: backends; those that don't work here, or not with this dtype, are left out when they are
         `optional`, and an error otherwise.
     dtype_asked: False when nobody asked for this dtype: those that can't reduce it are left out too.
+    compress: of all backends, as `allreduce.create` takes it.
     """
     check_names(topology, "--backends", names, allreduce.NAMES)
     check_names(topology, "--peers", peers, list(PEERS))
@@ -48,8 +50,8 @@ def gather(
     skipped: dict[str, str] = {}
     for name in names:
         try:
-            found.append(of_backend(allreduce.create(name, topology), op))
-        except UnavailableError as error:
+            found.append(of_backend(allreduce.create(name, topology, compress=compress), op))
+        except (UnavailableError, OptionError) as error:
             if not optional:
                 raise
             skipped[name] = str(error)

@@ -16,7 +16,7 @@ from allreduce.messages.agreement import agree, raise_together
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from trainers import divergence, finite, twins
-from trainers.backends import UPDATES
+from trainers.backends import UPDATES, compression_twice
 from trainers.divergence import MAJORITY
 from trainers.pytorch import sharded
 from trainers.pytorch.ownership import owner_of
@@ -41,6 +41,7 @@ class Options(NamedTuple):
     check_gradients: str | None = None
     trace: str | os.PathLike[str] | Trace | None = None
     copies: int = 1
+    compress: str | None = None
 
     def __str__(self) -> str:
         """What must be alike on the ranks."""
@@ -49,7 +50,8 @@ class Options(NamedTuple):
             f"MirroredOptimizer(allreduce={name!r}, update={self.update!r}, overlap={self.overlap!r}, "
             f"first_bucket_mb={float(self.bucket_mb[0])!r}, bucket_mb={float(self.bucket_mb[1])!r}, "
             f"check_every={self.check_every!r}, on_divergence={self.on_divergence!r}, source={self.source!r}, "
-            f"check_gradients={self.check_gradients!r}, copies={self.copies!r}"
+            f"check_gradients={self.check_gradients!r}, copies={self.copies!r}, "
+            f"compress={self.compress!r}"
             f"{', trace=...' * (self.trace is not None)})"
         )
 
@@ -116,6 +118,8 @@ def _problems(optimizer: Optimizer, model: Module, options: Options, ranks: int)
         )
     if isinstance(backend, AllReduce) and topology is not None and topology is not backend.topology:
         yield OptionError(f"{backend!r} has a topology of its own; pass the backend's name, or no topology")
+    if twice := compression_twice(backend, options.compress):
+        yield twice
     if update not in UPDATES:
         yield OptionError(f'update={update!r} is unknown; use "replicated" or "sharded"')
     elif update != "sharded" and options.copies == 2:

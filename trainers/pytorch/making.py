@@ -133,7 +133,7 @@ def _backend(options: checks.Options, topology: Topology) -> AllReduce:
     given = options.allreduce
     if isinstance(given, Recipe):
         return create(given.name, topology, **given.options)
-    return backend_for(given, topology, options.update)
+    return backend_for(given, topology, options.update, options.compress)
 
 
 def _averager(

@@ -47,6 +47,8 @@ class MirroredOptimizer(Life, Optimizer):
         divides the update's time and the optimizer's memory by the ranks; for optimizers that treat every
         element apart from the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then take PyTorch's
         fused implementation, whose last bits may differ, unless they were made with fused= or foreach=.
+    compress: "bfloat16" or "float16": gradients go to the other ranks with 16 bits and are added up in float32, which
+        rounds them twice; parameters lose nothing, nor do sparse gradients. For networks between nodes.
     copies: 2, with update="sharded" and where ranks may be lost (mpirun --with-ft ulfm): after each step another rank,
         on another node where there is one, gets what this one has of its slice, parameters and state. After a loss
         the others have the whole state of the last finished step, unless a rank is lost together with the one that
@@ -100,6 +102,7 @@ class MirroredOptimizer(Life, Optimizer):
         *,
         topology: Topology | None = None,
         update: str = "replicated",
+        compress: str | None = None,
         copies: int = 1,
         overlap: bool | str = "auto",
         bucket_mb: float = 25.0,
@@ -113,7 +116,10 @@ class MirroredOptimizer(Life, Optimizer):
         self.check_every = check_every
         sizes, checks = (first_bucket_mb, bucket_mb), (check_every, on_divergence, source, check_gradients)
         Life.__init__(
-            self, optimizer, model, Options(allreduce, topology, update, overlap, sizes, *checks, trace, copies)
+            self,
+            optimizer,
+            model,
+            Options(allreduce, topology, update, overlap, sizes, *checks, trace, copies, compress),
         )
         Optimizer.__setstate__(self, {})  # the hooks that every optimizer has; the rest is the wrapped one's
         choices.tell_threads(self.topology)
