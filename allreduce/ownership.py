@@ -35,6 +35,7 @@ class Owner:
     _numbers: int
     _guard: threading.Lock  # of _owned; held for moments, never while communicating
     _revoked: bool
+    _unrevoked: MPI.Intracomm | None = None  # of _owned; no loss revokes it
     closed: bool
     apart: bool  # a part that goes on when a rank of another one is lost
 
@@ -114,7 +115,8 @@ class Owner:
         with self._guard:
             self._revoked = True
             for comm in self._owned:
-                comm.Revoke()
+                if comm is not self._unrevoked:
+                    comm.Revoke()
         for child in list(self._children):
             if not (child.apart or child.closed):
                 child._revoke()

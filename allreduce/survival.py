@@ -48,15 +48,27 @@ class Survival(Owner):
         all returned, with True. On False all of them call `survivors` and do it again; on True it is done, whoever
         has died meanwhile, and a loss is met in the next call. Nobody must wait for others on the way here but
         in calls of this topology, its children and its backends. Without ULFM the answer is `ok`, and nobody waits.
+
+        Raises RankLeftError when a rank comes no more without being lost: it has ended its program, or closed this.
         """
         self.check_open()
         if not losses.in_force():
             return ok
-        self._finish.begin(Said("finished: the end of what a lost rank may interrupt"))
+        call = Said("finished: the end of what a lost rank may interrupt")
+        self._finish.begin(call)
         try:
-            return bool(losses.agree(self.world, int(ok)))
+            return bool(losses.agree(self.world, int(ok), lambda: self.watch.notes.look_at_end(call)))
         finally:
             self._finish.end()
+
+    def _place_to_finish(self) -> Wait:
+        """Where `finished` waits, and what ranks that leave say so on, whoever is lost. Collective."""
+        place = self.watch.place(self._number(), raises=True)
+        if losses.in_force():
+            with waiting(self.world, "make a communicator"):
+                self._unrevoked = self._own(self.world.Dup())
+            self.watch.notes.part_on(self._unrevoked, place)
+        return place
 
     def survivors(self: TopologyT) -> TopologyT:
         """The topology of the ranks that are left, in their order, on the nodes they were on. Collective over those.

@@ -91,7 +91,7 @@ class Topology(Survival):
         """Make all communicators but the watch's, which is `comm`. Collective."""
         self.world: MPI.Intracomm = self._own(comm.Dup(), watch=True)
         self._control = self.private()
-        self._finish = self.place()
+        self._finish = self._place_to_finish()
         self.former = tuple(range(self.size))
         real = self._own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
         self.board = Board(real, self.rank, self.size)
@@ -250,6 +250,7 @@ class Topology(Survival):
             if self.watch.loss_of(error) is None:
                 raise
             self.closed = False
+            self.watch.leave("it has closed the topology")
             self.abandon()
 
     def _close_together(self) -> None:

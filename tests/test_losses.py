@@ -8,9 +8,10 @@ from conftest import JobRunner
 from mpi4py import MPI
 
 from allreduce import NAMES, Topology
-from allreduce.errors import BrokenError, CommunicationError, RankLostError, UnavailableError
+from allreduce.errors import BrokenError, CommunicationError, RankLeftError, RankLostError, UnavailableError
 from allreduce.messages import losses
 from allreduce.messages.agreement import agree
+from allreduce.messages.notes import LEFT, Note, Said
 from allreduce.nodes import nodes_left
 
 LOSSES = Path(__file__).parent / "faults" / "losses.py"
@@ -87,6 +88,49 @@ def test_an_exception_on_one_rank_ends_the_job_here_too(mpirun: JobRunner) -> No
     job = mpirun(3, ["-c", RAISES], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"})
     assert job.returncode == 1
     assert "ValueError: on one rank alone" in job.stderr
+
+
+LEAVES = """
+import os, sys, time
+from allreduce import Topology
+from allreduce.errors import RankLeftError
+topology = Topology()
+if topology.rank == 2:
+    os.kill(os.getpid(), 9)
+while topology.watch.lost is None:
+    time.sleep(0.01)
+if topology.rank == 0:
+    if sys.argv[1] == "closes":
+        topology.close()
+        time.sleep(60)
+    sys.exit(0)
+try:
+    topology.finished(False)
+except RankLeftError as error:
+    print(error, flush=True)
+    os._exit(5)
+"""
+
+
+@pytest.mark.parametrize(("way", "why"), [("ends", "has ended its program"), ("closes", "has closed the topology")])
+def test_a_rank_that_leaves_after_a_loss_is_not_waited_for(mpirun: JobRunner, way: str, why: str) -> None:
+    """What it says travels on a communicator that the loss has not revoked."""
+    job = mpirun(3, ["-c", LEAVES, way], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"})
+    assert f"rank 0 has left: it {why}" in job.stdout, job.stdout + job.stderr
+
+
+def test_who_has_left_after_an_agreement_is_not_missed_in_it() -> None:
+    """The word of its leaving may come before the answer."""
+    with Topology(MPI.COMM_SELF) as topology:
+        notes, finish, call = topology.watch.notes, topology._finish, Said("finished")
+        notes.part_on(topology.world, finish)
+        notes.left[1, 0] = Note(LEFT, 0, 0, 1, "it has ended its program", 0.0)
+        finish.begin(call)
+        notes.look_at_end(call)
+        finish.begin(call)
+        with pytest.raises(RankLeftError, match="rank 1 has left"):
+            notes.look_at_end(call)
+        finish.end()
 
 
 def test_where_ranks_can_not_be_outlived_nothing_is_asked_of_mpi() -> None:

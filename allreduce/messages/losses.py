@@ -6,15 +6,20 @@ Without `mpirun --with-ft ulfm` no function of MPI is called here: a rank that d
 import ctypes
 import functools
 import os
+import time
+from collections.abc import Callable
 
+import numpy as np
 from mpi4py import MPI
 
 from allreduce import ending
 from allreduce.errors import CommunicationError, RankLostError
-from allreduce.messages.waiting import asleep
+from allreduce.messages.kept import keep
+from allreduce.messages.waiting import Pause, asleep
 from allreduce.notices import log
 
 HEAR_SECONDS = 0.005  # how often the watchdog listens for losses
+EAGER_SECONDS, LONGEST_SLEEP = 1e-3, 1e-3  # of an agreement on what is done
 PATIENCE_SECONDS = 0.1  # for what is local
 ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by mpirun
 
@@ -144,18 +149,32 @@ def release_numbers() -> None:
         comm.Free()
 
 
-def agree(comm: MPI.Comm, flags: int) -> int:
+def agree(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object] = bool) -> int:
     """The bits that all living ranks of `comm` bring, the same on all of them, whoever dies meanwhile. Collective.
 
-    Also on a communicator that was revoked. Nothing but the arrival of all who live ends it.
+    Also on a communicator that was revoked. Nothing but the arrival of all who live ends it, and what `meanwhile`
+    raises, which is called again and again.
     """
     while True:
         comm.Ack_failed()
         try:
-            return comm.Agree(flags)
+            return _agreed(comm, flags, meanwhile)
         except MPI.Exception as error:  # on all of them: one has died that somebody had not known of
             if error.Get_error_class() != MPI.ERR_PROC_FAILED:
                 raise
+
+
+def _agreed(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object]) -> int:
+    bits, pause = np.array([flags], np.int32), Pause(EAGER_SECONDS, LONGEST_SLEEP)
+    request = comm.Iagree(bits)
+    try:
+        while not request.Test():
+            meanwhile()
+            pause(time.monotonic())
+    except BaseException:
+        keep((request, bits))
+        raise
+    return int(bits[0])
 
 
 @functools.cache

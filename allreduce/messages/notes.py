@@ -2,10 +2,14 @@
 
 A rank that has waited for a second sends every other rank a note that says where it is; who has sent none is not
 waiting. So every rank that waits knows where all of them are, without any of them having to answer.
+
+A loss revokes what the notes travel on. Where ranks may be lost, those that leave say so on a communicator that no loss
+revokes: the others agree then who is left (`Topology.finished`), and nothing but the arrival of all would end that.
 """
 
 import re
 import time
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -103,21 +107,44 @@ class Notes:
         self.left: dict[tuple[int, int], Note] = {}
         self.stalled: dict[int, Note] = {}  # the ranks that ask for everybody's stacks
         self.ended: int | None = None  # the exit code of a rank that ends the job
+        self._partings: MPI.Intracomm | None = None
+        self._finish = Wait(-1)
         self._sent: list[tuple[MPI.Request, bytearray]] = []
+
+    def part_on(self, comm: MPI.Intracomm, finish: Wait) -> None:
+        """Have ranks that leave say so on `comm`, which no loss revokes. Local.
+
+        finish: where ranks agree on what is done. Who has left after an agreement is not missed in it.
+        """
+        self._partings, self._finish = comm, finish
 
     def tell(self, kind: int, wait: Wait, text: str) -> None:
         """Send a note to all other ranks."""
-        head = np.array([kind, wait.number, wait.count, 0 if wait.call is None else wait.call.word], np.int64)
-        message = bytearray(head.tobytes() + text.encode()[:TEXT_BYTES])
-        self._sent = [pair for pair in self._sent if not pair[0].Test()]
+        message = self._written(kind, wait, text)
         for rank in range(self.size):
             if rank != self.rank:
                 self._sent.append((self.comm.Isend([message, MPI.BYTE], rank), message))
 
+    def _written(self, kind: int, wait: Wait, text: str) -> bytearray:
+        head = np.array([kind, wait.number, wait.count, 0 if wait.call is None else wait.call.word], np.int64)
+        self._sent = [pair for pair in self._sent if not pair[0].Test()]
+        return bytearray(head.tobytes() + text.encode()[:TEXT_BYTES])
+
     def listen(self) -> None:
         """Take the notes that have arrived."""
+        self._take(self.comm)
+        self.hear_who_leaves()
+
+    def hear_who_leaves(self) -> None:
+        """Take the notes of ranks that have left, also when others were lost."""
+        if self._partings is not None:
+            with suppress(MPI.Exception):  # another one is lost just now; so they are taken the next time
+                self._partings.Ack_failed()
+                self._take(self._partings)
+
+    def _take(self, comm: MPI.Intracomm) -> None:
         status = MPI.Status()
-        while (message := self.comm.Improbe(status=status)) is not None:
+        while (message := comm.Improbe(status=status)) is not None:
             buffer = bytearray(status.Get_count(MPI.BYTE))
             message.Recv([buffer, MPI.BYTE])
             if not HEAD_BYTES <= len(buffer) <= HEAD_BYTES + TEXT_BYTES:
@@ -138,23 +165,40 @@ class Notes:
 
     def tell_left(self, why: str, wait: Wait | None) -> None:
         """Send a note that this rank waits for nobody any more: in one place, or, as its program ends, in any."""
-        if wait is None:
-            wait = Wait(0)
-            wait.count = ending.exit_code()
-        self.tell(LEFT, wait, why)
+        if wait is not None:
+            self.tell(LEFT, wait, why)
+            return
+        wait = Wait(0)
+        wait.count = ending.exit_code()
+        wait.call = Said(why, word=self._finish.count - (self._finish.call is not None))
+        if self._partings is None:
+            self.tell(LEFT, wait, why)
+            return
+        message = self._written(LEFT, wait, why)
+        for rank in range(self.size):
+            with suppress(MPI.Exception):  # it is lost
+                if rank != self.rank:
+                    self._sent.append((self._partings.Isend([message, MPI.BYTE], rank), message))
 
-    def gone(self, number: int, before: float, call: Call) -> RankLeftError | None:
+    def gone(self, wait: Wait, before: float, call: Call) -> RankLeftError | None:
         """The error of `call`, to whose place a rank comes no more, as was heard before a time, by time.monotonic()."""
-        for (rank, place), note in self.left.items():
-            if place in (0, number) and note.heard < before:
+        for (rank, place), note in list(self.left.items()):
+            has_come = wait is self._finish and place == 0 and note.word >= wait.count
+            if place in (0, wait.number) and note.heard < before and not has_come:
                 error = RankLeftError(f"rank {rank} has left: {note.text}, while this rank waits for it in {call}")
                 error.job_code = (note.turn if place == 0 else 0) or 1
                 return error
         return None
 
+    def look_at_end(self, call: Call) -> None:
+        """Raise what ends `call`, in which ranks agree on what is done, also after a loss. Costs little."""
+        error = self._finish.error or self.gone(self._finish, time.monotonic(), call)
+        if error is not None:
+            raise error
+
     def probe(self) -> bool:
         """Let MPI go on; it raises when a rank has died, or when another one says so. True: a note has come."""
-        return self.comm.Iprobe()
+        return self.comm.Iprobe() or (self._partings is not None and self._partings.Iprobe())
 
     def drain(self, limit: float) -> None:
         """Take all notes, so that the communicator can be freed. Collective.

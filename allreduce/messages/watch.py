@@ -108,11 +108,13 @@ class Watch:
 
     def listen(self) -> None:
         """Hear whether a rank was lost; then nothing of the topology's communicates any more. From any thread."""
-        if self.closed or self.lost is not None or self.notes.size == 1:
+        if self.closed or self.notes.size == 1:
             return
         try:
             with self._lock:
-                if not self.closed and self.notes.probe():
+                if self.lost is not None:
+                    self.notes.hear_who_leaves()
+                elif not self.closed and self.notes.probe():
                     self.notes.listen()
         except MPI.Exception as error:
             if losses.lost(error) is None:
@@ -180,7 +182,7 @@ class Watch:
 
     def leave(self, why: str, wait: Wait | None = None) -> None:
         """Tell the others that this rank comes to nothing any more, of one place or, when its program ends, of any."""
-        if self.closed or self.lost is not None or self.notes.size == 1:
+        if self.closed or self.notes.size == 1 or (wait is not None and self.lost is not None):
             return
         try:
             with self._lock:
@@ -249,7 +251,7 @@ class Watch:
         error: AllReduceError | None = None
         patience = min(LEFT_SECONDS, self.timeout / 2)
         here = wait.number, wait.count
-        left = self.notes.gone(wait.number, now - patience, call)
+        left = self.notes.gone(wait, now - patience, call)
         other = [
             rank
             for (rank, _), note in self.notes.heard.items()
