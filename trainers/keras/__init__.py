@@ -1,0 +1,23 @@
+"""Keras 3, with the backends JAX, PyTorch and TensorFlow: `model.fit` on many ranks.
+
+from trainers.keras import AverageMetrics, MirroredOptimizer, StartFromFirstRank, shard
+
+optimizer = MirroredOptimizer(keras.optimizers.Adam(1e-3))
+model.compile(optimizer=optimizer, loss="mse")
+x, y = shard((x, y), optimizer.topology)
+model.fit(x, y, batch_size=64 // optimizer.topology.size, callbacks=[StartFromFirstRank(), AverageMetrics()])
+"""
+
+try:
+    import keras  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"trainers.keras needs Keras 3 and one of its backends, which can't be imported ({error}): "
+        'pip install ".[keras,jax]" or ".[keras,torch]" in the checkout, and KERAS_BACKEND=jax or KERAS_BACKEND=torch'
+    ) from error
+
+from trainers.keras.callbacks import AverageMetrics, SaveOnFirstRank, StartFromFirstRank, WarmUp
+from trainers.keras.data import shard
+from trainers.keras.optimizer import MirroredOptimizer
+
+__all__ = ["AverageMetrics", "MirroredOptimizer", "SaveOnFirstRank", "StartFromFirstRank", "WarmUp", "shard"]

@@ -1,0 +1,142 @@
+"""Callbacks for `model.fit` on many ranks, with a MirroredOptimizer. All ranks are given the same ones."""
+
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+
+from allreduce import trees
+from allreduce.messages.agreement import raise_together
+from trainers.errors import ArgumentError
+from trainers.keras.averaging import mirror_variables, settle
+from trainers.keras.optimizer import mirrored
+
+WARM_UP = 5  # epochs
+HOOKS = [name for name in vars(keras.callbacks.Callback) if name.startswith("on_")]
+
+
+class StartFromFirstRank(keras.callbacks.Callback):
+    """When fit begins, the model's weights and the optimizer's state become those of rank 0. Collective.
+
+    So only rank 0 needs to have loaded a file. What layers draw random numbers from stays each rank's own.
+    Raises ArgumentError on all ranks when the model is not built: begin it with a keras.Input, or call model.build.
+    """
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        optimizer, error = mirrored(self.model), None
+        if not self.model.built:
+            error = ArgumentError(
+                f"{self.model.name} is not built, so it has no weights yet that could become those of rank 0: begin it "
+                "with a keras.Input(shape), or call model.build(shape) before fit"
+            )
+        raise_together(optimizer.topology.world, error)
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        mirror_variables([*self.model.weights, *optimizer.variables], optimizer.backend)
+
+
+class AverageMetrics(keras.callbacks.Callback):
+    """The metrics of each epoch, those of the validation too, become their means over the ranks. Collective.
+
+    Put it before callbacks that read them: then EarlyStopping, ReduceLROnPlateau and the history see the same on all
+    ranks. Ranks count alike, so give them equally many rows (`shard` does).
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is None:
+            return
+        settle()
+        values = {name: np.array(float(value)) for name, value in logs.items()}
+        trees.reduce(mirrored(self.model).backend, values, "mean")
+        logs.update({name: float(value) for name, value in values.items()})
+
+
+class SaveOnFirstRank(keras.callbacks.Callback):
+    """Another callback that rank 0 alone calls: ModelCheckpoint, TensorBoard, CSVLogger.
+
+    For callbacks that change nothing in training, since they would on rank 0 alone: not BackupAndRestore, which sets
+    the epoch to begin with, nor EarlyStopping.
+    """
+
+    def __init__(self, callback: keras.callbacks.Callback) -> None:
+        super().__init__()
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise ArgumentError(f"SaveOnFirstRank takes a callback of Keras', not {type(callback).__qualname__}")
+        self.callback = callback
+        for name in HOOKS:
+            if getattr(getattr(callback, name), "__func__", None) is not getattr(keras.callbacks.Callback, name):
+                setattr(self, name, partial(self._forward, name))
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self._first = mirrored(model).topology.rank == 0
+        if self._first:
+            self.callback.set_model(model)
+
+    def set_params(self, params: Any) -> None:
+        super().set_params(params)
+        self.callback.set_params(params)
+
+    def _forward(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if self._first:
+            getattr(self.callback, name)(*args, **kwargs)
+
+
+class WarmUp(keras.callbacks.Callback):
+    """The learning rate times the number of ranks, come to in equal steps over the first epochs (Goyal et al. 2017).
+
+    The optimizer is given the rate for one rank's batch. After the warm-up other callbacks may change the rate.
+
+    epochs: so long it goes up. scale: by how much; the number of ranks when None is given. verbose: 1 to print it.
+    Raises ArgumentError: no such numbers; in fit, the optimizer's rate is a schedule.
+    """
+
+    def __init__(self, epochs: float = WARM_UP, *, scale: float | None = None, verbose: int = 0) -> None:
+        super().__init__()
+        if not (isinstance(epochs, int | float) and epochs >= 0):
+            raise ArgumentError(f"epochs={epochs!r}: give a number of epochs, 0 or more")
+        if scale is not None and not (isinstance(scale, int | float) and scale > 0):
+            raise ArgumentError(f"scale={scale!r}: give a number above 0")
+        self.epochs, self.scale, self.verbose = epochs, scale, verbose
+        self._rate = 0.0  # for one rank's batch; known when the first fit begins
+        self._begun = self._over = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        optimizer = mirrored(self.model)
+        if self._begun:
+            return
+        self._rate = float(optimizer.learning_rate)
+        try:
+            self._set(1.0)
+        except (AttributeError, TypeError) as error:
+            raise ArgumentError(
+                "WarmUp sets the learning rate, and this optimizer's is a schedule: make it with a number, or let the "
+                "schedule begin with the warm-up"
+            ) from error
+        self._begun = True
+        self._scale = float(optimizer.topology.size if self.scale is None else self.scale)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        if self._over:
+            return
+        if epoch >= self.epochs:
+            self._set(self._scale)
+            self._over = True
+        if self.verbose and mirrored(self.model).topology.rank == 0:
+            print(f"epoch {epoch + 1}: learning rate {self._part(0) * self._rate:g}", flush=True)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if not self._over:
+            if hasattr(self.model, "jax_state_sync"):  # or the rate that is set would be overwritten
+                self.model.jax_state_sync()
+            self._set(self._part(batch))
+
+    def _part(self, batch: int) -> float:
+        steps = self.params.get("steps") or 1
+        done = (self._epoch + (batch + 1) / steps) / self.epochs if self.epochs else 1.0
+        return 1 + (self._scale - 1) * min(done, 1.0)
+
+    def _set(self, factor: float) -> None:
+        mirrored(self.model).learning_rate = self._rate * factor

@@ -1,0 +1,50 @@
+"""Each rank's part of a data set."""
+
+from typing import Any
+
+import keras
+
+from allreduce.topology import Topology
+from trainers.errors import ArgumentError
+
+
+def shard(data: Any, topology: Topology) -> Any:
+    """This rank's part of a data set that all ranks have whole: as many rows on each. Local.
+
+    data: an array; a list, tuple or dict of arrays of equally many rows, as (x, y); or a tf.data.Dataset.
+    topology: optimizer.topology of a MirroredOptimizer.
+
+    Of n ranks rank r gets rows r, r + n, r + 2n, ... (views of arrays); of a dataset elements: shard before batch().
+    The last rows, fewer than n, that would make the parts unequal are left out. With batches of b / n, unshuffled,
+    the ranks together go through those of b of one process. Raises ArgumentError.
+    """
+    rank, ranks = topology.rank, topology.size
+    if hasattr(data, "element_spec") and hasattr(data, "shard"):
+        return _of_dataset(data, rank, ranks)
+    lengths = {_rows(array) for array in keras.tree.flatten(data)}
+    if len(lengths) != 1:
+        raise ArgumentError(f"the arrays differ in rows: {', '.join(map(str, sorted(lengths)))}; give as many in each")
+    rows = lengths.pop()
+    if rows < ranks:
+        raise ArgumentError(f"{rows} rows can't be divided among {ranks} ranks: some would have none")
+    return keras.tree.map_structure(lambda array: array[rank : rows - rows % ranks : ranks], data)
+
+
+def _rows(array: Any) -> int:
+    if not getattr(array, "shape", ()):
+        raise ArgumentError(
+            f"shard takes arrays and tf.data.Datasets, not {type(array).__qualname__}; for a torch DataLoader give a "
+            "torch.utils.data.DistributedSampler(dataset, size, rank), and let a PyDataset or a generator yield its "
+            "rank's own batches, as many on each rank"
+        )
+    return int(array.shape[0])
+
+
+def _of_dataset(dataset: Any, rank: int, ranks: int) -> Any:
+    length = int(dataset.cardinality())
+    if length == -2:
+        raise ArgumentError(
+            "this dataset does not know its length, and ranks need equally many elements: say it by "
+            "dataset.apply(tf.data.experimental.assert_cardinality(length)) before shard"
+        )
+    return dataset.shard(ranks, rank) if length < 0 else dataset.take(length - length % ranks).shard(ranks, rank)

@@ -1,0 +1,160 @@
+"""MirroredOptimizer: `model.compile(optimizer=...)` for many ranks."""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+import allreduce as backends
+from allreduce.base import AllReduce
+from allreduce.errors import OptionError
+from allreduce.messages.agreement import everywhere
+from allreduce.topology import Topology
+from trainers import malloc
+from trainers.keras.averaging import MAKERS, Averaging, mirror_variables, settle
+
+_SCALED = (
+    "compile() has put a LossScaleOptimizer around a MirroredOptimizer (mixed_float16 asks for one): a rank whose own "
+    "gradients overflow would leave out a step that the others take. Put it inside: "
+    "MirroredOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
+)
+
+
+class Mirrored:
+    """The part that MirroredOptimizer adds to an optimizer's class."""
+
+    built: bool  # these are Keras'
+    variables: list[Any]
+    learning_rate: Any
+    loss_scale_factor: float | None
+
+    backend: AllReduce
+    _averaging: Averaging
+    _owns_backend: bool
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks: `optimizer.topology.rank`, `.size`."""
+        return self.backend.topology
+
+    def build(self, variables: Sequence[Any]) -> None:
+        super().build(variables)  # type: ignore[misc]
+        mirror_variables(variables, self.backend)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        averages = self._averaging(grads) if len(grads) else grads
+        with self._averaging.done():
+            return super().apply(averages, trainable_variables)  # type: ignore[misc]
+
+    def stateless_apply(self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any) -> Any:
+        averages = self._averaging(grads)
+        with self._averaging.done():
+            return super().stateless_apply(optimizer_variables, averages, trainable_variables)  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Free the backend, where it was made here; the optimizer steps no more. Collective."""
+        settle()
+        if self._owns_backend:
+            self.backend.close()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_scale_factor" and value is None and self.loss_scale_factor is None:
+            raise OptionError(_SCALED)
+        super().__setattr__(name, value)
+
+
+def MirroredOptimizer(  # noqa: N802 - a class to its users, as for PyTorch
+    optimizer: Any, allreduce: str | AllReduce = "auto", *, topology: Topology | None = None
+) -> Any:
+    """Make a Keras optimizer average the gradients over all ranks before every update. Collective.
+
+        model.compile(optimizer=MirroredOptimizer(keras.optimizers.Adam(1e-3)), loss="mse")
+
+    optimizer: a keras.optimizers.Optimizer or the name of one. It is changed, and returned: of a class of the same name
+        that is derived from its own, which is saved with the model as the plain one.
+    allreduce: a backend's name, or a backend, which then belongs to the caller.
+    topology: the ranks; all of MPI.COMM_WORLD when none is given, the backend's when that is given.
+
+    Has `backend`, `topology` and `close()` besides. The variables that it is built with become those of rank 0; see
+    StartFromFirstRank for the rest of the model.
+
+    All ranks apply as many gradients of the same shapes, in the same order: a rank that brings others makes all ranks
+    raise a DisagreementError. Errors come out of what JAX or TensorFlow has compiled as theirs, with our names in them.
+
+    Raises on all ranks: OptionError (no optimizer of Keras', one that is mirrored already, Keras' backend has no
+    gradients), UnknownBackendError, UnavailableError.
+    """
+    if isinstance(allreduce, AllReduce):
+        ranks, name, made = allreduce.topology, allreduce.name, False
+    else:
+        ranks, name, made = topology or Topology(), allreduce, topology is None
+    plain, error = None, None
+    try:
+        plain = _plain(optimizer)
+    except (OptionError, ValueError) as refused:  # Keras' ValueError: an unknown name
+        error = OptionError(str(refused))
+    text = f"MirroredOptimizer({type(plain).__name__}, {name!r}) with Keras' backend {keras.backend.backend()}"
+    try:
+        ranks.agree([zlib.crc32(text.encode())], text, error)
+        backend = allreduce if isinstance(allreduce, AllReduce) else backends.create(allreduce, ranks)
+    except Exception as refused:
+        if made and everywhere(refused, ranks.world):  # so all ranks come to the close
+            ranks.close()
+        raise
+    backend.owns_topology |= made
+    assert plain is not None
+    plain.__class__ = _derived(type(plain))
+    plain.backend, plain._averaging = backend, Averaging(backend)
+    plain._owns_backend = not isinstance(allreduce, AllReduce)
+    if plain.built:
+        mirror_variables(plain.variables, backend)
+    malloc.keep_freed_memory()
+    return plain
+
+
+def _plain(optimizer: Any) -> Any:
+    """An optimizer that can be mirrored. Raises OptionError."""
+    if keras.backend.backend() not in MAKERS:
+        raise OptionError(
+            f"Keras' backend {keras.backend.backend()!r} computes no gradients; set KERAS_BACKEND to one of "
+            f"{', '.join(MAKERS)} before Keras is imported"
+        )
+    if isinstance(optimizer, str):
+        optimizer = keras.optimizers.get(optimizer)
+    if isinstance(optimizer, Mirrored):
+        raise OptionError("this optimizer is a MirroredOptimizer already: give the plain one, or use it as it is")
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        kind = type(optimizer)
+        raise OptionError(
+            f"MirroredOptimizer takes an optimizer of Keras' (keras.optimizers.Adam(1e-3), say) or its name, not "
+            f"{kind.__module__}.{kind.__qualname__}"
+        )
+    return optimizer
+
+
+def _derived(plain: type) -> type:
+    """A class that files take for `plain`, which is what they are to make again."""
+
+    def from_config(cls: type, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        return plain.from_config(config, custom_objects)  # type: ignore[attr-defined]
+
+    names = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "from_config": classmethod(from_config),
+    }
+    return type(plain.__name__, (Mirrored, plain), names)
+
+
+def mirrored(model: Any) -> Mirrored:
+    """The MirroredOptimizer that a model was compiled with. Raises OptionError."""
+    optimizer = getattr(model, "optimizer", None)
+    if not isinstance(optimizer, Mirrored):
+        raise OptionError(
+            f"this callback needs model.compile(optimizer=MirroredOptimizer(...)), and the model's optimizer is "
+            f"{type(optimizer).__name__}"
+        )
+    if keras.backend.backend() == "tensorflow" and model.jit_compile:
+        raise OptionError("TensorFlow's XLA compiles no call of other ranks: model.compile(..., jit_compile=False)")
+    return optimizer
