@@ -48,7 +48,7 @@ class AverageMetrics(keras.callbacks.Callback):
             return
         settle()
         values = {name: np.array(float(value)) for name, value in logs.items()}
-        trees.reduce(mirrored(self.model).backend, values, "mean")
+        trees.reduce(mirrored(self.model).backend.exact, values, "mean")
         logs.update({name: float(value) for name, value in values.items()})
 
 
