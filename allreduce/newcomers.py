@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -40,14 +41,15 @@ _arrived: list["_Others"] = []  # in a newcomer
 class Newcomers:
     """Processes that were started, until they join. Creating is collective over `topology`, and takes a second each.
 
+    told: what they hear from rank 0 in the beginning, something that JSON can hold.
     Raises UnavailableError when they can't be started, on all ranks; RankLostError.
     """
 
-    def __init__(self, topology: Topology, number: int) -> None:
+    def __init__(self, topology: Topology, number: int, told: Any = None) -> None:
         self._old = topology.size
         atexit.register(losses.end_without_later_ones)
         with topology.watch.hearing(), waiting(topology.world, START):
-            self._comm = _grow(topology, number)
+            self._comm = _grow(topology, number, told)
         self._new = range(self._old, self._comm.size)
         ending.on_leaving(lambda why: self.let_go())
         ending.on_ending(lambda code: self.let_go())
@@ -95,11 +97,14 @@ class Newcomers:
 
 
 class Arriving(Joining):
-    """What a newcomer has until it joins: itself alone, and as `survivors` the ranks that it joins."""
+    """What a newcomer has until it joins: itself alone, and as `survivors` the ranks that it joins.
+
+    told: what those have given Newcomers for it.
+    """
 
     def __init__(self, others: "_Others") -> None:
         Topology.__init__(self, MPI.COMM_SELF)
-        self._others = others
+        self._others, self.told = others, others.told
 
     def survivors(self) -> Topology:  # type: ignore[override]
         """Wait until the others take this one in. Ends the program, with code 0, when they have no need of it."""
@@ -111,10 +116,10 @@ class Arriving(Joining):
 
 
 class _Others:
-    """Those that have started this process: the first ranks of `comm`."""
+    """Those that have started this process: the first ranks of `comm`. told: what they had to say."""
 
-    def __init__(self, comm: MPI.Intracomm, number: int) -> None:
-        self.comm, self._left = comm, list(range(number))
+    def __init__(self, comm: MPI.Intracomm, number: int, told: Any) -> None:
+        self.comm, self._left, self.told = comm, list(range(number)), told
         self.taken = self.joined = False
 
     def word(self) -> tuple[int, ...]:
@@ -175,10 +180,10 @@ def begin() -> None:
         for _ in range(later):
             with waiting(comm, START):
                 comm = _merged(comm.Spawn("", [], 1), high=False)
-        _meet(comm, old)
+        told = _meet(comm, old)
     except (MPI.Exception, RankLostError) as error:
         sys.exit(f"a process that was started in the place of a lost rank could not meet the others: {error}")
-    others = _Others(comm, old)
+    others = _Others(comm, old, told)
     _arrived.append(others)
     try:
         what.run()
@@ -186,7 +191,7 @@ def begin() -> None:
         others.leave()
 
 
-def _grow(topology: Topology, number: int) -> MPI.Intracomm:
+def _grow(topology: Topology, number: int, told: Any) -> MPI.Intracomm:
     """A communicator of all ranks, and behind them so many new processes. Collective."""
     comm, error = topology.world, None
     try:
@@ -198,7 +203,7 @@ def _grow(topology: Topology, number: int) -> MPI.Intracomm:
         error = UnavailableError(f"no process could be started in the place of a lost rank: {met}")
     raise_together(topology.world, error)
     with topology.ending_with(comm):
-        _meet(comm, topology.size)
+        _meet(comm, topology.size, told)
     return comm
 
 
@@ -222,11 +227,14 @@ def _merged(inter: MPI.Intercomm, high: bool) -> MPI.Intracomm:
     return comm
 
 
-def _meet(comm: MPI.Intracomm, old: int) -> None:
-    """Hear the numbers of all; those that are new get the environment of the first, `old` ones. Collective."""
+def _meet(comm: MPI.Intracomm, old: int, told: Any = None) -> Any:
+    """Hear the numbers of all; those that are new get the environment of the first, `old` ones. Collective.
+
+    Returns what the first one has `told`.
+    """
     new, (number, known) = comm.rank >= old, ending.here()
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    environment = root_value(comm, environment, START)
+    environment, told = root_value(comm, [environment, told], START)
     if new:
         os.environ.update(environment)
     everyone = np.empty((comm.size, 2), np.int64)
@@ -243,6 +251,7 @@ def _meet(comm: MPI.Intracomm, old: int) -> None:
                 comm.Send(NOTHING, rank, HELLO)
             else:
                 comm.Recv(np.empty(0, np.int64), rank, HELLO)
+    return told
 
 
 def _joined(comm: MPI.Intracomm, old: Sequence[int], timeout: float) -> Topology:

@@ -38,6 +38,7 @@ class Owner:
     _unrevoked: MPI.Intracomm | None = None  # of _owned; no loss revokes it
     closed: bool
     apart: bool  # a part that goes on when a rank of another one is lost
+    is_part: bool  # of the ranks of another topology
 
     def check_open(self) -> None:
         """Raise ClosedError after `close()`."""

@@ -59,7 +59,7 @@ class Topology(Survival):
         agree(comm, [zlib.crc32(asked.encode())], asked, error)
         self._begin(parent)
         self._origin: Topology | None = None  # what this is a duplicate of
-        self._numbers, self.apart = 0, False
+        self._numbers, self.apart, self.is_part = 0, False, parent is not None
         self.simulated, self._ranks_per_node = ranks_per_node is not None, ranks_per_node
         self.timeout = seconds(TIMEOUT, 1800.0) if timeout is None else float(timeout)
         try:

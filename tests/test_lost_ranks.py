@@ -97,7 +97,10 @@ def test_ranks_that_wait_take_the_places_of_lost_ones(mpirun: JobRunner, kind: s
 
 
 def test_new_ranks_are_started_in_the_places_of_lost_ones(mpirun: JobRunner) -> None:
-    """Two at once, of which one is lost in its turn. The launcher tells that with its exit code, 137."""
+    """Two at once, of which one is lost in its turn, in a second fit: the next one is told what it needs of the first.
+
+    The launcher tells that with its exit code, 137.
+    """
     job = mpirun(3, [TRAINING.with_name("renewing.py")], ulfm=True, timeout=120)
     all_came = [json.loads(line) for line in job.stdout.splitlines()]
     assert sorted((came["number"], came["late"]) for came in all_came) == [(1, False), (3, True), (5, True)], job.stderr
@@ -105,6 +108,7 @@ def test_new_ranks_are_started_in_the_places_of_lost_ones(mpirun: JobRunner) -> 
         assert (came["ranks"], came["lost"]) == (3, [[0], [2], [4]])
         check_like_alone(came)
     assert "2 new ranks were started" in job.stderr
+    assert job.stderr.count("leaves its place empty: ") == job.stderr.count("what predict has returned") == 1
     assert "ranks 3, 4 joined" in job.stderr
     assert "Traceback" not in job.stderr
 

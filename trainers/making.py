@@ -12,7 +12,7 @@ from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere
 from allreduce.spares import Joining
 from allreduce.topology import Topology
-from trainers import surviving
+from trainers import renewing, surviving
 from trainers.on_failure import GOING_ON
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ def outlives_losses(init: Callable[P, None]) -> Callable[P, None]:
             _make(init, trainer, given)
         finally:
             trainer.being_made = False
+        if given.arguments["on_failure"] == "replace":
+            renewing.made.append(trainer.size)
 
     return make
 

@@ -78,8 +78,9 @@ class MirroredTrainer(Outliving):
             Open MPI 5, started as mpirun --with-ft ulfm. "continue": the call goes on with the ranks that are left, and
             `topology`, `allreduce`, `rank` and `size` of this trainer are new; with update="sharded" and one copy a fit
             goes back to its last checkpoint, and callbacks are told those epochs again. "replace": so too, and after an
-            epoch of the first fit processes are started for those that were lost; they run the program from its
-            beginning, and their own trainer joins the others in its first fit. "stop", which None stands for: where a
+            epoch of a fit processes are started for those that were lost; they run the program from its beginning, and
+            their own trainer joins the others in that fit; of fits before it (and evaluate, save, load) it returns what
+            they came to. For one trainer of a program, on all ranks. "stop", which None stands for: where a
             fit writes checkpoints it writes one more, and all ranks raise RankLostError. Without such an MPI, the job
             ends, and the other two are refused.
 

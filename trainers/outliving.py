@@ -9,6 +9,7 @@ from allreduce import create, notices
 from allreduce.base import AllReduce, Recipe
 from allreduce.messages import losses
 from allreduce.messages.agreement import all_values, together
+from allreduce.newcomers import Arriving
 from allreduce.spares import NEWCOMER, Joining, Manned
 from allreduce.topology import Topology
 from trainers.backends import backend_for
@@ -73,7 +74,9 @@ class Outliving(Trainer):
             return
         self._survival = Survival(self, goes_on=on_failure in GOING_ON)
         if on_failure == "replace":
-            self._survival.renewal = Renewal(self, self.size)
+            self._survival.renewal = Renewal(self, self.size, self._survival.earlier.results)
+        if isinstance(self.topology, Arriving):
+            self._survival.earlier.hear(self.topology.told)
 
     def _copies_kept(self) -> int:
         """How many ranks have each slice. Local."""

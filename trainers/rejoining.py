@@ -84,6 +84,12 @@ class FitCall(Call[History]):
         fits = all_values(self._trainer._comm, self._fit is not None and self._fit.begun, HOW_FAR)
         return all(fits) and self._fit is not None and self._fit.go_back()
 
+    def told(self, result: History) -> Any:
+        return history_told(result)
+
+    def heard(self, told: Any) -> History:
+        return History(map(Epoch.of_dict, told))
+
     def keep(self) -> None:
         if self._fit is not None:
             self._fit.save_now()
@@ -98,6 +104,11 @@ def told(fit: Fit) -> dict[str, Any]:
         "heard": fit.callbacks.heard(),
         "saver": None if fit.saver is None else fit.saver.told(),
     }
+
+
+def history_told(history: History) -> Any:
+    """Something that JSON can hold. Local."""
+    return json.loads(json.dumps([epoch.as_dict() for epoch in history], default=np.ndarray.tolist))
 
 
 def move(fit: Fit, gained: int) -> None:
@@ -126,13 +137,13 @@ def hand_over(fit: Fit, former: tuple[int, ...]) -> None:
     """Ranks that join get what others have of the fit besides their place in it. Collective. former: see Manned."""
     comm, joins = fit.trainer._comm, former[fit.trainer.rank] == NEWCOMER
     lead = next(rank for rank, old in enumerate(former) if old != NEWCOMER)
-    history = None if joins else json.dumps([epoch.as_dict() for epoch in fit.history], default=np.ndarray.tolist)
     begun = fit.epoch_so_far()
-    text, seconds, rows = root_value(comm, [history, begun.seconds, begun.rows], HAND_OVER, lead)
+    told = [None if joins else history_told(fit.history), begun.seconds, begun.rows]
+    history, seconds, rows = root_value(comm, told, HAND_OVER, lead)
     arrays = {} if joins else {VALUES: begun.measured, **fit.callbacks.state()}
     arrays = sent(comm, {name: np.ascontiguousarray(array) for name, array in arrays.items()}, lead, HAND_OVER)
     if joins:
-        place, epochs = fit.place, [Epoch.of_dict(epoch) for epoch in json.loads(text)]
+        place, epochs = fit.place, [Epoch.of_dict(epoch) for epoch in history]
         fit.history[:] = epochs[: place.epoch] if place.stage <= EVENTS else epochs  # or the event is told once more
         fit.join(Begun(place.epoch, place.step, seconds, arrays.pop(VALUES), rows))
         fit.guarded(lambda: fit.callbacks.load_state(arrays))

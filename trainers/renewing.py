@@ -1,7 +1,7 @@
 """New ranks in the places of lost ones: started after an epoch, they come in after the one in which they are ready."""
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.newcomers import Newcomers
@@ -12,16 +12,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trainers")
 
+made: list[int] = []  # an entry for each trainer that has been made with places to fill; those that are closed too
+
 
 class RenewedError(RankLostError):
     """Nobody was lost: a call is made again with ranks that join."""
 
 
 class Renewal:
-    """The places of a trainer's ranks. places: how many there were in the beginning; the same on all ranks."""
+    """The places of a trainer's ranks. places: how many there were in the beginning; the same on all ranks.
 
-    def __init__(self, trainer: "Trainer", places: int) -> None:
-        self._trainer, self.places = trainer, places
+    told: what new ranks hear when they begin, of calls that were made before.
+    """
+
+    def __init__(self, trainer: "Trainer", places: int, told: list[list[Any]]) -> None:
+        self._trainer, self.places, self._told = trainer, places, told
         self._newcomers: Newcomers | None = None
         self._given_up = False
         self.comes = False  # those that were started are to join now
@@ -41,7 +46,7 @@ class Renewal:
             self.comes = self._newcomers.ready(topology)
             return
         missing = self.places - topology.size
-        self._newcomers = Newcomers(topology, missing)
+        self._newcomers = Newcomers(topology, missing, self._told)
         if topology.rank == 0:
             what = "a new rank was" if missing == 1 else f"{missing} new ranks were"
             log.warning("trainers: %s started, to join after a coming epoch", what)

@@ -10,7 +10,7 @@ ended by a loss, and the outermost one goes on.
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from allreduce import ending
 from allreduce.errors import RankLostError, UnavailableError
@@ -18,6 +18,7 @@ from allreduce.messages import losses
 from allreduce.messages.agreement import all_values, everywhere, known
 from allreduce.spares import NEWCOMER, Joining, Manned
 from allreduce.topology import Topology
+from trainers.earlier import Earlier
 from trainers.renewing import Renewal, RenewedError
 
 if TYPE_CHECKING:
@@ -63,6 +64,14 @@ class Call(Generic[ResultT]):
     def rejoin(self) -> None:
         """The ranks are others now, and have equal states: those after `trainer.steps`. Collective."""
 
+    def told(self, result: ResultT) -> Any:
+        """What JSON can hold of what the call returns, for ranks that join in a later one. Local."""
+        return result
+
+    def heard(self, told: Any) -> ResultT:
+        """What the call returned, of what was `told`. Local."""
+        return cast(ResultT, told)
+
     def keep(self) -> None:
         """The job stops after this: write down what it can be gone on from. Collective."""
 
@@ -80,7 +89,8 @@ class Survival:
         self._trainer, self.goes_on = trainer, goes_on
         self.renewal: Renewal | None = None  # where new ranks take the places of lost ones
         self._busy = self._known = False  # inside of a call; all ranks know that it is to be made again
-        self._again = False  # ranks that are started now could not find the call that these are in
+        self._again = False  # ranks that have waited could not find the call that these are in
+        self.earlier = Earlier()
         trainer.replica.undoable = True
 
     def run(self, call: Call[ResultT]) -> ResultT:
@@ -90,23 +100,49 @@ class Survival:
         """
         if self._busy:
             return call.run()
+        joins = isinstance(self._trainer.topology, Joining)
+        if joins and (answer := self.earlier.answer(call)):
+            return answer[0]
         self._busy = True
         try:
-            if isinstance(self._trainer.topology, Joining) and call.open():
+            self._say_who_comes(call)
+            if joins and call.open():
                 self._recover(call)
-            while True:
-                results, error, lost = self._attempt(call)
-                if not self._known and self._trainer.topology.finished(lost is None):
-                    if error is not None:
-                        raise error
-                    return results[0]
-                self._known = False
-                self._recover(call)
+            result = self._made(call)
+            if self._places_are_filled():
+                self.earlier.note(call, result)
+            return result
+        except Exception as error:
+            self.earlier.fail(call, error)
+            raise
         finally:
             self._busy = False
             if call.takes_newcomers:
                 self._again = True
                 self.let_go()
+
+    def _made(self, call: Call[ResultT]) -> ResultT:
+        while True:
+            results, error, lost = self._attempt(call)
+            if not self._known and self._trainer.topology.finished(lost is None):
+                if error is not None:
+                    raise error
+                return results[0]
+            self._known = False
+            self._recover(call)
+
+    def _places_are_filled(self) -> bool:
+        return self.renewal is not None and not isinstance(self._trainer.topology, Joining)
+
+    def _say_who_comes(self, call: Call[ResultT]) -> None:
+        """Before a fit: why nobody takes the place of a rank that is lost in it, where that was asked for. Local."""
+        if not call.takes_newcomers or self._trainer.rank:
+            return
+        empty = "trainers: a rank that is lost in this fit leaves its place empty: %s"
+        if self._places_are_filled() and self.earlier.lacking:
+            log.warning(empty, f"a new rank runs the program from its beginning, and {self.earlier.lacking}")
+        elif self._again and isinstance(self._trainer.topology, Manned):
+            log.warning(empty, "ranks that wait take places in the first fit only")
 
     def renew(self) -> None:
         """Between two epochs: have ranks come in where lost ones have left places. Collective.
@@ -114,7 +150,7 @@ class Survival:
         Raises RankLostError on all ranks when the call is to be made again, on other ranks.
         """
         renewal = self.renewal
-        if renewal is None or self._again or not renewal.wanted:
+        if renewal is None or self.earlier.lacking or not renewal.wanted:
             return
         try:
             self.by_all(renewal.look)
