@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from allreduce import children, ending, notices, trees
-from allreduce.arrays import dtypes, gpu, ops
+from allreduce.arrays import aligned, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, numbers
 from allreduce.arrays.workspace import Workspace
@@ -77,6 +77,7 @@ class AllReduce(Sparse):
     def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
         """A zeroed 1-D array of `length` elements where this backend reduces without a copy. Collective.
 
+        Of NumPy, its address is divisible by 64, so that XLA (JAX), too, works on it without copying.
         device: "cpu" for a NumPy array, "cuda" for a CuPy array; by default whichever this backend
         reduces where it is. A slice of the array is as good as the whole: it is reduced in place too.
         """
@@ -185,7 +186,7 @@ class AllReduce(Sparse):
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         if device != "cuda":
-            return np.zeros(length, dtype)
+            return aligned.zeros(length, dtype)
         gpu.choose_device(self.topology.node_rank)
         return gpu.cupy().zeros(length, dtype)
 

@@ -105,6 +105,7 @@ def arrays(reduce: AllReduce, dtype: str, wanted: tuple[int, ...]) -> Iterator[t
     large = reduce.allocate(max(wanted) + 2 * PAD, dtype)
     for length in wanted:
         whole = reduce.allocate(length, dtype)
+        assert length == 0 or whole.ctypes.data % 64 == 0  # or XLA copies it
         yield "allocated", length, whole, whole
         if reduce.size <= 3:  # a slice is found in the same way on any number of ranks, and many ranks take long
             yield "slice of allocated", length, large[PAD : PAD + length], large[: length + 2 * PAD]
