@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,14 @@ import allreduce.torch_backend  # noqa: F401
 from allreduce import Topology
 from allreduce.errors import OptionError
 from allreduce.torch_backend import Options
-from trainers.errors import NotFiniteError
+from trainers import (
+    CentralStorageTrainer,
+    EmbeddingNetwork,
+    MirroredTrainer,
+    ParameterServerTrainer,
+    SpareReplicasTrainer,
+)
+from trainers.errors import ArgumentError, NotFiniteError
 from trainers.pytorch import MirroredOptimizer
 
 TOPOLOGY = Topology()
@@ -223,6 +231,31 @@ def under_ddp() -> None:
     same(trained[1], trained[2])
 
 
+def numpy_network() -> None:
+    """Any number of ranks trains the table as one rank does; the batch of 4 leaves some without a row at its end."""
+    x = np.random.default_rng(0).integers(0, ROWS, size=(29, 6))
+    trained = []
+    for topology in (TOPOLOGY, TOPOLOGY.split(RANK)):
+        network = EmbeddingNetwork([4, 8, 2], words=ROWS, table_lr=2.0, optimizer="sgd", seed=1)
+        untouched = network.table[ROWS - 1].copy()
+        with MirroredTrainer(network, "ring", topology) as trainer:
+            trainer.fit(np.minimum(x, ROWS - 2), x[:, 0] % 2, epochs=3, batch_size=7, progress=False)
+        assert (network.table[ROWS - 1] == untouched).all()
+        trained.append(network)
+    np.testing.assert_allclose(trained[0].table, trained[1].table, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(trained[0].parameters, trained[1].parameters, rtol=1e-4, atol=1e-5)
+    assert np.abs(trained[0].table - EmbeddingNetwork([4, 8, 2], words=ROWS, seed=1).table).max() > 0.1
+    assert len(set(TOPOLOGY.world.allgather(trained[0].table.tobytes()))) == 1
+    for make in (
+        lambda: MirroredTrainer(trained[0], "ring", TOPOLOGY, update="sharded"),
+        lambda: CentralStorageTrainer(trained[0], TOPOLOGY),
+        lambda: SpareReplicasTrainer(trained[0], TOPOLOGY, spare=0),
+        lambda: ParameterServerTrainer(trained[0], TOPOLOGY),
+    ):
+        with pytest.raises(ArgumentError, match="table"):
+            make()
+
+
 def main() -> None:
     for name in MAKERS:
         trains_as_one_rank(name, "replicated", overlap=name == "sgd")
@@ -231,6 +264,7 @@ def main() -> None:
         joins(update)
         sparse_adam(update)
     other_gradients()
+    numpy_network()
     dist.init_process_group("allreduce")
     all_reduces()
     under_ddp()

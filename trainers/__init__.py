@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainers.mirrored import MirroredTrainer
     from trainers.parameter_server import ParameterServerTrainer
     from trainers.replica import Replica
+    from trainers.replicas.numpy.embedding import EmbeddingNetwork
     from trainers.replicas.numpy.network import NumpyNetwork
     from trainers.spare_replicas import SpareReplicasTrainer
     from trainers.terminating import Terminating
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CentralStorageTrainer",
     "Checkpoint",
+    "EmbeddingNetwork",
     "MirroredTrainer",
     "NumpyNetwork",
     "ParameterServerTrainer",
@@ -36,6 +38,7 @@ __all__ = [
 _HOMES = {
     "CentralStorageTrainer": "trainers.central_storage",
     "Checkpoint": "trainers.checkpoints",
+    "EmbeddingNetwork": "trainers.replicas.numpy.embedding",
     "MirroredTrainer": "trainers.mirrored",
     "NumpyNetwork": "trainers.replicas.numpy.network",
     "ParameterServerTrainer": "trainers.parameter_server",

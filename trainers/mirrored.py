@@ -13,17 +13,17 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
-from trainers import malloc, twins
-from trainers.backends import UPDATES, backend_for, compression_twice, own_memory, used_by
+from trainers import malloc
+from trainers.arguments import Arguments
+from trainers.backends import backend_for, own_memory, used_by
 from trainers.data import Batch
-from trainers.errors import ArgumentError
 from trainers.making import outlives_losses
-from trainers.on_failure import GOING_ON, refusal
 from trainers.outliving import Outliving
 from trainers.replica import Replica
 from trainers.sharded import ShardedUpdate, Update
 from trainers.stepping import FLAGS
 from trainers.surviving import Call
+from trainers.tables import Tables
 
 
 class MirroredTrainer(Outliving):
@@ -91,13 +91,16 @@ class MirroredTrainer(Outliving):
         self._owns_backend, self._owns_topology = not given, not given and topology is None
         ranks = allreduce.topology if isinstance(allreduce, AllReduce) else topology or Topology()
         try:
-            self._agree_on_arguments(ranks, replica, allreduce, topology, update, compress, copies, on_failure)
+            self._agree_on_arguments(
+                ranks, replica, Arguments(allreduce, topology, update, compress, copies, on_failure)
+            )
             self.allreduce = backend_for(allreduce, ranks, update, compress)
         except Exception as error:
             if self._owns_topology and everywhere(error, ranks.world):  # so all ranks come to the close
                 ranks.close()
             raise
         self.buffer: Any = None
+        self._tables = Tables(replica)
         self._untraced: AllReduce | None = None  # the backend, while another around it records its calls
         self._sharded: Update | None = None
         super().__init__(replica, ranks)  # from here on a loss abandons this trainer, whatever of it there is
@@ -115,33 +118,10 @@ class MirroredTrainer(Outliving):
             raise
         self._survive(on_failure)
 
-    def _agree_on_arguments(
-        self,
-        ranks: Topology,
-        replica: Replica,
-        allreduce: str | AllReduce,
-        topology: Topology | None,
-        update: str,
-        compress: str | None,
-        copies: int,
-        on_failure: str | None,
-    ) -> None:
+    def _agree_on_arguments(self, ranks: Topology, replica: Replica, given: Arguments) -> None:
         """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective."""
-        name = allreduce.name if isinstance(allreduce, AllReduce) else allreduce
-        error: Exception | None = None
-        if update not in UPDATES:
-            error = ArgumentError(f"update={update!r} is unknown; use one of {', '.join(UPDATES)}")
-        elif update == "sharded" and replica.device not in self.shares_updates_on:
-            error = ArgumentError(f'update="sharded" works on the CPU, and this replica is on {replica.device}')
-        elif isinstance(allreduce, AllReduce) and topology is not None and topology is not allreduce.topology:
-            error = ArgumentError(f"{allreduce!r} has a topology of its own; pass the backend's name, or no topology")
-        elif update != "sharded" and copies == 2:
-            error = ArgumentError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
-        error = (
-            error or compression_twice(allreduce, compress) or twins.refusal(copies, ranks.size, on_failure in GOING_ON)
-        )
-        error = error or refusal(on_failure, ranks, replica, None if self.remakes else allreduce)
-        row = f"MirroredTrainer({type(replica).__name__}, {name!r}, {update=}, {compress=}, {copies=}, {on_failure=})"
+        row = given.described(replica)
+        error = given.refused(ranks, replica, self.shares_updates_on, self.remakes)
         ranks.agree([zlib.crc32(row.encode())], row, error)
 
     def _unmake(self) -> None:
@@ -186,12 +166,14 @@ class MirroredTrainer(Outliving):
         if batch is None:
             self.buffer[:] = 0
             measured[:metrics] = 0
+            self._tables.leave_out()
         else:
             self._check_edits()
             if self._sharded is not None:
                 self._sharded.begin_batch()
             measured[:metrics] = self.replica.gradients(batch.x, batch.y, batch.share)
             measured[:metrics] *= batch.share
+            self._tables.take()
 
     def _step(self, flags: tuple[float, ...]) -> Any:
         measured = self._measured
@@ -202,6 +184,7 @@ class MirroredTrainer(Outliving):
         if self._sharded is None:
             self._reduce(self.allreduce, self.buffer)
             if not (self.tells_errors and measured[-1]):
+                self._tables.reduce(self.allreduce)
                 with self.span("update"):
                     self.replica.update()
             return measured

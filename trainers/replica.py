@@ -4,12 +4,24 @@ import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
+
+Rows = tuple[Any, Any]
+"""Which rows of a table, integers, and an array with a row of values for each of them."""
+
+
+class Table(NamedTuple):
+    """Parameters that are rows, of which a batch uses a few. shape, dtype: of one row of their gradients."""
+
+    name: str
+    rows: int
+    shape: tuple[int, ...]
+    dtype: str = "float32"
 
 
 class Replica(ABC):
@@ -23,6 +35,7 @@ class Replica(ABC):
     updated: names in `state` of all that an update changes besides "parameters": those, and what is counted.
     allocates: whether a step makes and frees memory of its own; the trainer then tells malloc to keep it.
     essentials: names in `config` whose values a saved model must share to be restored here.
+    tables: what is trained besides the parameters, by sparse gradients; they are no part of "parameters" in `state`.
     undoable: set where a batch may be computed once more, or left out: whether to keep what `undo` needs.
 
     x and y are NumPy arrays whose first axis is the sample; what the other axes mean is the replica's
@@ -37,6 +50,7 @@ class Replica(ABC):
     updated: tuple[str, ...] = ()
     allocates: bool = True
     essentials: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
     undoable: bool = False
 
     @abstractmethod
@@ -58,6 +72,13 @@ class Replica(ABC):
         Returns one number for each of `metrics`, means over these rows, as an array on `device` or a
         sequence; it is valid until the next call.
         """
+
+    def sparse_gradients(self) -> list[Rows]:
+        """Of each of `tables` what `gradients` found, with its `share`: rows in any order, and more than once."""
+        return []
+
+    def take_sparse(self, sums: list[Rows]) -> None:  # noqa: B027, nothing to do without tables
+        """Of each of `tables` the sums over all ranks, each row once, for the next `update`, which changes them."""
 
     def undo(self) -> None:  # noqa: B027, nothing to do where `gradients` changes nothing but gradients
         """The last `gradients` did not come into the model: forget what else it has changed.

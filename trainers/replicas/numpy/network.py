@@ -38,7 +38,7 @@ class NumpyNetwork(Replica):
     Raises ArgumentError.
     """
 
-    essentials = ("activation", "loss")
+    essentials: tuple[str, ...] = ("activation", "loss")
     allocates = False
 
     def __init__(
@@ -82,11 +82,16 @@ class NumpyNetwork(Replica):
             optimizer = OPTIMIZERS[config.pop("optimizer")](**config.pop("optimizer_options"))
             if config or state["parameters"].size != length_of(sizes):  # before memory is taken for such sizes
                 raise ArgumentError(f"{state['parameters'].size} parameters, sizes {sizes}, {config or 'nothing else'}")
+            cls._check_saved(sizes, names, state)
             network = cls(sizes, **names, optimizer=optimizer, device=device)
         except (TypeError, KeyError, OverflowError, ArgumentError) as error:
             raise ModelFileError(f"{path} describes no network that this version knows: {error!r}") from error
         network.load_state(state)
         return network
+
+    @classmethod
+    def _check_saved(cls, sizes: list[int], names: dict[str, Any], state: dict[str, np.ndarray]) -> None:
+        """Raise ArgumentError or KeyError where the state of a saved network can't be that of one made so."""
 
     def scale_input(self, shift: Any, scale: Any) -> None:
         """From now on the network sees (x - shift) * scale; scalars, or one number a feature.
@@ -133,8 +138,7 @@ class NumpyNetwork(Replica):
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
         rows = len(x)
         if rows == 0:
-            self._gradients[:] = 0
-            self._values[:] = 0
+            self._gradients[:] = self._values[:] = 0
             return self._values
         outputs = self._forward(x)
         targets = self._loss.targets(y)
@@ -248,6 +252,10 @@ class NumpyNetwork(Replica):
                 self._activation.derive(xp, below)
                 passed *= below
                 delta = passed
+        self._derive_input(delta)
+
+    def _derive_input(self, delta: Any) -> None:
+        """What lies below the first layer gets the derivative by that layer's output; here there is only x."""
 
     def _input(self, x: np.ndarray) -> Any:
         flat = self._xp.asarray(x.reshape(len(x), -1))
