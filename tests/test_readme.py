@@ -34,6 +34,7 @@ PRINTS = {
     "replica.py": r"epoch   5  loss 0\.\d+.*\n{'loss': 0\.\d+, 'accuracy': 0\.\d+}\n",
     "served.py": r"epoch  10  loss 0\.\d+.*\nupdates behind, and how many gradients: {0: \d+.*\naccuracy 0\.\d+\n",
     "everyone.py": "^$",
+    "words.py": r"epoch  10  loss 0\.\d+ ",
     "watched.py": r"epoch   2  loss .* val_loss ",
     "jax_train.py": r"epoch  10  loss 0\.\d+.*\n{'loss': 0\.\d+, 'accuracy': 0\.9\d+}\n",
     "goes_on.py": r"^0 epochs before; loss 0\.",
