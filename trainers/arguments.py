@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from allreduce.base import AllReduce
 from allreduce.topology import Topology
-from trainers import twins
+from trainers import holding, twins
 from trainers.backends import UPDATES, compression_twice
 from trainers.errors import ArgumentError
 from trainers.on_failure import GOING_ON, refusal
@@ -48,7 +48,8 @@ class Arguments(NamedTuple):
         if update != "sharded" and self.copies == 2:
             return ArgumentError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
         return (
-            compression_twice(given, self.compress)
+            holding.refusal(replica)
+            or compression_twice(given, self.compress)
             or twins.refusal(self.copies, ranks.size, self.on_failure in GOING_ON)
             or refusal(self.on_failure, ranks, replica, None if remakes else given)
         )

@@ -1,6 +1,5 @@
 """What all trainers share: fit, evaluate, predict, save, load, and the agreement of the ranks about them."""
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +9,7 @@ from typing import Any, TextIO, TypeVar
 import numpy as np
 
 from allreduce.messages import losses
-from allreduce.messages.agreement import combine, together, waiting
+from allreduce.messages.agreement import combine, together
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from trainers.admission import NO_TARGETS
@@ -22,7 +21,7 @@ from trainers.forward import evaluated, predicted
 from trainers.prefetch import AHEAD, wanted
 from trainers.ranks import Ranks
 from trainers.rejoining import FitCall
-from trainers.replica import Replica
+from trainers.replica import Hold, Replica
 from trainers.samples import Collate
 from trainers.saving import make_saver
 from trainers.surviving import Call, Loss, Survival
@@ -59,6 +58,7 @@ class Trainer(Ranks, ABC):
         self._survival: Survival | None = None  # where a rank may be lost without the others
         self._communication = stopwatch.make(replica.device)
         self._connect(topology)
+        replica.hold = Hold(self)
 
     @abstractmethod
     def _compute(self, batch: Batch | None) -> None:
@@ -212,15 +212,6 @@ class Trainer(Ranks, ABC):
         """The SHA-256 of every rank's parameters, by rank, the same on all ranks; mirrored replicas have equal ones."""
         return self._call(Call("parameters_sha256", self._parameters_sha256))
 
-    def _parameters_sha256(self) -> list[str]:
-        self._enter("parameters_sha256")
-        parameters = np.ascontiguousarray(together(self._comm, self.replica.state)["parameters"])
-        mine = np.frombuffer(hashlib.sha256(parameters.view(np.uint8).data).digest(), np.uint8)
-        everyone = np.empty((self.size, mine.size), np.uint8)
-        with waiting(self._comm, "parameters_sha256"):
-            self._comm.Allgather(mine, everyone)
-        return [each.tobytes().hex() for each in everyone]
-
     def note_step(self) -> None:
         """A step was taken. Local."""
         self.steps += 1
@@ -241,7 +232,7 @@ class Trainer(Ranks, ABC):
             return
         try:
             self._agree("close")
-            self.closed = True
+            self.closed, self.replica.hold = True, Hold()
             self.topology.release(self._comm, self)
             self._close()
         except Exception as error:
@@ -251,7 +242,7 @@ class Trainer(Ranks, ABC):
 
     def abandon(self) -> None:
         """Let go of everything without the other ranks, who may be lost. Local; the replica stays usable."""
-        self.closed = True
+        self.closed, self.replica.hold = True, Hold()
 
     def _close(self) -> None:
         """Free what a kind of trainer holds besides `_comm`."""
@@ -259,13 +250,14 @@ class Trainer(Ranks, ABC):
     def __enter__(self: TrainerT) -> TrainerT:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # after an exception the other ranks may not come to a collective close
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is None or self._in_step(error):  # or else others may not come to a collective close
             self.close()
 
     def _call(self, call: Call[ResultT]) -> ResultT:
         """Make a call, which survives lost ranks where that is asked for. Collective."""
         try:
+            self._check_open()
             return call.run() if self._survival is None else self._survival.run(call)
         finally:
             call.close()

@@ -135,7 +135,9 @@ class ParameterServerTrainer(ServedTrainer):
     def _compute(self, batch: Batch | None) -> None:
         measured = self.measured[: len(self.replica.metrics)]
         measured[:] = 0
-        if batch is not None and self.part is not None:
+        if batch is None:
+            self._gradients[:] = 0  # or a callback would look at those of a step before
+        elif self.part is not None:
             measured[:] = self.replica.gradients(batch.x, batch.y, batch.share)
             measured *= batch.share
 

@@ -1,5 +1,6 @@
 """What a trainer does with the other ranks besides training: agree, and hand each other a state."""
 
+import hashlib
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,8 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.errors import ClosedError
-from allreduce.messages.agreement import agree, together
+from allreduce.messages import losses
+from allreduce.messages.agreement import agree, everywhere, together, waiting
 from allreduce.topology import Topology
 from trainers.admission import look_at
 from trainers.mirroring import mirror
@@ -116,6 +118,19 @@ class Ranks:
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"this {type(self).__name__} is closed; make another to go on")
+
+    def _in_step(self, error: BaseException) -> bool:
+        """Whether all ranks leave a block by this error, so that they can go on together. Local."""
+        return isinstance(error, Exception) and everywhere(error, self._comm) and losses.lost(error) is None
+
+    def _parameters_sha256(self) -> list[str]:
+        self._enter("parameters_sha256")
+        parameters = np.ascontiguousarray(together(self._comm, self.replica.state)["parameters"])
+        mine = np.frombuffer(hashlib.sha256(parameters.view(np.uint8).data).digest(), np.uint8)
+        everyone = np.empty((self.size, mine.size), np.uint8)
+        with waiting(self._comm, "parameters_sha256"):
+            self._comm.Allgather(mine, everyone)
+        return [each.tobytes().hex() for each in everyone]
 
     def _mirror(self, whole: bool = True) -> None:
         """Give all replicas the state of rank 0's, as `mirroring.mirror` does."""

@@ -24,6 +24,16 @@ class Table(NamedTuple):
     dtype: str = "float32"
 
 
+class Hold:
+    """trainer: that has a replica, None for none. A copy of the replica is a free one."""
+
+    def __init__(self, trainer: Any = None) -> None:
+        self.trainer = trainer
+
+    def __reduce__(self) -> tuple[type["Hold"], tuple[()]]:
+        return Hold, ()
+
+
 class Replica(ABC):
     """One rank's copy of a model, with its loss and its optimizer.
 
@@ -37,6 +47,7 @@ class Replica(ABC):
     essentials: names in `config` whose values a saved model must share to be restored here.
     tables: what is trained besides the parameters, by sparse gradients; they are no part of "parameters" in `state`.
     undoable: set where a batch may be computed once more, or left out: whether to keep what `undo` needs.
+    hold: set by the trainer that has it.
 
     x and y are NumPy arrays whose first axis is the sample; what the other axes mean is the replica's
     business. They are valid during a call only: the trainer fills the same memory again for the next batch.
@@ -52,6 +63,7 @@ class Replica(ABC):
     essentials: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
     undoable: bool = False
+    hold = Hold()
 
     @abstractmethod
     def bind(self, buffer: Any) -> None:

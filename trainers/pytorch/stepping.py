@@ -69,9 +69,19 @@ class Stepper:
         self.skipped += averager.leaves_out()
         if averager.leaves_out() and self._sharded is not None and self._sharded.twins is not None:
             self._sharded.twins.left_out()
+        behind = self._some_are_behind()
         averager.stepped(release=self._sharded is not None)
-        if self._every and averager.steps % self._every == 0:
+        if self._every and averager.steps % self._every == 0 and not behind:
             compare = partial(
                 compare_replicas, averager.comm, self._optimizer, self._trained, self._sharded, *self._answer
             )
             averager.together("compares the replicas", compare)
+
+    def _some_are_behind(self) -> bool:
+        """Whether ranks have run out of batches in join(): those get the parameters when it ends, so they differ now.
+
+        Local, after the averages of a step; the same on all ranks.
+        """
+        averager = self._averager
+        counted = averager.rows if averager.joining and self._sharded is None else None
+        return counted is not None and counted.ranks() < averager.comm.size

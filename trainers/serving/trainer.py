@@ -16,7 +16,7 @@ from allreduce.messages.agreement import everywhere, known, together, wait_for
 from allreduce.messages.lanes import Lane, Pending
 from allreduce.messages.parcels import pieces
 from allreduce.topology import Topology
-from trainers import malloc
+from trainers import holding, malloc
 from trainers.base import Trainer
 from trainers.data import Batches
 from trainers.divergence import LEARNING_RATES
@@ -275,5 +275,5 @@ def agree_on_arguments(
         error = ArgumentError(f"{row} works on the CPU, and this replica is on {replica.device}")
     if error is None and on_failure == "replace":
         error = ArgumentError(f'{row}: on_failure="replace" is for trainers whose ranks take every step together')
-    error = error or refusal(on_failure, ranks, replica)
+    error = error or holding.refusal(replica) or refusal(on_failure, ranks, replica)
     ranks.agree([zlib.crc32(row.encode())], row, error)

@@ -1,0 +1,120 @@
+"""What sequences have found, each in its shortest form: `python tests/sequences found`. All are collective."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from fits import Does, Incident, WantedError
+from models import FEATURES, numpy_network
+from mpi4py import MPI
+
+from allreduce.errors import ClosedError
+from trainers import MirroredTrainer, ParameterServerTrainer
+from trainers.callbacks import CheckGradients
+from trainers.errors import ArgumentError
+
+
+def raised(action: Callable[[], object], *kinds: type[Exception]) -> None:
+    try:
+        action()
+    except kinds:
+        return
+    raise AssertionError(f"none of {kinds} was raised")
+
+
+def data(rows: int = 6) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(3).normal(size=(rows, FEATURES)).astype("float32")
+    return x, np.abs(x[:, :3]).argmax(1)
+
+
+def a_replica_has_one_trainer() -> None:
+    """A second one would train in the first one's memory, in which other ranks train too."""
+    replica, (x, y) = numpy_network("momentum", 1), data()
+    with MirroredTrainer(replica, "ring", update="sharded") as trainer:
+        for make in (MirroredTrainer, ParameterServerTrainer):
+            raised(lambda make=make: make(replica), ArgumentError)
+        with MirroredTrainer(replica.twin()) as other:  # which nobody has
+            other.fit(x, y, 1, 2, progress=False)
+        before = trainer.parameters_sha256()
+        trainer.fit(x, y, 1, 2, progress=False)
+        assert len(set(trainer.parameters_sha256())) == 1
+        assert trainer.parameters_sha256() != before
+
+
+def a_block_that_all_ranks_leave_by_an_error_closes_its_trainer() -> None:
+    """Otherwise the next trainer of the replica updates parameters that all ranks have in common, once a rank."""
+    (x, y), results = data(), []
+    for fails in (False, True):
+        replica = numpy_network("momentum", 1)
+
+        def block(fails: bool = fails, replica: Any = replica) -> None:
+            with MirroredTrainer(replica, "ring", update="sharded") as trainer:
+                trainer.fit(x, y, 1, 2, progress=False)
+                trainer.predict(x[:, 1:] if fails else x)
+
+        raised(block, ArgumentError) if fails else block()
+        with MirroredTrainer(replica, "ring") as trainer:
+            trainer.fit(x, y, 2, 2, progress=False)
+        results.append({name: np.array(array) for name, array in replica.state().items()})
+    for name, array in results[0].items():
+        assert np.array_equal(results[1][name], array), name
+
+
+def an_error_is_told_and_not_the_nan_of_an_earlier_fit() -> None:
+    """A rank that has failed brings gradients of zero, also to who looks at them."""
+    x, y = data()
+    bad = x.copy()
+    bad[:] = np.nan
+    for servers in (1, (0,)):
+        with ParameterServerTrainer(numpy_network("sgd", 1), servers=servers, updates="sync") as trainer:
+            trainer.fit(bad, y, 1, 6, progress=False, callbacks=[CheckGradients("skip")])
+            does = Does(Incident("raise", "batch_begin", 0, 0, 0))
+            callbacks = [CheckGradients("raise"), *([does] if trainer.rank == 1 else [])]
+            fit = partial(trainer.fit, x, y, 1, 6, progress=False, callbacks=callbacks)
+            raised(fit, WantedError)
+
+
+def a_closed_trainer_says_so() -> None:
+    """Also where ranks may be lost: it had asked for the ranks of a communicator that was freed."""
+    x, y = data()
+    trainer = MirroredTrainer(numpy_network("sgd", 1))
+    trainer.close()
+    for action in (lambda: trainer.predict(x), lambda: trainer.fit(x, y), lambda: trainer.surviving(list)):
+        raised(action, ClosedError)
+
+
+def join_compares_no_rank_that_has_left() -> None:
+    """It gets the parameters in the end, and until then it differs: that is no divergence."""
+    import torch
+
+    from trainers.pytorch import MirroredOptimizer
+
+    model = torch.nn.Linear(FEATURES, 3)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with MirroredOptimizer(plain, model, check_every=1) as optimizer:
+        with optimizer.join():
+            for _ in range(1 + optimizer.topology.rank):
+                optimizer.zero_grad()
+                model(torch.ones(2, FEATURES)).sum().backward()
+                optimizer.step()
+        weight = model.weight.detach().numpy().tobytes()
+        assert len(set(optimizer.topology.world.allgather(weight))) == 1
+
+
+FOUND = (
+    a_replica_has_one_trainer,
+    a_block_that_all_ranks_leave_by_an_error_closes_its_trainer,
+    an_error_is_told_and_not_the_nan_of_an_earlier_fit,
+    a_closed_trainer_says_so,
+)
+
+
+FOUND_WITH_TORCH = (join_compares_no_rank_that_has_left,)
+
+
+def run_found(torch: bool) -> None:
+    for check in FOUND + FOUND_WITH_TORCH * torch:
+        check()
+        if MPI.COMM_WORLD.rank == 0:
+            print(check.__name__, flush=True)

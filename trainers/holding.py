@@ -1,0 +1,16 @@
+"""A replica has one trainer at a time, in whose memory its gradients are, and perhaps its parameters."""
+
+from trainers.errors import ArgumentError
+from trainers.replica import Replica
+
+
+def refusal(replica: Replica) -> ArgumentError | None:
+    """Why no trainer can be made on this replica now. Local."""
+    trainer = replica.hold.trainer
+    if trainer is None or trainer.closed or trainer.being_made:
+        return None
+    kind, holder = type(replica).__name__, type(trainer).__name__
+    return ArgumentError(
+        f"this {kind} has a {holder} already, in whose memory it is, and with it other ranks may have parts of its "
+        f"state: close() that first, on all ranks (`with {holder}(...) as trainer:` does), or make another {kind}"
+    )
