@@ -1,5 +1,6 @@
 """MirroredOptimizer: replicas that differ are copied again, and gradients that are no numbers are named or left out."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -87,6 +88,34 @@ def test_who_brings_nan(world: MPI.Intracomm, flat: allreduce.Topology, overlap:
             ends.append([each.detach().clone() for each in model.parameters()])
     for end in ends[:2]:
         assert all(torch.equal(here, there) for here, there in zip(end, ends[2], strict=True))
+
+
+def test_a_step_that_is_left_out_leaves_no_statistics(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Of none of its forwards; those of evaluation, and of copies of the model, are nobody's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    with mirrored(sgd(model), model, topology=flat, check_gradients="skip") as optimizer:
+
+        def step(*batches: Any) -> dict[str, Any]:
+            optimizer.zero_grad()
+            for batch in batches[1:]:
+                with optimizer.no_sync():
+                    model(batch).sum().backward()
+            model(batches[0]).sum().backward()
+            optimizer.step()
+            return {name: each.clone() for name, each in model.named_buffers()}
+
+        good, bad = torch.arange(12.0).reshape(4, 3), torch.full((4, 3), float("nan"))
+        before = step(good)
+        model.eval()(bad)
+        model.train()
+        after = step(good + world.rank, bad, good)
+        assert optimizer.steps_skipped == 1
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        copied = copy.deepcopy(model)
+        copied(good)
+        assert step(good)["0.num_batches_tracked"] == copied[0].num_batches_tracked == 2
+    assert not model._forward_pre_hooks
 
 
 @both_updates

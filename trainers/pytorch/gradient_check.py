@@ -11,6 +11,7 @@ from trainers import finite
 from trainers.errors import NotFiniteError
 from trainers.finite import Findings, Place
 from trainers.pytorch.buffers import Memory
+from trainers.pytorch.forwards import Forwards
 from trainers.pytorch.sparse import SparseGradients
 from trainers.replicas.pytorch.tensors import numpy_dtype
 
@@ -48,6 +49,7 @@ class GradientCheck:
         self._largest = min(map(finite.largest, dtypes))
         self._own = Findings()
         self.left_out = False  # the step of these gradients is left out on all ranks
+        self.forwards: Forwards | None = None  # what is undone then
 
     def begin(self) -> None:
         """A backward begins. Local."""

@@ -23,6 +23,7 @@ from trainers.pytorch import checks, choices
 from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
 from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compare
 from trainers.pytorch.family import DROPPED, Family
+from trainers.pytorch.forwards import Forwards, OnForward
 from trainers.pytorch.gradient_check import GradientCheck
 from trainers.pytorch.placement import AfterLoading
 from trainers.pytorch.sharded import ShardedOptimizer
@@ -125,6 +126,12 @@ def _make(
         averager.check = GradientCheck(
             options.check_gradients, averager.names, averager.buckets, averager.sparse, owned
         )
+    if options.check_gradients == "skip":
+        assert averager.check is not None
+        forwards = averager.check.forwards = Forwards(model)
+        hook = model.register_forward_pre_hook(OnForward(forwards))
+        made.callback(hook.remove)
+        local.callback(hook.remove)
     family.add(averager)
     return Parts(backend, averager, sharded, trained, frozen, made, local)
 

@@ -64,8 +64,9 @@ class MirroredOptimizer(Life, Optimizer):
         `source` again, a rank, or the "majority" (the lowest rank's of the most frequent), and go on.
     check_gradients: look at every rank's gradients before they are averaged. "raise": NaN and infinite ones make all
         ranks raise a NotFiniteError that names the rank that brought them; "skip": no rank takes that step (one with
-        a closure raises). Buffers keep what forward has made of them: NaN of an input stays in the running statistics
-        of batch norm (trainers undo that). Costs one reading of the gradients, and a small message.
+        a closure raises), and the model's buffers, the running statistics of batch norm say, become what they were
+        before it was called for that step. Costs one reading of the gradients, a small message, and with "skip" a copy
+        of the buffers.
     trace: a file for Perfetto that `close` writes: compute, each bucket, waits and updates of all ranks; or a Trace.
 
     All ranks must do the same in the same order: creating, backward, `step`, `synchronize` and `close` are

@@ -67,6 +67,8 @@ class Stepper:
         """What a step ends with."""
         averager = self._averager
         self.skipped += averager.leaves_out()
+        if averager.check is not None and averager.check.forwards is not None:
+            averager.check.forwards.stepped(averager.leaves_out())
         if averager.leaves_out() and self._sharded is not None and self._sharded.twins is not None:
             self._sharded.twins.left_out()
         behind = self._some_are_behind()
