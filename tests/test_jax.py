@@ -1,9 +1,11 @@
 """JAX on several ranks: trainers with JaxReplica, and the collectives of allreduce.jax."""
 
+import json
 import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import launch
 import pytest
@@ -11,6 +13,7 @@ from conftest import JobRunner, lacking
 
 # What one rank or replica has compiled, the others take from there.
 QUICK = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+VARIANTS = ("none", "replica", "pmean", "gloo")
 SILENT = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # of compilations that take long, on busy cores
 CACHE = launch.ROOT / ".pytest_cache" / "jax"
 
@@ -47,3 +50,13 @@ def test_without_jax_the_extra_is_named() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=launch.ROOT, timeout=60)
     assert done.returncode
     assert 'pip install ".[jax]" in the checkout' in done.stderr
+
+
+def test_benchmark(mpirun: JobRunner, tmp_path: Path) -> None:
+    """All variants, JAX's own collectives among them, in the same processes."""
+    options = ["--parameters", "0.02", "--steps", "2", "--batch", "4", "--json", tmp_path / "out.json"]
+    job = mpirun(2, ["-m", "benchmarks.jax_step", *options], timeout=300, env=SILENT)
+    assert job.returncode == 0, job.stdout + job.stderr
+    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert {name: len(each) for name, each in result["ms"].items()} == dict.fromkeys(VARIANTS, 2)
+    assert all(value > 0 for each in result["ms"].values() for value in each)

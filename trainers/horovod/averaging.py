@@ -1,5 +1,6 @@
 """Gradients are averaged while backward goes on: each, or each group, as soon as all of it is there."""
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,10 @@ from trainers.horovod.process_sets import ProcessSet
 from trainers.horovod.sparse import sparse_allreduce_async
 
 Group = tuple[torch.Tensor, ...]
+FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # in the environment, in bytes, as Horovod has it
+FUSION_BYTES = (
+    1 << 20
+)  # a call of a name costs as much as moving some 100 KiB; larger tensors need no copy by themselves
 
 
 class Averaging:
@@ -40,6 +45,7 @@ class Averaging:
         self._process_set = process_set
         learning = [parameter for parameter in parameters if parameter.requires_grad]
         reduces("DistributedOptimizer", self._op, learning)
+        self._given = groups is not None
         self._groups = _groups(learning, groups)
         self._group_of = {parameter: group for group in self._groups for parameter in group}
         self._left: dict[torch.Tensor, int] = {}  # backward passes until it is averaged
@@ -63,6 +69,11 @@ class Averaging:
         self._watch(learning)
 
     @property
+    def calls(self) -> int:
+        """How many reductions a step has."""
+        return len(self._groups)
+
+    @property
     def under_way(self) -> bool:
         """Whether gradients are being averaged."""
         return bool(self._handles)
@@ -76,7 +87,7 @@ class Averaging:
         """Average what has not come, as zeros where there is nothing, and wait for all. Collective."""
         if not self._active:
             return
-        for group in self._groups:
+        for group in list(self._groups):
             if group not in self._handles:
                 self._submit(group)
         try:
@@ -107,6 +118,9 @@ class Averaging:
             self._handles[group] = sparse_allreduce_async(gradients[0], name, self._op, self._process_set)
             return
         if any(each.is_sparse for each in gradients) and not self._sparse_as_dense:
+            if not self._given:
+                self._part(group)
+                return
             raise ArgumentError(f"the group of {name} has sparse gradients: give sparse_as_dense=True, or no groups")
         dense = [each.to_dense() if each.is_sparse else each for each in gradients]
         short, contexts = zip(*map(self._compression.compress, dense), strict=True)
@@ -116,6 +130,17 @@ class Averaging:
         else:
             handle = grouped_allreduce_async_(short, None, name, self._op, before, after, self._process_set)
         self._handles[group] = handle, contexts
+
+    def _part(self, group: Group) -> None:
+        """Of a group that was made here some gradients turn out to be sparse: these go by themselves from now on."""
+        parts: list[Group] = [(each,) for each in group if _gradient(each).is_sparse]
+        if dense := tuple(each for each in group if not _gradient(each).is_sparse):
+            parts.append(dense)
+        at = self._groups.index(group)
+        self._groups[at : at + 1] = parts
+        for part in parts:
+            self._group_of.update(dict.fromkeys(part, part))
+            self._submit(part)
 
     def _take(self, group: Group, handle: Any) -> None:
         """Wait, and put averages into gradients."""
@@ -164,7 +189,7 @@ def names_of(
 def _groups(learning: list[torch.Tensor], asked: "int | Sequence[Sequence[torch.Tensor]] | None") -> list[Group]:
     """Which gradients are averaged together. Raises ArgumentError."""
     if asked is None:
-        return [(parameter,) for parameter in learning]
+        return _fused(learning, _threshold())
     if isinstance(asked, int):
         if asked <= 0:
             raise ArgumentError(f"groups={asked}: give a number above 0, or lists of parameters")
@@ -179,3 +204,26 @@ def _groups(learning: list[torch.Tensor], asked: "int | Sequence[Sequence[torch.
     grouped = [tuple(each for each in group if id(each) in own) for group in asked]
     taken = {id(each) for each in members}
     return [group for group in grouped if group] + [(each,) for each in learning if id(each) not in taken]
+
+
+def _threshold() -> int:
+    """Up to how many bytes are averaged in one call. Raises ArgumentError."""
+    given = os.environ.get(FUSION_THRESHOLD, str(FUSION_BYTES))
+    if not given.isdecimal():
+        raise ArgumentError(f"{FUSION_THRESHOLD}={given!r} in the environment: give a number of bytes, or 0")
+    return int(given)
+
+
+def _fused(learning: list[torch.Tensor], threshold: int) -> list[Group]:
+    """Neighbours of `threshold` bytes together, in the order in which backward comes to them: from the last one on."""
+    groups: list[Group] = []
+    group: list[torch.Tensor] = []
+    held = 0
+    for parameter in reversed(learning):
+        nbytes = parameter.numel() * parameter.element_size()
+        if group and held + nbytes > threshold:
+            groups.append(tuple(group))
+            group, held = [], 0
+        group.append(parameter)
+        held += nbytes
+    return [*groups, tuple(group)] if group else groups

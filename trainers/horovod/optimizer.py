@@ -113,11 +113,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         each parameter's by itself; nothing is averaged in backward then, so groups and sparse_as_dense change nothing,
         and states of ranks differ.
     gradient_predivide_factor: with Average, what part of the division comes before the sum.
-    groups: how many groups of gradients are averaged together, or which; all others go by themselves.
+    groups: how many groups of gradients are averaged together, or which; all others go by themselves. By default
+        neighbours go together up to 1 MiB, or HOROVOD_FUSION_THRESHOLD bytes of the environment (0: each by itself).
     sparse_as_dense: sparse gradients are averaged as dense ones.
     process_set: of the ranks that average; on others this is the plain optimizer.
 
-    A gradient is averaged as soon as backward has it. Raises ArgumentError.
+    A group of gradients is averaged as soon as backward has all of it. Raises ArgumentError.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ArgumentError("gradient_predivide_factor goes with op=hvd.Average alone")

@@ -1,0 +1,232 @@
+"""The time of one JAX training step on several ranks, by how gradients are averaged.
+
+    mpirun -n 2 python -m benchmarks.jax_step --json out.json
+
+"none": each rank by itself, compiled as one function. "replica": JaxReplica, whose gradients are reduced in the memory
+of the backend. "pmean": allreduce.jax.pmean inside of the compiled step. "gloo": JAX's own collectives between these
+processes. One step of each in turn, so that a machine that drifts hits all alike; the slowest rank's time.
+
+A network of 784 features, two equal hidden layers and 10 classes, SGD, float32. Every rank computes with one thread
+unless XLA_FLAGS says otherwise.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import allreduce
+from allreduce import Topology
+from allreduce.messages.agreement import all_values, root_value
+from benchmarks import cli
+from benchmarks.measuring.lineup import check_names
+from benchmarks.showing import outputs
+
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # before JAX is imported
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+try:
+    import jax
+    import jax.numpy as jnp
+    import optax
+except ImportError as error:
+    raise SystemExit(f'benchmarks.jax_step needs JAX ({error}): pip install ".[jax]" in the checkout') from error
+
+import allreduce.jax as ours
+from trainers.replicas.jax import JaxReplica
+
+PROGRAM = "benchmarks.jax_step"
+FEATURES, CLASSES, RATE = 784, 10, 0.01
+VARIANTS = ("none", "replica", "pmean", "gloo")
+
+Step = Callable[[], None]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.parser(PROGRAM, __doc__)
+    add = parser.add_argument
+    add("--parameters", type=_millions, default=[2.4, 10.0], metavar="M,M", help="millions (default: 2.4,10)")
+    add("--batch", type=cli.at_least(1), default=32, metavar="N", help="rows per rank (default: 32)")
+    add("--steps", type=cli.at_least(1), default=40, metavar="N", help="timed steps of each variant (default: 40)")
+    add("--variants", type=cli.names, default=list(VARIANTS), metavar="A,B", help=f"some of {', '.join(VARIANTS)}")
+    add("--allreduce", choices=allreduce.NAMES, default="auto", metavar="NAME", help="(default: auto)")
+    add("--json", metavar="FILE", help="write the results as JSON")
+    return parser
+
+
+def _millions(text: str) -> list[float]:
+    return [cli.at_least(0.01, float)(part) for part in text.split(",")]
+
+
+def model(millions: float) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Weights and biases of about so many millions of parameters."""
+    width = max(1, round((-FEATURES - CLASSES + ((FEATURES + CLASSES) ** 2 + 4e6 * millions) ** 0.5) / 2))
+    random, sizes = np.random.default_rng(0), [FEATURES, width, width, CLASSES]
+    return [
+        (random.standard_normal((a, b), np.float32) * np.float32((2 / a) ** 0.5), np.zeros(b, np.float32))
+        for a, b in itertools.pairwise(sizes)
+    ]
+
+
+def apply(params: Any, x: Any) -> Any:
+    for weights, bias in params[:-1]:
+        x = jax.nn.relu(x @ weights + bias)
+    return x @ params[-1][0] + params[-1][1]
+
+
+def loss(output: Any, y: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(output, y).mean()
+
+
+def _changed(params: Any, state: Any, x: Any, y: Any, mean: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+    """One step of SGD, with `mean` of the gradients."""
+    value, gradients = jax.value_and_grad(lambda tree: loss(apply(tree, x), y))(params)
+    changes, state = optax.sgd(RATE).update(mean(gradients), state, params)
+    return optax.apply_updates(params, changes), state, value
+
+
+def _looping(step: Any, params: Any, x: Any, y: Any) -> Step:
+    held = [params, optax.sgd(RATE).init(params)]
+
+    def run() -> None:
+        held[0], held[1], value = step(*held, x, y)
+        jax.block_until_ready((held[0], value))
+
+    return run
+
+
+def compiled(params: Any, x: Any, y: Any, mean: Callable[[Any], Any]) -> Step:
+    """A step that is one compiled function, which knows of no other process."""
+    step = jax.jit(partial(_changed, mean=mean), donate_argnums=(0, 1))
+    return _looping(step, jax.tree.map(jnp.array, params), x, y)
+
+
+def replica(params: Any, x: Any, y: Any, reduce: Any) -> Step:
+    """What a MirroredTrainer does with a JaxReplica in a step."""
+    trained = JaxReplica(apply, loss, params, optax.sgd(RATE))
+    buffer = reduce.allocate(trained.gradient_length, trained.gradient_dtype)
+    trained.bind(buffer)
+
+    def run() -> None:
+        trained.gradients(x, y, 1 / reduce.size)
+        reduce(buffer, "sum")
+        trained.update()
+
+    return run
+
+
+def connect(topology: Topology) -> None:
+    """Make JAX's own group of these processes. Collective; before JAX computes anything."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    local = len(set(all_values(topology.world, socket.gethostname(), "meet for gloo"))) == 1
+    host = "127.0.0.1" if local else socket.getfqdn()
+    with socket.create_server((host if local else "", 0)) as listener:
+        port = listener.getsockname()[1]
+    host, port = root_value(topology.world, [host, port], "meet for gloo")
+    jax.distributed.initialize(f"{host}:{port}", topology.size, topology.rank, local_device_ids=[0])
+
+
+def gloo(params: Any, x: Any, y: Any) -> Step:
+    """One compiled function of all processes, with JAX's own mean."""
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as Spec
+
+    mesh = Mesh(np.array(jax.devices()), ("ranks",))
+    whole, rows = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec("ranks"))
+
+    def mean(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, "ranks"), tree)
+
+    def changed(params: Any, state: Any, x: Any, y: Any) -> tuple[Any, Any, Any]:
+        params, state, value = _changed(params, state, x, y, mean)
+        return params, state, jax.lax.pmean(value, "ranks")
+
+    mapped = jax.shard_map(
+        changed,
+        mesh=mesh,
+        in_specs=(Spec(), Spec(), Spec("ranks"), Spec("ranks")),
+        out_specs=(Spec(), Spec(), Spec()),
+        check_vma=False,
+    )
+    place = jax.make_array_from_process_local_data
+    return _looping(
+        jax.jit(mapped, donate_argnums=(0, 1)),
+        jax.tree.map(lambda leaf: place(whole, leaf), params),
+        place(rows, x),
+        place(rows, y),
+    )
+
+
+def measure(topology: Topology, options: argparse.Namespace, millions: float) -> dict[str, list[float]]:
+    """Milliseconds of each step of the slowest rank, by variant. Collective."""
+    params, random = model(millions), np.random.default_rng(topology.rank)
+    x = random.standard_normal((options.batch, FEATURES), np.float32)
+    y = random.integers(0, CLASSES, options.batch).astype(np.int32)
+    with allreduce.create(options.allreduce, topology) as reduce:
+        makers: dict[str, Callable[[], Step]] = {
+            "none": lambda: compiled(params, x, y, lambda tree: tree),
+            "replica": lambda: replica(params, x, y, reduce),
+            "pmean": lambda: compiled(params, x, y, lambda tree: ours.pmean(tree, reduce)),
+            "gloo": lambda: gloo(params, x, y),
+        }
+        steps = {name: makers[name]() for name in options.variants}
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for number in range(options.steps + 2):
+            for name, step in steps.items():
+                topology.world.Barrier()
+                begin = time.perf_counter()
+                step()
+                if number >= 2:
+                    times[name].append(1e3 * (time.perf_counter() - begin))
+        jax.effects_barrier()
+    for each in times.values():
+        slowest = np.array(each)
+        topology.world.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
+        each[:] = slowest.tolist()
+    return times
+
+
+def table(times: dict[str, list[float]]) -> str:
+    lines = [f"{'':<10}{'median ms':>10}{'min':>8}{'p90':>8}"]
+    for name, each in times.items():
+        p90 = sorted(each)[-1 - len(each) // 10]
+        lines.append(f"{name:<10}{statistics.median(each):>10.1f}{min(each):>8.1f}{p90:>8.1f}")
+    return "\n".join(lines)
+
+
+def _run(topology: Topology, options: argparse.Namespace) -> int:
+    outputs.check(topology.world, {"--json": options.json})
+    check_names(topology, "--variants", options.variants, VARIANTS)
+    if "gloo" in options.variants:
+        connect(topology)
+    results = []
+    for millions in options.parameters:
+        times = measure(topology, options, millions)
+        results.append({"parameters": millions, "ms": times})
+        if topology.rank == 0:
+            print(f"{topology}: {millions:g} M parameters, batch {options.batch}", table(times), sep="\n", flush=True)
+    if "gloo" in options.variants:
+        jax.distributed.shutdown()
+    if topology.rank == 0:
+        outputs.put(options.json, json.dumps({"ranks": topology.size, "batch": options.batch, "results": results}))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit code. Collective."""
+    with Topology() as topology:
+        options = cli.parse_together(_parser(), argv, topology.world)
+        return cli.run_together(PROGRAM, topology.world, lambda: _run(topology, options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
