@@ -7,6 +7,12 @@ while all is well, because nobody waits for a second.
 Waits in loops of ours (agreements, lanes of the worker) end in an error that is raised there. A wait inside of
 MPI can't be left: its error is printed, and the job ends.
 
+Ranks that wait in different places, one in a backend's call and one in an agreement, say, end by the time-out, and are
+told long before where all of them are. That they wait for ever is never certain: a rank may come to a call by another
+thread than the one that waits, also by one that Python does not know (XLA's, autograd's). Not every call needs all
+ranks, so a rank may be behind in one that others have left, for a message that a bad link holds back. And where ranks
+have roles (servers) they come to a place unequally often, so that counts don't tell who is behind.
+
 Where ranks may die while others go on (messages/losses.py) it also listens for that, in `losses.HEAR_SECONDS`: what
 a topology communicates with is revoked then, so that waits inside of MPI come out, and `lost` tells our own loops.
 """
@@ -21,13 +27,7 @@ from contextlib import contextmanager, suppress
 from mpi4py import MPI
 
 from allreduce import ending
-from allreduce.errors import (
-    AllReduceError,
-    CollectiveTimeoutError,
-    DisagreementError,
-    OptionError,
-    RankLostError,
-)
+from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError, OptionError, RankLostError
 from allreduce.messages import losses, stacks, watchdog
 from allreduce.messages.notes import ENDED, STALLED, WAITING, WENT_ON, Call, Notes, Wait
 from allreduce.notices import log
