@@ -80,6 +80,29 @@ def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRu
     assert "a server was lost" in came["no server"]["error"]
 
 
+def test_slices_of_servers_that_are_kept_twice_outlive_them(mpirun: JobRunner) -> None:
+    """One that others were a step ahead of; two, of which one dies in the repair; down to one; and that one."""
+    losing = ["sync:3:unkept", "async:3:behind,repaired", "sync:2:met", "async:2:third fit", "sync:2:kept,kept"]
+    job = mpirun(8, [TRAINING.with_name("servers.py"), *losing], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    *all_came, failed = [json.loads(line) for line in job.stdout.splitlines()]
+    assert [(came["updates"], came["servers"], came["lost"]) for came in all_came] == [
+        ("sync", 2, 1), ("async", 1, 2), ("sync", 1, 1), ("async", 1, 1),
+    ]  # fmt: skip
+    for came in all_came:
+        assert len(set(came["sha256"])) == 1
+        assert came["moved"] == [True] * 4
+        alone = came["alone"]["history"]
+        assert [sum(epoch["staleness"]) for epoch in came["history"] if len(alone) == 8] in ([], [came["parts"]] * 8)
+        exact = {"rtol": 1e-4} if came["updates"] == "sync" else {"atol": 0.25}  # whose order of updates is anybody's
+        np.testing.assert_allclose([e["loss"] for e in came["history"]], [e["loss"] for e in alone], **exact)
+        if came["updates"] == "sync":
+            np.testing.assert_allclose(came["predicted"], came["alone"]["predicted"], rtol=1e-3)
+    assert [sum(epoch["staleness"]) for epoch in all_came[0]["history"]] == [5, 2, 5, 5]  # it was stopped
+    assert job.stderr.count("one server is left: nobody else keeps its slice") == 3
+    assert "a server was lost, and with it its slice" in failed["error"]
+
+
 @pytest.mark.parametrize("kind", ["mirrored", "central"])
 def test_ranks_that_wait_take_the_places_of_lost_ones(mpirun: JobRunner, kind: str, tmp_path: Path) -> None:
     job = mpirun(6, [TRAINING.with_name("joining.py"), kind, tmp_path], ulfm=True, timeout=120)

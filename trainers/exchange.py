@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from allreduce.arrays.dtypes import BFLOAT16
 from allreduce.errors import CommunicationError
 from allreduce.messages.agreement import all_values, known, root_value, waiting
 from allreduce.messages.parcels import LARGEST, broadcast, pieces
+from trainers.rescue import Arrays, Piece
 
 # What `dtype.str` says of arrays of numbers, behind the order of bytes, and of texts, not of objects.
 DTYPES = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "V1", "V2"}
@@ -43,6 +45,25 @@ def sent(comm: MPI.Intracomm, state: dict[str, np.ndarray], root: int, what: str
         state = {name: np.empty(shape, NAMED.get(dtype, dtype)) for name, dtype, shape in shapes}
     broadcast(comm, state.values(), root, what)
     return state
+
+
+def pieces_sent(
+    comm: MPI.Intracomm, own: Sequence[Piece], chosen: Sequence[tuple[int, int]], what: str
+) -> list[tuple[Arrays, Arrays]]:
+    """What has slices, and the rest, of pieces that ranks have, on all ranks. Collective.
+
+    own: this rank's. chosen: of each the rank that has it, and its number there.
+    """
+    found = []
+    for rank, number in chosen:
+        sliced, rest = own[number][4:] if comm.rank == rank else ({}, {})
+        parts = sent(comm, _contiguous(sliced), rank, what), sent(comm, _contiguous(rest), rank, what)
+        found.append(parts)
+    return found
+
+
+def _contiguous(arrays: Arrays) -> Arrays:
+    return {name: np.asarray(array, order="C") for name, array in arrays.items()}
 
 
 def _told(dtype: np.dtype) -> str:

@@ -223,6 +223,7 @@ class Fit(Steps):
         """The last step is taken once more. Local."""
         number, step, _ = self.place
         self.place, self.taken = Place(number, step - 1), self.taken - 1
+        self.stopped = False  # whoever wants to stop says it once more
         self.meter.step_back()
 
     def save_now(self) -> None:

@@ -14,7 +14,7 @@ from allreduce.spares import NEWCOMER, Joining, Manned
 from allreduce.topology import Topology
 from trainers.backends import backend_for
 from trainers.base import Trainer
-from trainers.exchange import sent
+from trainers.exchange import pieces_sent, sent
 from trainers.on_failure import GOING_ON
 from trainers.renewing import Renewal
 from trainers.rescue import MEASURED, Choice, Piece, choose, joined
@@ -23,7 +23,6 @@ from trainers.surviving import Survival
 from trainers.twins import NOT_KEPT
 
 RATES = "trainer.learning_rates"  # what ranks hand each other besides a replica's state, as MEASURED
-NO_PIECE = Piece(0, 0, 0, 0, {}, {})
 NEWEST = "take on the newest state of the ranks that are left"
 
 
@@ -171,12 +170,7 @@ class Outliving(Trainer):
         if chosen is None:
             self.steps = max(steps for steps, _ in sides)
             return False
-        parts = []
-        for rank, number in chosen.pieces:
-            piece = own[number] if comm.rank == rank else NO_PIECE
-            sliced = sent(comm, _contiguous(piece.sliced), rank, NEWEST)
-            parts.append((sliced, sent(comm, _contiguous(piece.rest), rank, NEWEST)))
-        state = joined(parts)
+        state = joined(pieces_sent(comm, own, chosen.pieces, NEWEST))
         measured = self._measured_of(chosen, [steps for steps, _ in sides], state["parameters"])
         together(comm, lambda: self._take_on(chosen.step, state, measured))
         return True
@@ -212,7 +206,3 @@ class Outliving(Trainer):
 
     def _go_on(self) -> None:
         self._rescued = None
-
-
-def _contiguous(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: np.asarray(array, order="C") for name, array in arrays.items()}

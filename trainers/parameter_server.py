@@ -6,31 +6,28 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.messages.agreement import all_values, combine, everywhere
+from allreduce.messages.agreement import everywhere
 from allreduce.topology import Topology
 from trainers.base import Trainer
-from trainers.data import Batch, Batches
+from trainers.data import Batches
 from trainers.errors import ArgumentError
 from trainers.fitting import Fit
 from trainers.making import outlives_losses
 from trainers.replica import Replica
-from trainers.serving.choices import bad_options, server_ranks
-from trainers.serving.dealer import Dealer
-from trainers.serving.parcels import GRADIENTS, MEET, NOTHING, PUSH, WORK, Head, Parcel
-from trainers.serving.parts import HOW_FAR, Parts
-from trainers.serving.rounds import collect
-from trainers.serving.rows import Rows
+from trainers.serving.choices import bad_copies, bad_options, server_ranks
+from trainers.serving.epochs import AsynchronousEpochs
+from trainers.serving.parts import Parts
 from trainers.serving.staleness import Rule
-from trainers.serving.stream import Stream
-from trainers.serving.trainer import ServedTrainer, agree_on_arguments, ended
+from trainers.serving.steps import StepsTogether
+from trainers.serving.trainer import agree_on_arguments
 from trainers.stepping import FLAGS
 
 
-class ParameterServerTrainer(ServedTrainer):
+class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):
     """Parameters sharded over servers, gradients from workers; servers and workers are ranks of their own.
 
     The flat parameters are cut into one slice of equal bytes a server, so large arrays are split. Each server holds
-    the optimizer's state of its slice.
+    the optimizer's state of its slice; with copies=2 another one has it too, and can be gone on from.
 
     updates="sync": a step waits for all workers, and the workers divide the batch: the training of MirroredTrainer,
     to float tolerance, and the same bits in every run.
@@ -63,6 +60,7 @@ class ParameterServerTrainer(ServedTrainer):
         warm_up: int = 0,
         learning_rate: str = "keep",
         fetch_ahead: bool = True,
+        copies: int = 1,
         on_failure: str | None = None,
     ) -> None:
         """Make the replicas equal, and move their parameters and gradients into memory of the trainer. Collective.
@@ -78,14 +76,19 @@ class ParameterServerTrainer(ServedTrainer):
             that the updates of one batch go as far as one update by its mean would.
         fetch_ahead: false: a worker gets parameters only after its last gradients were applied. It waits more, and
             its gradients are less stale.
+        copies: 2: another server, on another node as far as there are such, has each slice too, so that a server may be
+            lost: the others divide the parameters anew, and go on. Costs a message between two servers, of the slice
+            with what the optimizer keeps for it, while the workers compute: after each step; with updates="async"
+            after as many updates as a batch has parts, or when it can, so a few parts are computed once more.
         on_failure: as of MirroredTrainer: with "continue" a worker that is lost is simply missing, and its rows go to
-            the others at once. The loss of a server ends the training, since nobody else has its slice.
+            the others at once. The loss of a server, without copies, ends the training: nobody else has its slice.
 
         Raises ArgumentError or DisagreementError on all ranks, and leaves nothing behind.
         """
         ranks = topology or Topology()
         chosen, error = server_ranks(servers, ranks.size)
         error = error or bad_options(updates, stale, max_staleness, warm_up, learning_rate)
+        error = error or bad_copies(copies, len(chosen), self._has_lost)
         if error is None and (stale == "scale" or learning_rate == "divide") and not replica.learning_rates:
             error = ArgumentError(
                 f"{type(replica).__name__} has no learning rate that can be set, so leave out "
@@ -93,7 +96,7 @@ class ParameterServerTrainer(ServedTrainer):
             )
         row = (
             f"ParameterServerTrainer({type(replica).__name__}, {servers=}, {updates=}, {stale=}, {max_staleness=}, "
-            f"{warm_up=}, {learning_rate=}, {fetch_ahead=}, {on_failure=})"
+            f"{warm_up=}, {learning_rate=}, {fetch_ahead=}, {copies=}, {on_failure=})"
         )
         try:
             agree_on_arguments(ranks, replica, row, error, on_failure)
@@ -102,16 +105,16 @@ class ParameterServerTrainer(ServedTrainer):
                 ranks.close()
             raise
         workers = tuple(rank for rank in range(ranks.size) if rank not in chosen)
-        self.updates, self._sync = updates, updates == "sync"
+        self.updates, self._sync, self._copies = updates, updates == "sync", copies
         self.steps_together = self._sync
         self._warm_up, self._fetch_ahead, self._first_workers = warm_up, bool(fetch_ahead), len(workers)
         self._rule = Rule(stale, max_staleness, 1 / len(workers) if learning_rate == "divide" else 1.0)
         thread, owns, metrics = "" if self._sync else "ask", topology is None, len(replica.metrics)
         super().__init__(replica, ranks, chosen, workers, metrics, thread, owns, on_failure)
         self.measured = np.zeros(metrics + len(FLAGS))
-        self._epoch = Parts()
-        self._applied = False  # the step after `steps` has been taken here
-        self._collected: list[np.ndarray] = []  # this server's slices of the gradients of a step, until it is updated
+        self._collected = []
+        self._epoch = Parts(0, self._own_part)
+        self._share_again()
 
     # When a rank was lost
 
@@ -120,181 +123,42 @@ class ParameterServerTrainer(ServedTrainer):
         self.parts = len(self.workers) if self._sync else self._first_workers  # parts are dealt, to whoever is there
 
     def _agree_on_progress(self) -> None:
-        return self._finish_step() if self._sync else self._epoch.agree(self._comm, self._shard is not None)
+        if self._sync:
+            self._finish_step()
+        else:
+            self._epoch.agree(self._comm, self._shard is not None, self._own_part)
 
-    def _finish_step(self) -> None:
-        """Servers wait for each other before they update: when one has done so, all have the gradients of that step."""
-        taken = self.steps + self._applied
-        newest = max(all_values(self._comm, taken, HOW_FAR))
-        if taken < newest and self._collected:
-            self._update_collected()
-        self.steps, self._applied, self._collected = newest, False, []
-
-    # Steps that all ranks take together
-
-    def _compute(self, batch: Batch | None) -> None:
-        measured = self.measured[: len(self.replica.metrics)]
-        measured[:] = 0
-        if batch is None:
-            self._gradients[:] = 0  # or a callback would look at those of a step before
-        elif self.part is not None:
-            measured[:] = self.replica.gradients(batch.x, batch.y, batch.share)
-            measured *= batch.share
-
-    def _step(self, flags: tuple[float, ...]) -> Any:
-        measured = self.measured
-        measured[len(self.replica.metrics) :] = flags
-        self._communication.start()
-        combine(self._comm, measured, "a step of fit")
-        self._communication.stop()
-        if measured[-1]:  # a rank has failed
-            return measured
-        self._push_and_take() if self._desk is None else self._serve_step()
-        return measured
-
-    def _push_and_take(self) -> None:
-        client = self._client
-        assert client is not None
-        for server in range(len(self.servers)):
-            client.expect(server)
-        client.push([Head(GRADIENTS, self.steps)] * len(self.servers), self._gradients)
-        client.answered()
-        client.take(self._parameters)
-        self.replica.refresh()
-        self._applied = True
-
-    def _serve_step(self) -> None:
-        desk, shard = self._desk, self._shard
-        assert desk is not None
-        assert shard is not None
-        desk.open([PUSH])
-        found = collect(desk, self.steps, len(self.workers), desk.clear)
-        self._collected = [arrival.parcel.body for arrival in found.used]
-        if self._survival is not None and len(self.servers) > 1:
-            self._meet_servers()
-        self._update_collected()
-        reply = desk.parcel()
-        reply.head = Head(WORK, self.steps + 1, shard.version)
-        reply.body[:] = shard.parameters
-        for arrival in found.used:
-            desk.clear(arrival)
-            desk.reply(reply, arrival.worker, whole=True)
-        self._epoch.counts.apply(0)
-
-    def note_step(self) -> None:
-        super().note_step()
-        self._applied, self._collected = False, []
-
-    def _meet_servers(self) -> None:
-        """Wait until all servers have the gradients of this step."""
-        others = [rank for rank in self.servers if rank != self.rank]
-        nothing = np.empty(0, np.uint8)
-        requests = [self._messages.Irecv(nothing, rank, MEET) for rank in others]
-        requests += [self._messages.Isend(nothing, rank, MEET) for rank in others]
-        self._waits.all_of(requests, "have all servers get the gradients of a step")
-
-    def _update_collected(self) -> None:
-        assert self._shard is not None
-        self._shard.add_up(self._collected)
-        with self.span("update"):
-            self._shard.update()
-        self._applied = True
-
-    # Asynchronous epochs
+    # Epochs
 
     def _meter(self, batches: Batches) -> Any:
         return Trainer._meter(self, batches) if self._sync else super()._meter(batches)
 
     def _begin_fit(self) -> None:
-        self._epoch = Parts()
+        self._fits += 1
+        self._epoch = Parts(self._fits, self._own_part)
 
     def _run_epoch(self, fit: Fit, number: int) -> None:
-        self._epoch.begin(number, 0 if self._shard is None else fit.batches.steps * self.parts)
+        parts = fit.batches.steps * (1 if self._sync else self.parts)
+        self._epoch.begin(number, 0 if self._shard is None else parts, self._own_part)
+        self._first = self.steps - fit.place.step
         run = fit.together if self._sync else partial(self._work if self._desk is None else self._serve, fit)
         try:
             run(number)
         except Exception as error:
             if everywhere(error, self._comm):  # so all ranks come to this
-                self._spread()
+                self._come_together()
             raise
+        self._come_together()
+
+    def _come_together(self) -> None:
+        """All ranks, and the servers' twins, have what the servers have. Collective."""
+        if self._twin is not None:
+            if not self._sync:
+                self._pass_on(marked=True)
+            self._twin.meet()
         self._spread()
-
-    def _serve(self, fit: Fit, number: int) -> None:
-        assert self._desk is not None
-        assert self._shard is not None
-        dealer = None
-        everyone = range(len(self.workers))
-        if self.rank == self.servers[0]:
-            active = everyone[:1] if number < self._warm_up else everyone
-            dealer = Dealer(np.flatnonzero(~self._epoch.dealt).tolist(), active, self._rule.bound, self._fetch_ahead)
-        apply, halts = partial(self._apply, fit), partial(self._halts, fit)
-        Stream(self._desk, self._shard, self._rule, dealer, apply, halts, self._epoch).serve(everyone)
-
-    def _apply(self, fit: Fit, parcel: Parcel, factor: float) -> None:
-        """Update this server's slice by what a worker has sent."""
-        shard, step = self._shard, parcel.head.step // self.parts
-        assert shard is not None
-
-        def update() -> None:
-            fit.begin_batch(step)
-            with self.span("update"):
-                shard.apply(parcel.body, factor)
-            self.measured[: len(self.replica.metrics)] = parcel.measures
-            fit.end_batch(step)
-
-        fit.guarded(update)
-
-    def _halts(self, fit: Fit) -> bool:
-        """Whether this rank wants the epoch to end."""
-        return fit.error is not None or self.stop_training
-
-    def _work(self, fit: Fit, number: int) -> None:
-        client, lane = self._client, self._lane
-        assert client is not None
-        assert lane is not None
-        rows = Rows(fit.batches, number, self.parts, fit.fetches_ahead)
-        client.begin()
-
-        def fetch() -> None:
-            client.fetch(self._halts(fit))
-            if (coming := client.replies[0].head).kind == WORK:
-                rows.prepare(coming.step)
-
-        fetch()
-        while (head := client.replies[0].head).kind == WORK:
-            versions = client.take(self._parameters)
-            self.replica.refresh()
-            coming = lane.submit(fetch)
-            with ended(coming):
-                computed = fit.guarded(partial(self._compute_part, fit, rows, head.step))
-                kind, gradients = (GRADIENTS, self._gradients) if computed else (NOTHING, None)
-                halts = self._halts(fit)
-                heads = [Head(kind, head.step, version, halts) for version in versions]
-                client.push(heads, gradients, self.measured[: len(self.replica.metrics)])
-                if computed:
-                    fit.guarded(partial(fit.end_batch, head.step // self.parts))
-            self._communication.start()
-            coming.wait()
-            self._communication.stop()
-        client.bye()
-
-    def _compute_part(self, fit: Fit, rows: Rows, number: int) -> bool:
-        """Gradients and metrics of a part that was dealt; false when it has no rows. May raise anything."""
-        step = number // self.parts
-        with self.span("data"):
-            batch = rows.take(number)
-        if not len(batch.x):
-            return False
-        fit.begin_batch(step)
-        measured = self.measured[: len(self.replica.metrics)]
-        with self.span("compute"):
-            measured[:] = self.replica.gradients(*fit.checked(batch)[:2], 1.0)
-        if fit.unusable(self._gradients, self.replica):
-            return False
-        self._tally.add(measured, len(batch.x), step)
-        return True
 
     def _end_epoch(self) -> dict[str, Any]:
         if not self._sync:
             self._tally.collect(self._comm, self._shard is None or self._shard.is_finite())
-        return self._told(self._epoch.counts)
+        return self._told(self._epoch.counts())

@@ -61,6 +61,7 @@ def _parameter_server(chosen: argparse.Namespace, replica: Replica, topology: To
         max_staleness=chosen.max_staleness,
         warm_up=chosen.warm_up,
         learning_rate=chosen.lr_by_workers,
+        copies=chosen.copies,
         on_failure=chosen.on_failure,
     )
 
@@ -84,7 +85,7 @@ STRATEGIES = {
     ),
     "parameter_server": Strategy(
         "server ranks hold the parameters; workers fetch them and send gradients",
-        {"servers": None, "updates": "async", **ASYNC_ONLY, "on_failure": None},
+        {"servers": None, "updates": "async", **ASYNC_ONLY, "copies": 1, "on_failure": None},
         _parameter_server,
     ),
     "spare_replicas": Strategy(
@@ -116,7 +117,8 @@ def add_options(group: Any) -> None:
     )  # fmt: skip
     add(
         "--copies", type=integer(1), metavar="N",
-        help="2: what one rank alone would have (a slice with --update sharded, the storage) another one keeps too, so "
+        help="2: what one rank alone would have (a slice with --update sharded, the storage, a server's slice where "
+        "there are at least 2 servers) another one keeps too, so "
         f"that no checkpoint is needed when it is lost; costs a message a step (default: 1; {_of('copies')})",
     )  # fmt: skip
     add(

@@ -13,7 +13,7 @@ from benchmarks.injecting import model, notes, reasons
 from benchmarks.injecting.disagreements import DISAGREEMENTS
 from benchmarks.injecting.jobs import Ended
 from benchmarks.injecting.kinds import KINDS, TOLD_SECONDS
-from benchmarks.injecting.plans import BATCH, EPOCHS, ROWS, Fault, Plan
+from benchmarks.injecting.plans import BATCH, EPOCHS, ROWS, TWINS, Fault, Plan
 
 SURVIVED, REFUSED, ORDERLY, HUNG, WRONG, OF_MPI, ENDED = OUTCOMES = (
     "survived", "refused", "orderly", "hung", "wrong", "MPI's own", "ended",
@@ -124,12 +124,17 @@ def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
     lost = {fault.rank for fault in happened if fault.kind == "kill"}
     if lost & set(plan.holders):
         return "RankLostError: a server was lost"
+    workers = set(range(plan.ranks - plan.servers))
+    remade = any(fault.point == "mirror" for fault in happened)  # perhaps in the making: then other ranks are servers
+    left_alone = "RankLostError: all workers were lost|leaves no worker" if remade or workers <= lost else ""
+    if plan.program in TWINS:
+        both = remade or len(lost - workers) > 1  # of two servers one may have been the other's twin
+        return "|".join(words for words in ("RankLostError: a server was lost" * both, left_alone) if words)
     if plan.copies > 1 and len(lost) > 1 and not plan.checkpoint:  # one may have kept the other's slice
         return "RankLostError: a rank was lost in .* that alone had a part"
     if plan.program == "spare ranks" and set(range(plan.ranks - plan.spares)) <= lost:
         return "RankLostError: all ranks that worked were lost"
-    workers = set(range(plan.ranks - plan.servers))
-    return "RankLostError: all workers were lost|leaves no worker" if plan.servers and workers <= lost else ""
+    return left_alone if plan.servers else ""
 
 
 def _refused(left: dict[int, Notes], happened: Sequence[Fault]) -> tuple[str, str]:
@@ -174,7 +179,7 @@ def _accuracy(plan: Plan, end: dict[str, Any], right: float) -> str:
 
 def _updates(plan: Plan, end: dict[str, Any]) -> str:
     """Every part of every batch must have come into the model once."""
-    if plan.program != "asynchronous servers":
+    if not plan.program.startswith("asynchronous"):
         return ""
     wanted = ROWS // BATCH * end["parts"]
     return "" if set(end["updates"]) == {wanted} else f"epochs of {end['updates']} updates, and not of {wanted}"

@@ -40,6 +40,8 @@ PROGRAMS = {
     "central storage": Program(3, "training", checkpoints=(3, 7)),
     "synchronous servers": Program(3, "training", checkpoints=(0, 7), least=3),
     "asynchronous servers": Program(3, "training", checkpoints=(0, 7), exact=False, together=False, least=3),
+    "synchronous twin servers": Program(2, "training", checkpoints=(0, 7), least=4),
+    "asynchronous twin servers": Program(2, "training", checkpoints=(0, 7), exact=False, together=False, least=4),
     "spare replicas": Program(3, "training", checkpoints=(0, 7), exact=False, together=False),
     "spare ranks": Program(3, "training", BACKENDS, checkpoints=(0, 7), least=3),
     "replacement": Program(2, "training", BACKENDS, checkpoints=(0, 7)),
@@ -48,6 +50,8 @@ PROGRAMS = {
     "calls": Program(5, "calls", BACKENDS),
     "disagreement": Program(4, "disagreeing", BACKENDS),
 }
+
+TWINS = ("synchronous twin servers", "asynchronous twin servers")  # programs whose servers keep each other's slices
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,9 @@ def _made(plan: Plan, topology: Topology | None) -> Trainer:
         return CentralStorageTrainer(replica, topology, **options)
     if plan.program == "spare replicas":
         return SpareReplicasTrainer(replica, topology, spare=plan.spares, **options)
-    if plan.program == "synchronous servers":
+    if plan.program in ("synchronous servers", "synchronous twin servers"):
         return ParameterServerTrainer(replica, topology, servers=plan.servers, updates="sync", **options)
-    if plan.program == "asynchronous servers":
+    if plan.program in ("asynchronous servers", "asynchronous twin servers"):
         return ParameterServerTrainer(replica, topology, servers=plan.servers, max_staleness=8, **options)
     update = "sharded" if plan.program == "sharded" else "replicated"
     return MirroredTrainer(replica, plan.backend, topology, update=update, **options)

@@ -412,6 +412,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stale": "drop"}, "needs max_staleness"),
     ({"max_staleness": -1}, "at least 0"),
     ({"updates": "sync", "warm_up": 1}, "no use"),
+    ({"copies": 2}, "there is only one server; give servers=2 or more"),
+    ({"copies": 3}, "copies=3: give 1, or 2"),
 ]
 
 

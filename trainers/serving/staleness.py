@@ -31,7 +31,7 @@ class Rule(NamedTuple):
 
 
 class Counts:
-    """How many applied gradients were 0, 1, 2, ... updates behind, and how many were dropped.
+    """behind: how many applied gradients were 0, 1, 2, ... updates behind. dropped: how many were not applied.
 
     cut_short: whether the epoch was ended before its last step.
     """
@@ -40,8 +40,3 @@ class Counts:
         self.behind: list[int] = []
         self.dropped = 0
         self.cut_short = False
-
-    def apply(self, staleness: int) -> None:
-        """One more that was so many updates behind."""
-        self.behind += [0] * (staleness + 1 - len(self.behind))
-        self.behind[staleness] += 1

@@ -7,7 +7,7 @@ from trainers.serving.dealer import END, Dealer
 from trainers.serving.desk import Arrival, Desk
 from trainers.serving.parcels import AGAIN, ASK, BYE, GRADIENTS, PUSH, WORK, Head, Parcel, check
 from trainers.serving.parcels import END as NO_WORK
-from trainers.serving.parts import Parts
+from trainers.serving.parts import DROPPED, NOTHING, Parts
 from trainers.serving.shard import Shard
 from trainers.serving.staleness import Rule
 
@@ -23,15 +23,16 @@ class Stream:
     apply: updates the shard by what a worker has sent, with this factor of the learning rate; raises nothing.
     halts: whether this rank wants the epoch to end.
     epoch: what of it was done before, which is not applied again; the rest is noted there.
+    applied: is called when gradients were applied, and noted.
     """
 
     def __init__(
         self, desk: Desk, shard: Shard, rule: Rule, dealer: Dealer | None, apply: Apply, halts: Callable[[], bool],
-        epoch: Parts,
+        epoch: Parts, applied: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
         self._desk, self._shard, self._rule, self._dealer = desk, shard, rule, dealer
-        self._apply, self._halts = apply, halts
-        self.counts, self._done = epoch.counts, epoch.done
+        self._apply, self._halts, self._applied = apply, halts, applied
+        self._epoch = epoch
         self._held: list[Arrival] = []  # gradients that would break the bound
         self._asked: deque[Arrival] = deque()  # workers that can't be dealt a part yet, the first first
         self._taken = 0  # pushes
@@ -43,7 +44,7 @@ class Stream:
         while present:
             arrival = self._desk.next("be asked by workers")
             head = arrival.parcel.head
-            check(head, arrival.tag, len(self._done), self._shard.version)
+            check(head, arrival.tag, self._epoch.parts, self._shard.version)
             if self._dealer is not None and (head.halt or self._halts()):
                 self._dealer.stop()
             if arrival.tag == ASK:
@@ -53,10 +54,13 @@ class Stream:
                 continue
             else:
                 self._held.append(arrival)
-            if self._apply_what_may():
+            applied = self._apply_what_may()
+            if applied:
                 self._keep_waiting()
             self._answer_who_may()
-        self.counts.cut_short = self._dealer is not None and self._dealer.cut_short
+            if applied and self._applied is not None:
+                self._applied()
+        self._epoch.cut_short = self._dealer is not None and self._dealer.cut_short
         self._desk.drain()
 
     def _apply_what_may(self) -> bool:
@@ -87,15 +91,15 @@ class Stream:
         head = arrival.parcel.head
         if self._dealer is not None:
             self._dealer.done(arrival.worker)
-        if head.kind == GRADIENTS and not self._done[head.step]:
-            staleness = self._shard.version - head.version
-            factor = self._rule.factor(staleness)
+        outcome = NOTHING
+        if head.kind == GRADIENTS and not self._epoch.has(head.step):
+            outcome = self._shard.version - head.version
+            factor = self._rule.factor(outcome)
             if factor:
                 self._apply(arrival.parcel, factor)
-                self.counts.apply(staleness)
             else:
-                self.counts.dropped += 1
-        self._done[head.step] = True
+                outcome = DROPPED
+        self._epoch.note(head.step, outcome)
         self._taken += 1
         self._desk.clear(arrival)
 

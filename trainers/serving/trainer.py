@@ -33,6 +33,8 @@ from trainers.serving.waits import Waits
 from trainers.surviving import Survival
 from trainers.watching import stopwatch
 
+LOST = "a server was lost, and with it its slice of the parameters and of the optimizer's state"
+
 
 class ServedTrainer(Trainer):
     """Creating it is collective.
@@ -57,7 +59,7 @@ class ServedTrainer(Trainer):
         dtype = dtypes.parse(replica.gradient_dtype)
         self._gradients = np.zeros(replica.gradient_length, dtype)
         self._parameters = np.zeros(replica.gradient_length, dtype)
-        self._slices = [chunk(replica.gradient_length, len(servers), number) for number in range(len(servers))]
+        self._divide()
         self._desk: Desk | None = None
         self._client: Client | None = None
         self._shard: Shard | None = None
@@ -92,7 +94,9 @@ class ServedTrainer(Trainer):
 
     def _renumber(self, arguments: dict[str, Any], former: tuple[int, ...]) -> None:
         servers = arguments.get("servers", 1)
-        if not isinstance(servers, int):  # of those that are left; the last rank where none is
+        if isinstance(servers, int):
+            arguments["servers"] = min(servers, max(1, len(former) - 1))  # as long as two are left, one is a worker
+        else:  # of those that are left; the last rank where none is
             arguments["servers"] = [place for place, rank in enumerate(former) if rank in servers] or 1
         if "spare" in arguments:
             arguments["spare"] = min(arguments["spare"], len(former) - 1)
@@ -104,21 +108,33 @@ class ServedTrainer(Trainer):
         self.workers = tuple(places[rank] for rank in self.workers if rank in places)
         super()._reconnect(topology)
         self._take_part()
-        if not self._lost_servers and self.workers:
+        if self._goes_on_serving():
             measures, dtype, thread = self._serves
             self._lane = self._make_lane(thread) if thread else None
             self._meet(measures, dtype, thread)
 
+    def _divide(self) -> None:
+        """Cut the parameters into one slice a server. Local."""
+        servers = len(self.servers)
+        self._slices = [chunk(self._parameters.size, servers, number) for number in range(servers)]
+
+    def _goes_on_serving(self) -> bool:
+        """Whether those that are left are servers and workers enough; prepares for it. Local."""
+        return not self._lost_servers and bool(self.workers)
+
     def _restore(self) -> bool:
         """All ranks take on what the servers have. RankLostError on all ranks when no training can go on from it."""
-        if self._lost_servers or not self.workers:
-            why = "a server was lost, and with it its slice of the parameters and of the optimizer's state"
-            if not self._lost_servers:
-                why = "all workers were lost, and servers do not compute"
-            raise known(RankLostError(f"{why}; go on from the last checkpoint (resume=True, --resume)"), self._comm)
+        if self._lost_servers:
+            raise self._stopped(LOST)
+        if not self.workers:
+            raise self._stopped("all workers were lost, and servers do not compute")
         self._agree_on_progress()
         self._spread()
         return True
+
+    def _stopped(self, why: str) -> RankLostError:
+        """The error that all ranks raise, since nobody can go on."""
+        return known(RankLostError(f"{why}; go on from the last checkpoint (resume=True, --resume)"), self._comm)
 
     def _take_part(self) -> None:
         """Which part of every batch this rank takes. Local."""
