@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 
 import allreduce
 from allreduce import errors
-from trainers.errors import ArgumentError
+from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+from trainers.errors import ArgumentError, ModelFileError
 from trainers.keras import AverageMetrics, MirroredOptimizer, SaveOnFirstRank, StartFromFirstRank, WarmUp, shard
+from trainers.replicas.keras import KerasReplica
 
 topology = allreduce.Topology()
 rank, size = topology.rank, topology.size
@@ -191,10 +194,157 @@ def check_errors() -> None:
     raised(ArgumentError, lambda: WarmUp(scale=0))
 
 
+ACCURACY = {"accuracy": keras.metrics.sparse_categorical_accuracy}
+
+
+def replica(seed: int, optimizer: Any = None, norm: bool = False, **options: Any) -> KerasReplica:
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(7, activation="tanh", **options), keras.layers.Dense(4)]
+    if norm:
+        layers[1:1] = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
+    return KerasReplica(
+        keras.Sequential([keras.Input((6,)), *layers]), LOSS, optimizer or keras.optimizers.Adam(0.02), ACCURACY
+    )
+
+
+def learned(trainer: Any, epochs: int = 1) -> Any:
+    history = trainer.fit(X[:50], Y[:50], epochs=epochs, batch_size=16, progress=False)
+    scores = trainer.evaluate(X[:50], Y[:50])
+    assert scores == topology.world.bcast(scores)
+    return trainer.replica.state()["parameters"].copy(), history
+
+
+def check_trainers() -> None:
+    """P ranks train as one, with each strategy; models of other ranks than 0 begin as others and become equal."""
+    with topology.split(rank) as self, MirroredTrainer(replica(0), "native", self) as trainer:
+        history = trainer.fit(X[:50], Y[:50], epochs=1, batch_size=16, progress=False)
+        wanted = trainer.replica.state()["parameters"].copy()
+    made: dict[str, Callable[[], Any]] = {
+        "replicated": partial(MirroredTrainer, replica(rank), "auto", topology),
+        "sharded": partial(MirroredTrainer, replica(rank), "shared", topology, update="sharded"),
+        "central": partial(CentralStorageTrainer, replica(rank), topology, storage=size - 1),
+    }
+    for name, make in made.items():
+        with make() as trainer:
+            found, its = learned(trainer)
+            np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5, err_msg=name)
+            np.testing.assert_allclose([e.loss for e in its], [e.loss for e in history], rtol=1e-3, err_msg=name)
+            assert topology.world.bcast(found.tobytes()) == found.tobytes(), name
+        np.testing.assert_array_equal(trainer.replica.state()["parameters"], found, err_msg=name)
+    for make in (
+        partial(MirroredTrainer, replica(rank, norm=True), "ring", topology, update="sharded"),
+        partial(ParameterServerTrainer, replica(rank), topology, servers=1),
+        partial(SpareReplicasTrainer, replica(rank, norm=True), topology, spare=1),
+    ):
+        with make() as trainer:
+            _, epochs = learned(trainer, 3)
+            assert epochs[-1].loss < epochs[0].loss
+            state = b"".join(
+                each.tobytes() for name, each in sorted(trainer.replica.state().items()) if "model" in name
+            )
+            assert isinstance(trainer, SpareReplicasTrainer) or topology.world.bcast(state) == state
+    clipped = keras.optimizers.Adam(0.02, global_clipnorm=1.0)
+    text = raised(ArgumentError, lambda: MirroredTrainer(replica(0, clipped), "shared", topology, update="sharded"))
+    assert 'need whole arrays. Use update="replicated"' in text
+
+
+def check_slices() -> None:
+    """Two replicas on one memory, each of which updates its part, end as one does, and so does their state."""
+    kinds: list[Callable[[], Any]] = [
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.Nadam(0.02, weight_decay=0.1, gradient_accumulation_steps=2),
+    ]
+    for kind in kinds:
+        whole, first, second = (replica(0, kind()) for _ in range(3))
+        for each in (whole, first, second):  # begun in one piece
+            each.gradients(X, Y, 1.0)
+            each.update()
+        memory, slopes = (np.zeros(whole.gradient_length, "float32") for _ in range(2))
+        parts = {first: slice(0, 13), second: slice(13, whole.gradient_length)}
+        for each in parts:
+            each.bind_parameters(memory)
+            each.bind(slopes)
+        for _ in range(3):
+            whole.gradients(X, Y, 1.0)
+            whole.update()
+            first.gradients(X, Y, 1.0)
+            for each, part in parts.items():
+                each.update(part)
+                each.refresh()
+        ours, theirs = whole.state(), first.state()
+        np.testing.assert_allclose(memory, ours["parameters"], rtol=2e-5, atol=1e-6)
+        for entry in whole.elementwise:
+            for each, part in parts.items():
+                np.testing.assert_allclose(each.elements(entry, part), ours[entry][part], rtol=1e-4, atol=1e-6)
+                theirs[entry][part] = each.elements(entry, part)
+        first.bind_parameters(np.empty_like(memory))
+        first.load_state(theirs)
+        for each in (whole, first):
+            each.gradients(X, Y, 1.0)
+            each.update()
+        np.testing.assert_allclose(first.state()["parameters"], whole.state()["parameters"], rtol=5e-5, atol=1e-6)
+        second.update(slice(5, 5))
+
+
+def check_replica(folder: Path) -> None:
+    """Gradients are weighted; batches can be undone; files, twins, rates and what is refused."""
+    ours, other = replica(0, norm=True), replica(1, norm=True)
+    buffer = np.full(ours.gradient_length, np.nan, "float32")
+    ours.bind(buffer)
+    ours.undoable = True
+    before, random = ours.state(), ours.local_state()
+    values = ours.gradients(X, Y, 0.25)
+    assert any((ours.state()[name] != array).any() for name, array in before.items())
+    ours.undo()
+    assert all((ours.state()[name] == array).all() for name, array in before.items())
+    quarter = buffer.copy()
+    ours.load_local_state(random)
+    ours.gradients(X, Y, 1.0)
+    np.testing.assert_allclose(4 * quarter, buffer, rtol=1e-4, atol=1e-6)
+    assert np.isfinite(values).all()
+    ours.update()
+    path = str(folder / f"replica{rank}.npz")
+    ours.save(path)
+    other.restore(path)
+    for each in (other, ours.twin()):
+        for name, array in ours.state().items():
+            np.testing.assert_array_equal(array, each.state()[name])
+    np.testing.assert_allclose(ours.evaluate(X, Y) / len(X), ours.twin().evaluate(X, Y) / len(X), rtol=1e-5)
+    assert ours.gradients(X[:0], Y[:0], 0.0) == [0.0, 0.0]
+    assert not buffer.any()
+    assert ours.predict(X[:0]).shape == (0, 4)
+    ours.learning_rates = [0.5]
+    assert ours.learning_rates == [0.5]
+    schedule = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 10))
+    assert replica(0, schedule).learning_rates == []
+    constant = replica(0, kernel_regularizer=keras.regularizers.L2(1.0))
+    assert constant.evaluate(X, Y)[0] > 1.5 * replica(0).evaluate(X, Y)[0]
+    refused: list[tuple[str, Callable[[], Any]]] = [
+        ("takes an optimizer of Keras'", lambda: replica(0, object())),
+        ("scales no losses", lambda: replica(0, keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))),
+        ("was built for another model", lambda: replica(0, ours._optimizer.whole.optimizer)),
+        ("use_ema", lambda: replica(0, keras.optimizers.SGD(0.1, use_ema=True))),
+        ("is not built", lambda: KerasReplica(keras.Sequential([keras.layers.Dense(2)]), "mse", "sgd")),
+        ("takes a keras.Model", lambda: KerasReplica(object(), "mse", "sgd")),
+        ('reduction="sum"', lambda: KerasReplica(ours.model, keras.losses.MeanSquaredError(reduction="sum"), "sgd")),
+        (r"can't be fed with x float32 of shape (203, 5)", lambda: ours.check(X[:, :5], Y)),
+        ("buffer must be 1-D, float32", lambda: ours.bind(np.zeros(3, "float32"))),
+    ]
+    for words, call in refused:
+        assert words in raised(ArgumentError, call)
+    for another in (replica(0), replica(0, keras.optimizers.SGD(0.1), norm=True)):
+        assert "another one" in raised(ModelFileError, lambda another=another: ours.load_state(another.state()))
+
+
 if "data" in sys.argv:
     check_data()
 if "fit" in sys.argv:
     check_fit(Path(sys.argv[-1]))
+if "trainers" in sys.argv:
+    check_trainers()
+if "replica" in sys.argv:
+    check_slices()
+    check_replica(Path(sys.argv[-1]))
 if "rest" in sys.argv:
     check_warm_up()
     check_scaled()

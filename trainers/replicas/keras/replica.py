@@ -1,0 +1,291 @@
+"""Any Keras model as a replica, so that trainers can train it. No MPI here."""
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from trainers.errors import ArgumentError, ModelFileError
+from trainers.replica import Replica, reserved
+from trainers.replicas.keras.computing import COMPUTING, array_of, assign
+from trainers.replicas.keras.optimizer import Optimizer
+
+DTYPES = ("float32", "float64", "float16")
+
+
+class KerasReplica(Replica):
+    """A Keras model, its loss and its optimizer, with Keras' backend JAX, PyTorch or TensorFlow.
+
+    model: a built keras.Model whose trained variables have one dtype of float32, float64 and float16.
+    loss: one of Keras', or its name, or loss(y, output); the mean over the rows is taken. What layers add comes to it.
+    optimizer: one of Keras', or its name. Where ranks divide the update (update="sharded", servers, spare replicas) it
+        has to be elementwise, as Adam is (trainers.replicas.keras.optimizer.ELEMENTWISE), without clipnorm.
+    metrics: by name, metric(y, output), functions of Keras' (keras.metrics.sparse_categorical_accuracy), means of which
+        are shown beside the loss.
+
+    x and y arrive in the dtype of the variables where they are floating. The moving means and variances of batch norm
+    are averaged over the ranks, by rows, with the gradients; what layers draw random numbers from is each rank's own.
+    Raises ArgumentError.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        loss: Any,
+        optimizer: Any,
+        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+    ) -> None:
+        self.model, self._loss, self._metrics = model, _loss_of(loss), dict(metrics or {})
+        self.metrics = ("loss", *self._metrics)
+        self._trained = _trained_of(model)
+        self.gradient_dtype = keras.backend.standardize_dtype(self._trained[0].dtype)
+        self._statistics = _statistics_of(model, self.gradient_dtype)
+        ends = itertools.accumulate((math.prod(each.shape) for each in [*self._trained, *self._statistics]), initial=0)
+        self._places = [slice(*pair) for pair in itertools.pairwise(ends)]
+        self.gradient_length = self._places[-1].stop
+        optimizer = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
+        own = self._places[: len(self._trained)]
+        self._optimizer = Optimizer(optimizer, self._trained, own, self.gradient_dtype)
+        self._length = self._optimizer.length
+        random = {id(each) for each in model.variables} - {id(each) for each in model.weights}
+        others = model.non_trainable_variables
+        self._shared = {f"model.{n}": each for n, each in enumerate(others) if id(each) not in random}
+        self._random = {f"random.{n}": each for n, each in enumerate(others) if id(each) in random}
+        self._computing = COMPUTING[keras.backend.backend()](model, self._measured)
+        self._memory: np.ndarray | None = None
+        self._before: list[np.ndarray] = []
+        self.bind(np.zeros(self.gradient_length, self.gradient_dtype))
+
+    # What a trainer calls
+
+    @property
+    def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self._optimizer.elementwise
+
+    @property
+    def updated(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self._optimizer.names
+
+    @property
+    def learning_rates(self) -> list[float]:
+        rate = self._optimizer.learning_rate
+        return [] if rate is None else [rate]
+
+    @learning_rates.setter
+    def learning_rates(self, rates: Sequence[float]) -> None:
+        if len(rates) != len(self.learning_rates):
+            raise ArgumentError(
+                f"{len(rates)} learning rates for {len(self.learning_rates)} that can be set; make the optimizer with "
+                "a number, not a schedule, to have one"
+            )
+        for rate in rates:
+            self._optimizer.learning_rate = rate
+
+    def bind(self, buffer: Any) -> None:
+        self._check_buffer("gradient", buffer)
+        self._optimizer.widen()
+        self._buffer = buffer
+
+    def bind_parameters(self, buffer: Any) -> None:
+        self._check_buffer("parameter", buffer)
+        if reason := self._optimizer.refusal():
+            raise ArgumentError(reason)
+        self._optimizer.widen()
+        self._take()
+        self._memory = buffer
+        self._leave()
+
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
+        if len(x) == 0:
+            self._buffer[:] = 0
+            return [0.0] * len(self.metrics)
+        self._take()
+        if self.undoable:
+            self._before = [np.array(array_of(each)) for each in self.model.non_trainable_variables]
+        values, slopes = self._computing.slopes(self._input(x), self._input(y), share)
+        statistics = [array_of(each) * np.asarray(share, self.gradient_dtype) for each in self._statistics]
+        for place, array in zip(self._places, [*slopes, *statistics], strict=True):
+            self._buffer[place] = 0 if array is None else array.reshape(-1)
+        return values
+
+    def undo(self) -> None:
+        for variable, value in zip(self.model.non_trainable_variables, self._before, strict=False):
+            assign(variable, value)
+        self._before = []
+
+    def update(self, part: slice | None = None) -> None:
+        self._before = []
+        if self._memory is None:
+            if part is not None:
+                raise ArgumentError("bind_parameters comes before an update of a slice")
+            self._optimizer.update(self._buffer)
+            self._take_statistics(self._buffer)
+            return
+        part = part or slice(0, self.gradient_length)
+        own = slice(min(part.start, self._length), min(part.stop, self._length))
+        self._optimizer.update_slice(own, self._memory, self._buffer)
+        behind = slice(max(part.start, self._length), max(part.stop, self._length))
+        self._memory[behind] = self._buffer[behind]
+
+    def refresh(self) -> None:
+        self._before = []
+        if self._memory is not None:
+            self._take_statistics(self._memory)
+
+    def evaluate(self, x: np.ndarray, y: np.ndarray) -> Any:
+        self._take()
+        return len(x) * np.asarray(self._computing.measures(self._input(x), self._input(y)), np.float64)
+
+    def predict(self, x: np.ndarray) -> np.ndarray:
+        self._take()
+        if len(x) == 0:
+            return self._computing.output(np.zeros((1, *x.shape[1:]), self._input(x).dtype))[:0]
+        return self._computing.output(self._input(x))
+
+    def state(self) -> dict[str, np.ndarray]:
+        return self.snapshot({})
+
+    def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
+        held = {name: np.array(array_of(each)) for name, each in self._shared.items()}
+        if "parameters" not in without:
+            self._take()
+            held["parameters"] = flat = reserved(memory, "parameters", (self._length,), np.dtype(self.gradient_dtype))
+            for place, variable in zip(self._places, self._trained, strict=False):
+                flat[place] = array_of(variable).reshape(-1)
+        return held | self._optimizer.pack(memory, without)
+
+    def elements(self, name: str, part: slice) -> np.ndarray:
+        own = slice(min(part.start, self._length), min(part.stop, self._length))
+        return self._optimizer.elements(name) if self._optimizer.part == own else super().elements(name, part)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {f"{number}/{each.name}": tuple(each.shape) for number, each in enumerate(self._trained)}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        shapes = {name: tuple(each.shape) for name, each in self._shared.items()} | {"parameters": (self._length,)}
+        there = {name: array.shape for name, array in state.items() if not name.startswith("optimizer.")}
+        if shapes != there or {*self._optimizer.names} != {*state} - {*there}:
+            raise ModelFileError(
+                f"the saved model is another one: {_outline(state)} there; {_outline(self.state())} here"
+            )
+        self._optimizer.load(state)
+        for place, variable in zip(self._places, self._trained, strict=False):
+            assign(variable, state["parameters"][place])
+        for name, variable in self._shared.items():
+            assign(variable, state[name])
+        self._leave()
+
+    def local_state(self) -> dict[str, np.ndarray]:
+        """What layers draw random numbers from."""
+        own = {name: np.array(array_of(each)) for name, each in self._random.items()}
+        return own | self._computing.random_state()
+
+    def load_local_state(self, state: dict[str, np.ndarray]) -> None:
+        if set(state) != set(self.local_state()):
+            raise ModelFileError(f"the local state is of another model: {sorted(state)}, not {sorted(self._random)}")
+        self._computing.load_random_state(state)
+        for name, variable in self._random.items():
+            assign(variable, state[name])
+
+    def twin(self) -> Replica:
+        try:
+            model = keras.models.clone_model(self.model)
+            optimizer = type(self._optimizer.whole.optimizer).from_config(self._optimizer.whole.optimizer.get_config())
+        except Exception as error:  # whatever a model has no configuration of
+            kind = type(self.model).__name__
+            raise ArgumentError(f"this {kind} can't be cloned by Keras: {type(error).__name__}: {error}") from error
+        twin = KerasReplica(model, self._loss, optimizer, self._metrics)
+        twin.load_state(self.state())
+        twin.load_local_state(self.local_state())
+        return twin
+
+    def config(self) -> dict[str, Any]:
+        return {"model": self.model.name, "optimizer": type(self._optimizer.whole.optimizer).__name__}
+
+    def check(self, x: np.ndarray, y: np.ndarray | None) -> None:
+        try:
+            output = self._computing.output(self._input(x[:1]))
+            if y is not None:
+                self._measured(self._input(y[:1]), keras.ops.convert_to_tensor(output), [])
+        except Exception as error:  # whatever a model raises
+            given = f"x {x.dtype} of shape {x.shape}" + ("" if y is None else f", y {y.dtype} of shape {y.shape}")
+            raise ArgumentError(
+                f"{self.model.name}, the loss or a metric can't be fed with {given}: {type(error).__name__}: {error}"
+            ) from error
+
+    # Inside
+
+    def _check_buffer(self, what: str, buffer: Any) -> None:
+        if buffer.shape != (self.gradient_length,) or str(buffer.dtype) != self.gradient_dtype:
+            raise ArgumentError(
+                f"the {what} buffer must be 1-D, {self.gradient_dtype}, of {self.gradient_length} elements, not "
+                f"{buffer.dtype} of shape {buffer.shape}"
+            )
+
+    def _take(self) -> None:
+        """Have the parameters that lie in memory which a trainer gave, and which others have written, in the model."""
+        if self._memory is not None:
+            for place, variable in zip(self._places, self._trained, strict=False):
+                assign(variable, self._memory[place])
+
+    def _take_statistics(self, flat: np.ndarray) -> None:
+        for place, variable in zip(self._places[len(self._trained) :], self._statistics, strict=True):
+            assign(variable, flat[place])
+
+    def _leave(self) -> None:
+        """Leave parameters and statistics in memory which a trainer gave."""
+        if self._memory is not None:
+            for place, variable in zip(self._places, [*self._trained, *self._statistics], strict=True):
+                self._memory[place] = array_of(variable).reshape(-1)
+
+    def _input(self, array: np.ndarray) -> np.ndarray:
+        return array.astype(self.gradient_dtype, copy=False) if array.dtype.kind == "f" else array
+
+    def _measured(self, y: Any, output: Any, losses: Sequence[Any]) -> tuple[Any, Any]:
+        y = keras.ops.convert_to_tensor(y)
+        loss = keras.ops.mean(self._loss(y, output))
+        for each in losses:
+            loss = loss + keras.ops.cast(each, loss.dtype)
+        means = [keras.ops.mean(keras.ops.cast(each(y, output), "float32")) for each in self._metrics.values()]
+        return loss, keras.ops.stack([keras.ops.cast(loss, "float32"), *means])
+
+
+def _loss_of(loss: Any) -> Any:
+    found = keras.losses.get(loss) if isinstance(loss, str) else loss
+    if getattr(found, "reduction", "mean") == "sum":
+        raise ArgumentError('the loss has reduction="sum"; rows are weighted here, so leave it out')
+    return found
+
+
+def _trained_of(model: Any) -> list[Any]:
+    if not isinstance(model, keras.Model):
+        raise ArgumentError(
+            f"KerasReplica takes a keras.Model, not {type(model).__module__}.{type(model).__qualname__}"
+        )
+    if not model.built:
+        raise ArgumentError(
+            f"{model.name} is not built: begin it with a keras.Input(shape), or call model.build(shape) before"
+        )
+    if keras.backend.backend() not in COMPUTING:
+        raise ArgumentError(f"Keras' backend {keras.backend.backend()!r} computes no gradients: KERAS_BACKEND=jax, say")
+    kinds = {keras.backend.standardize_dtype(variable.dtype) for variable in model.trainable_variables}
+    if len(kinds) != 1 or not kinds <= set(DTYPES):
+        raise ArgumentError(
+            f"the trained variables must have one dtype of {', '.join(DTYPES)}, and are "
+            f"{', '.join(sorted(kinds)) or 'none'}"
+        )
+    return list(model.trainable_variables)
+
+
+def _statistics_of(model: Any, dtype: str) -> list[Any]:
+    """The moving means and variances of batch norm, which every rank forms from its own rows."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    found = [each for layer in layers if layer.trainable for each in (layer.moving_mean, layer.moving_variance)]
+    return [each for each in found if keras.backend.standardize_dtype(each.dtype) == dtype]
+
+
+def _outline(state: dict[str, np.ndarray]) -> str:
+    return f"{sorted(state)}, {state.get('parameters', np.empty(0)).size} parameters"
