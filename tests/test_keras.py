@@ -22,10 +22,12 @@ def keras_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "parts"), [(TORCH, ["data", "fit", "rest"]), (JAX, ["fit"])], ids=["torch", "jax"]
+    ("environment", "parts"),
+    [(TORCH, ["data", "fit", "rest", "replica", "trainers"]), (JAX, ["fit", "sharded"])],
+    ids=["torch", "jax"],
 )
 def test_job(mpirun: JobRunner, tmp_path: Path, environment: dict[str, str], parts: list[str]) -> None:
-    """All that tests/keras_job.py asserts; by hand with all its parts for JAX and TensorFlow, too."""
+    """All that tests/keras_job.py asserts, and with JAX a part of it; with TensorFlow it is run by hand."""
     job = mpirun(2, [launch.ROOT / "tests" / "keras_job.py", *parts, tmp_path], timeout=300, env=environment)
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
@@ -40,7 +42,8 @@ def test_script(mpirun: JobRunner) -> None:
 
 
 def test_without_keras_the_extra_is_named() -> None:
-    code = "import sys; sys.modules['keras'] = None; import trainers.keras"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=launch.ROOT, timeout=60)
-    assert done.returncode
-    assert 'pip install ".[keras,jax]" or ".[keras,torch]" in the checkout' in done.stderr
+    for package in ("trainers.keras", "trainers.replicas.keras"):
+        code = f"import sys; sys.modules['keras'] = None; import {package}"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=launch.ROOT, timeout=60)
+        assert done.returncode
+        assert 'pip install ".[keras,jax]" or ".[keras,torch]" in the checkout' in done.stderr
