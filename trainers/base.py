@@ -45,6 +45,7 @@ class Trainer(Ranks, ABC):
 
     steps_together = True  # whether ranks take every step together, so that checkpoints may be written between two
     mirrors = "step"  # after what all ranks have the same parameters: each "step", or each "epoch"
+    divides_state = True  # whether ranks may have parts of the model's state that others lack, until this is closed
     tells_errors = True  # whether `_step` sees on all ranks, before it updates, that one of them has failed
 
     def __init__(self, replica: Replica, topology: Topology) -> None:
@@ -232,9 +233,11 @@ class Trainer(Ranks, ABC):
             return
         try:
             self._agree("close")
-            self.closed, self.replica.hold = True, Hold()
+            self.closed = True
             self.topology.release(self._comm, self)
             self._close()
+            if self._has_replica:
+                self.replica.hold = Hold()
         except Exception as error:
             if losses.lost(error) is None:
                 raise
@@ -242,7 +245,7 @@ class Trainer(Ranks, ABC):
 
     def abandon(self) -> None:
         """Let go of everything without the other ranks, who may be lost. Local; the replica stays usable."""
-        self.closed, self.replica.hold = True, Hold()
+        self.closed = True
 
     def _close(self) -> None:
         """Free what a kind of trainer holds besides `_comm`."""

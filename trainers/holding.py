@@ -1,4 +1,7 @@
-"""A replica has one trainer at a time, in whose memory its gradients are, and perhaps its parameters."""
+"""A replica has one trainer at a time, in whose memory its gradients are, and perhaps its parameters.
+
+A second one takes it over where every rank has the whole model; the first one says so when it is called again.
+"""
 
 from trainers.errors import ArgumentError
 from trainers.replica import Replica
@@ -7,7 +10,7 @@ from trainers.replica import Replica
 def refusal(replica: Replica) -> ArgumentError | None:
     """Why no trainer can be made on this replica now. Local."""
     trainer = replica.hold.trainer
-    if trainer is None or trainer.closed or trainer.being_made:
+    if trainer is None or trainer.closed or trainer.being_made or not trainer.divides_state:
         return None
     kind, holder = type(replica).__name__, type(trainer).__name__
     return ArgumentError(

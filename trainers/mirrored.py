@@ -107,6 +107,7 @@ class MirroredTrainer(Outliving):
         if replica.allocates and replica.device == "cpu":
             malloc.keep_freed_memory()
         self._update, self._compress, self._copies = update, compress, copies
+        self.divides_state = update == "sharded"
         self._asked = self.allreduce.recipe if isinstance(allreduce, AllReduce) else allreduce  # for other ranks
         self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)
         self._fresh, self._rescued = self._last, None
@@ -269,9 +270,9 @@ class MirroredTrainer(Outliving):
     def _let_go(self) -> None:
         """Keep no memory of the backend, in the replica neither. Local."""
         self._sharded = self.measured = None
-        if self.buffer is not None:
+        if self.buffer is not None and self._has_replica:
             self.replica.bind(own_memory(self.replica))
-            self.buffer = self._measured = None
+        self.buffer = self._measured = None
 
     def _close(self) -> None:
         if self._sharded is not None:

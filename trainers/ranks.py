@@ -118,6 +118,16 @@ class Ranks:
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"this {type(self).__name__} is closed; make another to go on")
+        if not self._has_replica:
+            newer = type(self.replica.hold.trainer).__name__
+            raise ClosedError(
+                f"this {type(self).__name__} trains no more, since a {newer} was made on its replica; use that one"
+            )
+
+    @property
+    def _has_replica(self) -> bool:
+        """Whether no trainer was made on the replica since this one. Local."""
+        return self.replica.hold.trainer is self
 
     def _in_step(self, error: BaseException) -> bool:
         """Whether all ranks leave a block by this error, so that they can go on together. Local."""

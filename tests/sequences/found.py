@@ -42,6 +42,22 @@ def a_replica_has_one_trainer() -> None:
         assert trainer.parameters_sha256() != before
 
 
+def a_whole_replica_is_taken_over() -> None:
+    """By the newest trainer; the one before trains no more, and says so, and its end leaves the replica alone."""
+    replica, (x, y) = numpy_network("momentum", 1), data()
+    former = MirroredTrainer(replica, "ring")
+    former.fit(x, y, 1, 2, progress=False)
+    with MirroredTrainer(replica, "native") as trainer:
+        for action in (lambda: former.fit(x, y), lambda: former.evaluate(x, y)):
+            raised(action, ClosedError)
+        former.close()
+        for _ in range(2):
+            before = trainer.parameters_sha256()
+            trainer.fit(x, y, 1, 2, progress=False)
+            assert trainer.parameters_sha256() != before
+        assert len(set(trainer.parameters_sha256())) == 1
+
+
 def a_block_that_all_ranks_leave_by_an_error_closes_its_trainer() -> None:
     """Otherwise the next trainer of the replica updates parameters that all ranks have in common, once a rank."""
     (x, y), results = data(), []
@@ -104,6 +120,7 @@ def join_compares_no_rank_that_has_left() -> None:
 
 FOUND = (
     a_replica_has_one_trainer,
+    a_whole_replica_is_taken_over,
     a_block_that_all_ranks_leave_by_an_error_closes_its_trainer,
     an_error_is_told_and_not_the_nan_of_an_earlier_fit,
     a_closed_trainer_says_so,

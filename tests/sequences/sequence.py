@@ -579,12 +579,24 @@ class Sequence(Calls):
     # Ends
 
     def second(self, side: Side) -> None:
-        """Another trainer on a replica that has one is refused, and leaves that one whole."""
+        """Another trainer on a replica that has one: it takes over what every rank has whole, or is refused."""
         name, make = self.kind_of_trainer()
-        topology = self.topology()
+        topology, former = self.topology(), side.trainer
         self.note(f"a second trainer, {name}, on what {side.name} has")
-        _, error = self.call("second", lambda: make(side.model.replica, topology))
-        self.check(isinstance(error, ArgumentError | UnavailableError), f"a second trainer met {error!r}")
+        trainer, error = self.call("second", lambda: make(side.model.replica, topology))
+        if error is not None:
+            right = UnavailableError, *([ArgumentError] if former.divides_state else [])
+            self.check(isinstance(error, right), f"a second trainer met {error!r}")
+            self.compare(side)
+            return
+        self.check(not former.divides_state, "a second trainer was not refused")
+        self.sides.remove(side)
+        side = Side(name, trainer, side.model)
+        self.sides.append(side)
+        self.refused(
+            "predict without a replica", lambda: former.predict(np.zeros((2, FEATURES), "float32")), "ClosedError"
+        )
+        self.well("close", former.close)
         self.compare(side)
 
     def close(self, side: Side) -> None:
