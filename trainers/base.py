@@ -270,7 +270,12 @@ class Trainer(Ranks, ABC):
 
         Where the training goes on without lost ranks, this is made again by those that are left.
         """
-        return self._call(Call("a call of the user's", action))
+
+        def run() -> ResultT:
+            self._enter("surviving")  # a rank that came to another call is told now, not after a time-out
+            return action()
+
+        return self._call(Call("a call of the user's", run))
 
     def _predict(self, x: np.ndarray) -> np.ndarray:
         x, _ = self._admit("predict", x, NO_TARGETS)

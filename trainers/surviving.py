@@ -235,7 +235,8 @@ class Survival:
         if error is not None:
             raise error
         if not self.goes_on:
-            raise known(RankLostError(f'{trainer.losses[-1]}; the job stops (on_failure="stop")'), topology.world)
+            why = trainer.losses[-1] if trainer.losses else f"ranks did not come together in {during}, but none is lost"
+            raise known(RankLostError(f'{why}; the job stops (on_failure="stop")'), topology.world)
 
     def _next_topology(self, call: Call[ResultT]) -> Topology:
         if self.renewal is not None and self.renewal.comes:

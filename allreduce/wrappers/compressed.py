@@ -88,7 +88,8 @@ class Compressed(Wrapper):
 
         What can't be reduced is for the inner backend to refuse.
         """
-        if self.size == 1 or getattr(buffer, "dtype", None) not in LONG or not buffer.size:
+        dtype = getattr(buffer, "dtype", None)
+        if self.size == 1 or not isinstance(dtype, np.dtype) or dtype not in LONG or not buffer.size:  # None == float64
             return False
         self._check_open()
         try:

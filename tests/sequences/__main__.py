@@ -22,6 +22,7 @@ import traceback
 from collections import Counter
 from typing import Any
 
+from backends import Backends
 from found import run_found
 from mpi4py import MPI
 from sequence import FailureError, Sequence
@@ -37,7 +38,7 @@ def has_torch() -> bool:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["trainers", "loops", "found"], nargs="?", default="trainers")
+    parser.add_argument("what", choices=["trainers", "loops", "backends", "found"], nargs="?", default="trainers")
     parser.add_argument("--seed", type=int, default=1, help="of the first sequence; the next ones count on")
     parser.add_argument("--sequences", type=int, default=100)
     parser.add_argument("--calls", type=int, default=14, help="of a sequence")
@@ -54,6 +55,8 @@ def run(comm: MPI.Intracomm, seed: int, given: argparse.Namespace, torch: bool) 
     sequence: Any = None
     if given.what == "trainers":
         sequence = Sequence(comm, seed, folder, given.verbose, torch, tuple(given.without))
+    elif given.what == "backends":
+        sequence = Backends(comm, seed, folder, given.verbose)
     else:
         from loops import Loops, begin_group
 

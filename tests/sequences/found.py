@@ -9,7 +9,8 @@ from fits import Does, Incident, WantedError
 from models import FEATURES, numpy_network
 from mpi4py import MPI
 
-from allreduce.errors import ClosedError
+import allreduce
+from allreduce.errors import ClosedError, DisagreementError, NotAnArrayError, NotContiguousError
 from trainers import MirroredTrainer, ParameterServerTrainer
 from trainers.callbacks import CheckGradients
 from trainers.errors import ArgumentError
@@ -100,6 +101,26 @@ def a_closed_trainer_says_so() -> None:
         raised(action, ClosedError)
 
 
+def who_comes_to_another_call_than_surviving_is_told() -> None:
+    """Now, and not after the time-out, also where ranks may be lost."""
+    x, _ = data()
+    with MirroredTrainer(numpy_network("sgd", 1)) as trainer:
+        mismatched = partial(trainer.predict, x) if trainer.rank else partial(trainer.surviving, list)
+        raised(mismatched, DisagreementError)
+        assert trainer.surviving(lambda: 3) == 3
+
+
+def what_is_no_array_is_refused_where_others_compress() -> None:
+    """On all ranks: to NumPy its dtype, None, is float64."""
+    with allreduce.create("ring", compress="bfloat16") as backend:
+        for bad in ("no array", np.ones(6, "float32")[::2]):
+            array = np.ones(3, "float32")
+            backend(array, "sum")
+            wrong = bad if backend.rank == 1 else array
+            raised(partial(backend, wrong, "sum"), NotAnArrayError, NotContiguousError)
+        assert backend.collect(1).sum() == backend.size
+
+
 def join_compares_no_rank_that_has_left() -> None:
     """It gets the parameters in the end, and until then it differs: that is no divergence."""
     import torch
@@ -124,6 +145,8 @@ FOUND = (
     a_block_that_all_ranks_leave_by_an_error_closes_its_trainer,
     an_error_is_told_and_not_the_nan_of_an_earlier_fit,
     a_closed_trainer_says_so,
+    who_comes_to_another_call_than_surviving_is_told,
+    what_is_no_array_is_refused_where_others_compress,
 )
 
 

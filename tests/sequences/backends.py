@@ -1,0 +1,340 @@
+"""Random sequences of calls on backends: several of them, on several topologies, one after the other and in turn."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from sequence import Calls, names
+
+import allreduce
+from allreduce.base import AllReduce
+from allreduce.two_phase import TwoPhase
+from allreduce.wrappers.background import Background
+
+DTYPES = ("float32", "float32", "float64", "int32", "int64", "float16")
+OPS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "sum": lambda rows: rows.sum(0),
+    "mean": lambda rows: rows.mean(0),
+    "max": lambda rows: rows.max(0),
+    "min": lambda rows: rows.min(0),
+    "prod": lambda rows: rows.prod(0),
+}
+LENGTHS = (0, 1, 2, 3, 5, 16, 17, 1000, 4099, 70001)
+
+
+class Place:
+    """A topology, and which ranks of the job are in this rank's part of it."""
+
+    def __init__(self, name: str, topology: allreduce.Topology, ranks: list[int]) -> None:
+        self.name, self.topology, self.ranks = name, topology, ranks
+
+
+class Used:
+    """A backend, the arrays that it gave, and what is under way in the background: each a check for its end."""
+
+    def __init__(self, name: str, backend: AllReduce, place: Place, compressed: bool) -> None:
+        self.name, self.backend, self.place, self.compressed = name, backend, place, compressed
+        self.arrays: list[np.ndarray] = []
+        self.pending: list[tuple[Any, Callable[[], None]]] = []
+        self.inner: AllReduce | None = None
+
+
+class Backends(Calls):
+    """One sequence. Collective."""
+
+    def __init__(self, comm: MPI.Intracomm, seed: int, folder: str, verbose: bool) -> None:
+        super().__init__(comm, seed, folder, verbose)
+        self.places: list[Place] = []
+        self.used: list[Used] = []
+        self.numbers = np.random.default_rng(seed)
+
+    def run(self, calls: int) -> None:
+        actions: list[tuple[Callable[[Used], None], int]] = [
+            (self.reduce, 10), (self.allocate, 3), (self.tree, 2), (self.broadcast, 2), (self.collect, 2),
+            (self.gather, 2), (self.scatter, 2), (self.sparse, 2), (self.refuse, 4), (self.submit, 3), (self.close, 2),
+            (self.close_place, 1), (self.drop, 1),
+        ]  # fmt: skip
+        for _ in range(calls * 3):
+            if not self.used or (len(self.used) < 5 and self.chance(0.12)):
+                self.create()
+                continue
+            used = self.pick(*self.used)
+            ((action, _),) = self.draw.choices(actions, [weight for _, weight in actions])
+            if action not in (self.submit, self.allocate):
+                self.wait(used)
+            action(used)
+        while self.used:
+            self.close(self.pick(*self.used))
+        for place in self.places:
+            self.well("Topology.close", place.topology.close)
+
+    # Making
+
+    def place(self) -> Place:
+        if self.places and self.chance(0.75):
+            return self.pick(*self.places)
+        kind = self.pick("flat", "nodes of 2", "nodes of 1", "split", "duplicate")
+        everyone = list(range(self.size))
+        if kind == "split" and self.places:
+            half, base = self.rank % 2, self.places[0].topology
+            ranks = [rank for rank in everyone if rank % 2 == half]
+            if len(self.places[0].ranks) == self.size:
+                made = Place(kind, self.well("split", lambda: base.split(half)), ranks)
+                self.places.append(made)
+                return made
+        if kind == "duplicate" and self.places:
+            base_place = self.pick(*self.places)
+            made = Place(kind, self.well("duplicate", base_place.topology.duplicate), base_place.ranks)
+            self.places.append(made)
+            return made
+        nodes = {"nodes of 2": 2, "nodes of 1": 1}.get(kind)
+        made = Place(kind, self.well("Topology", lambda: allreduce.Topology(ranks_per_node=nodes)), everyone)
+        self.places.append(made)
+        return made
+
+    def create(self) -> None:
+        place, name = self.place(), self.pick(*names())
+        options: dict[str, Any] = {"check": self.pick("first", "first", "always")}
+        if name != "native" and self.chance(0.15):
+            options["compress"] = self.pick("bfloat16", "float16")
+        threaded = self.chance(0.2)
+        self.note(f"create {name} on {place.name} of {len(place.ranks)}, {options}{', Background' * threaded}")
+        backend, error = self.call("create", lambda: allreduce.create(name, place.topology, **options))
+        if error is not None:
+            wanted = name == "shared" or "compress" in options
+            self.check(wanted and isinstance(error, allreduce.errors.AllReduceError), f"create {name}: {error!r}")
+            return
+        used = Used(f"{name} on {place.name}", backend, place, "compress" in options)
+        if threaded:
+            used.inner = backend
+            used.backend = self.well("Background", lambda: Background(place.topology, inner=backend))
+        self.used.append(used)
+
+    # Values
+
+    def rows(self, used: Used, shape: Any, dtype: str) -> np.ndarray:
+        """The arrays of all ranks of the job; those of this part are reduced."""
+        full = self.numbers.integers(1, 4, size=(self.size, *np.atleast_1d(shape))).astype(dtype)
+        return full[used.place.ranks]
+
+    def mine(self, used: Used, rows: np.ndarray) -> np.ndarray:
+        return rows[used.place.ranks.index(self.rank)]
+
+    def near(self, used: Used, what: str, found: Any, wanted: np.ndarray) -> None:
+        loose = 0.02 if used.compressed or np.asarray(found).dtype == np.float16 else 1e-5
+        near = np.shape(found) == wanted.shape and np.allclose(np.asarray(found, "float64"), wanted, rtol=loose)
+        text = f"{what} of {used.name}: {np.asarray(found).ravel()[:8]}, not {wanted.ravel()[:8]}"
+        self.check(near, text)
+        crc = zlib.crc32(np.ascontiguousarray(found).tobytes())
+        everyone = dict(enumerate(self.comm.allgather(crc)))
+        self.check(len({everyone[rank] for rank in used.place.ranks}) == 1, f"{what} of {used.name}: bits differ")
+
+    def wanted(self, rows: np.ndarray, op: str) -> np.ndarray:
+        return OPS[op](rows.astype("float64"))
+
+    def op_for(self, dtype: str) -> str:
+        return self.pick("sum", "max", "min", "prod") if dtype.startswith("int") else self.pick(*OPS)
+
+    # Calls
+
+    def takes(self, used: Used, dtype: str) -> bool:
+        return dtype != "float16" or "native" not in used.name
+
+    def allocate(self, used: Used) -> None:
+        length, dtype = self.pick(*LENGTHS), self.pick(*DTYPES)
+        if not self.takes(used, dtype):
+            return
+        self.note(f"allocate {length} {dtype} by {used.name}")
+        array = self.well("allocate", lambda: used.backend.allocate(length, dtype))
+        self.check(not array.any(), f"{used.name} gave an array that is not zeros")
+        used.arrays.append(array)
+
+    def reduce(self, used: Used) -> None:
+        """An allocated array, a slice of one, or another of any shape; sometimes twice."""
+        kind = self.pick("allocated", "allocated", "slice", "foreign", "two axes", "Fortran")
+        dtype = self.pick(*DTYPES)
+        if kind in ("allocated", "slice") and used.arrays:
+            array = self.pick(*used.arrays)
+            if kind == "slice" and array.size > 2:
+                start = self.draw.randrange(array.size)
+                array = array[start : start + self.draw.randrange(array.size - start) + 1]
+            dtype = str(array.dtype)
+        elif kind == "Fortran":
+            array = np.zeros((self.pick(3, 40), 5), dtype, order="F")
+        else:
+            array = np.zeros((self.pick(2, 30), 7) if kind == "two axes" else self.pick(*LENGTHS), dtype)
+        if not self.takes(used, dtype):
+            return
+        op = self.op_for(dtype)
+        self.note(f"{op} of {array.shape} {dtype}, {kind}, by {used.name}")
+        for _ in range(self.pick(1, 1, 2)):
+            rows = self.rows(used, array.shape, dtype)
+            array[...] = self.mine(used, rows)
+            self.well("reduce", lambda: used.backend(array, op))
+            self.near(used, op, array, self.wanted(rows, op))
+
+    def tree(self, used: Used) -> None:
+        shapes = self.pick([(3,), (2, 2)], [(5,), (0,), (1000,)], [(4,)])
+        rows = [self.rows(used, shape, "float32") for shape in shapes]
+        tree = {f"leaf {number}": np.array(self.mine(used, each)) for number, each in enumerate(rows)}
+        self.note(f"a tree of {shapes} by {used.name}")
+        self.well("tree", lambda: used.backend(tree, "sum"))
+        for leaf, each in zip(tree.values(), rows, strict=True):
+            self.near(used, "a tree", leaf, self.wanted(each, "sum"))
+
+    def broadcast(self, used: Used) -> None:
+        root = self.draw.randrange(self.size)
+        root = min(root, (self.size // 2) - 1) if used.place.name == "split" else root
+        root = max(0, min(root, min(self.comm.allgather(len(used.place.ranks))) - 1))
+        dtype, length = self.pick(*DTYPES), self.pick(*LENGTHS)
+        self.note(f"broadcast {length} {dtype} from {root} by {used.name}")
+        rows = self.rows(used, length, dtype)
+        array = np.array(self.mine(used, rows))
+        self.well("broadcast", lambda: used.backend.broadcast(array, root))
+        self.near(used, "broadcast", array, rows[root].astype("float64"))
+
+    def collect(self, used: Used) -> None:
+        dtype, length = self.pick(*DTYPES), self.pick(*LENGTHS)
+        self.note(f"collect {length} {dtype} by {used.name}")
+        rows = self.rows(used, length, dtype)
+        found = self.well("collect", lambda: used.backend.collect(np.array(self.mine(used, rows))))
+        self.near(used, "collect", found, rows.astype("float64"))
+
+    def gather(self, used: Used) -> None:
+        length = self.pick(*LENGTHS)
+        self.note(f"all_gather {length} by {used.name}")
+        rows = self.rows(used, length, "float32")
+        array, owner = np.array(self.mine(used, rows)), used.inner or used.backend
+        wanted = np.empty(length)
+        for rank, row in enumerate(rows):
+            wanted[owner.owned(length, rank)] = row[owner.owned(length, rank)]
+        self.well("all_gather", lambda: used.backend.all_gather(array))
+        self.near(used, "all_gather", array, wanted)
+
+    def scatter(self, used: Used) -> None:
+        if not isinstance(used.inner or used.backend, TwoPhase):
+            return
+        length = self.pick(*LENGTHS)
+        self.note(f"reduce_scatter {length} by {used.name}")
+        rows = self.rows(used, length, "float32")
+        array = np.array(self.mine(used, rows))
+        found = self.well("reduce_scatter", lambda: used.backend.reduce_scatter(array, "sum"))  # type: ignore[attr-defined]
+        part = (used.inner or used.backend).owned(length)
+        loose = 0.02 if used.compressed else 1e-5
+        near = np.allclose(found, self.wanted(rows, "sum")[part], rtol=loose)
+        self.check(near, f"reduce_scatter of {used.name}: {found[:8]}")
+
+    def sparse(self, used: Used) -> None:
+        table, width = self.pick(1, 7, 100), self.pick(1, 3)
+        counts = [self.draw.randrange(0, 6) for _ in range(self.size)]
+        self.note(f"sparse {counts} rows of {table} by {used.name}")
+        indices = [self.numbers.integers(0, table, count) for count in counts]
+        values = [self.numbers.integers(1, 4, (count, width)).astype("float32") for count in counts]
+        wanted = np.zeros((table, width))
+        for rank in used.place.ranks:
+            np.add.at(wanted, indices[rank], values[rank])
+        there = sorted({int(each) for rank in used.place.ranks for each in indices[rank]})
+        mine = indices[self.rank], values[self.rank]
+        found, sums = self.well("sparse", lambda: used.backend.sparse(*mine, table, "sum"))
+        self.check(found.tolist() == there, f"sparse of {used.name}: {found}, not {there}")
+        self.near(used, "sparse", sums, wanted[there])
+
+    def submit(self, used: Used) -> None:
+        """In the background: it is waited for later, when others have been submitted."""
+        if used.inner is None:
+            return
+        backend: Any = used.backend
+        rows = self.rows(used, self.pick(1, 17, 4099), "float32")
+        array, inner = np.array(self.mine(used, rows)), used.inner
+        self.note(f"submit {array.size} to {used.name}")
+        pending = self.well("submit", lambda: backend.submit(lambda: inner(array, "sum")))
+        used.pending.append((pending, lambda: self.near(used, "background", array, self.wanted(rows, "sum"))))
+
+    def wait(self, used: Used) -> None:
+        for pending, check in used.pending:
+            self.well("wait", pending.wait)
+            check()
+        used.pending.clear()
+
+    def refuse(self, used: Used) -> None:
+        """What one rank of a part brings is wrong, or another than before; then all is well again."""
+        size = len(used.place.ranks)
+        bad = used.place.ranks[self.draw.randrange(10) % size] == self.rank
+        backend, length = used.backend, self.pick(5, 1000)
+        one, other = np.ones(length, "float32"), np.ones(length + 1, "float32")
+        dtype = np.ones(length, "float64")
+        tries: list[Callable[[], Any]] = [
+            lambda: backend(np.ones(length, "complex64") if bad else one, "sum"),
+            lambda: backend(one, "no such op" if bad else "sum"),
+            lambda: backend(np.ones(2 * length, "float32")[::2] if bad else one, "sum"),
+            lambda: backend("no array" if bad else one, "sum"),
+            lambda: backend.allocate(-1 if bad else 4),
+            lambda: backend.broadcast(one, 99 if bad else 0),
+            lambda: backend.sparse(np.array([9]) if bad else np.array([0]), np.ones((1, 2), "float32"), 3),
+            lambda: backend(other if bad else one, "sum"),
+            lambda: backend(dtype if bad else one, "sum"),
+            lambda: backend(one, "max" if bad else "sum"),
+            lambda: backend.broadcast(one, int(bad)),
+            lambda: backend.collect(one) if bad else backend(one, "sum"),
+            lambda: backend.collect(other if bad else one),
+            lambda: backend({"a": one} if bad else [one], "sum"),
+        ]
+        alone = 7
+        # Ranks that meet on no board compare no signature that is known to some of them, unless they always do.
+        seen = backend.check == "always" or (used.place.topology.nodes == 1 and used.place.name != "duplicate")
+        differ = all(self.comm.allgather(seen and size > 1))
+        number = self.draw.randrange(len(tries) if differ else alone)
+        self.note(f"refused call {number} of {used.name}")
+        for _ in range(self.pick(0, 1)):  # ranks know it already
+            rows = self.rows(used, length, "float32")
+            array = np.array(self.mine(used, rows))
+            self.well("reduce", lambda array=array: backend(array, "sum"))
+        _, error = self.call("refused", tries[number])
+        self.check(isinstance(error, allreduce.errors.AllReduceError), f"refused call {number}: {error!r}")
+        rows = self.rows(used, length, "float32")
+        array = np.array(self.mine(used, rows))
+        self.well("reduce", lambda: backend(array, "sum"))
+        self.near(used, "sum after a refusal", array, self.wanted(rows, "sum"))
+
+    # Ends
+
+    def close(self, used: Used) -> None:
+        self.wait(used)
+        self.note(f"close {used.name}")
+        self.used.remove(used)
+        if used.inner is not None:
+            self.well("close", used.backend.close)
+        self.well("close", (used.inner or used.backend).close)
+        self.closed(used)
+
+    def closed(self, used: Used) -> None:
+        for array in used.arrays:
+            array[...] = 1  # what a backend gave outlives it
+        if self.chance(0.5):
+            self.refused("after close", lambda: used.backend(np.ones(5, "float32"), "sum"), "ClosedError")
+            self.well("close again", used.backend.close)
+
+    def close_place(self, used: Used) -> None:
+        """A topology is closed, and its backends with it."""
+        place = used.place
+        children = [each for each in self.places if each.name in ("split", "duplicate")]
+        if place is self.places[0] or place in children or self.chance(0.5):
+            return
+        self.note(f"close the topology of {used.name}")
+        gone = [each for each in self.used if each.place is place]
+        for each in gone:
+            self.wait(each)
+        if any(each.name == "duplicate" for each in children):  # of which one, nobody has noted
+            return
+        self.places.remove(place)
+        self.well("Topology.close", place.topology.close)
+        self.used = [each for each in self.used if each not in gone]
+        for each in gone:
+            self.closed(each)
+
+    def drop(self, used: Used) -> None:
+        """Forget an array: its memory may be given again."""
+        if used.arrays:
+            used.arrays.pop(self.draw.randrange(len(used.arrays)))
