@@ -358,6 +358,8 @@ class Sequence(Calls):
             if call.bad is not None and call.bad >= len(call.x) - 1:
                 call.bad = None
             call.__post_init__()
+            if call.incident is not None:
+                call.incident.step %= call.steps
 
     def run_fit(self, side: Side, call: Fit) -> None:
         trainer, model, checkpoint = side.trainer, side.model, call.checkpoint
