@@ -44,6 +44,7 @@ class AllReduce(Sparse):
 
     tagged = False  # True: all messages have the tag of their call, so that none is taken for one of another call
     sums_half = True  # False: float16 and bfloat16 are refused by name
+    scatters_on_gpu = False  # True: the two phases take CuPy arrays as well
     by_array = False  # True: each array of a tree is reduced by itself, not all of them as one
     copies_foreign = ""  # what happens to arrays that are not from `allocate`, when that costs a copy
 
@@ -235,7 +236,7 @@ class AllReduce(Sparse):
         ending.communicates()
         error, signature, resolved = None, None, None
         try:
-            signature = inspect(buffer, op, self._where(buffer), call)
+            signature = inspect(buffer, op, self._where(buffer), call, self.scatters_on_gpu)
             self._check_dtype(signature.dtype)
             resolved = self._resolve(op, signature.dtype)
             signature = signature._replace(op=resolved.name)  # one name, by which all ranks know it

@@ -20,8 +20,8 @@ class TwoPhase(AllReduce):
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
         """Reduce `buffer`, leaving each rank only its own slice of the result, which is returned. Collective.
 
-        buffer: a contiguous 1-D array, as for a call; what is outside of the returned view is undefined
-        afterwards. 16-bit floats are summed in float32 and rounded once.
+        buffer: a contiguous 1-D array, as for a call, CuPy's with "nccl" alone; what is outside of the returned view is
+        undefined afterwards. 16-bit floats are summed in float32 and rounded once.
         """
         self._phase(self._admit(buffer, op, "reduce_scatter"), quiet(self._scatter_rounded), buffer)
         return buffer[self.owned(buffer.size)]

@@ -46,6 +46,14 @@ def synchronize() -> None:
     cupy().cuda.get_current_stream().synchronize()
 
 
+def stream_of(stream: Any, device: int) -> Any:
+    """CuPy's object for a stream of PyTorch's on GPU `device`; used by `with`, it is CuPy's current stream."""
+    streams = cupy().cuda
+    if hasattr(streams.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):  # since CuPy 14
+        return streams.Stream.from_external(stream)
+    return streams.ExternalStream(stream.cuda_stream, device)
+
+
 def pinned_workspace() -> Workspace:
     """Scratch memory on the host that the GPU copies to and from at full speed."""
 

@@ -1,27 +1,33 @@
 """NCCL: NVIDIA's collectives on CuPy arrays, through CuPy's binding. Steps and bytes are NCCL's own."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from allreduce.arrays import dtypes, gpu, ops
 from allreduce.arrays.ops import Op
-from allreduce.base import AllReduce
 from allreduce.errors import AllReduceError, OptionError, UnavailableError
 from allreduce.messages.agreement import all_values, raise_together, root_value, together
 from allreduce.topology import Topology
+from allreduce.two_phase import TwoPhase
 
 AVERAGE = 4  # ncclAvg in nccl.h, since NCCL 2.10
 AVERAGE_VERSION = 21000
 SHARED_GPU_VERSION = 23000  # since 2.30, NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU
 
 
-class Nccl(AllReduce):
+class Nccl(TwoPhase):
     """One GPU a rank (see gpu.choose_device), and arrays on that GPU; others are copied there and back.
 
     The NCCL communicator is made at the first use, because it binds the device that is current then.
+
+    What a call does is ordered by CuPy's current stream, and not done yet when it returns: whoever reads the result
+    does so on that stream, or waits for it.
     """
+
+    scatters_on_gpu = True
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
         topology.agree([], '"nccl"', _missing())
@@ -40,14 +46,77 @@ class Nccl(AllReduce):
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         return super()._allocate(length, dtype, device or "cuda")
 
+    def owned(self, length: int, rank: int | None = None) -> slice:
+        """Equal parts, as NCCL has them; the last rank's has what is left over."""
+        rank = self.rank if rank is None else rank
+        part = length // self.size
+        return slice(rank * part, length if rank == self.size - 1 else (rank + 1) * part)
+
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        gpu.choose_device(self.topology.node_rank)
-        accumulator = dtypes.TYPES[buffer.dtype].accumulator
-        staged = self._cupy.asarray(buffer.astype(accumulator, copy=False))
+        staged = self._on_gpu(buffer, dtypes.TYPES[buffer.dtype].accumulator)
         self._reduce_gpu(staged, op)
         np.copyto(buffer, staged.get(), casting="unsafe")
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
+        self._settle_on(buffer)
+        accumulator = dtypes.TYPES[buffer.dtype].accumulator
+        if buffer.dtype == accumulator:
+            self._reduce_in_place(buffer, op)
+            return
+        wide = self._widened(buffer, accumulator)
+        self._reduce_in_place(wide, op)
+        buffer[...] = wide.astype(buffer.dtype)  # rounds 16-bit floats, once
+
+    def _reduce_in_place(self, buffer: Any, op: Op) -> None:
+        """All-reduce in NCCL, and let no NaN be lost, as its maximum and minimum do."""
+        lost = self._lost(buffer, op)
+        self._call(self._all_reduce, buffer, op)
+        if lost is not None:
+            self._call(self._all_reduce, lost, ops.OPS["sum"])  # NaN where any rank has one, else 0
+            self._cupy.add(buffer, lost, out=buffer)
+
+    def _scatter_rounded(self, buffer: Any, op: Op) -> None:
+        accumulator = dtypes.TYPES[buffer.dtype].accumulator
+        if buffer.dtype == accumulator or not gpu.is_gpu_array(buffer):
+            super()._scatter_rounded(buffer, op)
+            return
+        self._settle_on(buffer)
+        wide, mine = self._widened(buffer, accumulator), self.owned(buffer.size)
+        self._reduce_scatter(wide, op)
+        buffer[mine] = wide[mine].astype(buffer.dtype)
+
+    def _reduce_scatter(self, buffer: Any, op: Op) -> None:
+        mine = self.owned(buffer.size)
+        if not gpu.is_gpu_array(buffer):
+            staged = self._on_gpu(buffer, buffer.dtype)
+            self._reduce_scatter(staged, op)
+            buffer[mine] = staged[mine].get()
+            return
+        self._settle_on(buffer)
+        lost = self._lost(buffer, op)
+        self._call(self._scatter, buffer, op, buffer[mine])
+        if lost is not None:
+            self._call(self._scatter, lost, ops.OPS["sum"], lost[mine])
+            self._cupy.add(buffer[mine], lost[mine], out=buffer[mine])
+
+    def _all_gather(self, buffer: Any) -> None:
+        if gpu.is_gpu_array(buffer):
+            self._settle_on(buffer)
+            self._call(self._gather, buffer, ops.OPS["sum"])
+            return
+        staged = self._on_gpu(buffer, buffer.dtype)
+        self._call(self._gather, staged, ops.OPS["sum"])
+        np.copyto(buffer, staged.get())
+
+    def _on_gpu(self, buffer: np.ndarray, dtype: np.dtype) -> Any:
+        """A copy of a NumPy array on this rank's GPU."""
+        gpu.choose_device(self.topology.node_rank)
+        staged = self._cupy.asarray(buffer.astype(dtype, copy=False))
+        self._settle_on(staged)
+        return staged
+
+    def _settle_on(self, buffer: Any) -> None:
+        """See that the ranks are connected, and that this array is where they are. Collective at the first time."""
         if self._communicator is None:
             self._join_gpus()
         if buffer.device.id != self._device:
@@ -55,43 +124,63 @@ class Nccl(AllReduce):
                 f'"nccl" is connected on GPU {self._device} and the array is on GPU {buffer.device.id}; '
                 "make the GPU of your arrays current before the first call"
             )
-        accumulator = dtypes.TYPES[buffer.dtype].accumulator
-        if buffer.dtype == accumulator:
-            self._reduce_in_place(buffer, op)
-            return
+
+    def _widened(self, buffer: Any, accumulator: np.dtype) -> Any:
+        """A copy of a 16-bit array as what its sums are formed in."""
         if self._wide is None or self._wide.size < buffer.size:
             self._wide = self._cupy.empty(buffer.size, accumulator)
         wide = self._wide[: buffer.size]
         wide[...] = buffer
-        self._reduce_in_place(wide, op)
-        buffer[...] = wide.astype(buffer.dtype)  # rounds 16-bit floats, once
+        return wide
 
-    def _reduce_in_place(self, buffer: Any, op: Op) -> None:
-        """All-reduce in NCCL, and let no NaN be lost, as its maximum and minimum do."""
-        lost = self._cupy.where(self._cupy.isnan(buffer), buffer, 0) if op.keeps_nan(buffer.dtype) else None
-        self._call(buffer, op)
-        if lost is not None:
-            self._call(lost, ops.OPS["sum"])  # NaN where any rank has one, else 0
-            self._cupy.add(buffer, lost, out=buffer)
+    def _lost(self, buffer: Any, op: Op) -> Any:
+        """The NaN that NCCL's maximum and minimum would lose, and 0 elsewhere; None where it would lose none."""
+        return self._cupy.where(self._cupy.isnan(buffer), buffer, 0) if op.keeps_nan(buffer.dtype) else None
 
-    def _call(self, buffer: Any, op: Op) -> None:
-        """NCCL on its own stream, after what the caller's stream holds already and before what it gets next."""
+    # What NCCL is asked for; each is called by `_call`
+
+    def _all_reduce(self, buffer: Any, kind: int, op: int) -> None:
+        pointer = buffer.data.ptr
+        self._communicator.allReduce(pointer, pointer, buffer.size, kind, op, self._stream.ptr)
+
+    def _scatter(self, buffer: Any, kind: int, op: int) -> None:
+        """Equal parts by one call, and what is left over to the last rank, as one launch."""
+        part, rest = divmod(buffer.size, self.size)
+        pointer, end = buffer.data.ptr, buffer.data.ptr + (buffer.size - rest) * buffer.itemsize
+        self._nccl.groupStart()
+        if part:
+            mine = pointer + self.rank * part * buffer.itemsize
+            self._communicator.reduceScatter(pointer, mine, part, kind, op, self._stream.ptr)
+        if rest:
+            self._communicator.reduce(end, end, rest, kind, op, self.size - 1, self._stream.ptr)
+        self._nccl.groupEnd()
+
+    def _gather(self, buffer: Any, kind: int, op: int) -> None:
+        part, rest = divmod(buffer.size, self.size)
+        pointer, end = buffer.data.ptr, buffer.data.ptr + (buffer.size - rest) * buffer.itemsize
+        self._nccl.groupStart()
+        if part:
+            mine = pointer + self.rank * part * buffer.itemsize
+            self._communicator.allGather(mine, pointer, part, kind, self._stream.ptr)
+        if rest:
+            self._communicator.broadcast(end, end, rest, kind, self.size - 1, self._stream.ptr)
+        self._nccl.groupEnd()
+
+    def _call(self, launch: Callable[[Any, int, int], None], buffer: Any, op: Op, result: Any = None) -> None:
+        """NCCL on its own stream, after what the caller's stream holds already and before what it gets next.
+
+        result: the part of the array that is finished then; all of it when none is given.
+        """
         caller = self._cupy.cuda.get_current_stream()
         average = op.scale == 1 / self.size and self._nccl.get_version() >= AVERAGE_VERSION
         self._ready.record(caller)
         self._stream.wait_event(self._ready)
-        self._communicator.allReduce(
-            buffer.data.ptr,
-            buffer.data.ptr,
-            buffer.size,
-            dtypes.TYPES[buffer.dtype].nccl,
-            AVERAGE if average else op.nccl,
-            self._stream.ptr,
-        )
+        launch(buffer, dtypes.TYPES[buffer.dtype].nccl, AVERAGE if average else op.nccl)
         self._ready.record(self._stream)
         caller.wait_event(self._ready)
         if op.scale is not None and not average:
-            self._cupy.multiply(buffer, op.scale, out=buffer)
+            result = buffer if result is None else result
+            self._cupy.multiply(result, op.scale, out=result)
 
     def _join_gpus(self) -> None:
         """Make the NCCL communicator on the current device. Collective."""
@@ -99,11 +188,11 @@ class Nccl(AllReduce):
         self._device = cuda.runtime.getDevice()
         uuid = together(self._comm, lambda: bytes(cuda.runtime.getDeviceProperties(self._device)["uuid"]).hex())
         raise_together(self._comm, self._shared_gpu(all_values(self._comm, uuid, "learn which GPUs the ranks have")))
-        unique = together(self._comm, lambda: self._nccl.get_unique_id() if self.rank == 0 else None)
-        unique = tuple(root_value(self._comm, unique, "meet in NCCL"))
+        unique = together(self._comm, lambda: list(self._nccl.get_unique_id()) if self.rank == 0 else None)
+        meeting = _as_cupy_takes_it(self._cupy, root_value(self._comm, unique, "meet in NCCL"))
         error: AllReduceError | None = None
         try:
-            self._communicator = self._nccl.NcclCommunicator(self.size, unique, self.rank)
+            self._communicator = self._nccl.NcclCommunicator(self.size, meeting, self.rank)
             self._stream = cuda.Stream(non_blocking=True)
             self._ready = cuda.Event(disable_timing=True)
         except Exception as refused:  # NcclError, and what CuPy raises for codes of NCCL that it does not know
@@ -127,6 +216,13 @@ class Nccl(AllReduce):
             self._stream.synchronize()
             self._communicator.destroy()
         self._communicator = self._stream = self._ready = self._wide = None
+
+
+def _as_cupy_takes_it(cupy: Any, unique: list[int]) -> bytes | tuple[int, ...]:
+    """NCCL's unique id as this rank's CuPy wants it: bytes since 14.0, C's signed chars before."""
+    if int(cupy.__version__.partition(".")[0]) >= 14:
+        return bytes(number & 255 for number in unique)
+    return tuple((number & 255 ^ 128) - 128 for number in unique)
 
 
 def _missing() -> UnavailableError | None:

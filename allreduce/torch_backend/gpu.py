@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from allreduce.arrays import gpu
 from allreduce.base import AllReduce
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)  # known to CuPy and to us
@@ -25,7 +26,8 @@ def reduce(backend: AllReduce, tensor: torch.Tensor, op: str) -> None:
     """Reduce a CUDA tensor in place, on PyTorch's current stream."""
     import cupy
 
-    with cupy.cuda.Device(tensor.device.index), cupy.cuda.ExternalStream(_stream(tensor.device).cuda_stream):
+    index = tensor.device.index
+    with cupy.cuda.Device(index), gpu.stream_of(_stream(tensor.device), index):
         backend(cupy.from_dlpack(tensor.detach()), op)
 
 

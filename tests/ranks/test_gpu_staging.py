@@ -41,7 +41,7 @@ def test_staged(
                 if not expected(dtype, length, op, SIZE, turn).hold(array.get()):
                     failures.append((dtype, length, op))
     assert not failures
-    assert SIZE == 1 or (cupy.counters.pinned_bytes and cupy.counters.synchronized)
+    assert SIZE == 1 or (cupy.counters.pinned_bytes and cupy.gpu.synchronized)
     reduce.close()
 
 
