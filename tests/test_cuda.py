@@ -1,12 +1,49 @@
 """What needs a GPU, on a stand-in for one: NCCL over MPI, and streams of which each access to memory is looked at."""
 
+import importlib.util
+import sys
 from pathlib import Path
 
+import pytest
 from conftest import JobRunner
 
+sys.path.insert(0, str(Path(__file__).parent / "ranks"))
+from fake_gpu import Gpu, TorchCuda
 
-def test_on_three_ranks(mpirun: JobRunner) -> None:
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed here")
+
+
+def test_a_call_comes_after_all_that_has_written() -> None:
+    """On whichever streams; and what follows comes after the call. One stream that is not noted is a race."""
+    import torch
+
+    from trainers.replicas.pytorch.devices import Cuda
+
+    for noted in (2, 1):
+        gpu = Gpu()
+        cuda = TorchCuda(gpu)
+        device = Cuda(torch.device("cpu"), cuda)
+        gpu.track(0, 100)
+        crossing = device.crossing()
+        for at in range(2):
+            with cuda.stream(cuda.Stream()):
+                gpu.access(10 * at, 10, True, "a gradient", gpu.of_torch)
+                if at < noted:
+                    crossing.note()
+        crossing.leave()
+        with crossing.inside():
+            gpu.access(0, 20, True, "a reduction", gpu.of_torch)
+        assert bool(gpu.races) == (noted == 1)
+        gpu.races.clear()
+        if noted == 2:
+            crossing.back()
+        gpu.access(0, 20, False, "an update", gpu.of_torch)
+        assert bool(gpu.races) == (noted == 1)
+        assert gpu.synchronized == 0  # the host has waited for nothing
+
+
+def test_on_two_ranks(mpirun: JobRunner) -> None:
     """See the program."""
-    job = mpirun(3, [Path(__file__).parent / "cuda_job.py"], timeout=240)
+    job = mpirun(2, [Path(__file__).parent / "cuda_job.py"], timeout=240)
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout == "done\n"

@@ -29,6 +29,7 @@ ROOTS = {
     "cupy": "cupy",
     "cupy()": "cupy",
     "gpu.cupy()": "cupy",
+    "_cupy()": "cupy",
     "self._cupy": "cupy",
     "self._xp": "cupy",
     "xp": "cupy",
@@ -51,8 +52,10 @@ FILES = [
     "allreduce/sparse.py",
     "allreduce/torch_backend/gpu.py",
     "trainers/horovod/session.py",
+    "trainers/backends.py",
     "trainers/leaving_out.py",
     "trainers/mirrored.py",
+    "trainers/replicas/pytorch/devices.py",
     "trainers/watching/meter.py",
     "trainers/watching/stopwatch.py",
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "trainers/replicas/numpy").glob("*.py")),
@@ -311,6 +314,7 @@ def test_stand_in_for_pytorchs_streams() -> None:
     """`torch.cuda` can be looked at without a GPU, in PyTorch's CPU builds too."""
     pytest.importorskip("torch")
     cuda = fake_gpu.TorchCuda(fake_gpu.Gpu())
-    things = [(f"torch.cuda.{name}", getattr(cuda, name)) for name in ("current_stream", "synchronize")]
+    used = ("current_stream", "synchronize", "get_rng_state", "set_rng_state")
+    things = [(f"torch.cuda.{name}", getattr(cuda, name)) for name in used]
     things += members("torch.cuda.Stream", cuda.Stream)
     compare([*things, ("torch.cuda.stream", None), ("torch.cuda.device", None)], least=5)

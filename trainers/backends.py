@@ -60,7 +60,7 @@ def compression_twice(backend: Any, compress: str | None) -> OptionError | None:
 def own_memory(replica: Replica) -> Any:
     """Memory for a replica's gradients when the backend's is given back. Local."""
     if replica.device == "cuda":
-        return gpu.cupy().zeros(replica.gradient_length, replica.gradient_dtype)
+        return gpu.cupy().zeros(replica.gradient_length, dtypes.parse(replica.gradient_dtype))
     return np.zeros(replica.gradient_length, dtypes.parse(replica.gradient_dtype))
 
 

@@ -27,12 +27,23 @@ def cupy() -> Any:
     return cupy
 
 
+_kept = False  # see `keep_device`
+
+
+def keep_device() -> None:
+    """From now on the current device is the one that the program has chosen: 0 too. Local."""
+    global _kept
+    _kept = True
+
+
 @functools.cache
 def choose_device(node_rank: int) -> None:
     """Once in a process: let the ranks of a node take its GPUs in turn.
 
     A program that has made another device than 0 the current one has chosen by itself.
     """
+    if _kept:
+        return
     runtime = cupy().cuda.runtime
     try:
         if runtime.getDevice() == 0:

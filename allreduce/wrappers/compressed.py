@@ -93,7 +93,8 @@ class Compressed(Wrapper):
             return False
         self._check_open()
         try:
-            signature = inspect(buffer, op, GPU if is_gpu_array(buffer) else FOREIGN, call)
+            memory = GPU if is_gpu_array(buffer) else FOREIGN
+            signature = inspect(buffer, op, memory, call, self.scatters_on_gpu)
             resolved = self._resolve(op, signature.dtype)
         except AllReduceError:
             return False

@@ -68,6 +68,12 @@ def make(gpu: Gpu | None = None, comm: MPI.Intracomm | None = None) -> types.Mod
             touch(self._data[key], True, "copy")
             self._data[key] = value
 
+        def __imul__(self, other: Any) -> "ndarray":
+            return computed(np.multiply, (self, other), self)
+
+        def tolist(self) -> Any:
+            return self.get().tolist()
+
         def reshape(self, *shape: Any, order: str = "C", copy: Any = None) -> "ndarray":
             return ndarray(self._data.reshape(*shape, order=order))
 
@@ -136,6 +142,7 @@ def make(gpu: Gpu | None = None, comm: MPI.Intracomm | None = None) -> types.Mod
     )
     cuda: Any = types.ModuleType("cupy.cuda")
     cuda.runtime, cuda.alloc_pinned_memory = runtime, alloc_pinned_memory
+    cuda.get_elapsed_time = lambda start_event, end_event: 1.0
     for name in ("Event", "Stream", "Device", "get_current_stream"):
         setattr(cuda, name, getattr(streams, name))
     if comm is not None:
@@ -147,6 +154,7 @@ def make(gpu: Gpu | None = None, comm: MPI.Intracomm | None = None) -> types.Mod
         "counters": counters,
         "gpu": gpu,
         "asarray": lambda a: ndarray(np.array(a)),
+        "from_dlpack": lambda array: ndarray(np.from_dlpack(array)),
         "empty": lambda shape, dtype: ndarray(np.empty(shape, dtype)),
         "zeros": lambda shape, dtype: ndarray(np.zeros(shape, dtype)),
         "add": lambda x1, x2, out=None: computed(np.add, (x1, x2), out),

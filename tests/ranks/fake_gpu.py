@@ -43,12 +43,21 @@ class Gpu:
 
     @property
     def current(self) -> int:
-        """The pointer of this thread's current stream."""
+        """The pointer of the current stream of CuPy in this thread."""
         return getattr(self._local, "stream", 0)
 
     @current.setter
     def current(self, pointer: int) -> None:
         self._local.stream = pointer
+
+    @property
+    def of_torch(self) -> int:
+        """The pointer of the current stream of PyTorch in this thread."""
+        return getattr(self._local, "of_torch", 0)
+
+    @of_torch.setter
+    def of_torch(self, pointer: int) -> None:
+        self._local.of_torch = pointer
 
     def new_stream(self) -> int:
         with self._lock:
@@ -59,6 +68,11 @@ class Gpu:
     def track(self, start: int, nbytes: int) -> None:
         """Look for races in this memory from now on."""
         self._tracked.append((start, start + nbytes))
+
+    def forget(self) -> None:
+        """All memory is given back, and may be had by others."""
+        with self._lock:
+            self._accesses, self._tracked = [], []
 
     def access(self, start: int, nbytes: int, writes: bool, what: str, stream: int | None = None) -> None:
         """Work on a stream reads or writes memory."""
@@ -196,21 +210,29 @@ class TorchCuda:
 
     def current_stream(self, device: Any = None) -> Any:
         stream = self.Stream.__new__(self.Stream)
-        stream.cuda_stream = self._gpu.current
+        stream.cuda_stream = self._gpu.of_torch
         return stream
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        before, self._gpu.current = self._gpu.current, stream.cuda_stream
+        before, self._gpu.of_torch = self._gpu.of_torch, stream.cuda_stream
         try:
             with Noting(self._gpu):
                 yield
         finally:
-            self._gpu.current = before
+            self._gpu.of_torch = before
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
         yield
+
+    def get_rng_state(self, device: Any = "cuda") -> Any:
+        import torch
+
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, new_state: Any, device: Any = "cuda") -> None:
+        assert new_state.numel() == 16
 
     def synchronize(self, device: Any = None) -> None:
         for pointer in list(self._gpu.clocks):
@@ -219,7 +241,7 @@ class TorchCuda:
 
 def Noting(gpu: Gpu) -> Any:  # noqa: N802, it makes what is a class where PyTorch is
     """Inside, what PyTorch does is noted as done on the current stream."""
-    from torch import Tensor
+    from torch import Tensor, strided
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_iter
 
@@ -232,8 +254,8 @@ def Noting(gpu: Gpu) -> Any:  # noqa: N802, it makes what is a class where PyTor
                 value = args[number] if number < len(args) else kwargs.get(argument.name)
                 writes = argument.alias_info is not None and argument.alias_info.is_write
                 for each in () if views and not writes else tree_iter(value):
-                    if isinstance(each, Tensor) and each.numel() and each.device.type == "cpu":
-                        gpu.access(each.data_ptr(), extent(each), writes, str(func))
+                    if isinstance(each, Tensor) and each.layout == strided and each.numel():
+                        gpu.access(each.data_ptr(), extent(each), writes, str(func), gpu.of_torch)
             return func(*args, **kwargs)
 
     return Mode()

@@ -4,8 +4,7 @@ A gradient's way: autograd -> the view in the buffer that the backend allocated 
 read there by the optimizer. Autograd makes the first gradient of a step in memory of its own, since nobody
 can tell it where; a hook moves it into the view, and later ones (accumulation) are added to the view.
 
-When backward returns, `.grad` of every parameter holds the average over the ranks, as with PyTorch's
-DistributedDataParallel, so what a loop does between backward and step (clipping, say) sees averages.
+When backward returns, `.grad` of every parameter is the average, so what comes before step (clipping) sees that.
 """
 
 import math
@@ -31,6 +30,8 @@ from trainers.pytorch.ownership import CLOSED, refuse, take_over
 from trainers.pytorch.report import Clock
 from trainers.pytorch.rows import Rows
 from trainers.pytorch.sparse import SparseGradients
+from trainers.pytorch.submitting import result_of
+from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.tensors import DTYPES, shaped
 
 LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # what the buffers hold; see Averager.state
@@ -47,8 +48,8 @@ class Averager:
     family: whose newest member this is.
     lane: runs the reductions, in one order on all ranks. comm: used inside of the lane's calls only.
     reduce: what is done with each bucket, a 1-D array, in place; it leaves the averages of the whole bucket
-        (`reduces_to` AVERAGED) or of the part that this rank owns (SCATTERED).
-    during: the reductions are submitted while backward goes on.
+        (`reduces_to` AVERAGED) or of the part that this rank owns (SCATTERED): `owned`, by a bucket's length.
+    during: the reductions are submitted while backward goes on. device: where the parameters are.
 
     state: LOCAL: there may be gradients of this rank that are not averaged yet. SCATTERED: averages in what
         this rank owns of each bucket, leftovers elsewhere. AVERAGED: averages everywhere.
@@ -65,17 +66,18 @@ class Averager:
         *,
         reduce: Callable[[np.ndarray], object],
         reduces_to: str,
+        owned: Callable[[int], slice],
         during: bool,
+        device: Host,
         bucket_bytes: tuple[float, float],
     ) -> None:
         self.names, self.parameters, self.sparse = list(parameters), list(parameters.values()), sparse
-        self.family, self.number = family, family.newest
-        self.lane, self.comm, self.during = lane, comm, during
+        self.family, self.number, self.lane, self.comm, self.during = family, family.newest, lane, comm, during
         self.ranks = comm.size  # also known after close()
-        self._reduce, self._reduces_to = reduce, reduces_to
+        self._reduce, self._reduces_to, self.owned, self.device = reduce, reduces_to, owned, device
         sizes = [(each.numel(), DTYPES[each.dtype], each.element_size()) for each in self.parameters]
         self.plan, lengths = plan(sizes, *(bucket_bytes if during else (math.inf, math.inf)))
-        self.flats, self.buckets = allocate(backend, self.plan, lengths)
+        self.flats, self.buckets = allocate(backend, self.plan, lengths, device)
         self.sizes = tuple(memory.array.nbytes for memory in self.buckets)
         self._slots = {slot.parameter: (at, slot) for at, bucket in enumerate(self.plan) for slot in bucket.slots}
         self.bucket_of = {parameter: at for parameter, (at, _) in self._slots.items()}
@@ -118,9 +120,7 @@ class Averager:
     def together(self, what: str, work: Callable[[], ResultT]) -> ResultT:
         """Do `work` when all ranks have come to it, after all that was submitted before. Collective."""
         self.abandon()
-        results: list[ResultT] = []
-        self.lane.submit(lambda: results.append(work()), self.call(what)).wait()
-        return results[0]
+        return result_of(self.lane, work, self.call(what), self.device.crossing())
 
     def count_rows(self, mine: float, active: bool = True) -> Rows:
         """Begin to count the rows of this step. active: False when this rank has no batches left. Collective."""
@@ -152,8 +152,6 @@ class Averager:
         if self.during:
             assert backward is not None
             backward.arrived(index)
-
-    # Averaging
 
     def average(self) -> None:
         """See that nothing is LOCAL any more. Collective: a rank whose backward has done it waits for nobody."""
@@ -233,7 +231,7 @@ class Averager:
             self.rows.weigh(memory.tensor)
         if self.check is not None:
             self.check.look(memory)
-        self._reduce(memory.array)
+        memory.through(self._reduce, writes=self.owned(memory.array.size))
 
     def _adopt(self, index: int, look: bool = False) -> bool:
         """Make .grad the view into the buffer. True when it was that already.
@@ -264,7 +262,7 @@ class Averager:
                 self.parameters[index].grad = self.views[index]
 
     def forget(self, release: bool) -> None:
-        """The gradients are used up: the next ones are new. release: .grad of every parameter becomes None."""
+        """The gradients are used up. release: .grad of every parameter becomes None."""
         self.abandon()
         self.state = LOCAL
         if self.rows is self._spent and not self.keeps_rows:  # not those that are told already for the next average
@@ -280,7 +278,7 @@ class Averager:
         self.forget(release)
 
     def let_go(self) -> None:
-        """As `close`, for the gradients to be averaged by another. Local."""
+        """As `close`, for another to average them. Local."""
         self._in_charge = False
         self.close()
 
@@ -296,5 +294,6 @@ class Averager:
             refuse(self._all, why)
             self._in_charge = False
         self._backward = None
+        self.device.finish()
         for held in (self.views, self.flats, self.buckets):
             held.clear()

@@ -41,6 +41,7 @@ class Backward:
         self.averager, self._what = averager, what
         self._missing = [{slot.parameter for slot in memory.bucket.slots} for memory in averager.buckets]
         self._missing += averager.sparse.parts()
+        self._crossings = [averager.device.crossing() for _ in self._missing]
         self._launched = 0
         self._error: Exception | None = None
         self.failures = averager.family.failures
@@ -65,7 +66,8 @@ class Backward:
 
     def arrived(self, index: int) -> None:
         """The gradient of a parameter is complete: launch what is complete with it."""
-        missing = self._missing[self.averager.bucket_of[index]]
+        bucket = self.averager.bucket_of[index]
+        missing = self._missing[bucket]
         if index not in missing:
             names = [*self.averager.names, *self.averager.sparse.names]
             raise GradientError(
@@ -73,6 +75,7 @@ class Backward:
                 "reduced; use torch.utils.checkpoint with use_reentrant=False, or MirroredOptimizer(..., overlap=False)"
             )
         missing.remove(index)
+        self._crossings[bucket].note()
         # In the order of the buckets, whatever is ready first: a lane's calls match by their order.
         while self._launched < len(self._missing) and not self._missing[self._launched]:
             self.launch()
@@ -86,6 +89,7 @@ class Backward:
             self.unused += self.averager.prepare(bucket)
         except GradientError as error:
             self._error = self._error or error
+        self._crossings[bucket].leave()
         last = self._launched == len(self._missing)
         what = f"{self._what}, bucket {self._launched} of {len(self._missing)}"
         self.pending.append(submit(self.averager.lane, partial(self._reduce, bucket, last, Clock.now()), what))
@@ -102,11 +106,12 @@ class Backward:
         """
         self.launch_rest()
         errors = []
-        for pending in self.pending:
+        for pending, crossing in zip(self.pending, self._crossings, strict=True):
             try:
                 pending.wait()
             except Exception as error:
                 errors.append(error)
+            crossing.back()
         self._ending = None
         _running.discard(self)
         if errors:
@@ -146,7 +151,8 @@ class Backward:
         """Runs in the lane, when all ranks have come to it. came: when it was submitted here."""
         try:
             self.averager.clock.came(came)
-            self.averager.reduce(bucket)
+            with self._crossings[bucket].inside():
+                self.averager.reduce(bucket)
         except Exception as error:  # told to all ranks with the facts
             self._error = self._error or error
         if last:

@@ -37,10 +37,10 @@ def _line(lines: list[str], at: int) -> str:
 
 
 def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
-    """Overwrite CPU tensors of any dtype with those of the root, in place. Collective."""
+    """Overwrite tensors of any dtype with those of the root, in place; by way of the host. Collective."""
     for tensor in tensors:
         whole = tensor.detach()
-        packed = whole if whole.is_contiguous() else whole.contiguous()
+        packed = whole.cpu().contiguous()
         broadcast(comm, [as_bytes(packed)], root, f"take on tensors of rank {root}")
         if packed is not whole:
             whole.copy_(packed)

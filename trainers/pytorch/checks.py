@@ -76,7 +76,8 @@ def describe(optimizer: Optimizer, model: Module) -> list[str]:
     groups = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
     lines = [
         f"{name} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}, strides {each.stride()}, "
-        f"{'trained' if each.requires_grad else 'frozen'}{', sparse' * (id(each) in sparse)}, "
+        f"{'trained' if each.requires_grad else 'frozen'}{', sparse' * (id(each) in sparse)}"
+        f"{', on a GPU' * (each.device.type == 'cuda')}, "
         + (f"group {groups[id(each)]}" if id(each) in groups else "not in the optimizer")
         + f" of {type(optimizer).__name__}"
         for name, each in model.named_parameters()
@@ -172,10 +173,12 @@ def _bad_parameters(optimizer: Optimizer, model: Module) -> Iterator[AllReduceEr
     if not trained:
         yield OptionError("there is nothing to train: every parameter of the optimizer has requires_grad=False")
     for name, each in trained:
-        if each.device.type != "cpu":
+        if each.device.type not in ("cpu", "cuda"):
+            yield OptionError(f"{name} is on {each.device}, and MirroredOptimizer works on CPU and CUDA tensors")
+        if each.device != trained[0][1].device:
             yield OptionError(
-                f"{name} is on {each.device}, and MirroredOptimizer works on CPU tensors; for GPUs use "
-                'DistributedDataParallel, with torch.distributed.init_process_group("nccl") or "allreduce"'
+                f"{trained[0][0]} is on {trained[0][1].device} and {name} on {each.device}; MirroredOptimizer takes "
+                "models on one device: model.to(device), before the optimizer is made"
             )
         if each.dtype not in DTYPES:
             known = ", ".join(DTYPES.values())

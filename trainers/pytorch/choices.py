@@ -9,15 +9,17 @@ from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
 from allreduce.wrappers.background import crowded
 from trainers.pytorch.family import Family
+from trainers.replicas.pytorch.devices import Host
 from trainers.twins import NOT_KEPT
 
 
-def lane_of(family: Family, topology: Topology, overlap: bool | str) -> tuple[Lane, bool]:
+def lane_of(family: Family, topology: Topology, overlap: bool | str, device: Host) -> tuple[Lane, bool]:
     """What runs an optimizer's calls, and whether it does so in a thread while backward goes on. Collective.
 
-    No thread where it does not pay or can't be had.
+    No thread where it does not pay or can't be had. While a GPU computes the host's threads have nothing to do.
     """
-    if topology.size > 1 and (_overlap_pays(topology) if overlap == "auto" else overlap):
+    pays = overlap if overlap != "auto" else device.kind == "cuda" or _overlap_pays(topology)
+    if topology.size > 1 and pays:
         try:
             return family.lane(threaded=True), True
         except UnavailableError as error:

@@ -63,7 +63,7 @@ def _held(
 
 
 def _array(parameter: Parameter) -> np.ndarray:
-    whole = parameter.detach().contiguous()
+    whole = parameter.detach().cpu().contiguous()
     return as_bytes(whole) if whole.dtype == torch.bfloat16 else whole.numpy()
 
 

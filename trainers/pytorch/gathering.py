@@ -31,5 +31,5 @@ def _gather(averager: Averager, all_gather: Callable[[np.ndarray], object], erro
     """Runs in the lane. error: of this rank, raised on all of them."""
     raise_together(averager.comm, error)
     for memory in averager.buckets:
-        all_gather(memory.array)
+        memory.through(all_gather, reads=averager.owned(memory.array.size))
     averager.become(AVERAGED)

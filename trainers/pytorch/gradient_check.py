@@ -6,6 +6,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
+from allreduce.arrays import gpu
 from allreduce.messages.agreement import known, wait_for
 from trainers import finite
 from trainers.errors import NotFiniteError
@@ -58,7 +59,7 @@ class GradientCheck:
     def look(self, memory: Memory) -> None:
         """Look at this rank's gradients, which are about to be averaged. Local."""
         first = self._first[memory.bucket.dtype, memory.bucket.start]
-        self._own.add(memory.array, self._places[first : first + len(memory.bucket.slots)], first)
+        self._own.add(memory.fetched(), self._places[first : first + len(memory.bucket.slots)], first)
 
     def look_at_rows(self, number: int, indices: np.ndarray, values: np.ndarray) -> None:
         """As `look`, at a sparse gradient: of the parameter of this number, all of whose others are zeros. Local."""
@@ -91,7 +92,9 @@ class GradientCheck:
         first = len(self._places)
         for memory in self._buckets:
             owned = self._owned(memory.array.size)
-            bad = np.flatnonzero(~np.isfinite(memory.array[owned]))
+            averages = memory.array[owned]
+            host = averages.get() if gpu.is_gpu_array(averages) else averages
+            bad = np.flatnonzero(~np.isfinite(host))
             if bad.size:
                 at = owned.start + int(bad[0])
                 begin = self._first[memory.bucket.dtype, memory.bucket.start]

@@ -11,8 +11,9 @@ from mpi4py import MPI
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from allreduce import create
+from allreduce import create, notices
 from allreduce.base import AllReduce, Recipe
+from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import everywhere, together
 from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
@@ -22,6 +23,7 @@ from trainers.backends import backend_for
 from trainers.pytorch import checks, choices
 from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
 from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compare
+from trainers.pytorch.buffers import own_gpu
 from trainers.pytorch.family import DROPPED, Family
 from trainers.pytorch.forwards import Forwards, OnForward
 from trainers.pytorch.gradient_check import GradientCheck
@@ -29,6 +31,8 @@ from trainers.pytorch.placement import AfterLoading
 from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.sparse import SparseGradients, sparse_parameters, tell
 from trainers.pytorch.tracing import TracedClock
+from trainers.replicas.pytorch import devices
+from trainers.replicas.pytorch.devices import Host
 
 MIB = 1 << 20
 
@@ -90,14 +94,15 @@ def _make(
     trained, frozen = checks.sort(optimizer, model)
     compare(comm, checks.describe(optimizer, model))
     tell(comm.rank, optimizer, model, trained)
-    backend = together(comm, partial(_backend, options, topology))
+    device = devices.device_of(trained.values())
+    backend = together(comm, partial(_backend, options, topology, device))
     if backend is not options.allreduce:
         made.callback(backend.close)
     traced = None
     if options.trace is not None:
         backend = traced = Traced(topology, inner=backend, trace=options.trace)
         made.callback(traced.close)
-    lane, during = choices.lane_of(family, topology, options.overlap)
+    lane, during = choices.lane_of(family, topology, options.overlap, device)
     made.callback(lane.abandon)
     if comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
@@ -105,7 +110,7 @@ def _make(
     sparse = sparse_parameters(optimizer, model)
     dense = {name: each for name, each in trained.items() if id(each) not in sparse}
     rest = SparseGradients({name: each for name, each in trained.items() if id(each) in sparse}, backend.sparse)
-    averager = _averager(dense, rest, backend, family, lane, comm, during, options)
+    averager = _averager(dense, rest, backend, family, lane, comm, during, options, device)
     made.callback(averager.close)
     local.callback(averager.let_go)
     if traced is not None:
@@ -122,9 +127,8 @@ def _make(
             made.callback(hook.remove)
             local.callback(hook.remove)
     if options.check_gradients is not None:
-        owned = backend.owned if isinstance(backend, TwoPhase) and sharded is not None else partial(slice, 0)
         averager.check = GradientCheck(
-            options.check_gradients, averager.names, averager.buckets, averager.sparse, owned
+            options.check_gradients, averager.names, averager.buckets, averager.sparse, averager.owned
         )
     if options.check_gradients == "skip":
         assert averager.check is not None
@@ -136,11 +140,28 @@ def _make(
     return Parts(backend, averager, sharded, trained, frozen, made, local)
 
 
-def _backend(options: checks.Options, topology: Topology) -> AllReduce:
+def _backend(options: checks.Options, topology: Topology, device: Host) -> AllReduce:
     given = options.allreduce
     if isinstance(given, Recipe):
         return create(given.name, topology, **given.options)
+    if given == "auto" and device.kind == "cuda" and topology.size > 1:
+        try:
+            return _nccl(options, topology, device)
+        except UnavailableError as error:  # raised on all ranks
+            notices.once(topology.rank, f'"auto" does without "nccl": {error}')
     return backend_for(given, topology, options.update, options.compress)
+
+
+def _nccl(options: checks.Options, topology: Topology, device: Host) -> AllReduce:
+    """The backend "nccl", connected on the GPUs of the ranks' models. Collective; UnavailableError on all ranks."""
+    backend = create("nccl", topology, compress=options.compress)
+    try:
+        with own_gpu(device):
+            backend.exact(backend.allocate(1), "sum")  # ranks that share a GPU are found out now
+    except UnavailableError:
+        backend.close()
+        raise
+    return backend
 
 
 def _averager(
@@ -152,12 +173,14 @@ def _averager(
     comm: MPI.Intracomm,
     during: bool,
     options: checks.Options,
+    device: Host,
 ) -> Averager:
     reduce: Callable[[np.ndarray], object] = partial(backend, op="mean")
     reduces_to = AVERAGED
+    owned: Callable[[int], slice] = partial(slice, 0)
     if options.update == "sharded" and dense:
         assert isinstance(backend, TwoPhase)
-        reduce, reduces_to = partial(backend.reduce_scatter, op="mean"), SCATTERED
+        reduce, reduces_to, owned = partial(backend.reduce_scatter, op="mean"), SCATTERED, backend.owned
     return Averager(
         dense,
         sparse,
@@ -167,6 +190,8 @@ def _averager(
         comm,
         reduce=reduce,
         reduces_to=reduces_to,
+        owned=owned,
         during=during,
+        device=device,
         bucket_bytes=(options.bucket_mb[0] * MIB, options.bucket_mb[1] * MIB),
     )

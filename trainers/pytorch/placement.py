@@ -15,6 +15,7 @@ from allreduce.messages.agreement import combine, on_all, raise_together, togeth
 from allreduce.messages.window import CommonWindow
 from allreduce.two_phase import TwoPhase
 from trainers.pytorch.averaging import Averager
+from trainers.pytorch.buffers import Flat, flat
 from trainers.replicas.pytorch.tensors import TORCH, as_tensor
 
 
@@ -29,8 +30,9 @@ class Placement:
     def __init__(self, averager: Averager, backend: TwoPhase, comm: MPI.Intracomm, owned: list[slice]) -> None:
         self._averager, self._backend, self._comm = averager, backend, comm
         self._windows: list[CommonWindow] = []
-        self._arrays = self._allocate(owned)
-        self.flats = {dtype: as_tensor(array, TORCH[dtype]) for dtype, array in self._arrays.items()}
+        self._owned = owned
+        self._memory = self._allocate()
+        self.flats = {dtype: memory.tensor for dtype, memory in self._memory.items()}
         self._homes = [averager.place(index, self.flats) for index in range(len(averager.parameters))]
         self._addresses = [home.data_ptr() for home in self._homes]
         self._versions: list[int] = []  # of the parameters when they were last as they should be
@@ -46,18 +48,19 @@ class Placement:
         """True when all ranks have the parameters in common, so that they can't differ."""
         return self.in_common and self._backend.topology.nodes == 1
 
-    def _allocate(self, owned: list[slice]) -> dict[str, np.ndarray]:
-        node = self._backend.topology.node
-        mine = sum(each.stop - each.start for each in owned)
+    def _allocate(self) -> dict[str, Flat]:
+        node, device = self._backend.topology.node, self._averager.device
+        mine = sum(each.stop - each.start for each in self._owned)
         of_node = combine(node, np.array([mine]), "add up what the ranks of a node own")
-        whole = of_node[0] == sum(memory.array.size for memory in self._averager.buckets)
+        whole = device.kind == "cpu" and of_node[0] == sum(memory.array.size for memory in self._averager.buckets)
         lengths = {dtype: flat.numel() for dtype, flat in self._averager.flats.items()}
         if on_all(self._comm, whole, "see whether each node owns everything"):
             make = partial(_windows, node, lengths)
             made = together(self._comm, make)  # one node's memory may be full
             self._windows = list(made.values())
-            return {dtype: window.array for dtype, window in made.items()}
-        return {dtype: self._backend.allocate(length, dtype) for dtype, length in lengths.items()}
+            arrays = {dtype: window.array for dtype, window in made.items()}
+            return {dtype: Flat(array, as_tensor(array, TORCH[dtype]), None) for dtype, array in arrays.items()}
+        return {dtype: flat(self._backend, length, dtype, device) for dtype, length in lengths.items()}
 
     @torch.no_grad()
     def move_in(self) -> None:
@@ -119,13 +122,14 @@ class Placement:
         if self.in_common:
             self._fence()
             return
-        for bucket in self._averager.plan:
-            self._backend.all_gather(self._arrays[bucket.dtype][bucket.start : bucket.stop])
+        for bucket, mine in zip(self._averager.plan, self._owned, strict=True):
+            memory = self._memory[bucket.dtype].part(bucket.start, bucket.stop)
+            memory.through(self._backend.all_gather, reads=mine)
 
     def let_go(self) -> None:
         """Give this rank parameters of its own again. Local."""
         self.move_out()
-        for held in (self._homes, self.flats, self._arrays):
+        for held in (self._homes, self.flats, self._memory):
             held.clear()
 
     def close(self) -> None:

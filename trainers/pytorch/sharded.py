@@ -87,7 +87,8 @@ class ShardedOptimizer:
         free = all(group.get(key) is None for key in ("fused", "foreach"))
         plain = not any(group.get(key) for key in ("differentiable", "capturable"))
         numbers = not any(isinstance(value, Tensor) for key, value in group.items() if key != "params")
-        if not (type(self._plain) in FUSED and free and plain and numbers):
+        on_host = self.averager.device.kind == "cpu"  # the states of fused updates on a GPU are others
+        if not (type(self._plain) in FUSED and free and plain and numbers and on_host):
             return {}
         states = [self.optimizer.state.get(part) for part in parts if part.grad is not None]
         begun &= all(state and all(value is not None for value in state.values()) for state in states)
@@ -173,7 +174,8 @@ class ShardedOptimizer:
             whole = self._gather_flat(dtype, key, of)
             for at, parameter in enumerate(self.averager.parameters):
                 if DTYPES[parameter.dtype] == dtype and gathered[at].get(key) is of:
-                    gathered[at][key] = self.averager.place(at, whole).clone(memory_format=torch.preserve_format)
+                    own = self.averager.place(at, whole).clone(memory_format=torch.preserve_format)
+                    gathered[at][key] = own.to(parameter.device)
         return self.as_plain(gathered)
 
     def as_plain(self, gathered: list[dict[str, Any]]) -> dict[str, Any]:
@@ -237,7 +239,7 @@ class ShardedOptimizer:
                     for _, part in parts.get(at, []):
                         self.optimizer.state[part][key] = value.clone() if isinstance(value, Tensor) else value
                     continue
-                flat = torch.empty(value.numel(), dtype=value.dtype)
+                flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
                 shaped(flat, 0, parameter).copy_(value)
                 for piece, part in parts.get(at, []):
                     stop = piece.offset + piece.stop - piece.start

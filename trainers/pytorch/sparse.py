@@ -99,9 +99,9 @@ class SparseGradients:
             grad = grad.to_sparse(1)
         elif dtype.itemsize > 2:  # sums of 16 bits are rounded once, with those of the other ranks
             grad = grad.coalesce()
-        values = grad._values().detach().contiguous()
+        values = grad._values().detach().cpu().contiguous()
         array = as_bytes(values).view(numpy_dtype(dtype)).reshape(values.shape)
-        self._mine[number] = grad._indices()[0].numpy(), array
+        self._mine[number] = grad._indices()[0].cpu().numpy(), array
         return []
 
     def average(self, bucket: int, rows: Rows | None, check: "GradientCheck | None") -> None:
@@ -127,7 +127,8 @@ class SparseGradients:
             self.averages[number] = _nothing(parameter)
             if used(self._first + number):
                 table = torch.from_numpy(indices).unsqueeze(0), as_tensor(values, dtype)
-                parameter.grad = torch.sparse_coo_tensor(*table, shape, check_invariants=False, is_coalesced=True)
+                grad = torch.sparse_coo_tensor(*table, shape, check_invariants=False, is_coalesced=True)
+                parameter.grad = grad.to(parameter.device)
 
 
 def _nothing(parameter: Tensor) -> Found:

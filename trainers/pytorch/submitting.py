@@ -1,9 +1,13 @@
 """Calls of a lane, also where autograd is at work, inside of which nothing can be made again."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from allreduce.messages import losses
 from allreduce.messages.lanes import Lane, Pending
+from trainers.replicas.pytorch.devices import Crossing
+
+ResultT = TypeVar("ResultT")
 
 
 def submit(lane: Lane, work: Callable[[], object], what: str) -> Pending:
@@ -16,3 +20,19 @@ def submit(lane: Lane, work: Callable[[], object], what: str) -> Pending:
         pending = Pending(work)
         pending.finish(error)
         return pending
+
+
+def result_of(lane: Lane, work: Callable[[], ResultT], what: str, crossing: Crossing) -> ResultT:
+    """What `work` returns, when all ranks have come to it, and the work of GPUs is in that order. Collective."""
+    results: list[ResultT] = []
+
+    def inside() -> None:
+        with crossing.inside():
+            results.append(work())
+
+    crossing.leave()
+    try:
+        lane.submit(inside, what).wait()
+    finally:
+        crossing.back()
+    return results[0]

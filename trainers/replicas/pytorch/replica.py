@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.errors import ArgumentError, ModelFileError
+from trainers.errors import ArgumentError
 from trainers.replica import Replica
 
 try:
@@ -18,11 +18,10 @@ except ImportError as error:
 
 from torch import Tensor, nn
 
-from trainers.replicas.pytorch import elementwise
-from trainers.replicas.pytorch.parts import accuracy, check_buffer, check_places, statistics_of, trained_of
+from trainers.replicas.pytorch import devices, elementwise, parts
 from trainers.replicas.pytorch.slices import SliceOptimizer
-from trainers.replicas.pytorch.state import TorchState, array_of
-from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, numpy_dtype, views
+from trainers.replicas.pytorch.state import TorchState
+from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, views
 from trainers.replicas.pytorch.undoing import Buffers
 
 Metric = Callable[[Tensor, Tensor], Tensor]
@@ -31,7 +30,7 @@ Metric = Callable[[Tensor, Tensor], Tensor]
 class TorchReplica(Replica):
     """A module, its loss and its optimizer.
 
-    module: a torch.nn.Module on the CPU whose trained parameters have one dtype.
+    module: a torch.nn.Module whose trained parameters have one dtype, on the CPU or on one GPU.
     loss: loss(module(x), y), the MEAN over the rows.
     optimizer: a torch.optim.Optimizer on the module's parameters, whose state has the shapes of the
         parameters (SGD, Adam, AdamW, ...; not LBFGS, not Adafactor).
@@ -55,14 +54,17 @@ class TorchReplica(Replica):
         metrics: Mapping[str, Metric] | None = None,
     ) -> None:
         self.module, self.loss, self.optimizer = module, loss, optimizer
-        self._trained = trained_of(module, optimizer)
+        self._trained = parts.trained_of(module, optimizer)
         if getattr(loss, "reduction", "mean") != "mean":
             raise ArgumentError(f'the loss has reduction={loss.reduction!r}; rows are weighted here, so use "mean"')  # type: ignore[attr-defined]
-        self._metrics = ({"accuracy": accuracy} if isinstance(loss, nn.CrossEntropyLoss) else {}) | dict(metrics or {})
+        self._metrics = ({"accuracy": parts.accuracy} if isinstance(loss, nn.CrossEntropyLoss) else {}) | dict(
+            metrics or {}
+        )
         self.metrics = ("loss", *self._metrics)
-        self._dtype = self._trained[0].dtype
+        self._dtype, self._place = self._trained[0].dtype, devices.device_of(self._trained)
+        self.device = self._place.kind
         self.gradient_dtype = DTYPES[self._dtype]
-        self._statistics = statistics_of(module, self._dtype)
+        self._statistics = parts.statistics_of(module, self._dtype)
         self._embeds = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in module.modules())
         self._state = TorchState(module, optimizer, self._trained)
         self._length = sum(each.numel() for each in self._trained)
@@ -72,7 +74,7 @@ class TorchReplica(Replica):
         self._parameters: Tensor | None = None  # what bind_parameters was given, and the parameters' places there
         self._places: list[Tensor] = []
         self._sliced: SliceOptimizer | None = None
-        self.bind(np.zeros(self.gradient_length, numpy_dtype(self._dtype)))
+        self._take(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._place.device))
 
     # What a trainer calls
 
@@ -97,14 +99,17 @@ class TorchReplica(Replica):
         return self._state.updated
 
     def bind(self, buffer: Any) -> None:
-        check_buffer(self, "gradient", buffer)
+        parts.check_buffer(self, "gradient", buffer)
+        self._take(parts.same_place(as_tensor(buffer, self._dtype), self._place))
+
+    def _take(self, buffer: Tensor) -> None:
         self._whole_optimizer()
-        self._buffer = as_tensor(buffer, self._dtype)
+        self._buffer = buffer
         self._lay_out()
 
     @torch.no_grad()
     def bind_parameters(self, buffer: Any) -> None:
-        check_buffer(self, "parameter", buffer)
+        parts.check_buffer(self, "parameter", buffer)
         if reason := elementwise.refusal(self.optimizer):
             raise ArgumentError(reason)
         self._whole_optimizer()
@@ -119,11 +124,15 @@ class TorchReplica(Replica):
         self._leave_statistics()
         self._lay_out()
 
-    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> list[float]:
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
+        with self._place.between():
+            return self._gradients(x, y, share)
+
+    def _gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
         if len(x) == 0:
             self._buffer.zero_()
             self._attach()
-            return [0.0] * len(self.metrics)
+            return self._place.numbers([torch.zeros(())] * len(self.metrics))
         for parameter in self._trained:
             parameter.grad = None  # so that autograd hands its gradient over, instead of adding to old ones
         if self.undoable:
@@ -138,7 +147,7 @@ class TorchReplica(Replica):
             for statistic, view in zip(self._statistics, self._views[len(self._trained) :], strict=True):
                 torch.mul(statistic, share, out=view)
             self._attach()
-            return self._values(loss, output, target)
+            return self._place.numbers(self._values(loss, output, target))
 
     def _attach(self) -> None:
         for parameter, view in zip(self._trained, self._views, strict=False):
@@ -150,6 +159,7 @@ class TorchReplica(Replica):
     @torch.no_grad()
     def update(self, part: slice | None = None) -> None:
         self._before.forget()
+        self._place.take_back()
         if part is not None:
             self._update_slice(part)
             return
@@ -173,14 +183,14 @@ class TorchReplica(Replica):
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> list[float]:
         self.module.eval()
         output, target = self.module(self._input(x)), self._target(y)
-        return [len(x) * mean for mean in self._values(self.loss(output, target), output, target)]
+        return [len(x) * float(mean) for mean in self._values(self.loss(output, target), output, target)]
 
     @torch.no_grad()
     def predict(self, x: np.ndarray) -> np.ndarray:
         """The module's output, in evaluation mode; bfloat16 as float32."""
         self.module.eval()
         output = self.module(self._input(x))
-        return (output.float() if output.dtype == torch.bfloat16 else output).numpy()
+        return (output.float() if output.dtype == torch.bfloat16 else output).cpu().numpy()
 
     def state(self) -> dict[str, np.ndarray]:
         return self.snapshot({})
@@ -211,20 +221,11 @@ class TorchReplica(Replica):
 
     def local_state(self) -> dict[str, np.ndarray]:
         """PyTorch's random state, and the buffers that are not averaged (those are rank 0's in `state`)."""
-        own = {f"module.{name}": array_of(each) for name, each in self._own_buffers()}
-        return {"random": torch.get_rng_state().numpy(), **own}
+        return parts.own_state(self._own_buffers(), self._place)
 
     @torch.no_grad()
     def load_local_state(self, state: dict[str, np.ndarray]) -> None:
-        here = {f"module.{name}": each for name, each in self._own_buffers()}
-        shapes = [
-            {name: tuple(each.shape) for name, each in side.items() if name != "random"} for side in (state, here)
-        ]
-        if "random" not in state or shapes[0] != shapes[1]:
-            raise ModelFileError(f"the local state is of another model: {shapes[0]} there and {shapes[1]} here")
-        torch.set_rng_state(torch.from_numpy(np.array(state["random"])))
-        for name, each in here.items():
-            each.copy_(torch.from_numpy(np.array(state[name])))
+        parts.load_own_state(self._own_buffers(), self._place, state)
 
     def config(self) -> dict[str, Any]:
         return {"module": type(self.module).__name__, "optimizer": type(self.optimizer).__name__}
@@ -236,7 +237,8 @@ class TorchReplica(Replica):
             with torch.no_grad():
                 output = self.module(self._input(x[:1]))
                 if y is not None:
-                    self._values(self.loss(output, self._target(y[:1])), output, self._target(y[:1]))
+                    target = self._target(y[:1])
+                    list(map(float, self._values(self.loss(output, target), output, target)))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             given = f"x {x.dtype} of shape {x.shape}" + ("" if y is None else f", y {y.dtype} of shape {y.shape}")
             raise ArgumentError(f"{type(self.module).__name__} can't be fed with {given}: {error}") from error
@@ -253,9 +255,9 @@ class TorchReplica(Replica):
 
     def _take_statistics(self, flat: Tensor) -> None:
         """Running means and variances, which have come behind the gradients or the parameters."""
-        parts = flat[self._length :].split([each.numel() for each in self._statistics])
-        for statistic, part in zip(self._statistics, parts, strict=True):
-            statistic.copy_(part)
+        pieces = flat[self._length :].split([each.numel() for each in self._statistics])
+        for statistic, piece in zip(self._statistics, pieces, strict=True):
+            statistic.copy_(piece)
 
     def _leave_statistics(self) -> None:
         """Leave them behind the bound parameters, where they are taken from before any update too."""
@@ -266,7 +268,7 @@ class TorchReplica(Replica):
         flat = self._parameters
         if flat is None:
             raise ArgumentError("bind_parameters comes before an update of a slice")
-        check_places(self.module, self._trained, self._places)
+        parts.check_places(self.module, self._trained, self._places)
         if self._sliced is None or self._sliced.part != part:
             self._whole_optimizer()
             self._sliced = SliceOptimizer(
@@ -286,13 +288,13 @@ class TorchReplica(Replica):
         averaged = {id(each) for each in self._statistics}
         return [(name, each) for name, each in self.module.named_buffers() if id(each) not in averaged]
 
-    def _values(self, loss: Tensor, output: Tensor, target: Tensor) -> list[float]:
-        return [float(loss), *(float(metric(output, target)) for metric in self._metrics.values())]
+    def _values(self, loss: Tensor, output: Tensor, target: Tensor) -> list[Tensor]:
+        return [loss, *(metric(output, target) for metric in self._metrics.values())]
 
     def _input(self, x: np.ndarray) -> Tensor:
-        tensor = from_array(x)
+        tensor = from_array(x).to(self._place.device)
         return tensor.long() if self._embeds and not tensor.is_floating_point() else tensor.to(self._dtype)
 
     def _target(self, y: np.ndarray) -> Tensor:
-        tensor = from_array(y)
+        tensor = from_array(y).to(self._place.device)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor.long()

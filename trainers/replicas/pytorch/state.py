@@ -141,6 +141,7 @@ def _number(value: float, like: Any) -> float | int:
 def array_of(tensor: Tensor) -> np.ndarray:
     """A copy on the host; bfloat16, which .npz files don't know, as float32."""
     whole = tensor.detach()
+    whole = whole if whole.device.type == "cpu" else whole.cpu()
     return (whole.float() if whole.dtype == torch.bfloat16 else whole.clone()).contiguous().numpy()
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +20,12 @@ DTYPES = {
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def as_tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of `dtype` in the memory of `array`."""
+def as_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of `dtype` in the memory of `array`, NumPy's or CuPy's."""
+    source = torch.from_numpy if isinstance(array, np.ndarray) else torch.from_dlpack
     if dtype == torch.bfloat16:  # NumPy has this dtype only from ml_dtypes, which torch does not know
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+        return source(array.view(np.int16)).view(torch.bfloat16)
+    return source(array)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
@@ -35,8 +37,8 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a contiguous CPU tensor of any dtype, as bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    """A contiguous tensor of any dtype as bytes: its memory where that is the host's, a copy of another device's."""
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
 
 
 def shaped(flat: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
@@ -78,7 +80,10 @@ def flat_array(
     dtype = functools.reduce(torch.promote_types, {each.dtype for each in flat})
     like = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy()
     out = reserved({} if memory is None else memory, name, (sum(each.numel() for each in flat),), like.dtype)
-    torch.cat(flat, out=torch.from_numpy(out))
+    if all(each.device.type == "cpu" for each in flat):
+        torch.cat(flat, out=torch.from_numpy(out))
+    else:
+        torch.from_numpy(out).copy_(torch.cat(flat))
     return out
 
 

@@ -1,0 +1,91 @@
+"""What cuda_job.py trains on a stand-in for a GPU and gpu_job.py on GPUs: the same as on the host."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from allreduce import Topology
+from trainers import MirroredTrainer
+from trainers.pytorch import MirroredOptimizer
+from trainers.replicas.pytorch import TorchReplica
+
+X = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 4, 48)
+
+
+class Net(torch.nn.Module):
+    """Several buckets, a dtype of 16 bits among them, a sparse table, and parameters that no batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(20, 8, sparse=True)
+        self.first, self.short = torch.nn.Linear(8, 33), torch.nn.Linear(33, 7, dtype=torch.bfloat16)
+        self.unused = torch.nn.Linear(3, 3)
+        self.out = torch.nn.Linear(7, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(self.short(torch.tanh(self.first(self.words(words))).bfloat16()).float())
+
+
+def optimized(
+    topology: Topology,
+    device: torch.device,
+    made: Callable[[MirroredOptimizer, torch.nn.Module], object] = lambda *_: None,
+    steps: int = 3,
+    **options: Any,
+) -> list[torch.Tensor]:
+    """The parameters after some steps, on the host. Rows differ between ranks; gradients are accumulated and clipped.
+
+    made: gets the optimizer and its model before the first step.
+    """
+    model = Net().to(device)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with MirroredOptimizer(plain, model, bucket_mb=0.0001, topology=topology, **options) as optimizer:
+        made(optimizer, model)
+        for step in range(steps):
+            words = (torch.arange(4 + topology.rank) + 3 * step).to(device)
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                model(words % 20).square().mean().backward()
+            optimizer.rows(len(words))
+            model((words + 1) % 20).square().mean().backward()
+            if step == 1:
+                optimizer.synchronize()
+                torch.nn.utils.clip_grad_norm_(model.first.parameters(), 0.1)
+            optimizer.step()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        return [each.detach().cpu().clone() for each in model.parameters()]
+
+
+def fitted(
+    topology: Topology,
+    device: torch.device,
+    made: Callable[[MirroredTrainer], object] = lambda _: None,
+    **options: Any,
+) -> tuple[np.ndarray, list[float], Any]:
+    """The parameters, the last scores and the kind of array that a MirroredTrainer has reduced.
+
+    made: gets the trainer before it trains.
+    """
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9), torch.nn.ReLU(), torch.nn.Linear(9, 4)]
+    model = torch.nn.Sequential(*layers).to(device)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    replica = TorchReplica(model, torch.nn.CrossEntropyLoss(), plain)
+    with MirroredTrainer(replica, topology=topology, **options) as trainer:
+        made(trainer)
+        trainer.fit(X, Y, epochs=2, batch_size=16, progress=False)
+        kind, scores = type(trainer.buffer), trainer.evaluate(X, Y)
+        trainer.predict(X)
+        local = replica.local_state()
+        replica.load_local_state(local)
+        return replica.state()["parameters"].copy(), list(scores.values()), kind
+
+
+def compare(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for here, there in zip(found, wanted, strict=True):
+        torch.testing.assert_close(here, there)

@@ -1,0 +1,195 @@
+"""Where a model is: on the CPU, or on one CUDA device, on which work of different streams is ordered by events.
+
+All that MirroredOptimizer knows of CUDA is here. A stream does its work in order, and none waits for another by itself.
+So a call that reads or writes tensors in another thread, the lane's, is a `Crossing`: the streams on which they were
+written -> the device's own stream, where the call's work goes -> the stream of whoever goes on with them. The host
+waits for none of this: when a call has returned its work may still be under way.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Crossing:
+    """A call whose work another thread does, here on the CPU: what one thread has done the others see."""
+
+    def note(self) -> None:
+        """In the caller's thread, as often as need be: what the call reads is written by what is current here."""
+
+    def leave(self) -> None:
+        """In the caller's thread: all that the call reads has been begun; it is submitted now."""
+
+    def inside(self) -> AbstractContextManager[object]:
+        """In the lane, round the work."""
+        return nullcontext()
+
+    def back(self) -> None:
+        """In whichever thread goes on: what follows here comes after the call's work."""
+
+
+class Host:
+    """The CPU."""
+
+    kind = "cpu"
+    device = torch.device("cpu")
+
+    def crossing(self) -> Crossing:
+        return Crossing()
+
+    def current(self) -> AbstractContextManager[object]:
+        """Inside, memory that is allocated is this device's."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Wait until the device has nothing to do, since memory is given back that it may still use."""
+
+    @contextmanager
+    def between(self) -> Iterator[None]:
+        """What PyTorch does inside comes after what CuPy has begun before, and before what CuPy does later."""
+        self.take_back()
+        try:
+            yield
+        finally:
+            self.hand_over()
+
+    def random_states(self) -> dict[str, np.ndarray]:
+        """PyTorch's, copies."""
+        return {"random": torch.get_rng_state().numpy()}
+
+    def set_random_states(self, states: Mapping[str, np.ndarray]) -> None:
+        """As `random_states` gave them, perhaps on another kind of device."""
+        torch.set_rng_state(torch.from_numpy(np.array(states["random"])))
+
+    def numbers(self, found: Sequence[torch.Tensor]) -> Any:
+        """One number of each tensor, as a replica gives them to a trainer."""
+        return [float(each) for each in found]
+
+    def hand_over(self) -> None:
+        """What CuPy does from now on in this thread comes after what PyTorch has begun in it."""
+
+    def take_back(self) -> None:
+        """What PyTorch does from now on in this thread comes after what CuPy has begun in it."""
+
+
+class Cuda(Host):
+    """One CUDA device. api: `torch.cuda`, or what stands for it in tests."""
+
+    kind = "cuda"
+
+    def __init__(self, device: torch.device, api: Any = torch.cuda) -> None:
+        self.device, self.api = device, api
+        self.stream = api.Stream(device)
+
+    def __deepcopy__(self, memo: object) -> "Cuda":
+        return self  # there is one of it, whoever has a copy of a model
+
+    def crossing(self) -> Crossing:
+        return _Streams(self)
+
+    def current(self) -> AbstractContextManager[object]:
+        return self.api.device(self.device)
+
+    def finish(self) -> None:
+        self.api.synchronize(self.device)
+
+    def random_states(self) -> dict[str, np.ndarray]:
+        return super().random_states() | {"random.gpu": self.api.get_rng_state(self.device).numpy()}
+
+    def set_random_states(self, states: Mapping[str, np.ndarray]) -> None:
+        super().set_random_states(states)
+        if "random.gpu" in states:
+            self.api.set_rng_state(torch.from_numpy(np.array(states["random.gpu"])), self.device)
+
+    def numbers(self, found: Sequence[torch.Tensor]) -> Any:
+        """As an array of CuPy's, so that the host waits for nothing."""
+        stacked = torch.stack([torch.as_tensor(each, dtype=torch.float32, device=self.device) for each in found])
+        self.hand_over()
+        return _cupy().from_dlpack(stacked)
+
+    def hand_over(self) -> None:
+        ours, theirs = self._streams()
+        _follow(theirs, ours)
+
+    def take_back(self) -> None:
+        ours, theirs = self._streams()
+        _follow(ours, theirs)
+
+    def _streams(self) -> tuple[Any, Any]:
+        """PyTorch's and CuPy's current streams, both as CuPy's objects."""
+        stream = self.api.current_stream(self.device)
+        return _as_cupys(stream, self.device), _cupy().cuda.get_current_stream()
+
+
+def _cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+def _as_cupys(stream: Any, device: torch.device) -> Any:
+    """CuPy's object for a stream of PyTorch's."""
+    cuda = _cupy().cuda
+    if hasattr(cuda.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):  # since CuPy 14
+        return cuda.Stream.from_external(stream)
+    return cuda.ExternalStream(stream.cuda_stream, device.index)
+
+
+def _follow(stream: Any, other: Any) -> None:
+    """Have a stream of CuPy's come after all that another has by now."""
+    if stream.ptr != other.ptr:
+        event = _cupy().cuda.Event(disable_timing=True)
+        event.record(other)
+        stream.wait_event(event)
+
+
+class _Streams(Crossing):
+    """Of a CUDA device: by an event on each stream that has written, and one on the call's."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._place = cuda
+        self._writers: dict[int, Any] = {}  # streams, by their pointers
+        self._written: list[Any] = []
+        self._done: Any = None
+
+    def note(self) -> None:
+        stream = self._place.api.current_stream(self._place.device)
+        self._writers[stream.cuda_stream] = stream
+
+    def leave(self) -> None:
+        self.note()
+        self._written = [stream.record_event() for stream in self._writers.values()]
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        api, stream = self._place.api, self._place.stream
+        with ExitStack() as entered:
+            entered.enter_context(api.device(self._place.device))
+            entered.enter_context(api.stream(stream))
+            if "cupy" in sys.modules:  # without it the backend has no arrays of its
+                entered.enter_context(_as_cupys(stream, self._place.device))
+            for event in self._written:
+                stream.wait_event(event)
+            try:
+                yield
+            finally:
+                self._done = stream.record_event()
+
+    def back(self) -> None:
+        if self._done is not None:
+            self._place.api.current_stream(self._place.device).wait_event(self._done)
+
+
+def places(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+    """The devices of tensors, in the order in which they are met."""
+    return list(dict.fromkeys(tensor.device for tensor in tensors))
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> Host:
+    """That of these tensors, which are all on one."""
+    device = places(tensors)[0]
+    return Cuda(device) if device.type == "cuda" else Host()
