@@ -39,7 +39,7 @@ class MirroredOptimizer(Life, Optimizer):
             optimizer.step()
 
     optimizer: any torch.optim.Optimizer on parameters of `model`.
-    model: a torch.nn.Module on the CPU. Its parameters and buffers, and the optimizer's state, are
+    model: a torch.nn.Module on the CPU, or on one GPU, which is this rank's. Its parameters and buffers, and the optimizer's state, are
         overwritten with those of rank 0; buffers (running means, say) are not averaged later.
     allreduce: a backend's name, or a backend, which then belongs to the caller.
     topology: the ranks; all of MPI.COMM_WORLD when none is given, the backend's when that is given.
