@@ -39,8 +39,8 @@ class MirroredOptimizer(Life, Optimizer):
             optimizer.step()
 
     optimizer: any torch.optim.Optimizer on parameters of `model`.
-    model: a torch.nn.Module on the CPU, or on one GPU, which is this rank's. Its parameters and buffers, and the optimizer's state, are
-        overwritten with those of rank 0; buffers (running means, say) are not averaged later.
+    model: a torch.nn.Module on the CPU, or on one GPU, this rank's. Its parameters and buffers, and the optimizer's
+        state, are overwritten with those of rank 0; buffers (running means, say) are not averaged later.
     allreduce: a backend's name, or a backend, which then belongs to the caller.
     topology: the ranks; all of MPI.COMM_WORLD when none is given, the backend's when that is given.
     update: "replicated": every rank updates everything. "sharded": every rank updates its own slice, which
@@ -55,7 +55,7 @@ class MirroredOptimizer(Life, Optimizer):
         keeps its slice. Four slices more are held. Edits that neither `editing` nor `load_state_dict` (call it after
         the model's) has made are kept with the next step.
     overlap: True: buckets of gradients are reduced in a thread while backward goes on; False: all of them
-        when it ends; "auto": True on several nodes, and on one that has two cores a rank.
+        when it ends; "auto": True on several nodes, on one that has two cores a rank, and on GPUs.
     bucket_mb, first_bucket_mb: the least size of a bucket, and of the first one, in MiB, with overlap.
     check_every: after so many steps the ranks compare a hash of parameters, state and hyperparameters, and name rank
         and parameter when they differ: a gradient that was edited on one rank, a scheduler that saw a rank's own
