@@ -6,9 +6,12 @@
 Both train on the same batches, so they reach the same accuracy.
 """
 
-import jax
-import numpy as np
-import optax
+try:
+    import jax
+    import numpy as np
+    import optax
+except ImportError as error:
+    raise SystemExit(f'JAX or optax is missing ({error}): pip install ".[jax]" in the checkout') from None
 
 import allreduce.jax  # + 1
 from trainers import datasets

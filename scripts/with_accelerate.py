@@ -6,10 +6,15 @@ Accelerate knows no backend by the name "allreduce" (InitProcessGroupKwargs(back
 a process group of its own, mostly gloo's, when there is none. The one that it finds it takes.
 """
 
-import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from torch.utils.data import DataLoader, TensorDataset
+try:
+    import torch
+    import torch.distributed as dist
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader, TensorDataset
+except ImportError as error:
+    raise SystemExit(
+        f'Accelerate or PyTorch is missing ({error}): pip install ".[torch,frameworks]" in the checkout'
+    ) from None
 
 from allreduce.torch_backend import require
 from trainers import datasets

@@ -5,10 +5,15 @@ mpirun -n 2 python scripts/with_fabric.py
 
 import warnings
 
-import torch
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy
-from torch.utils.data import DataLoader, TensorDataset
+try:
+    import torch
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
+    from torch.utils.data import DataLoader, TensorDataset
+except ImportError as error:
+    raise SystemExit(
+        f'Lightning or PyTorch is missing ({error}): pip install ".[torch,frameworks]" in the checkout'
+    ) from None
 
 import allreduce
 from allreduce.torch_backend import require

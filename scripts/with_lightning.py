@@ -5,11 +5,16 @@ mpirun -n 2 python scripts/with_lightning.py
 
 import warnings
 
-import lightning
-import torch
-import torchmetrics
-from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader, TensorDataset
+try:
+    import lightning
+    import torch
+    import torchmetrics
+    from lightning.pytorch.strategies import DDPStrategy
+    from torch.utils.data import DataLoader, TensorDataset
+except ImportError as error:
+    raise SystemExit(
+        f'Lightning, torchmetrics or PyTorch is missing ({error}): pip install ".[torch,frameworks]" in the checkout'
+    ) from None
 
 import allreduce
 from allreduce.torch_backend import require

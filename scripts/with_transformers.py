@@ -8,9 +8,14 @@ a process group of its own, mostly gloo's, when there is none. The one that it f
 
 import tempfile
 
-import torch
-import torch.distributed as dist
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+try:
+    import torch
+    import torch.distributed as dist
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+except ImportError as error:
+    raise SystemExit(
+        f'Transformers or PyTorch is missing ({error}): pip install ".[torch,frameworks]" in the checkout'
+    ) from None
 
 from allreduce.torch_backend import require
 

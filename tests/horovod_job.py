@@ -374,6 +374,7 @@ def bad_input() -> None:
         (lambda: hvd.allreduce(here(2), postscale_factor=float("nan")), "finite"),
         (lambda: hvd.synchronize(10**6), "no handle"),
         (lambda: hvd.DistributedOptimizer(network()), "takes an optimizer of torch.optim, not Sequential"),
+        (lambda: hvd.broadcast_optimizer_state(network(), 0), "takes an optimizer of torch.optim, not Sequential"),
     ):
         with pytest.raises(ArgumentError, match=match):
             call()

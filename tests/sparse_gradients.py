@@ -246,14 +246,19 @@ def numpy_network() -> None:
     np.testing.assert_allclose(trained[0].parameters, trained[1].parameters, rtol=1e-4, atol=1e-5)
     assert np.abs(trained[0].table - EmbeddingNetwork([4, 8, 2], words=ROWS, seed=1).table).max() > 0.1
     assert len(set(TOPOLOGY.world.allgather(trained[0].table.tobytes()))) == 1
-    for make in (
-        lambda: MirroredTrainer(trained[0], "ring", TOPOLOGY, update="sharded"),
-        lambda: CentralStorageTrainer(trained[0], TOPOLOGY),
-        lambda: SpareReplicasTrainer(trained[0], TOPOLOGY, spare=0),
-        lambda: ParameterServerTrainer(trained[0], TOPOLOGY),
+    module: Any = nn.Linear(2, 2)
+    for replica, why in (
+        (trained[0], "table"),
+        (module if RANK == 1 else trained[0], "rank 1: a trainer takes a replica"),
     ):
-        with pytest.raises(ArgumentError, match="table"):
-            make()
+        for make in (
+            lambda given: MirroredTrainer(given, "ring", TOPOLOGY, update="sharded"),
+            lambda given: CentralStorageTrainer(given, TOPOLOGY),
+            lambda given: SpareReplicasTrainer(given, TOPOLOGY, spare=0),
+            lambda given: ParameterServerTrainer(given, TOPOLOGY),
+        ):
+            with pytest.raises(ArgumentError, match=why):
+                make(replica)
 
 
 def main() -> None:

@@ -2,8 +2,11 @@
 
 import importlib.util
 import re
+import runpy
+import sys
 from collections.abc import Iterator
 
+import launch
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,6 +34,24 @@ def test_recipes_train_on_our_process_group(mpirun: JobRunner, script: str, pack
     found = re.search(r"^loss ([0-9.]+).* on 2 ranks$", job.stdout, re.M)
     assert found, job.stdout
     assert float(found[1]) < most
+
+
+@pytest.mark.parametrize(
+    ("script", "package", "extras"),
+    [
+        ("with_lightning", "lightning", "torch,frameworks"),
+        ("with_fabric", "lightning", "torch,frameworks"),
+        ("with_accelerate", "accelerate", "torch,frameworks"),
+        ("with_transformers", "transformers", "torch,frameworks"),
+        ("jax_digits", "jax", "jax"),
+    ],
+)
+def test_a_missing_extra_is_named(script: str, package: str, extras: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=re.escape(f'pip install ".[{extras}]" in the checkout')):
+        runpy.run_path(str(launch.ROOT / "scripts" / f"{script}.py"))
 
 
 @pytest.fixture

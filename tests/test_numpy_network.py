@@ -400,3 +400,9 @@ def test_what_a_network_with_a_table_refuses() -> None:
     for words in (0, 2.0, True):
         with pytest.raises(ArgumentError, match="words="):
             EmbeddingNetwork([4, 3], words=words)
+
+
+@pytest.mark.parametrize("foreign", [object(), NumpyNetwork, numpy_optimizers.Adam])
+def test_an_optimizer_of_another_framework(foreign: Any) -> None:
+    with pytest.raises(ArgumentError, match="optimizer: give sgd, momentum, adam, or an optimizer of"):
+        NumpyNetwork([4, 3], optimizer=foreign)

@@ -34,6 +34,8 @@ class Arguments(NamedTuple):
             backend itself, whatever was given.
         """
         given, update, name = self.allreduce, self.update, type(replica).__name__
+        if error := holding.refusal(replica):
+            return error
         if update not in UPDATES:
             return ArgumentError(f"update={update!r} is unknown; use one of {', '.join(UPDATES)}")
         if update == "sharded" and replica.device not in devices:
@@ -48,8 +50,7 @@ class Arguments(NamedTuple):
         if update != "sharded" and self.copies == 2:
             return ArgumentError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
         return (
-            holding.refusal(replica)
-            or compression_twice(given, self.compress)
+            compression_twice(given, self.compress)
             or twins.refusal(self.copies, ranks.size, self.on_failure in GOING_ON)
             or refusal(self.on_failure, ranks, replica, None if remakes else given)
         )

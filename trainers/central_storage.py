@@ -15,6 +15,7 @@ from allreduce.backends.central import Central
 from allreduce.messages.agreement import everywhere, root_value
 from allreduce.spares import NEWCOMER, Joining
 from allreduce.topology import Topology
+from trainers import holding
 from trainers.copied import CopiedUpdate
 from trainers.errors import ArgumentError
 from trainers.making import outlives_losses
@@ -159,12 +160,12 @@ def _moved(storage: int, former: tuple[int, ...]) -> int:
 
 def _agree_on_arguments(ranks: Topology, replica: Replica, storage: Any, device: str | None) -> None:
     """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective."""
-    error = None
+    error = holding.refusal(replica)
     if isinstance(storage, bool) or not isinstance(storage, int) or not 0 <= storage < ranks.size:
         error = ArgumentError(f"storage={storage!r} is no rank of this training; give one from 0 to {ranks.size - 1}")
     elif device not in (None, *DEVICES):
         error = ArgumentError(f"device={device!r} is unknown; use one of {', '.join(DEVICES)}, or None")
-    elif device not in (None, replica.device):
+    elif error is None and device not in (None, replica.device):
         error = ArgumentError(
             f'device="{device}": this {type(replica).__name__} is on {replica.device}, and a replica updates where it '
             f"is; make all replicas on {device}, or leave out device"

@@ -9,6 +9,13 @@ from trainers.replica import Replica
 
 def refusal(replica: Replica) -> ArgumentError | None:
     """Why no trainer can be made on this replica now. Local."""
+    if not isinstance(replica, Replica):
+        found = replica if isinstance(replica, type) else type(replica)
+        return ArgumentError(
+            "a trainer takes a replica, such as NumpyNetwork(sizes), TorchReplica(module, loss, optimizer), "
+            "JaxReplica(apply, loss, params, optimizer) or one of your own (trainers.replica.Replica), not "
+            f"{found.__module__}.{found.__qualname__}"
+        )
     trainer = replica.hold.trainer
     if trainer is None or trainer.closed or trainer.being_made or not trainer.divides_state:
         return None

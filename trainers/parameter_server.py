@@ -89,7 +89,11 @@ class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):
         chosen, error = server_ranks(servers, ranks.size)
         error = error or bad_options(updates, stale, max_staleness, warm_up, learning_rate)
         error = error or bad_copies(copies, len(chosen), self._has_lost)
-        if error is None and (stale == "scale" or learning_rate == "divide") and not replica.learning_rates:
+        if (
+            error is None
+            and (stale == "scale" or learning_rate == "divide")
+            and not getattr(replica, "learning_rates", True)
+        ):
             error = ArgumentError(
                 f"{type(replica).__name__} has no learning rate that can be set, so leave out "
                 'stale="scale" and learning_rate="divide"'

@@ -190,6 +190,8 @@ class SpareReplicasTrainer(ServedTrainer):
 
 def _no_twin(replica: Replica) -> ArgumentError | None:
     """Why a replica can't be copied."""
+    if not isinstance(replica, Replica):
+        return None  # refused as that
     try:
         replica.twin()
     except ArgumentError as error:

@@ -381,6 +381,10 @@ def test_named_errors(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     other = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
     for make, words in (
         (lambda: TorchReplica(module, nn.MSELoss(), other), "optimizer is of another model"),
+        (
+            lambda: TorchReplica(module, nn.MSELoss(), "adam"),
+            "torch.optim.Optimizer are needed, not .* and builtins.str",
+        ),
         (lambda: TorchReplica(module, nn.MSELoss(), torch.optim.LBFGS(module.parameters())), "LBFGS can't be used"),
         (lambda: TorchReplica(module, nn.MSELoss(), torch.optim.Adafactor(module.parameters())), "Adafactor can't be"),
         (lambda: TorchReplica(module, nn.MSELoss(reduction="sum"), torch.optim.SGD(module.parameters())), 'use "mean"'),

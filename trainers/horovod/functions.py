@@ -37,6 +37,10 @@ def broadcast_optimizer_state(
     As with Horovod, gradients are zeros afterwards where the root's optimizer has no state yet. model: Horovod's; of
     no use here.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(
+            f"broadcast_optimizer_state takes an optimizer of torch.optim, not {type(optimizer).__name__}"
+        )
     state = broadcast_object(optimizer.state_dict() if rank() == root_rank else None, root_rank)
     if not state["state"]:
         _give_gradients(optimizer)

@@ -287,9 +287,10 @@ def agree_on_arguments(
 
     row: the call in words, the same on all ranks. error: what is wrong with it here.
     """
+    error = holding.refusal(replica) or error
     if error is None and replica.device != "cpu":
         error = ArgumentError(f"{row} works on the CPU, and this replica is on {replica.device}")
     if error is None and on_failure == "replace":
         error = ArgumentError(f'{row}: on_failure="replace" is for trainers whose ranks take every step together')
-    error = error or holding.refusal(replica) or refusal(on_failure, ranks, replica)
+    error = error or refusal(on_failure, ranks, replica)
     ranks.agree([zlib.crc32(row.encode())], row, error)

@@ -31,6 +31,12 @@ def choose(what: str, name: str, table: dict[str, Any]) -> Any:
 def make_optimizer(optimizer: str | Optimizer, lr: float | None) -> Optimizer:
     if isinstance(optimizer, str):
         return choose("optimizer", optimizer, OPTIMIZERS)(lr)
+    if not isinstance(optimizer, Optimizer):
+        found = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise ArgumentError(
+            f"optimizer: give {', '.join(OPTIMIZERS)}, or an optimizer of trainers.replicas.numpy.optimizers, not "
+            f"{found.__module__}.{found.__qualname__}"
+        )
     if lr is not None:
         raise ArgumentError(
             f"lr={lr} belongs to an optimizer's name; {type(optimizer).__name__} has its own, {optimizer.lr}"

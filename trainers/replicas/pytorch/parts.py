@@ -16,6 +16,9 @@ from trainers.replicas.pytorch.tensors import DTYPES
 
 def trained_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """The trained parameters in the order of the module, or the reason why they can't be replicated."""
+    if not isinstance(module, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        given = " and ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in (module, optimizer))
+        raise ArgumentError(f"a torch.nn.Module and a torch.optim.Optimizer are needed, not {given}")
     chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
     inside = {id(each) for each in module.parameters()}
     if not chosen <= inside:
