@@ -19,6 +19,7 @@ from trainers import (
     CentralStorageTrainer,
     EmbeddingNetwork,
     MirroredTrainer,
+    NumpyNetwork,
     ParameterServerTrainer,
     SpareReplicasTrainer,
 )
@@ -246,11 +247,8 @@ def numpy_network() -> None:
     np.testing.assert_allclose(trained[0].parameters, trained[1].parameters, rtol=1e-4, atol=1e-5)
     assert np.abs(trained[0].table - EmbeddingNetwork([4, 8, 2], words=ROWS, seed=1).table).max() > 0.1
     assert len(set(TOPOLOGY.world.allgather(trained[0].table.tobytes()))) == 1
-    module: Any = nn.Linear(2, 2)
-    for replica, why in (
-        (trained[0], "table"),
-        (module if RANK == 1 else trained[0], "rank 1: a trainer takes a replica"),
-    ):
+    other: Any = nn.Linear(2, 2) if RANK == 1 else NumpyNetwork([4, 2])
+    for replica, why in ((trained[0], "table"), (other, "rank 1: a trainer takes a replica")):
         for make in (
             lambda given: MirroredTrainer(given, "ring", TOPOLOGY, update="sharded"),
             lambda given: CentralStorageTrainer(given, TOPOLOGY),
