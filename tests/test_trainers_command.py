@@ -344,7 +344,7 @@ def test_bad_options(args: list[str], text: str) -> None:
 
 def test_every_option_of_a_strategy_is_refused_by_those_that_have_no_use_for_it() -> None:
     values = {"allreduce": "ring", "update": "sharded", "updates": "async", "stale": "keep", "lr_by_workers": "divide"}
-    values |= {"on_failure": "continue"}
+    values |= {"on_failure": "continue", "compress": "float16"}
     for name in {name for strategy in STRATEGIES.values() for name in strategy.options}:
         given = ["--" + name.replace("_", "-"), values.get(name, "1")]
         for other, strategy in STRATEGIES.items():
