@@ -1,9 +1,12 @@
 """What needs a GPU, on a stand-in for one: NCCL over MPI, and streams of which each access to memory is looked at."""
 
 import importlib.util
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+import launch
 import pytest
 from conftest import JobRunner
 
@@ -40,6 +43,14 @@ def test_a_call_comes_after_all_that_has_written() -> None:
         gpu.access(0, 20, False, "an update", gpu.of_torch)
         assert bool(gpu.races) == (noted == 1)
         assert gpu.synchronized == 0  # the host has waited for nothing
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
+def test_the_script_says_that_there_is_no_gpu() -> None:
+    """And installs nothing; its exit code is NO_GPU."""
+    done = subprocess.run(["bash", launch.ROOT / "scripts/gpu_test.sh"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert "gpu_test.sh: no GPU here (nvidia-smi lists none), so nothing was done" in done.stderr
 
 
 def test_on_two_ranks(mpirun: JobRunner) -> None:

@@ -45,6 +45,7 @@ SKIPPED = {
     "RANKS=2 bash scripts/train.sh": "installs",
     "bash scripts/test.sh": "installs, and runs these tests",
     "bash scripts/keep_going.sh": "test_keep_going.py runs it",
+    "bash scripts/gpu_test.sh": "installs half a gigabyte, or needs a GPU; test_cuda.py runs it where there is none",
     "sbatch": "a cluster",
     "bash scripts/docs.sh": "installs; test_docs.py makes the pages",
     "mpirun -n 4 python scripts/torch_ddp.py": "test_torch_backend_jobs.py runs it",
