@@ -106,6 +106,7 @@ def check_optimizer() -> None:
     """MirroredOptimizer, with nccl and staged, replicated and sharded, during backward and after: as on the host."""
     for update in ("replicated", "sharded"):
         wanted = optimized(TOPOLOGY, HOST, allreduce="ring", update=update)
+        compare(optimized(TOPOLOGY, HOST, allreduce="nccl", update=update), wanted)  # a model on the host, by GPUs
         for name, overlap in (("auto", True), ("auto", False), ("ring", True)):
             options = {"allreduce": name, "update": update, "overlap": overlap, "check_gradients": "raise"}
             compare(on_gpu(optimized, watched, check_every=2, **options), wanted)
