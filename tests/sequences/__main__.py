@@ -2,7 +2,7 @@
 
     mpirun -n 3 python tests/sequences [WHAT] [--seed 1] [--sequences 100] [--calls 14] [--seconds 600] [--verbose]
 
-WHAT: trainers; loops: of PyTorch, with MirroredOptimizer and DDP; backends; found: what was found so far, then trainers.
+WHAT: trainers; loops: of PyTorch, with MirroredOptimizer and DDP; backends; found: what was found so far, and trainers.
 
 All ranks draw the same from the seed. A sequence makes trainers of all kinds on a few replicas, one after the other and
 side by side, and calls them: fits of all sizes that go well, are stopped, or meet an error on one rank or on all,
