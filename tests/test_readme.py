@@ -53,7 +53,6 @@ SKIPPED = {
     "mpirun -n 2 python tests/pytorch_suite.py": "a minute or two; test_torch_backend_jobs.py runs some",
     "mpirun -n 2 python scripts/with_": "test_frameworks.py runs it",
     "mpirun -n 2 python scripts/keras_digits.py": "test_keras.py runs it",
-    "python scripts/keras_speed.py": "wants TensorFlow, and minutes",
     "mpirun -n 4 python scripts/jax_digits.py": "test_jax.py runs it",
     "mpirun -n 2 python -m benchmarks.jax_step": "half a minute; test_jax.py runs it",
     "mpirun -n 2 python -m benchmarks.checkpoint": "half a minute; test_benchmarks_runs.py runs it",
