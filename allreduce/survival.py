@@ -57,7 +57,7 @@ class Survival(Owner):
         call = Said("finished: the end of what a lost rank may interrupt")
         self._finish.begin(call)
         try:
-            return bool(losses.agree(self.world, int(ok), lambda: self.watch.notes.look_at_end(call)))
+            return losses.agree(self.world, ok, lambda: self.watch.notes.look_at_end(call))
         finally:
             self._finish.end()
 

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import JobRunner
 from mpi4py import MPI
@@ -45,6 +46,33 @@ def test_those_that_are_left_go_on_down_to_one(mpirun: JobRunner, ranks_per_node
     assert job.stdout.count("this rank ends well") == 1, job.stdout + job.stderr
     assert job.returncode == 0
     assert "Traceback" not in job.stderr
+
+
+def test_agreements_are_right_while_another_thread_communicates(mpirun: JobRunner) -> None:
+    """Without a loss: Open MPI garbles one in hundreds."""
+    job = mpirun(3, [LOSSES.with_name("agreements.py"), 2], ulfm=True, timeout=60)
+    assert job.stdout.splitlines() == ["all were right"] * 3, job.stdout + job.stderr
+
+
+def test_a_garbled_agreement_is_made_again() -> None:
+    brought = []
+
+    class Garbles:
+        """Writes an address in the place of what ranks bring to the first agreement."""
+
+        def Ack_failed(self) -> None:  # noqa: N802
+            pass
+
+        def Iagree(self, bits: np.ndarray) -> MPI.Request:  # noqa: N802
+            brought.append(int(bits[0]))
+            bits &= 0x26CE5358 if len(brought) == 1 else -1
+            return MPI.REQUEST_NULL
+
+    for ok in (True, False):
+        brought.clear()
+        assert losses.agree(Garbles(), ok) is ok  # type: ignore[arg-type]
+        assert len(set(brought)) == 1
+        assert len(brought) == 2
 
 
 def test_every_backend_and_every_moment_is_tried() -> None:

@@ -6,8 +6,10 @@ Without `mpirun --with-ft ulfm` no function of MPI is called here: a rank that d
 import ctypes
 import functools
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from mpi4py import MPI
@@ -21,7 +23,24 @@ from allreduce.notices import log
 HEAR_SECONDS = 0.005  # how often the watchdog listens for losses
 EAGER_SECONDS, LONGEST_SLEEP = 1e-3, 1e-3  # of an agreement on what is done
 PATIENCE_SECONDS = 0.1  # for what is local
+MARK = 0b110  # brought to an agreement by all, so that they see when it was garbled
 ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by mpirun
+
+# Held while the watchdog communicates, and while a thread begins to agree. Open MPI (5.0.11 and before, era_cb_fn)
+# writes an address in the place of what a rank has brought when its message comes to one thread while another one
+# begins. So "all are well" became "not all", in silence, once in a thousand times. An address has no bit of MARK.
+alone = threading.Lock()
+
+
+@contextmanager
+def alone_for_now() -> Iterator[None]:
+    """Hold `alone` inside, unless who holds it takes long. For the watchdog, which must not wait for other ranks."""
+    held = alone.acquire(timeout=PATIENCE_SECONDS)
+    try:
+        yield
+    finally:
+        if held:
+            alone.release()
 
 
 @functools.cache
@@ -133,7 +152,8 @@ def places(left: MPI.Comm, comm: MPI.Comm) -> tuple[int, ...]:
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
     """The communicator of the living ranks of `comm`, also when it was revoked. Collective over those."""
     release_numbers()
-    left = comm.Shrink()
+    with alone:  # it begins with an agreement
+        left = comm.Shrink()
     assert isinstance(left, MPI.Intracomm)
     return left
 
@@ -149,8 +169,8 @@ def release_numbers() -> None:
         comm.Free()
 
 
-def agree(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object] = bool) -> int:
-    """The bits that all living ranks of `comm` bring, the same on all of them, whoever dies meanwhile. Collective.
+def agree(comm: MPI.Comm, ok: bool, meanwhile: Callable[[], object] = bool) -> bool:
+    """Whether all living ranks of `comm` bring True: one answer for all of them, whoever dies meanwhile. Collective.
 
     Also on a communicator that was revoked. Nothing but the arrival of all who live ends it, and what `meanwhile`
     raises, which is called again and again.
@@ -158,15 +178,20 @@ def agree(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object] = bool) ->
     while True:
         comm.Ack_failed()
         try:
-            return _agreed(comm, flags, meanwhile)
+            bits = _agreed(comm, MARK + ok, meanwhile)
         except MPI.Exception as error:  # on all of them: one has died that somebody had not known of
             if error.Get_error_class() != MPI.ERR_PROC_FAILED:
                 raise
+        else:
+            if bits & MARK == MARK:
+                return bool(bits & 1)
+            log.debug("an agreement was garbled, and is made again")
 
 
 def _agreed(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object]) -> int:
     bits, pause = np.array([flags], np.int32), Pause(EAGER_SECONDS, LONGEST_SLEEP)
-    request = comm.Iagree(bits)
+    with alone:
+        request = comm.Iagree(bits)
     try:
         while not request.Test():
             meanwhile()

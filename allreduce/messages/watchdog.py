@@ -58,10 +58,11 @@ class _Watchdog:
                 if MPI.Is_finalized():  # the program goes on without it
                     return
                 try:
-                    if listens:
-                        watch.listen()
-                    if due:
-                        watch.look()
+                    with losses.alone_for_now():
+                        if listens:
+                            watch.listen()
+                        if due:
+                            watch.look()
                 except Exception:  # a watchdog that dies would leave hangs without a word
                     log.exception("the watchdog met an error, and goes on")
 
