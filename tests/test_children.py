@@ -87,7 +87,8 @@ if __name__ == "__main__":
 
 
 IMPORTS = """
-import importlib, mpi4py, pkgutil, sys
+import importlib, mpi4py, os, pkgutil, sys
+os.environ.setdefault("KERAS_BACKEND", "torch")
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 for package in map(importlib.import_module, ("allreduce", "trainers")):

@@ -272,6 +272,7 @@ def test_an_error_of_a_replica_is_raised_on_all(
         assert len(trainer.fit(x, y, 2, BATCH, progress=False)) == 2
 
 
+@served
 @every_strategy
 def test_fits_of_one_epoch_train_one_after_the_other(make: Make, flat: allreduce.Topology) -> None:
     """Each anew: what a fit has done of its epoch counts for nothing in the next."""

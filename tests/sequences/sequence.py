@@ -476,8 +476,9 @@ class Sequence(Calls):
         self, side: Side, call: Fit, history: Any, first: int, limit: int, means: list[dict[str, float]]
     ) -> None:
         epochs = -(-limit // call.steps)
-        if call.incident is not None and call.incident.event == "train_begin" and call.incident.kind == "stop":
-            epochs = first // call.steps if limit == first else epochs
+        stops = call.incident is not None and call.incident.event == "train_begin" and call.incident.kind == "stop"
+        if limit == first and (stops or call.epochs * call.steps <= first):  # in the middle of an epoch, perhaps
+            epochs = first // call.steps
         numbers = [epoch.epoch for epoch in history]
         self.check(numbers == list(range(1, epochs + 1)), f"{side.name}: a history of {numbers}, not {epochs} epochs")
         if first % call.steps or not side.model.known or not means or call.skips:
