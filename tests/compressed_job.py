@@ -1,13 +1,13 @@
 """A job of test_compressed.py: float32 and float64 that travel as 16 bits, with every backend and in training."""
 
-from collections import Counter
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
-from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
@@ -16,6 +16,9 @@ from allreduce.wrappers.compressed import Compressed
 from trainers import MirroredTrainer
 from trainers.pytorch import MirroredOptimizer
 from trainers.replicas.numpy.network import NumpyNetwork
+
+sys.path.insert(0, str(Path(__file__).parent / "ranks"))
+from counting import Counting
 
 topology = allreduce.Topology()
 rank, size = topology.rank, topology.size
@@ -135,20 +138,6 @@ def bad_input() -> None:
     raised(errors.OptionError, refused)
     again.close()
     raised(errors.ClosedError, lambda: again(np.ones(3)))
-
-
-class Counting:
-    """A communicator that counts the bytes that are sent, and otherwise is `comm`."""
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm, self.sent = comm, Counter[int]()
-
-    def Isend(self, segment: np.ndarray, dest: int, tag: int = 0) -> MPI.Request:  # noqa: N802, MPI's name
-        self.sent[dest] += segment.nbytes
-        return self._comm.Isend(segment, dest, tag)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
 
 
 def sent(reduce: Any, dtype: str) -> int:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from replica_checks import check_training
 
 import allreduce
 import allreduce.jax as ours
@@ -65,15 +66,7 @@ def check_trainers() -> None:
         "sharded, without common memory": partial(MirroredTrainer, replica(rank), "ring", topology, update="sharded"),
         "central": partial(CentralStorageTrainer, replica(rank), topology, storage=size - 1),
     }
-    for name, make in made.items():
-        with make() as trainer:
-            found, its = learned(trainer)
-            np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5, err_msg=name)
-            np.testing.assert_allclose([e.loss for e in its], [e.loss for e in history], rtol=1e-3, err_msg=name)
-            assert topology.world.bcast(found.tobytes()) == found.tobytes(), name
-        np.testing.assert_array_equal(trainer.replica.state()["parameters"], found, err_msg=name)
-        trainer.replica.gradients(X[:4].astype("float32"), Y[:4], 1.0)  # with memory of its own again
-        trainer.replica.update()
+    check_training(made, learned, wanted, history, (X[:4].astype("float32"), Y[:4]))
     check_whole_arrays()
     for make in (
         partial(ParameterServerTrainer, replica(rank), topology, servers=1),

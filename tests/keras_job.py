@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from replica_checks import check_slices, check_training
 
 import allreduce
 from allreduce import errors
@@ -228,13 +229,7 @@ def check_trainers(every: bool) -> None:
     if every:
         made["replicated"] = partial(MirroredTrainer, replica(rank), "auto", topology)
         made["central"] = partial(CentralStorageTrainer, replica(rank), topology, storage=size - 1)
-    for name, make in made.items():
-        with make() as trainer:
-            found, its = learned(trainer)
-            np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5, err_msg=name)
-            np.testing.assert_allclose([e.loss for e in its], [e.loss for e in history], rtol=1e-3, err_msg=name)
-            assert topology.world.bcast(found.tobytes()) == found.tobytes(), name
-        np.testing.assert_array_equal(trainer.replica.state()["parameters"], found, err_msg=name)
+    check_training(made, learned, wanted, history, (X[:4], Y[:4]))
     if every:
         check_more_trainers()
 
@@ -258,7 +253,7 @@ def check_more_trainers() -> None:
     assert 'need whole arrays. Use update="replicated"' in text
 
 
-def check_slices() -> None:
+def check_parts() -> None:
     """Two replicas on one memory, each of which updates its part, end as one does, and so does their state."""
     kinds: list[Callable[[], Any]] = [
         lambda: keras.optimizers.SGD(0.1, momentum=0.9),
@@ -269,31 +264,7 @@ def check_slices() -> None:
         for each in (whole, first, second):  # begun in one piece
             each.gradients(X, Y, 1.0)
             each.update()
-        memory, slopes = (np.zeros(whole.gradient_length, "float32") for _ in range(2))
-        parts = {first: slice(0, 13), second: slice(13, whole.gradient_length)}
-        for each in parts:
-            each.bind_parameters(memory)
-            each.bind(slopes)
-        for _ in range(3):
-            whole.gradients(X, Y, 1.0)
-            whole.update()
-            first.gradients(X, Y, 1.0)
-            for each, part in parts.items():
-                each.update(part)
-                each.refresh()
-        ours, theirs = whole.state(), first.state()
-        np.testing.assert_allclose(memory, ours["parameters"], rtol=2e-5, atol=1e-6)
-        for entry in whole.elementwise:
-            for each, part in parts.items():
-                np.testing.assert_allclose(each.elements(entry, part), ours[entry][part], rtol=1e-4, atol=1e-6)
-                theirs[entry][part] = each.elements(entry, part)
-        first.bind_parameters(np.empty_like(memory))
-        first.load_state(theirs)
-        for each in (whole, first):
-            each.gradients(X, Y, 1.0)
-            each.update()
-        np.testing.assert_allclose(first.state()["parameters"], whole.state()["parameters"], rtol=5e-5, atol=1e-6)
-        second.update(slice(5, 5))
+        check_slices(whole, first, second, X, Y)
 
 
 def check_replica(folder: Path) -> None:
@@ -353,7 +324,7 @@ if "fit" in sys.argv:
 if "trainers" in sys.argv or "sharded" in sys.argv:
     check_trainers("trainers" in sys.argv)
 if "replica" in sys.argv:
-    check_slices()
+    check_parts()
     check_replica(Path(sys.argv[-1]))
 if "rest" in sys.argv:
     check_warm_up()

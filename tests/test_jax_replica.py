@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from replica_checks import check_slices
 
 from trainers.errors import ArgumentError, ModelFileError
 
@@ -117,31 +118,7 @@ def test_slices(name: str) -> None:
         for each in (whole, first, second):
             each.gradients(X, Y, 1.0)
             each.update()
-    memory, slopes = (np.zeros(whole.gradient_length, "float32") for _ in range(2))
-    parts = {first: slice(0, 13), second: slice(13, whole.gradient_length)}
-    for each in parts:
-        each.bind_parameters(memory)
-        each.bind(slopes)
-    for _ in range(3):
-        whole.gradients(X, Y, 1.0)
-        whole.update()
-        first.gradients(X, Y, 1.0)
-        for each, part in parts.items():
-            each.update(part)
-            each.refresh()
-    ours, theirs = whole.state(), first.state()
-    np.testing.assert_allclose(memory, ours["parameters"], rtol=2e-5, atol=1e-6)
-    assert set(ours) == set(theirs)
-    for entry in whole.elementwise:
-        for each, part in parts.items():
-            np.testing.assert_allclose(each.elements(entry, part), ours[entry][part], rtol=1e-4, atol=1e-6)
-            theirs[entry][part] = each.elements(entry, part)
-    first.bind_parameters(np.empty_like(memory))
-    first.load_state(theirs)
-    for each in (whole, first):
-        each.gradients(X, Y, 1.0)
-        each.update()
-    np.testing.assert_allclose(first.state()["parameters"], whole.state()["parameters"], rtol=5e-5, atol=1e-6)
+    check_slices(whole, first, second, X, Y)
 
 
 def test_no_slices() -> None:

@@ -72,6 +72,14 @@ class Replica(ABC):
         A framework whose gradients can be views makes them views of it; others copy into it.
         """
 
+    def _check_buffer(self, what: str, buffer: Any) -> None:
+        """Raise ArgumentError when this can't be bound to such an array."""
+        if buffer.shape != (self.gradient_length,) or str(buffer.dtype) != self.gradient_dtype:
+            raise ArgumentError(
+                f"the {what} buffer must be 1-D, {self.gradient_dtype}, of {self.gradient_length} elements, not "
+                f"{buffer.dtype} of shape {buffer.shape}"
+            )
+
     @abstractmethod
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
         """Overwrite the bound buffer with `share` times the gradient of the mean loss over these rows.
@@ -242,3 +250,9 @@ def reserved(memory: dict[str, np.ndarray], name: str, shape: tuple[int, ...], d
     if array is None or array.shape != shape or array.dtype != dtype:
         array = memory[name] = np.empty(shape, dtype)
     return array
+
+
+def unfit(what: str, x: np.ndarray, y: np.ndarray | None, error: Exception) -> ArgumentError:
+    """The error of `check` where a framework raises one. what: refuses these rows."""
+    given = f"x {x.dtype} of shape {x.shape}" + ("" if y is None else f", y {y.dtype} of shape {y.shape}")
+    return ArgumentError(f"{what} can't be fed with {given}: {type(error).__name__}: {error}")

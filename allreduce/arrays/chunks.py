@@ -16,18 +16,18 @@ def chunks(length: int, parts: int, first: int, stop: int) -> slice:
     return slice(length * first // parts, length * stop // parts)
 
 
-def halvings(parts: int, rank: int) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
-    """How `rank` halves what it has with ever farther partners, until one of `parts` chunks is left, a power of two.
+def halvings(length: int, parts: int, rank: int) -> Iterator[tuple[int, slice, slice]]:
+    """How `rank` halves a buffer with ever farther partners, until one of `parts` chunks is left, a power of two.
 
-    Yields the partner and which chunks are kept and given, as first and stop; of four, rank 1 has (0, (2, 4), (0, 2))
-    and (3, (2, 3), (3, 4)).
+    Yields the partner, what is kept and what is given; rank 1 of four keeps chunks 2 and 3 of what it shares with rank
+    0, and chunk 2 of what it shares with rank 3.
     """
     low, high, distance = 0, parts, 1
     while distance < parts:
         middle = (low + high) // 2
         lower, upper = (low, middle), (middle, high)
         kept, given = (upper, lower) if rank & distance else (lower, upper)
-        yield rank ^ distance, kept, given
+        yield rank ^ distance, chunks(length, parts, *kept), chunks(length, parts, *given)
         low, high = kept
         distance *= 2
 

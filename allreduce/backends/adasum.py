@@ -122,11 +122,8 @@ class Adasum(AllReduce):
 
     def _steps(self, buffer: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Partner, the half that this rank keeps, the half that it gives; from the nearest partner."""
-        for partner, kept, given in chunks.halvings(self._power, self.rank):
-            yield partner, self._chunks(buffer, *kept), self._chunks(buffer, *given)
-
-    def _chunks(self, buffer: np.ndarray, first: int, stop: int) -> np.ndarray:
-        return buffer[chunks.chunks(buffer.size, self._power, first, stop)]
+        for partner, kept, given in chunks.halvings(buffer.size, self._power, self.rank):
+            yield partner, buffer[kept], buffer[given]
 
     def _arrived(self, like: np.ndarray) -> np.ndarray:
         """Scratch memory for what another rank sends."""

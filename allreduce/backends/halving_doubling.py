@@ -62,12 +62,9 @@ class HalvingDoubling(TwoPhase):
 
     def _steps(self, buffer: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Partner, the half that this rank keeps, the half that it gives; from the nearest partner."""
-        for partner, kept, given in chunks.halvings(self._power, self.rank):
-            yield partner, self._chunks(buffer, *kept), self._chunks(buffer, *given)
+        for partner, kept, given in chunks.halvings(buffer.size, self._power, self.rank):
+            yield partner, buffer[kept], buffer[given]
 
     def _distances(self) -> list[int]:
         """How far away the partners of the steps are: 1, 2, 4 up to p / 2."""
         return [1 << bit for bit in range(self._power.bit_length() - 1)]
-
-    def _chunks(self, buffer: np.ndarray, first: int, stop: int) -> np.ndarray:
-        return buffer[chunks.chunks(buffer.size, self._power, first, stop)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from counting import Counting
 from grid import numpy_dtype
 from mpi4py import MPI
 
@@ -14,20 +15,6 @@ import allreduce
 SIZE = MPI.COMM_WORLD.size
 LENGTH = 12 * 1000  # divisible by 1 to 4 ranks
 several = pytest.mark.skipif(SIZE == 1, reason="one rank sends nothing")
-
-
-class Counting:
-    """A communicator that counts the bytes that are sent to every rank, and otherwise is `comm`."""
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm, self.sent = comm, Counter[int]()
-
-    def Isend(self, segment: np.ndarray, dest: int, tag: int = 0) -> MPI.Request:  # noqa: N802, MPI's name
-        self.sent[dest] += segment.nbytes
-        return self._comm.Isend(segment, dest, tag)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
 
 
 def sent(reduce: Any, dtype: str) -> Counter[int]:

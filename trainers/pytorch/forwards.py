@@ -1,11 +1,8 @@
 """What the forwards of a step change in a model besides gradients: undone when no rank takes that step."""
 
-import logging
-import weakref
-from typing import Any
-
 import torch
 
+from trainers.pytorch.hooks import Hook
 from trainers.replicas.pytorch.undoing import Buffers
 
 
@@ -30,19 +27,10 @@ class Forwards:
             self._before.forget()
 
 
-class OnForward:
-    """A model's hook before it is called.
-
-    It stays behind when the model is copied or pickled: there the hook is a function that does nothing.
-    """
-
-    def __init__(self, forwards: Forwards) -> None:
-        self._forwards = weakref.ref(forwards)
+class OnForward(Hook[Forwards]):
+    """A model's, before it is called."""
 
     def __call__(self, module: torch.nn.Module, args: object) -> None:
-        forwards = self._forwards()
+        forwards = self._user()
         if forwards is not None and module.training:
             forwards.begin()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (logging.NullHandler, "handle")

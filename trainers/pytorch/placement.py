@@ -1,9 +1,6 @@
 """Where the parameters of a sharded update live: in flat memory, which the ranks of a node may have in common."""
 
-import logging
-import weakref
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +13,7 @@ from allreduce.messages.window import CommonWindow
 from allreduce.two_phase import TwoPhase
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.buffers import Flat, flat
+from trainers.pytorch.hooks import Hook
 from trainers.replicas.pytorch.tensors import TORCH, as_tensor
 
 
@@ -179,22 +177,13 @@ class Placement:
             window.fence()
 
 
-class AfterLoading:
-    """A model's hook: load_state_dict() has written the same values on every rank of a node, and may do so.
-
-    It stays behind when the model is copied or pickled: there the hook is a function that does nothing.
-    """
-
-    def __init__(self, placement: Placement) -> None:
-        self._placement = weakref.ref(placement)
+class AfterLoading(Hook[Placement]):
+    """A model's: load_state_dict() has written the same values on every rank of a node, and may do so."""
 
     def __call__(self, module: torch.nn.Module, keys: object) -> None:
-        placement = self._placement()
+        placement = self._user()
         if placement is not None:
             placement.accept()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (logging.NullHandler, "handle")
 
 
 def _windows(node: MPI.Intracomm, lengths: dict[str, int]) -> dict[str, CommonWindow]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import Replica, reserved
+from trainers.replica import Replica, reserved, unfit
 
 try:
     import jax
@@ -169,19 +169,9 @@ class JaxReplica(Replica):
             else:
                 jax.eval_shape(self._slopes, *model, self._input(x[:1]), self._input(y[:1]), 1.0)
         except Exception as error:  # whatever the user's functions raise
-            given = f"x {x.dtype} of shape {x.shape}" + ("" if y is None else f", y {y.dtype} of shape {y.shape}")
-            raise ArgumentError(
-                f"apply, loss or a metric can't be fed with {given}: {type(error).__name__}: {error}"
-            ) from error
+            raise unfit("apply, loss or a metric", x, y, error) from error
 
     # Inside
-
-    def _check_buffer(self, what: str, buffer: Any) -> None:
-        if buffer.shape != (self.gradient_length,) or str(buffer.dtype) != self.gradient_dtype:
-            raise ArgumentError(
-                f"the {what} buffer must be 1-D, {self.gradient_dtype}, of {self.gradient_length} elements, not "
-                f"{buffer.dtype} of shape {buffer.shape}"
-            )
 
     def _write(self, flat: np.ndarray) -> None:
         """Copy the parameters into flat memory."""

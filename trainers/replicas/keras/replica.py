@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import Replica, reserved
+from trainers.replica import Replica, reserved, unfit
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
 from trainers.replicas.keras.optimizer import Optimizer
 
@@ -211,19 +211,9 @@ class KerasReplica(Replica):
             if y is not None:
                 self._measured(self._input(y[:1]), keras.ops.convert_to_tensor(output), [])
         except Exception as error:  # whatever a model raises
-            given = f"x {x.dtype} of shape {x.shape}" + ("" if y is None else f", y {y.dtype} of shape {y.shape}")
-            raise ArgumentError(
-                f"{self.model.name}, the loss or a metric can't be fed with {given}: {type(error).__name__}: {error}"
-            ) from error
+            raise unfit(f"{self.model.name}, the loss or a metric", x, y, error) from error
 
     # Inside
-
-    def _check_buffer(self, what: str, buffer: Any) -> None:
-        if buffer.shape != (self.gradient_length,) or str(buffer.dtype) != self.gradient_dtype:
-            raise ArgumentError(
-                f"the {what} buffer must be 1-D, {self.gradient_dtype}, of {self.gradient_length} elements, not "
-                f"{buffer.dtype} of shape {buffer.shape}"
-            )
 
     def _take(self) -> None:
         """Have the parameters that lie in memory which a trainer gave, and which others have written, in the model."""

@@ -215,13 +215,6 @@ class NumpyNetwork(Replica):
 
     # Inside
 
-    def _check_buffer(self, what: str, buffer: Any) -> None:
-        if buffer.shape != (self.gradient_length,) or buffer.dtype != FLOAT:
-            raise ArgumentError(
-                f"the {what} buffer must be 1-D, float32, of {self.gradient_length} elements, not {buffer.dtype} "
-                f"of shape {buffer.shape}"
-            )
-
     def _forward(self, x: np.ndarray) -> list[Any]:
         """The input and the output of every layer, in scratch memory; the last one without an activation."""
         xp, rows = self._xp, len(x)

@@ -1,14 +1,12 @@
 """The parts of a module that ranks have in common (trained parameters, running statistics), and how it is measured."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import Replica
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.state import array_of
 from trainers.replicas.pytorch.tensors import DTYPES
@@ -72,15 +70,6 @@ def check_places(module: nn.Module, trained: list[nn.Parameter], places: list[Te
         raise ArgumentError(
             f"a parameter's .data was replaced, so this {type(module).__name__} would no longer be trained: "
             "copy into parameters (p.copy_) instead, or make the trainer afterwards"
-        )
-
-
-def check_buffer(replica: Replica, what: str, buffer: Any) -> None:
-    """Raise ArgumentError when a replica can't be bound to such an array."""
-    if buffer.shape != (replica.gradient_length,) or str(buffer.dtype) != replica.gradient_dtype:
-        raise ArgumentError(
-            f"the {what} buffer must be 1-D, {replica.gradient_dtype}, of {replica.gradient_length} elements, not "
-            f"{buffer.dtype} of shape {buffer.shape}"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from trainers.errors import ArgumentError
-from trainers.replica import Replica
+from trainers.replica import Replica, unfit
 
 try:
     import torch
@@ -99,7 +99,7 @@ class TorchReplica(Replica):
         return self._state.updated
 
     def bind(self, buffer: Any) -> None:
-        parts.check_buffer(self, "gradient", buffer)
+        self._check_buffer("gradient", buffer)
         self._take(parts.same_place(as_tensor(buffer, self._dtype), self._place))
 
     def _take(self, buffer: Tensor) -> None:
@@ -109,7 +109,7 @@ class TorchReplica(Replica):
 
     @torch.no_grad()
     def bind_parameters(self, buffer: Any) -> None:
-        parts.check_buffer(self, "parameter", buffer)
+        self._check_buffer("parameter", buffer)
         if reason := elementwise.refusal(self.optimizer):
             raise ArgumentError(reason)
         self._whole_optimizer()
@@ -240,8 +240,7 @@ class TorchReplica(Replica):
                     target = self._target(y[:1])
                     list(map(float, self._values(self.loss(output, target), output, target)))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            given = f"x {x.dtype} of shape {x.shape}" + ("" if y is None else f", y {y.dtype} of shape {y.shape}")
-            raise ArgumentError(f"{type(self.module).__name__} can't be fed with {given}: {error}") from error
+            raise unfit(type(self.module).__name__, x, y, error) from error
         finally:
             self.module.train(training)
 

@@ -1,0 +1,60 @@
+"""What any replica promises, whatever its framework. For tests, and for the jobs that they start."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from trainers.replica import Replica
+
+
+def check_slices(whole: Replica, first: Replica, second: Replica, x: np.ndarray, y: np.ndarray) -> None:
+    """Two replicas on one memory, each of which updates its part, end as one does, and so does their state.
+
+    The three are equal, and may have been begun in one piece.
+    """
+    memory, slopes = (np.zeros(whole.gradient_length, "float32") for _ in range(2))
+    parts = {first: slice(0, 13), second: slice(13, whole.gradient_length)}
+    for replica in parts:
+        replica.bind_parameters(memory)
+        replica.bind(slopes)
+    for _ in range(3):
+        whole.gradients(x, y, 1.0)
+        whole.update()
+        first.gradients(x, y, 1.0)
+        for replica, part in parts.items():
+            replica.update(part)
+            replica.refresh()
+    ours, theirs = whole.state(), first.state()
+    np.testing.assert_allclose(memory, ours["parameters"], rtol=2e-5, atol=1e-6)
+    assert set(ours) == set(theirs)
+    for entry in whole.elementwise:
+        for replica, part in parts.items():
+            np.testing.assert_allclose(replica.elements(entry, part), ours[entry][part], rtol=1e-4, atol=1e-6)
+            theirs[entry][part] = replica.elements(entry, part)
+    first.bind_parameters(np.empty_like(memory))
+    first.load_state(theirs)
+    for replica in (whole, first):
+        replica.gradients(x, y, 1.0)
+        replica.update()
+    np.testing.assert_allclose(first.state()["parameters"], whole.state()["parameters"], rtol=5e-5, atol=1e-6)
+    second.update(slice(5, 5))
+
+
+def check_training(
+    made: Mapping[str, Callable[[], Any]], learned: Callable[[Any], Any], wanted: np.ndarray, history: Any, batch: Any
+) -> None:
+    """Every trainer, by name, learns what one rank has by itself: parameters and history. Collective.
+
+    learned: trains with a trainer; returns its parameters and its history. batch: on which a replica goes on alone.
+    """
+    for name, make in made.items():
+        with make() as trainer:
+            found, its = learned(trainer)
+            np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5, err_msg=name)
+            np.testing.assert_allclose([e.loss for e in its], [e.loss for e in history], rtol=1e-3, err_msg=name)
+            assert MPI.COMM_WORLD.bcast(found.tobytes()) == found.tobytes(), name
+        np.testing.assert_array_equal(trainer.replica.state()["parameters"], found, err_msg=name)
+        trainer.replica.gradients(*batch, 1.0)  # with memory of its own again
+        trainer.replica.update()
