@@ -25,6 +25,7 @@ from trainers import (
 )
 from trainers.errors import ArgumentError, NotFiniteError
 from trainers.pytorch import MirroredOptimizer
+from trainers.replica import Replica
 
 TOPOLOGY = Topology()
 RANK, RANKS = TOPOLOGY.rank, TOPOLOGY.size
@@ -235,28 +236,50 @@ def under_ddp() -> None:
 def numpy_network() -> None:
     """Any number of ranks trains the table as one rank does; the batch of 4 leaves some without a row at its end."""
     x = np.random.default_rng(0).integers(0, ROWS, size=(29, 6))
+
+    class Bare(EmbeddingNetwork):
+        """Whose parameters can't lie in memory that ranks have in common."""
+
+        bind_parameters = Replica.bind_parameters
+
+    strategies: list[Callable[[EmbeddingNetwork], Any]] = [
+        lambda given: MirroredTrainer(given, "ring", TOPOLOGY.split(RANK)),
+        lambda given: MirroredTrainer(given, "ring", TOPOLOGY),
+        lambda given: MirroredTrainer(given, "ring", TOPOLOGY, update="sharded"),
+        lambda given: MirroredTrainer(given, "auto", TOPOLOGY, update="sharded", copies=2),
+        lambda given: CentralStorageTrainer(given, TOPOLOGY, storage=1),
+        lambda given: CentralStorageTrainer(given, TOPOLOGY),
+    ]
     trained = []
-    for topology in (TOPOLOGY, TOPOLOGY.split(RANK)):
-        network = EmbeddingNetwork([4, 8, 2], words=ROWS, table_lr=2.0, optimizer="sgd", seed=1)
+    for make in strategies:
+        kind = Bare if make is strategies[-1] else EmbeddingNetwork
+        network = kind([4, 8, 2], words=ROWS, table_lr=2.0, optimizer="sgd", seed=1)
         untouched = network.table[ROWS - 1].copy()
-        with MirroredTrainer(network, "ring", topology) as trainer:
-            trainer.fit(np.minimum(x, ROWS - 2), x[:, 0] % 2, epochs=3, batch_size=7, progress=False)
+
+        def edit(network: EmbeddingNetwork = network) -> None:
+            network.table[0] += 1
+
+        with make(network) as trainer:
+            trainer.fit(np.minimum(x, ROWS - 2), x[:, 0] % 2, epochs=2, batch_size=7, progress=False)
+            trainer.edit(edit)
+            trainer.fit(np.minimum(x, ROWS - 2), x[:, 0] % 2, epochs=1, batch_size=7, progress=False)
         assert (network.table[ROWS - 1] == untouched).all()
+        assert len(set(TOPOLOGY.world.allgather(network.table.tobytes()))) == 1
         trained.append(network)
-    np.testing.assert_allclose(trained[0].table, trained[1].table, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(trained[0].parameters, trained[1].parameters, rtol=1e-4, atol=1e-5)
-    assert np.abs(trained[0].table - EmbeddingNetwork([4, 8, 2], words=ROWS, seed=1).table).max() > 0.1
-    assert len(set(TOPOLOGY.world.allgather(trained[0].table.tobytes()))) == 1
+        np.testing.assert_allclose(network.table, trained[0].table, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(network.parameters, trained[0].parameters, rtol=1e-4, atol=1e-5)
+    assert np.abs(trained[0].table[1:] - EmbeddingNetwork([4, 8, 2], words=ROWS, seed=1).table[1:]).max() > 0.1
     other: Any = nn.Linear(2, 2) if RANK == 1 else NumpyNetwork([4, 2])
-    for replica, why in ((trained[0], "table"), (other, "rank 1: a trainer takes a replica")):
-        for make in (
-            lambda given: MirroredTrainer(given, "ring", TOPOLOGY, update="sharded"),
-            lambda given: CentralStorageTrainer(given, TOPOLOGY),
-            lambda given: SpareReplicasTrainer(given, TOPOLOGY, spare=0),
-            lambda given: ParameterServerTrainer(given, TOPOLOGY),
-        ):
-            with pytest.raises(ArgumentError, match=why):
-                make(replica)
+    refused: list[Callable[[Any], Any]] = [
+        lambda given: SpareReplicasTrainer(given, TOPOLOGY, spare=0),
+        lambda given: ParameterServerTrainer(given, TOPOLOGY),
+    ]
+    for make in refused:
+        with pytest.raises(ArgumentError, match=r"has sparse gradients \(of its table\), .* use MirroredTrainer"):
+            make(trained[0])
+    for make in (*strategies[2:5], *refused):
+        with pytest.raises(ArgumentError, match="rank 1: a trainer takes a replica"):
+            make(other)
 
 
 def main() -> None:

@@ -33,18 +33,13 @@ class Arguments(NamedTuple):
         ranks: that train. devices: on which ranks can divide an update. remakes: whether the trainer makes its
             backend itself, whatever was given.
         """
-        given, update, name = self.allreduce, self.update, type(replica).__name__
+        given, update = self.allreduce, self.update
         if error := holding.refusal(replica):
             return error
         if update not in UPDATES:
             return ArgumentError(f"update={update!r} is unknown; use one of {', '.join(UPDATES)}")
         if update == "sharded" and replica.device not in devices:
             return ArgumentError(f'update="sharded" works on the CPU, and this replica is on {replica.device}')
-        if update == "sharded" and replica.tables:
-            return ArgumentError(
-                f"this {name} has sparse gradients (of its {replica.tables[0].name}), and ranks that divide an update "
-                'have no place for them; use MirroredTrainer with update="replicated"'
-            )
         if isinstance(given, AllReduce) and self.topology not in (None, given.topology):
             return ArgumentError(f"{given!r} has a topology of its own; pass the backend's name, or no topology")
         if update != "sharded" and self.copies == 2:

@@ -189,6 +189,7 @@ class MirroredTrainer(Outliving):
                 with self.span("update"):
                     self.replica.update()
             return measured
+        self._tables.reduce(self.allreduce)
         reduced = self._sharded.step()
         return measured if self._beside else reduced
 

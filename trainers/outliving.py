@@ -123,6 +123,8 @@ class Outliving(Trainer):
         self._settle()
         together(self._comm, lambda: change() if not once or self.topology.node_rank == 0 else None)
         self._settle()
+        if once and self.replica.tables:  # which every rank has for itself
+            self._mirror()
 
     def _let_go_of_ranks(self) -> None:
         super()._let_go_of_ranks()

@@ -290,6 +290,9 @@ def agree_on_arguments(
     error = holding.refusal(replica) or error
     if error is None and replica.device != "cpu":
         error = ArgumentError(f"{row} works on the CPU, and this replica is on {replica.device}")
+    if error is None and replica.tables:
+        what = f"this {type(replica).__name__} has sparse gradients (of its {replica.tables[0].name})"
+        error = ArgumentError(f"{what}, which servers have no place for; use MirroredTrainer or CentralStorageTrainer")
     if error is None and on_failure == "replace":
         error = ArgumentError(f'{row}: on_failure="replace" is for trainers whose ranks take every step together')
     error = error or refusal(on_failure, ranks, replica)

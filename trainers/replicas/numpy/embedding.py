@@ -20,8 +20,9 @@ class EmbeddingNetwork(NumpyNetwork):
     table_lr: the learning rate of the table, by plain gradient descent, and the second of `learning_rates`; the dense
         layers have their optimizer.
 
-    Of the table only the rows that a batch uses are touched, and only their gradients go from rank to rank. For
-    MirroredTrainer with replicated updates. Raises ArgumentError.
+    Of the table only the rows that a batch uses are touched, and only their gradients go from rank to rank. Every rank
+    has all of it and updates it, also where ranks divide the update of the rest: for MirroredTrainer and
+    CentralStorageTrainer; servers and spare replicas have no place for it. Raises ArgumentError.
 
     Also an attribute: `table`, (words, sizes[0]) float32.
     """
@@ -70,12 +71,6 @@ class EmbeddingNetwork(NumpyNetwork):
         super().update(part)
         rows, sums = self._sums
         self.table[rows] -= self.table.dtype.type(self.table_lr) * sums
-
-    def bind_parameters(self, buffer: Any) -> None:
-        raise ArgumentError(
-            "an EmbeddingNetwork updates its table on every rank, so ranks can't divide its update; use "
-            'MirroredTrainer with update="replicated"'
-        )
 
     def state(self) -> dict[str, np.ndarray]:
         table = self.table if self._xp is np else self.table.get()
