@@ -43,6 +43,7 @@ class AllReduce(Sparse):
     """
 
     tagged = False  # True: all messages have the tag of their call, so that none is taken for one of another call
+    sums = True  # False: it has an operation of its own and no others, so it averages no gradients
     sums_half = True  # False: float16 and bfloat16 are refused by name
     scatters_on_gpu = False  # True: the two phases take CuPy arrays as well
     by_array = False  # True: each array of a tree is reduced by itself, not all of them as one

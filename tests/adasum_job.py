@@ -3,6 +3,7 @@
 import os
 import tempfile
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 
 import ml_dtypes
@@ -11,7 +12,10 @@ import numpy as np
 import allreduce
 from allreduce import errors
 from allreduce.tracing.trace import Trace
+from allreduce.wrappers.background import Background
+from allreduce.wrappers.compressed import Compressed
 from allreduce.wrappers.traced import Traced
+from trainers import MirroredTrainer, NumpyNetwork
 
 topology = allreduce.Topology()
 rank, size = topology.rank, topology.size
@@ -130,9 +134,34 @@ def bad_input(reduce: allreduce.base.AllReduce) -> None:
     reduce(array, "adasum")
 
 
+def in_trainers(reduce: allreduce.base.AllReduce) -> None:
+    """Refused when they are made, by whatever name and in whatever wrapper."""
+    makes = [
+        partial(MirroredTrainer, NumpyNetwork([4, 2])),
+        partial(MirroredTrainer, NumpyNetwork([4, 2]), update="sharded"),
+    ]
+    if find_spec("torch"):
+        import torch
+
+        from trainers.pytorch import MirroredOptimizer
+
+        model = torch.nn.Linear(2, 2)
+        makes.append(partial(MirroredOptimizer, torch.optim.SGD(model.parameters(), lr=0.1), model))
+    with tempfile.TemporaryDirectory() as folder, Trace(os.path.join(folder, "trace.json"), topology) as trace:
+        traced = Traced(topology, inner=Compressed(topology, inner=reduce, compress="bfloat16"), trace=trace)
+        for given in (reduce, Background(topology, inner=reduce), traced):
+            for make in makes:
+                assert "makes no sums of gradients" in raised(errors.OptionError, partial(make, allreduce=given))
+    for make in makes:
+        text = raised(errors.OptionError, partial(make, allreduce="adasum", topology=topology, compress="float16"))
+        assert "makes no sums of gradients" in text, text
+    reduce(vector(rank, 4, "float64"), "adasum")  # it is still open
+
+
 assert "adasum" not in (*allreduce.NAMES, *allreduce.available(topology))
 with allreduce.create("adasum", topology) as reduce:
     assert reduce.name == "adasum"
+    in_trainers(reduce)
     for check in (values, properties, layers, bad_input):
         check(reduce)
     with tempfile.TemporaryDirectory() as folder, Trace(os.path.join(folder, "trace.json"), topology) as trace:

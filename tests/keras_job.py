@@ -166,6 +166,7 @@ def check_errors() -> None:
     assert "takes an optimizer of Keras'" in text
     assert "Could not" in raised(errors.OptionError, lambda: MirroredOptimizer("adamant", topology=topology))
     raised(errors.UnknownBackendError, lambda: MirroredOptimizer("adam", "rign", topology=topology))
+    assert "makes no sums" in raised(errors.OptionError, lambda: MirroredOptimizer("adam", "adasum", topology=topology))
     kind = keras.optimizers.SGD if rank else keras.optimizers.Adam
     text = raised(errors.DisagreementError, lambda: MirroredOptimizer(kind(0.1), topology=topology))
     assert "MirroredOptimizer(Adam, 'auto')" in text

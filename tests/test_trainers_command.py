@@ -77,6 +77,7 @@ BAD = {
     "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
     "saved to stdout": (["--save", "-"], "--save -: a model is no text"),
     "one phase": (["--update", "sharded", "--allreduce", "native"], "'native' has none; use"),
+    "no sums": (["--allreduce", "adasum"], "'adasum' makes no sums of gradients"),
     "no worker": (["--strategy", "parameter_server", "--servers", "2"], "2 servers of 2 ranks leave no worker: start"),
     "target": (["--save", "/no/such/folder/m.npz"], "--save /no/such/folder/m.npz: this can't be written"),
     "model": (["--load", "missing.npz"], "missing.npz can't be read"),

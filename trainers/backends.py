@@ -26,18 +26,27 @@ def backend_for(given: str | AllReduce, topology: Topology, update: str, compres
     if update == "sharded" and given == "auto":
         return _two_phase_auto(topology, compress)
     backend = given if isinstance(given, AllReduce) else allreduce.create(given, topology, compress=compress)
-    if update == "replicated":
+    error = _unfit(backend, update)
+    if error is None:
         return backend
-    if isinstance(backend, TwoPhase):
-        return backend
-    error = OptionError(
-        f'update="sharded" needs a backend with reduce_scatter and all_gather, and {backend.name!r} has none; use '
-        '"auto", "shared", "ring", "halving_doubling" or "hierarchical_copy"'
-    )
     if backend is not given:
         backend.close()
-    topology.agree([], 'update="sharded"', error)
+    topology.agree([], f"update={update!r}", error)
     raise error
+
+
+def _unfit(backend: AllReduce, update: str) -> OptionError | None:
+    """Why a backend can't serve an update. Local."""
+    if not backend.sums:
+        return OptionError(
+            f'{backend.name!r} makes no sums of gradients, which training needs; use "auto" or another backend'
+        )
+    if update == "sharded" and not isinstance(backend, TwoPhase):
+        return OptionError(
+            f'update="sharded" needs a backend with reduce_scatter and all_gather, and {backend.name!r} has none; use '
+            '"auto", "shared", "ring", "halving_doubling" or "hierarchical_copy"'
+        )
+    return None
 
 
 def used_by(backend: AllReduce, buffer: Any, device: str) -> str:

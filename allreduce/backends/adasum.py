@@ -40,6 +40,7 @@ class Adasum(AllReduce):
     """
 
     tagged = True
+    sums = False
     by_array = True
 
     def _connect(self, topology: Topology) -> None:

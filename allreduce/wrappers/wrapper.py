@@ -32,7 +32,7 @@ class Wrapper(AllReduce):
         self.inner = inner  # first: attributes that are not here are looked up in it
         self.topology, self.rank, self.size = topology, topology.rank, topology.size
         self.name, self.tagged = inner.name, inner.tagged
-        self.sums_half, self.copies_foreign = inner.sums_half, inner.copies_foreign
+        self.sums, self.sums_half, self.copies_foreign = inner.sums, inner.sums_half, inner.copies_foreign
         self.by_array, self.scatters_on_gpu = inner.by_array, inner.scatters_on_gpu
         self._shut = self.owns_topology = False
         self._owns_inner = owns_inner

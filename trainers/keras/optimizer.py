@@ -6,12 +6,12 @@ from typing import Any
 
 import keras
 
-import allreduce as backends
 from allreduce.base import AllReduce
 from allreduce.errors import OptionError
 from allreduce.messages.agreement import everywhere
 from allreduce.topology import Topology
 from trainers import malloc
+from trainers.backends import backend_for
 from trainers.keras.averaging import MAKERS, Averaging, mirror_variables, settle
 
 _SCALED = (
@@ -83,7 +83,7 @@ def MirroredOptimizer(  # noqa: N802 - a class to its users, as for PyTorch
     raise a DisagreementError. Errors come out of what JAX or TensorFlow has compiled as theirs, with our names in them.
 
     Raises on all ranks: OptionError (no optimizer of Keras', one that is mirrored already, Keras' backend has no
-    gradients), UnknownBackendError, UnavailableError.
+    gradients, a backend that makes no sums), UnknownBackendError, UnavailableError.
     """
     if isinstance(allreduce, AllReduce):
         ranks, name, made = allreduce.topology, allreduce.name, False
@@ -97,7 +97,7 @@ def MirroredOptimizer(  # noqa: N802 - a class to its users, as for PyTorch
     text = f"MirroredOptimizer({type(plain).__name__}, {name!r}) with Keras' backend {keras.backend.backend()}"
     try:
         ranks.agree([zlib.crc32(text.encode())], text, error)
-        backend = allreduce if isinstance(allreduce, AllReduce) else backends.create(allreduce, ranks)
+        backend = backend_for(allreduce, ranks, "replicated")
     except Exception as refused:
         if made and everywhere(refused, ranks.world):  # so all ranks come to the close
             ranks.close()
