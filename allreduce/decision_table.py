@@ -107,8 +107,7 @@ def rule_for(comm: MPI.Intracomm, topology: Topology, given: str | os.PathLike[s
     """The rule of this machine's table for `topology`, or `builtin` when there is none. Collective.
 
     Rank 0 reads and says once which table it is, or why one can't be used; that there is none is no news (a line at
-    debug level). Calls that the
-    table has no entry for (other dtypes, GPU arrays) are left to `builtin`.
+    debug level). Calls that the table has no entry for (other dtypes, GPU arrays) are left to `builtin`.
     """
     read, said = _read(topology, given) if comm.rank == 0 else ({}, "")
     told = [[*key, steps] for key, steps in read.items()], said

@@ -104,8 +104,9 @@ class Ring(TwoPhase):
 
     def _walk(self, buffer: np.ndarray, steps: Sequence[Step], op: Op | None) -> None:
         """Do `steps`, segment by segment. op: for those that combine or finish."""
-        pieces = [(step, part) for step in steps for part in self._segments(buffer, step)]
-        lap = sum(len(self._segments(buffer, step)) for step in steps[: self.size])
+        parts = [self._segments(buffer, step) for step in steps]
+        pieces = [(step, part) for step, of_step in zip(steps, parts, strict=True) for part in of_step]
+        lap = sum(map(len, parts[: self.size]))
         sends: list[MPI.Request] = []
         # An arrival takes the place of what was sent from there a lap ago, so it can't be that far ahead.
         arrivals = self._transfer.arrivals(self._expected(pieces, lap, sends), min(AHEAD, lap - 1))
