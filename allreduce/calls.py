@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 import zlib
 from collections.abc import Callable
 from threading import get_ident
@@ -44,8 +45,11 @@ class Call:
 
 
 def quiet(reduce: Reduction) -> Reduction:
-    """`reduce`, which raises nothing by what np.seterr says: an overflow in the sum would be one rank's alone."""
-    if not {"raise", "call"} & set(np.geterr().values()):  # by default it costs nothing
+    """`reduce`, which raises nothing by what np.seterr and the filters of warnings say when it is asked for.
+
+    An overflow in the sum would be one rank's alone.
+    """
+    if not _overflows_raise():  # by default it costs nothing
         return reduce
 
     def quietly(buffer: Any, op: Op) -> None:
@@ -53,6 +57,13 @@ def quiet(reduce: Reduction) -> Reduction:
             reduce(buffer, op)
 
     return quietly
+
+
+def _overflows_raise() -> bool:
+    """Whether NumPy may raise for numbers that it met: by np.seterr, or because warnings are errors (python -W error)."""
+    ways = set(np.geterr().values())
+    strict = any(way == "error" and issubclass(RuntimeWarning, kind) for way, _, kind, *_ in warnings.filters)
+    return bool({"raise", "call"} & ways) or ("warn" in ways and strict)
 
 
 class Calls:

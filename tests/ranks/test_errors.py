@@ -1,5 +1,6 @@
 """Bad use raises the same named error on every rank: no hang, no wrong sums, no bare internal error."""
 
+import warnings
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -436,12 +437,16 @@ def test_a_call_that_failed_half_way_is_the_last(
         world.Barrier()
 
 
-@pytest.mark.parametrize("name", ["ring", "shared", "reduce_to_one"])
-def test_an_overflow_is_no_error_of_one_rank(name: str) -> None:
-    """With np.seterr(all="raise") the rank that adds would raise alone, in the middle of a call."""
-    with np.errstate(all="raise"), allreduce.create(name) as reduce:
-        array = reduce.allocate(1000, "float32")
+@pytest.mark.parametrize("name", ["ring", "shared", "reduce_to_one", "auto"])
+@pytest.mark.parametrize("way", ["raise", "warn"])
+def test_an_overflow_is_no_error_of_one_rank(name: str, way: Any) -> None:
+    """With np.seterr(all="raise"), or python -W error, the rank that adds would raise alone, in the middle of a call."""
+    with warnings.catch_warnings(), np.errstate(all=way):
+        warnings.simplefilter("error")
+        reduce = allreduce.create(name)
+        array = reduce.allocate(100_000, "float32")  # which "auto" leaves to no MPI library
         for _ in range(2):
             array[:] = 3e38
             reduce(array, "sum")
             assert np.isinf(array).all() == (reduce.size > 1)
+        reduce.close()
