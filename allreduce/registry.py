@@ -9,7 +9,6 @@ from typing import Any
 
 from allreduce.base import AllReduce, Recipe
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
-from allreduce.messages import losses
 from allreduce.messages.agreement import known
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
@@ -99,10 +98,8 @@ def _constructed(kind: type[AllReduce], topology: Topology, arguments: dict[str,
     try:
         return kind(topology, **arguments)
     except AllReduceError as error:
-        if (
-            error.ranks is None and losses.lost(error) is None
-        ):  # arguments are alike on all ranks, so what is refused is refused on all
-            known(error, topology.world)
+        if error.ranks is None and isinstance(error, OptionError | UnavailableError):
+            known(error, topology.world)  # arguments are alike on all ranks, so what is refused is refused on all
         raise
 
 
