@@ -92,13 +92,13 @@ class Calls:
     def run(self, call: Call, reduce: Reduction, flat: Any) -> None:
         """Have `reduce` work on `flat`, when all ranks of the node have come to the same call."""
         wait = self.wait
-        if wait.call is not None or self.broken is not None:
-            self.refuse()
         if get_ident() != self._thread:
             self._notice_thread()
+        if wait.call is not None or self.broken is not None:
+            self.refuse()
         try:
+            wait.call = call  # Python changes threads where functions are called, so none comes between the check and this
             wait.count += 1
-            wait.call = call
             if (slot := self._slot) is not None:
                 met = self._met = self._met + 1
                 words = slot.turns[met & 1]
@@ -139,13 +139,13 @@ class Calls:
 
         text: this rank's side in words.
         """
-        wait = self.wait
-        if wait.call is not None or self.broken is not None:
-            self.refuse()
+        wait, said = self.wait, Said(text, AGREEING)
         if get_ident() != self._thread:
             self._notice_thread()
-        said = Said(text, AGREEING)
+        if wait.call is not None or self.broken is not None:
+            self.refuse()
         try:
+            wait.call = said
             wait.begin(said)
             if self._slot is not None:
                 self._met += 1
@@ -217,9 +217,9 @@ class Calls:
         """A call has failed: what all ranks raise leaves them in step, anything else (a node's error) does not."""
         if everywhere(error, self._topology.world):
             return
+        keep(array)  # late ranks, and messages that are under way, may still write there
         if (lost := self._topology.watch.loss_of(error)) is not None:
             self.broken = lost
-            keep(array)  # late ranks may still write there
             raise lost from (None if isinstance(error, RankLostError) else error)
         self.broken = without_frames(error)
         self._topology.watch.leave(f"its call failed ({type(error).__name__}: {error})", self.wait)

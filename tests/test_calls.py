@@ -1,0 +1,89 @@
+"""One rank's side of calls: what fails half-way, and threads that come at the same time."""
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import allreduce
+from allreduce import calls, errors, registry
+from allreduce.calls import Call
+from allreduce.errors import BrokenError, OptionError
+
+
+def known(reduce: Any) -> Call:
+    """The call that sums ten float64 up."""
+    reduce(np.ones(10), "sum")
+    return next(iter(reduce._known.values()))
+
+
+def test_an_array_outlives_a_call_that_failed_half_way() -> None:
+    """Other ranks, and messages that are under way, may still write there."""
+    reduce = allreduce.create("native")
+    call, array = known(reduce), np.ones(10)
+    seen = weakref.ref(array)
+
+    def fail(*_: Any) -> None:
+        raise FloatingPointError("of this rank alone")
+
+    call.reduce = fail
+    with pytest.raises(FloatingPointError):
+        reduce(array, "sum")
+    with pytest.raises(BrokenError, match="has failed half-way"):
+        reduce(array, "sum")
+    reduce.close()
+    del array, reduce
+    gc.collect()
+    assert seen() is not None
+
+
+def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one is refused, also when the first one comes while the second is about to begin."""
+    with allreduce.create("native") as reduce:
+        call = known(reduce)
+        inside, leave = threading.Event(), threading.Event()
+        entered, refused = [], []
+
+        def work(*_: Any) -> None:
+            entered.append(threading.current_thread())
+            inside.set()
+            assert leave.wait(20)
+
+        def second() -> None:
+            try:
+                reduce(np.ones(10), "sum")
+            except OptionError as error:
+                refused.append(error)
+
+        def first_comes() -> None:
+            if threading.current_thread() is late:
+                assert inside.wait(20)
+
+        call.reduce = work
+        monkeypatch.setattr(calls.ending, "communicates", first_comes)
+        first, late = threading.Thread(target=reduce, args=(np.ones(10), "sum")), threading.Thread(target=second)
+        late.start()
+        first.start()
+        late.join(5)
+        leave.set()
+        first.join()
+        late.join()
+        assert entered == [first]
+        assert "while another thread of this rank is in" in str(refused[0])
+
+
+@pytest.mark.parametrize("error", [errors.RankLeftError("rank 1 has left"), errors.CollectiveTimeoutError("late")])
+def test_an_error_of_this_rank_is_not_taken_for_one_of_all(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what all ranks have passed alike is refused on all of them, who can then clean up together."""
+
+    class Lonely:
+        def __init__(self, *_: Any) -> None:
+            raise error
+
+    with allreduce.Topology() as topology:
+        with pytest.raises(type(error)):
+            registry._constructed(Lonely, topology, {})  # type: ignore[arg-type]
+        assert error.ranks is None  # type: ignore[attr-defined]
