@@ -60,7 +60,7 @@ def quiet(reduce: Reduction) -> Reduction:
 
 
 def _overflows_raise() -> bool:
-    """Whether NumPy may raise for numbers that it met: by np.seterr, or because warnings are errors (python -W error)."""
+    """Whether NumPy may raise for numbers: by np.seterr, or because warnings are errors (python -W error)."""
     ways = set(np.geterr().values())
     strict = any(way == "error" and issubclass(RuntimeWarning, kind) for way, _, kind, *_ in warnings.filters)
     return bool({"raise", "call"} & ways) or ("warn" in ways and strict)
@@ -97,7 +97,7 @@ class Calls:
         if wait.call is not None or self.broken is not None:
             self.refuse()
         try:
-            wait.call = call  # Python changes threads where functions are called, so none comes between the check and this
+            wait.call = call  # threads change where functions are called, so none comes between the check and this
             wait.count += 1
             if (slot := self._slot) is not None:
                 met = self._met = self._met + 1

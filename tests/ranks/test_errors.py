@@ -440,7 +440,7 @@ def test_a_call_that_failed_half_way_is_the_last(
 @pytest.mark.parametrize("name", ["ring", "shared", "reduce_to_one", "auto"])
 @pytest.mark.parametrize("way", ["raise", "warn"])
 def test_an_overflow_is_no_error_of_one_rank(name: str, way: Any) -> None:
-    """With np.seterr(all="raise"), or python -W error, the rank that adds would raise alone, in the middle of a call."""
+    """With np.seterr(all="raise"), or python -W error, the rank that adds would raise alone, half-way."""
     with warnings.catch_warnings(), np.errstate(all=way):
         warnings.simplefilter("error")
         reduce = allreduce.create(name)
