@@ -1,8 +1,10 @@
 """SIGTERM on one rank: all ranks stop after the same step, the checkpoint is written, the job ends with 143."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 
 import launch
@@ -78,6 +80,22 @@ def test_blocks_in_each_other() -> None:
         with Terminating(MPI.COMM_SELF) as later:
             assert not later.asked()
     finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_forked_children_end() -> None:
+    """A Pool that a data set has in a fit ends its processes by SIGTERM, and waits for them."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    try:
+        with Terminating(MPI.COMM_SELF) as sigterm:
+            child.start()
+            child.terminate()
+            child.join(10)
+            assert child.exitcode == -signal.SIGTERM
+            assert not sigterm.asked()
+    finally:
+        child.kill()
         signal.signal(signal.SIGTERM, before)
 
 

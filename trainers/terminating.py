@@ -125,6 +125,29 @@ def _note(number: int, frame: object) -> None:
     _here[:] = [True] * len(_here)
 
 
+# A forked child is no rank, and who sends it SIGTERM (a Pool that closes) waits for its end. Until the child has let go
+# of the handler the signal is held back, or Python would forget it.
+
+
+def _hold_back() -> None:
+    if _here:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_through() -> None:
+    if _here:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _let_go() -> None:
+    if _here:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _let_through()
+
+
+os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_let_go)
+
+
 def stops_at_sigterm(fit: Callable[P, ResultT]) -> Callable[P, ResultT]:
     """A trainer's `fit` that SIGTERM stops: all ranks raise Terminated then, when the checkpoint is written."""
 
