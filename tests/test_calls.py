@@ -1,6 +1,7 @@
 """One rank's side of calls: what fails half-way, and threads that come at the same time."""
 
 import gc
+import os
 import threading
 import weakref
 from typing import Any
@@ -12,6 +13,7 @@ import allreduce
 from allreduce import calls, errors, registry
 from allreduce.calls import Call
 from allreduce.errors import BrokenError, OptionError
+from allreduce.messages import threads
 
 
 def known(reduce: Any) -> Call:
@@ -87,3 +89,21 @@ def test_an_error_of_this_rank_is_not_taken_for_one_of_all(error: Exception, mon
         with pytest.raises(type(error)):
             registry._constructed(Lonely, topology, {})  # type: ignore[arg-type]
         assert error.ranks is None  # type: ignore[attr-defined]
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a copy of the workers and none of their threads, so at its end it would wait, and then end the job."""
+    with allreduce.Topology() as topology:
+        lane = topology.worker.lane("slow", threaded=True)
+        leave = threading.Event()
+        pending = lane.submit(lambda: leave.wait(20))
+        monkeypatch.setattr(threads, "EXIT_SECONDS", 0.1)
+        child = os.fork()
+        if not child:
+            monkeypatch.setattr(threads.ending, "end_job", lambda *_: os._exit(7))
+            threads._end()
+            os._exit(0)
+        leave.set()
+        pending.wait()
+        lane.close()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

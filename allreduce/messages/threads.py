@@ -6,7 +6,7 @@ from typing import Protocol
 
 from mpi4py import MPI
 
-from allreduce import ending
+from allreduce import children, ending
 from allreduce.errors import UnavailableError
 
 EXIT_SECONDS = 10.0  # the end of a program waits so long for calls that are under way
@@ -44,6 +44,8 @@ def refused() -> UnavailableError | None:
 @atexit.register
 def _end() -> None:
     """MPI can't be finalised while a thread is inside of it: wait a little, then end the job."""
+    if children.forked():  # it has a copy of the workers, and none of their threads
+        return
     for worker in list(running):
         if worker.threaded and not MPI.Is_finalized():
             if not worker.idle(EXIT_SECONDS):
