@@ -95,8 +95,9 @@ def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.
     """It has a copy of the workers and none of their threads, so at its end it would wait, and then end the job."""
     with allreduce.Topology() as topology:
         lane = topology.worker.lane("slow", threaded=True)
-        leave = threading.Event()
-        pending = lane.submit(lambda: leave.wait(20))
+        inside, leave = threading.Event(), threading.Event()
+        pending = lane.submit(lambda: (inside.set(), leave.wait(20)))
+        assert inside.wait(20)
         monkeypatch.setattr(threads, "EXIT_SECONDS", 0.1)
         child = os.fork()
         if not child:
