@@ -1,6 +1,6 @@
 """Writes the API reference from the docstrings: python scripts/api_pages.py FOLDER (scripts/docs.sh installs pdoc).
 
-pdoc does it; here is which modules, and how the docstrings of this project become Markdown: a line "name: what it
+pdoc does it, and guide_pages.py the guides; here is which modules, and how the docstrings of this project become Markdown: a line "name: what it
 is" with what belongs to it indented becomes an item of a list.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras' own choice may not be installed
 
+import guide_pages
 import keras  # noqa: F401 - it starts a process, which pdoc would not let it do
 import pdoc
 import pdoc.docstrings
@@ -33,6 +34,13 @@ def modules() -> Iterator[str]:
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
             if not name.endswith("__main__"):
                 yield name
+
+
+def guides() -> list[Path]:
+    """README.md, those beside the code, and what changed, relative to the checkout."""
+    folders = (*PACKAGES, "scripts", "tests")
+    beside = [path for folder in folders for path in sorted((ROOT / folder).rglob("README.md"))]
+    return [path.relative_to(ROOT) for path in (ROOT / "README.md", *beside, ROOT / "CHANGELOG.md")]
 
 
 def as_markdown(docstring: str) -> str:
@@ -61,6 +69,7 @@ def main(folder: str) -> None:
     pdoc.docstrings.convert = lambda text, style, source: convert(as_markdown(text), style, source)
     pdoc.render.configure(docformat="markdown", show_source=False, footer_text=f"allreduce {allreduce.__version__}")
     pdoc.pdoc(*modules(), output_directory=Path(folder))
+    guide_pages.write(ROOT, guides(), Path(folder))
     print(f"{folder}/index.html")
 
 

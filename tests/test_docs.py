@@ -1,4 +1,4 @@
-"""The API reference: a page for every module, made from the docstrings."""
+"""The API reference: a page for every module, made from the docstrings, and for every guide."""
 
 import re
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import launch
 import pytest
+from test_readme import GUIDES
 
 
 def test_every_module_has_a_page(tmp_path: Path) -> None:
@@ -31,3 +32,17 @@ def test_every_module_has_a_page(tmp_path: Path) -> None:
     assert 'id="AllReduce.__call__"' in base
     assert "<li><strong>buffer</strong>: a contiguous, writable" in base
     assert 'id="Trainer.fit"' in (tmp_path / "trainers" / "base.html").read_text()
+    assert {"modules", "index", "CHANGELOG", *(path.parent.as_posix() + "/README" for path in GUIDES[1:])} <= pages
+    assert [link for page in pages if page.endswith("README") for link in broken(tmp_path / f"{page}.html")] == []
+    assert broken(tmp_path / "index.html") == []
+
+
+def broken(page: Path) -> list[str]:
+    """Links of a page that lead to no page, or to no place in it."""
+    found = []
+    for link in re.findall(r'(?:href|src)="(?!\w+:)([^"]*)"', page.read_text()):
+        name, _, place = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.is_file() or (place and f'id="{place}"' not in target.read_text()):
+            found.append(f"{page.name}: {link}")
+    return found

@@ -190,9 +190,10 @@ def test_every_backend_is_kept_apart(module: str) -> None:
     assert re.findall(rf"(?:import|from) (?:{others})\b", text) == []
 
 
-def test_readme_is_filled_in() -> None:
-    """A comment in README.md marks a place where text or figures are still to come."""
-    assert re.findall(r"<!--.*?-->", (launch.ROOT / "README.md").read_text(), re.DOTALL) == []
+def test_guides_are_filled_in() -> None:
+    """A comment in a guide marks a place where text or figures are still to come."""
+    for path in sorted(launch.ROOT.rglob("README.md")):
+        assert re.findall(r"<!--.*?-->", path.read_text(), re.DOTALL) == [], path
 
 
 TOLD = [*FILES, *sorted((launch.ROOT / "scripts").iterdir()), *sorted(launch.ROOT.rglob("README.md"))]

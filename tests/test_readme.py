@@ -1,4 +1,5 @@
-"""The READMEs: every program and command in them that two cores can run is run, as it stands.
+"""The guides (every README.md): each program and command in them that two cores can run is run, as it stands, and
+links and names of files lead somewhere.
 
 Programs run under `mpirun -n 2`. Commands run in a folder that looks like a checkout whose .venv is there, after the
 exports of the section "Under mpirun". Those that take minutes get options behind them that make them short.
@@ -18,8 +19,10 @@ from made_runs import made_run
 
 from benchmarks.showing.results import to_json
 
-README = (launch.ROOT / "README.md").read_text()
-TEXTS = [README, (launch.ROOT / "benchmarks" / "README.md").read_text()]
+FOLDERS = ("allreduce", "trainers", "benchmarks", "scripts", "tests")
+BESIDE = sorted(path for folder in FOLDERS for path in (launch.ROOT / folder).rglob("README.md"))
+GUIDES = [Path("README.md"), *(path.relative_to(launch.ROOT) for path in BESIDE)]
+TEXTS = [(launch.ROOT / guide).read_text() for guide in GUIDES]
 
 INLINE = r"(?<!`)`((?:mpirun|bash|sudo|python -m [^\s`]+) [^`]+)`"  # a command with an argument
 
@@ -30,6 +33,8 @@ PRINTS = {
     "ddp.py": r"^loss 0\.0",
     "embedding.py": r"^loss \d\.\d+, rows in the last gradient: 4\d\d of 100000$",
     "mirrored.py": r"^loss of this rank's share: \d.*\n.*\w",
+    "survives.py": r"^rank \d of 2: 499500\nrank \d of 2: 499500\n$",
+    "goes_on_fit.py": r"epoch  10  loss 0\.\d+.*\n10 epochs, before the stop and after it\n",
     "outlives.py": r"^48 of 96 rows at the end, loss 0\.0",
     "replica.py": r"epoch   5  loss 0\.\d+.*\n{'loss': 0\.\d+, 'accuracy': 0\.\d+}\n",
     "served.py": r"epoch  10  loss 0\.\d+.*\nupdates behind, and how many gradients: {0: \d+.*\naccuracy 0\.\d+\n",
@@ -54,6 +59,9 @@ SKIPPED = {
     "mpirun -n 2 python scripts/with_": "test_frameworks.py runs it",
     "mpirun -n 2 python scripts/keras_digits.py": "test_keras.py runs it",
     "mpirun -n 4 python scripts/jax_digits.py": "test_jax.py runs it",
+    "mpirun -n 4 python scripts/hvd_digits.py": "test_horovod.py runs it",
+    "mpirun -n 3 python tests/sequences": "minutes; test_sequences.py runs some",
+    "python -m tests.fuzz": "minutes; test_fuzz.py runs a few",
     "mpirun -n 2 python -m benchmarks.jax_step": "half a minute; test_jax.py runs it",
     "mpirun -n 2 python -m benchmarks.checkpoint": "half a minute; test_benchmarks_runs.py runs it",
     "mpirun -n 2 python -m benchmarks.training_step": "minutes; test_pytorch.py runs it",
@@ -107,8 +115,8 @@ def first_of(known: dict[str, str], command: str) -> str | None:
 def test_every_block_says_what_it_is() -> None:
     for text in TEXTS:
         fences = re.findall(r"^```(.*)$", text, re.MULTILINE)
-        assert set(fences[::2]) <= {"python", "bash", "text"}
-        assert set(fences[1::2]) == {""}
+        assert set(fences[::2]) <= {"python", "bash", "text", "diff"}
+        assert set(fences[1::2]) <= {""}
     assert len(blocks("python")) >= 6
     assert len(commands()) >= 10
 
@@ -119,9 +127,42 @@ def test_the_lists_hold_nothing_that_is_gone() -> None:
     assert {block.split()[1].rstrip(",") for block in blocks("python")} == set(PRINTS)
 
 
+def slug(heading: str) -> str:
+    """The name by which a link finds a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def headings(text: str) -> set[str]:
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=str)
+def test_links_lead_somewhere(guide: Path) -> None:
+    text = (launch.ROOT / guide).read_text()
+    for link in re.findall(r"\]\((?!\w+:)([^)]+)\)", text):
+        name, _, place = link.partition("#")
+        target = launch.ROOT / guide.parent / name if name else launch.ROOT / guide
+        assert target.is_file(), link
+        assert not place or place in headings(target.read_text()), link
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=str)
+def test_files_that_are_named_are_there(guide: Path) -> None:
+    names = rf"\b(?:{'|'.join(FOLDERS)})/[\w/.]+\.(?:py|sh|sbatch|md|png)\b"
+    for name in re.findall(names, (launch.ROOT / guide).read_text()):
+        assert (launch.ROOT / name).is_file(), name
+
+
+def test_the_front_page_is_short_and_leads_to_every_guide() -> None:
+    assert len(TEXTS[0].splitlines()) <= 300
+    assert {str(guide) for guide in GUIDES[1:]} <= set(re.findall(r"\]\(([^)#]+)", TEXTS[0]))
+
+
 def messages() -> list[str]:
     """What is quoted in the first column of the table of messages, in pieces between the dots."""
-    table = README.partition("| message |")[2].partition("\n\n")[0]
+    (text,) = (text for text in TEXTS if "| message |" in text)
+    table = text.partition("| message |")[2].partition("\n\n")[0]
     quoted = [span for row in table.splitlines()[2:] for span in re.findall("`([^`]+)`", row.split("|")[1])]
     return [piece.strip() for text in quoted for piece in re.split(r"\.\.\.|: ", text) if len(piece.strip()) > 1]
 

@@ -1,6 +1,6 @@
 """One rank of a job of six, of which five kill themselves, one after the other, and MirroredOptimizer goes on.
 
-    mpirun --with-ft ulfm -n 6 python lost_torch.py FOLDER       in FOLDER: outlives.py, as the README has it
+    mpirun --with-ft ulfm -n 6 python lost_torch.py FOLDER       in FOLDER: outlives.py of trainers/pytorch/README.md
 
 Every rank that is left ends with the parameters of a training that nobody was lost from, and prints a line a part.
 """
@@ -184,7 +184,7 @@ def twice(
 
 
 def recipe(program: str) -> allreduce.Topology:
-    """The README's, whose rank 3 dies instead of its hundredth step."""
+    """That of trainers/pytorch/README.md, whose rank 3 dies instead of its hundredth step."""
     step = MirroredOptimizer.step
 
     def steps(self: MirroredOptimizer, *arguments: Any) -> Any:

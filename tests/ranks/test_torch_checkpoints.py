@@ -130,7 +130,7 @@ def process_group(world: MPI.Intracomm) -> Iterator[None]:
 def test_a_plain_loop_goes_on_with_the_same_bits(
     update: str, how: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: str, process_group: None
 ) -> None:
-    """What the README's recipe does: load into the plain optimizer, before it is wrapped."""
+    """What the recipe of trainers/pytorch/README.md does: load into the plain optimizer, before it is wrapped."""
     torch.manual_seed(1)
     model = network()
     with MirroredOptimizer(adam(model), model, topology=flat, update=update) as optimizer:

@@ -7,7 +7,7 @@ import numpy as np
 from trainers.errors import DataError
 
 TEST_PART = 5  # every fifth sample is for testing
-SPLIT_SEED = 47  # see README.md
+SPLIT_SEED = 47  # see README.md beside this
 MANY_CLASSES = 1000  # more than this, and more than rows: labels that are no class numbers
 
 
