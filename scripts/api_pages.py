@@ -1,7 +1,7 @@
 """Writes the API reference from the docstrings: python scripts/api_pages.py FOLDER (scripts/docs.sh installs pdoc).
 
-pdoc does it, and guide_pages.py the guides; here is which modules, and how the docstrings of this project become Markdown: a line "name: what it
-is" with what belongs to it indented becomes an item of a list.
+pdoc does it, and guide_pages.py the guides. Here is which modules there are, and how the docstrings of this project
+become Markdown: a line "name: what it is" with what belongs to it indented becomes an item of a list.
 """
 
 import inspect

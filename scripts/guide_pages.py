@@ -21,8 +21,9 @@ PAGE = """
     <ul><li><a href="{{ modules }}">All modules</a></li></ul>
     <footer>{{ footer_text }}</footer>
 {% endblock %}
-{% block content %}<main class="pdoc"><section class="module-info"><div class="docstring">{{ html | safe }}</div></section>
-</main>{% endblock %}
+{% block content %}
+    <main class="pdoc"><section class="module-info"><div class="docstring">{{ html | safe }}</div></section></main>
+{% endblock %}
 """
 LINK = re.compile(r'(href|src)="(?!\w+:|#)([^"#]*)(#[^"]*)?"')
 

@@ -24,7 +24,7 @@ PARTS = (("replicated, in backward", 4), ("two optimizers", 3), ("sharded, kept 
 @pytest.mark.jobs
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment")
 def test_five_of_six_ranks_die(mpirun: JobRunner, tmp_path: Path) -> None:
-    """In the recipe of trainers/pytorch/README.md, in backward with overlap, between two optimizers, and in the update of slices."""
+    """In trainers/pytorch/README.md's recipe, in backward with overlap, between optimizers, in the update of slices."""
     (program,) = (block for block in blocks("python") if block.startswith("# outlives.py"))
     (tmp_path / "outlives.py").write_text(program)
     job = mpirun(6, [FAULTS / "lost_torch.py", tmp_path], ulfm=True, timeout=400)

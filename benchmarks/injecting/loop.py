@@ -1,4 +1,4 @@
-"""MirroredOptimizer's way: a loop of the program's own that goes on behind a RankLostError, as trainers/pytorch/README.md has it."""
+"""MirroredOptimizer's way: a loop that goes on behind a RankLostError, as trainers/pytorch/README.md has it."""
 
 import os
 from pathlib import Path

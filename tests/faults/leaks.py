@@ -143,7 +143,7 @@ def cases() -> list[Case]:
     living: list[np.ndarray] = []
 
     def backend(number: int) -> None:
-        """The loop of the README: the array is alive when the backend is closed."""
+        """The loop of README.md: the array is alive when the backend is closed."""
         reduce = allreduce.create(names[number % len(names)], topology if number % 2 else None)
         grads = reduce.allocate(LENGTH)
         reduce(grads)
