@@ -45,7 +45,6 @@ class AllReduce(Sparse):
     tagged = False  # True: all messages have the tag of their call, so that none is taken for one of another call
     sums = True  # False: it has an operation of its own and no others, so it averages no gradients
     sums_half = True  # False: float16 and bfloat16 are refused by name
-    scatters_on_gpu = False  # True: the two phases take CuPy arrays as well
     by_array = False  # True: each array of a tree is reduced by itself, not all of them as one
     copies_foreign = ""  # what happens to arrays that are not from `allocate`, when that costs a copy
 
@@ -57,7 +56,7 @@ class AllReduce(Sparse):
         self.owns_topology = False  # set by create() when it made the topology
         self.part_of: AllReduce | None = None  # set by the backend that made this one for its own calls
         self.workspace = Workspace()
-        self._pinned: Workspace | None = None
+        self._pinned = gpu.Pinned()
         self._agreed: set[Any] = set()  # what calls are known by: their signatures
         self._known: dict[tuple, Call] = {}  # what __call__ looks up: plain arrays in C order
         self.packed: dict[Any, Any] = {}  # where the arrays of trees are put together
@@ -167,7 +166,7 @@ class AllReduce(Sparse):
         self.packed.clear()
         self.layouts.clear()
         self.workspace.clear()
-        self._pinned = None
+        self._pinned.clear()
 
     def __enter__(self: BackendT) -> BackendT:
         return self
@@ -216,9 +215,7 @@ class AllReduce(Sparse):
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
         """Reduce a 1-D CuPy array: by way of pinned host memory, for algorithms of the CPU."""
-        if self._pinned is None:
-            self._pinned = gpu.pinned_workspace()
-        host = self._pinned.array("staged", buffer.size, buffer.dtype)
+        host = self._pinned.like(buffer)
         buffer.get(out=host)  # waits for the current stream, so the GPU has finished writing
         self._reduce(host, op)
         buffer.set(host)
@@ -236,7 +233,7 @@ class AllReduce(Sparse):
         ending.communicates()
         error, signature, resolved = None, None, None
         try:
-            signature = inspect(buffer, op, self._where(buffer), call, self.scatters_on_gpu)
+            signature = inspect(buffer, op, self._where(buffer), call)
             self._check_dtype(signature.dtype)
             resolved = self._resolve(op, signature.dtype)
             signature = signature._replace(op=resolved.name)  # one name, by which all ranks know it

@@ -1,10 +1,11 @@
 """Seam 1, for algorithms that are a reduce_scatter followed by an all_gather."""
 
 from abc import abstractmethod
+from typing import Any
 
 import numpy as np
 
-from allreduce.arrays import dtypes
+from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce
 from allreduce.calls import Call, Reduction, quiet
@@ -20,15 +21,17 @@ class TwoPhase(AllReduce):
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
         """Reduce `buffer`, leaving each rank only its own slice of the result, which is returned. Collective.
 
-        buffer: a contiguous 1-D array, as for a call, CuPy's with "nccl" alone; what is outside of the returned view is
-        undefined afterwards. 16-bit floats are summed in float32 and rounded once.
+        buffer: a contiguous 1-D array, as for a call; what is outside of the returned view is undefined afterwards.
+        16-bit floats are summed in float32 and rounded once.
         """
-        self._phase(self._admit(buffer, op, "reduce_scatter"), quiet(self._scatter_rounded), buffer)
+        scatter = self._scatter_gpu if gpu.is_gpu_array(buffer) else self._scatter_rounded
+        self._phase(self._admit(buffer, op, "reduce_scatter"), quiet(scatter), buffer)
         return buffer[self.owned(buffer.size)]
 
     def all_gather(self, buffer: np.ndarray) -> None:
         """Fill `buffer` on every rank from the slices that the ranks own, in place. Collective."""
-        self._phase(self._admit(buffer, "sum", "all_gather"), lambda flat, _: self._all_gather(flat), buffer)
+        gather = self._gather_gpu if gpu.is_gpu_array(buffer) else self._all_gather
+        self._phase(self._admit(buffer, "sum", "all_gather"), lambda flat, _: gather(flat), buffer)
 
     def _phase(self, call: Call, reduction: Reduction, buffer: np.ndarray) -> None:
         self._calls.run(call, reduction if buffer.size and self.size > 1 else nothing_to_do, buffer)
@@ -56,3 +59,22 @@ class TwoPhase(AllReduce):
         self._reduce_scatter(wide, op)
         mine = self.owned(buffer.size)
         np.copyto(buffer[mine], wide[mine], casting="unsafe")
+
+    # Of CuPy arrays: by way of pinned host memory, for algorithms of the CPU
+
+    def _scatter_gpu(self, buffer: Any, op: Op) -> None:
+        host, mine = self._pinned.like(buffer), self.owned(buffer.size)
+        buffer.get(out=host)  # waits for the current stream, so the GPU has finished writing
+        self._scatter_rounded(host, op)
+        self._to_gpu(host, buffer, mine)
+
+    def _gather_gpu(self, buffer: Any) -> None:
+        host, mine = self._pinned.like(buffer), self.owned(buffer.size)
+        buffer[mine].get(out=host[mine])
+        self._all_gather(host)
+        self._to_gpu(host, buffer, slice(None))
+
+    @staticmethod
+    def _to_gpu(host: np.ndarray, buffer: Any, part: slice) -> None:
+        buffer[part].set(host[part])
+        gpu.synchronize()  # the host memory is used again in the next call

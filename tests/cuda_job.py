@@ -54,10 +54,8 @@ def check_nccl() -> None:
                 for turn, op in enumerate(ops):
                     check_one(reduce, dtype, length, op, turn)
         bad = reduce.allocate(6, "float32")
-        with pytest.raises(NotAnArrayError, match="takes a 1-D NumPy array"):
+        with pytest.raises(NotAnArrayError, match="takes a 1-D array"):
             reduce.reduce_scatter(bad.reshape(2, 3))
-    with allreduce.create("ring", TOPOLOGY) as ring, pytest.raises(NotAnArrayError, match="in GPU memory"):
-        ring.reduce_scatter(CUPY.zeros(8, "float32"))
     GPU.forget()
     no_races()
 

@@ -17,12 +17,18 @@ from trainers.replica import Replica
 UPDATES = ("replicated", "sharded")
 
 
-def backend_for(given: str | AllReduce, topology: Topology, update: str, compress: str | None = None) -> AllReduce:
+def backend_for(
+    given: str | AllReduce, topology: Topology, update: str, compress: str | None = None, device: str = "cpu"
+) -> AllReduce:
     """The backend for an update, made on `topology` unless one is given. Collective.
 
     All ranks give the same. "sharded" needs one with two phases, and "auto" names it. compress: of the backend that is
-    made. Raises OptionError on all.
+    made. device: of the arrays, "cpu" or "cuda". Raises OptionError on all, and UnavailableError.
     """
+    if device == "cuda" and (update == "sharded" or given == "nccl"):
+        backend = connected_nccl(given, topology, compress)
+        if backend is not None:
+            return backend
     if update == "sharded" and given == "auto":
         return _two_phase_auto(topology, compress)
     backend = given if isinstance(given, AllReduce) else allreduce.create(given, topology, compress=compress)
@@ -47,6 +53,28 @@ def _unfit(backend: AllReduce, update: str) -> OptionError | None:
             '"auto", "shared", "ring", "halving_doubling" or "hierarchical_copy"'
         )
     return None
+
+
+def connected_nccl(given: str | AllReduce, topology: Topology, compress: str | None) -> AllReduce | None:
+    """The backend "nccl", connected on the GPUs that are current; None where another one is to be used. Collective.
+
+    Made where `given` is "nccl", or "auto" and it works: ranks that share a GPU, say, are found out here and not in the
+    first step. Raises UnavailableError on all ranks.
+    """
+    if topology.size == 1 or given not in ("nccl", "auto"):
+        return None
+    backend = None
+    try:
+        backend = allreduce.create("nccl", topology, compress=compress)
+        backend.exact(backend.allocate(1), "sum")
+        return backend
+    except UnavailableError as error:  # raised on all ranks
+        if backend is not None:
+            backend.close()
+        if given == "nccl":
+            raise
+        notices.once(topology.rank, f'"auto" does without "nccl": {error}')
+        return None
 
 
 def used_by(backend: AllReduce, buffer: Any, device: str) -> str:

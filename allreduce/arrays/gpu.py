@@ -27,27 +27,28 @@ def cupy() -> Any:
     return cupy
 
 
-_kept = False  # see `keep_device`
+_device: int | None = None  # the GPU that this process has taken for its own; see `choose_device`
 
 
-def keep_device() -> None:
-    """From now on the current device is the one that the program has chosen: 0 too. Local."""
-    global _kept
-    _kept = True
+def keep_device(device: int) -> None:
+    """This rank's GPU is the one that the program has chosen: 0 too. Local."""
+    global _device
+    _device = device
 
 
-@functools.cache
 def choose_device(node_rank: int) -> None:
-    """Once in a process: let the ranks of a node take its GPUs in turn.
+    """Make this rank's GPU the current one of this thread: the ranks of a node take its GPUs in turn. Local.
 
-    A program that has made another device than 0 the current one has chosen by itself.
+    A program that has made another device than 0 the current one has chosen by itself. New threads begin with 0.
     """
-    if _kept:
-        return
+    global _device
     runtime = cupy().cuda.runtime
     try:
-        if runtime.getDevice() == 0:
-            cupy().cuda.Device(node_rank % runtime.getDeviceCount()).use()
+        current = runtime.getDevice()
+        if _device is None:
+            _device = current or node_rank % runtime.getDeviceCount()
+        if current == 0 != _device:
+            cupy().cuda.Device(_device).use()
     except Exception as error:  # CuPy without a driver or a GPU raises errors of its own kinds
         raise UnavailableError(f"an NVIDIA GPU is needed, and CuPy finds none ({error})") from error
 
@@ -65,13 +66,24 @@ def stream_of(stream: Any, device: int) -> Any:
     return streams.ExternalStream(stream.cuda_stream, device)
 
 
-def pinned_workspace() -> Workspace:
-    """Scratch memory on the host that the GPU copies to and from at full speed."""
+class Pinned:
+    """Host memory that the GPU copies to and from at full speed, for arrays on their way through the CPU."""
 
-    def make(nbytes: int) -> np.ndarray:
-        return np.frombuffer(cupy().cuda.alloc_pinned_memory(nbytes), dtype=np.uint8, count=nbytes)
+    def __init__(self) -> None:
+        self._workspace: Workspace | None = None
 
-    return Workspace(make)
+    def like(self, array: Any) -> np.ndarray:
+        """Memory for what a 1-D CuPy array holds; the same in each call, grown where it has to be."""
+        if self._workspace is None:
+            self._workspace = Workspace(_pinned)
+        return self._workspace.array("staged", array.size, array.dtype)
+
+    def clear(self) -> None:
+        self._workspace = None
+
+
+def _pinned(nbytes: int) -> np.ndarray:
+    return np.frombuffer(cupy().cuda.alloc_pinned_memory(nbytes), dtype=np.uint8, count=nbytes)
 
 
 @functools.cache

@@ -40,11 +40,8 @@ class Signature(NamedTuple):
         return f"{self.call}: length {self.length}, dtype {self.dtype}, {op}{memory}{order}"
 
 
-def inspect(buffer: Any, op: str, memory: int, call: str, scatters_on_gpu: bool = False) -> Signature:
-    """The signature of a call, or the error that says why the array can't be reduced in place.
-
-    scatters_on_gpu: whether the two phases of a reduction take CuPy arrays too.
-    """
+def inspect(buffer: Any, op: str, memory: int, call: str) -> Signature:
+    """The signature of a call, or the error that says why the array can't be reduced in place."""
     if memory != GPU:
         refuse_other(buffer)
     flags = buffer.flags
@@ -55,8 +52,8 @@ def inspect(buffer: Any, op: str, memory: int, call: str, scatters_on_gpu: bool 
         )
     if memory != GPU and not (flags.writeable and flags.aligned):
         raise NotAnArrayError("the array is read-only or not aligned; it is reduced in place, so pass a copy of it")
-    if call in _FLAT and ((memory == GPU and not scatters_on_gpu) or buffer.ndim != 1):
-        raise NotAnArrayError(f"{call} takes a 1-D NumPy array, not one of shape {buffer.shape} in {_MEMORY[memory]}")
+    if call in _FLAT and buffer.ndim != 1:
+        raise NotAnArrayError(f"{call} takes a 1-D array, not one of shape {buffer.shape} in {_MEMORY[memory]}")
     return Signature(buffer.size, buffer.dtype, op, memory, "C" if flags.c_contiguous else "F", call)
 
 

@@ -1,7 +1,10 @@
 """NCCL: NVIDIA's collectives on CuPy arrays, through CuPy's binding. Steps and bytes are NCCL's own."""
 
 import os
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +29,6 @@ class Nccl(TwoPhase):
     What a call does is ordered by CuPy's current stream, and not done yet when it returns: whoever reads the result
     does so on that stream, or waits for it.
     """
-
-    scatters_on_gpu = True
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
         topology.agree([], '"nccl"', _missing())
@@ -58,14 +59,14 @@ class Nccl(TwoPhase):
         np.copyto(buffer, staged.get(), casting="unsafe")
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
-        self._settle_on(buffer)
-        accumulator = dtypes.TYPES[buffer.dtype].accumulator
-        if buffer.dtype == accumulator:
-            self._reduce_in_place(buffer, op)
-            return
-        wide = self._widened(buffer, accumulator)
-        self._reduce_in_place(wide, op)
-        buffer[...] = wide.astype(buffer.dtype)  # rounds 16-bit floats, once
+        with self._settled_on(buffer):
+            accumulator = dtypes.TYPES[buffer.dtype].accumulator
+            if buffer.dtype == accumulator:
+                self._reduce_in_place(buffer, op)
+                return
+            wide = self._widened(buffer, accumulator)
+            self._reduce_in_place(wide, op)
+            buffer[...] = wide.astype(buffer.dtype)  # rounds 16-bit floats, once
 
     def _reduce_in_place(self, buffer: Any, op: Op) -> None:
         """All-reduce in NCCL, and let no NaN be lost, as its maximum and minimum do."""
@@ -75,48 +76,53 @@ class Nccl(TwoPhase):
             self._call(self._all_reduce, lost, ops.OPS["sum"])  # NaN where any rank has one, else 0
             self._cupy.add(buffer, lost, out=buffer)
 
-    def _scatter_rounded(self, buffer: Any, op: Op) -> None:
-        accumulator = dtypes.TYPES[buffer.dtype].accumulator
-        if buffer.dtype == accumulator or not gpu.is_gpu_array(buffer):
-            super()._scatter_rounded(buffer, op)
-            return
-        self._settle_on(buffer)
-        wide, mine = self._widened(buffer, accumulator), self.owned(buffer.size)
-        self._reduce_scatter(wide, op)
-        buffer[mine] = wide[mine].astype(buffer.dtype)
+    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
+        staged, mine = self._on_gpu(buffer, buffer.dtype), self.owned(buffer.size)
+        self._scatter_gpu(staged, op)
+        buffer[mine] = staged[mine].get()
 
-    def _reduce_scatter(self, buffer: Any, op: Op) -> None:
-        mine = self.owned(buffer.size)
-        if not gpu.is_gpu_array(buffer):
-            staged = self._on_gpu(buffer, buffer.dtype)
-            self._reduce_scatter(staged, op)
-            buffer[mine] = staged[mine].get()
-            return
-        self._settle_on(buffer)
+    def _scatter_gpu(self, buffer: Any, op: Op) -> None:
+        with self._settled_on(buffer):
+            accumulator, mine = dtypes.TYPES[buffer.dtype].accumulator, self.owned(buffer.size)
+            if buffer.dtype == accumulator:
+                self._scatter_in_place(buffer, op, mine)
+                return
+            wide = self._widened(buffer, accumulator)
+            self._scatter_in_place(wide, op, mine)
+            buffer[mine] = wide[mine].astype(buffer.dtype)
+
+    def _scatter_in_place(self, buffer: Any, op: Op, mine: slice) -> None:
+        """As `_reduce_in_place`; what is `mine` is finished then."""
         lost = self._lost(buffer, op)
         self._call(self._scatter, buffer, op, buffer[mine])
         if lost is not None:
             self._call(self._scatter, lost, ops.OPS["sum"], lost[mine])
             self._cupy.add(buffer[mine], lost[mine], out=buffer[mine])
 
-    def _all_gather(self, buffer: Any) -> None:
-        if gpu.is_gpu_array(buffer):
-            self._settle_on(buffer)
-            self._call(self._gather, buffer, ops.OPS["sum"])
-            return
+    def _all_gather(self, buffer: np.ndarray) -> None:
         staged = self._on_gpu(buffer, buffer.dtype)
-        self._call(self._gather, staged, ops.OPS["sum"])
+        self._gather_gpu(staged)
         np.copyto(buffer, staged.get())
+
+    def _gather_gpu(self, buffer: Any) -> None:
+        with self._settled_on(buffer):
+            self._call(self._gather, buffer, ops.OPS["sum"])
 
     def _on_gpu(self, buffer: np.ndarray, dtype: np.dtype) -> Any:
         """A copy of a NumPy array on this rank's GPU."""
         gpu.choose_device(self.topology.node_rank)
-        staged = self._cupy.asarray(buffer.astype(dtype, copy=False))
-        self._settle_on(staged)
-        return staged
+        if self._communicator is None:
+            self._join_gpus()
+        with self._cupy.cuda.Device(self._device):
+            return self._cupy.asarray(buffer.astype(dtype, copy=False))
 
-    def _settle_on(self, buffer: Any) -> None:
-        """See that the ranks are connected, and that this array is where they are. Collective at the first time."""
+    @contextmanager
+    def _settled_on(self, buffer: Any) -> Iterator[None]:
+        """Inside, what CuPy does is on NCCL's stream: after what the caller's has already, before what that gets next.
+
+        So all calls use the scratch memory on one stream, whichever streams they come from. The ranks are connected
+        before, and the array is where they are. Collective at the first time.
+        """
         if self._communicator is None:
             self._join_gpus()
         if buffer.device.id != self._device:
@@ -124,6 +130,16 @@ class Nccl(TwoPhase):
                 f'"nccl" is connected on GPU {self._device} and the array is on GPU {buffer.device.id}; '
                 "make the GPU of your arrays current before the first call"
             )
+        with self._cupy.cuda.Device(self._device):
+            caller = self._cupy.cuda.get_current_stream()
+            self._ready.record(caller)
+            self._stream.wait_event(self._ready)
+            try:
+                with self._stream:
+                    yield
+            finally:
+                self._ready.record(self._stream)
+                caller.wait_event(self._ready)
 
     def _widened(self, buffer: Any, accumulator: np.dtype) -> Any:
         """A copy of a 16-bit array as what its sums are formed in."""
@@ -167,17 +183,12 @@ class Nccl(TwoPhase):
         self._nccl.groupEnd()
 
     def _call(self, launch: Callable[[Any, int, int], None], buffer: Any, op: Op, result: Any = None) -> None:
-        """NCCL on its own stream, after what the caller's stream holds already and before what it gets next.
+        """NCCL, and the mean where it has none.
 
         result: the part of the array that is finished then; all of it when none is given.
         """
-        caller = self._cupy.cuda.get_current_stream()
         average = op.scale == 1 / self.size and self._nccl.get_version() >= AVERAGE_VERSION
-        self._ready.record(caller)
-        self._stream.wait_event(self._ready)
         launch(buffer, dtypes.TYPES[buffer.dtype].nccl, AVERAGE if average else op.nccl)
-        self._ready.record(self._stream)
-        caller.wait_event(self._ready)
         if op.scale is not None and not average:
             result = buffer if result is None else result
             self._cupy.multiply(result, op.scale, out=result)
@@ -186,8 +197,8 @@ class Nccl(TwoPhase):
         """Make the NCCL communicator on the current device. Collective."""
         cuda = self._cupy.cuda
         self._device = cuda.runtime.getDevice()
-        uuid = together(self._comm, lambda: bytes(cuda.runtime.getDeviceProperties(self._device)["uuid"]).hex())
-        raise_together(self._comm, self._shared_gpu(all_values(self._comm, uuid, "learn which GPUs the ranks have")))
+        mine = together(self._comm, lambda: _identity(cuda.runtime, self._device))
+        raise_together(self._comm, self._shared_gpu(all_values(self._comm, mine, "learn which GPUs the ranks have")))
         unique = together(self._comm, lambda: list(self._nccl.get_unique_id()) if self.rank == 0 else None)
         meeting = _as_cupy_takes_it(self._cupy, root_value(self._comm, unique, "meet in NCCL"))
         error: AllReduceError | None = None
@@ -201,7 +212,7 @@ class Nccl(TwoPhase):
 
     def _shared_gpu(self, holders: list[str]) -> UnavailableError | None:
         """An error when this rank shares its GPU and this NCCL would not allow it. holders: the ranks' GPUs."""
-        sharing = [rank for rank, uuid in enumerate(holders) if uuid == holders[self.rank]]
+        sharing = [rank for rank, holder in enumerate(holders) if holder == holders[self.rank]]
         version = self._nccl.get_version()
         allowed = version >= SHARED_GPU_VERSION and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         if len(sharing) == 1 or allowed:
@@ -215,7 +226,29 @@ class Nccl(TwoPhase):
         if self._communicator is not None:
             self._stream.synchronize()
             self._communicator.destroy()
+        self._disconnect()
+
+    def abandon(self) -> None:
+        """Also what is under way on the GPU is ended, since it may wait there for ranks that never come."""
+        super().abandon()
+        if self._communicator is not None:
+            self._communicator.abort()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         self._communicator = self._stream = self._ready = self._wide = None
+
+
+def _identity(runtime: Any, device: int) -> str:
+    """What two ranks have alike that hold the same GPU, and no others.
+
+    The UUID alone is too little: CuPy cuts it off at its first zero byte. Which machine this is the kernel tells; host
+    names may be alike in containers.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text().strip() if boot.exists() else platform.node()
+    uuid = bytes(runtime.getDeviceProperties(device)["uuid"]).hex()
+    return f"{machine} {runtime.deviceGetPCIBusId(device)} {uuid}"
 
 
 def _as_cupy_takes_it(cupy: Any, unique: list[int]) -> bytes | tuple[int, ...]:

@@ -94,7 +94,7 @@ class Compressed(Wrapper):
         self._check_open()
         try:
             memory = GPU if is_gpu_array(buffer) else FOREIGN
-            signature = inspect(buffer, op, memory, call, self.scatters_on_gpu)
+            signature = inspect(buffer, op, memory, call)
             resolved = self._resolve(op, signature.dtype)
         except AllReduceError:
             return False

@@ -33,7 +33,7 @@ class Wrapper(AllReduce):
         self.topology, self.rank, self.size = topology, topology.rank, topology.size
         self.name, self.tagged = inner.name, inner.tagged
         self.sums, self.sums_half, self.copies_foreign = inner.sums, inner.sums_half, inner.copies_foreign
-        self.by_array, self.scatters_on_gpu = inner.by_array, inner.scatters_on_gpu
+        self.by_array = inner.by_array
         self._shut = self.owns_topology = False
         self._owns_inner = owns_inner
         if owns_inner:

@@ -13,6 +13,8 @@ import pytest
 from fake_gpu import Gpu, Nccl, Streams
 from mpi4py import MPI
 
+from allreduce import arrays
+
 
 class Counters:
     def __init__(self) -> None:
@@ -138,7 +140,8 @@ def make(gpu: Gpu | None = None, comm: MPI.Intracomm | None = None) -> types.Mod
     runtime = types.SimpleNamespace(
         getDeviceCount=lambda: number,
         getDevice=lambda: 0 if number else 1,
-        getDeviceProperties=lambda device: {"uuid": bytes([device, comm.rank if comm is not None else 0])},
+        getDeviceProperties=lambda device: {"uuid": b""},  # one that begins with a zero byte, which cuts it off
+        deviceGetPCIBusId=lambda device: f"0000:{comm.rank if comm is not None else 0:02x}:00.0",
     )
     cuda: Any = types.ModuleType("cupy.cuda")
     cuda.runtime, cuda.alloc_pinned_memory = runtime, alloc_pinned_memory
@@ -168,6 +171,7 @@ def make(gpu: Gpu | None = None, comm: MPI.Intracomm | None = None) -> types.Mod
 
 def install(monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None = None, comm: MPI.Intracomm | None = None) -> Any:
     cupy = make(gpu, comm)
+    monkeypatch.setattr(arrays.gpu, "_device", None)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
     return cupy

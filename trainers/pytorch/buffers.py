@@ -76,7 +76,7 @@ def flat(backend: AllReduce, length: int, dtype: str, device: Host) -> Flat:
 def own_gpu(device: Host) -> Iterator[None]:
     """Inside, what a backend makes is on the model's GPU, and it goes on to take that for this rank's."""
     with device.current():
-        gpu.keep_device()
+        gpu.keep_device(device.device.index)
         yield
 
 

@@ -11,15 +11,14 @@ from mpi4py import MPI
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from allreduce import create, notices
+from allreduce import create
 from allreduce.base import AllReduce, Recipe
-from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import everywhere, together
 from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
-from trainers.backends import backend_for
+from trainers.backends import backend_for, connected_nccl
 from trainers.pytorch import checks, choices
 from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
 from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compare
@@ -144,24 +143,11 @@ def _backend(options: checks.Options, topology: Topology, device: Host) -> AllRe
     given = options.allreduce
     if isinstance(given, Recipe):
         return create(given.name, topology, **given.options)
-    if given == "auto" and device.kind == "cuda" and topology.size > 1:
-        try:
-            return _nccl(options, topology, device)
-        except UnavailableError as error:  # raised on all ranks
-            notices.once(topology.rank, f'"auto" does without "nccl": {error}')
-    return backend_for(given, topology, options.update, options.compress)
-
-
-def _nccl(options: checks.Options, topology: Topology, device: Host) -> AllReduce:
-    """The backend "nccl", connected on the GPUs of the ranks' models. Collective; UnavailableError on all ranks."""
-    backend = create("nccl", topology, compress=options.compress)
-    try:
+    if device.kind == "cuda":
         with own_gpu(device):
-            backend.exact(backend.allocate(1), "sum")  # ranks that share a GPU are found out now
-    except UnavailableError:
-        backend.close()
-        raise
-    return backend
+            if (backend := connected_nccl(given, topology, options.compress)) is not None:
+                return backend
+    return backend_for(given, topology, options.update, options.compress)
 
 
 def _averager(
