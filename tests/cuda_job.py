@@ -19,7 +19,7 @@ from fake_gpu import Gpu, TorchCuda
 from grid import expected, numpy_dtype, values
 
 import allreduce
-from allreduce.errors import NotAnArrayError
+from allreduce.errors import NotAnArrayError, UnavailableError
 from trainers import MirroredTrainer
 from trainers.pytorch import MirroredOptimizer
 from trainers.replicas.pytorch import devices
@@ -45,24 +45,58 @@ def no_races() -> None:
     assert not any(races), races
 
 
-def check_nccl() -> None:
-    """The backend itself: reduced whole and in two phases, of CuPy's and NumPy's arrays, whatever is left over."""
-    with allreduce.create("nccl", TOPOLOGY) as reduce:
-        for dtype in map(numpy_dtype, DTYPES):
-            ops = ("sum", "mean", "max") if dtype.kind not in "iub" else ("sum",)
-            for length in (0, 1, 1000, 1001):
-                for turn, op in enumerate(ops):
-                    check_one(reduce, dtype, length, op, turn)
-        bad = reduce.allocate(6, "float32")
-        with pytest.raises(NotAnArrayError, match="takes a 1-D array"):
-            reduce.reduce_scatter(bad.reshape(2, 3))
+def check_backends() -> None:
+    """Reduced whole and in two phases, of CuPy's and NumPy's arrays, whatever is left over."""
+    for name in ("nccl", "ring", "shared"):
+        with allreduce.create(name, TOPOLOGY) as reduce:
+            for dtype in map(numpy_dtype, DTYPES):
+                ops = ("sum", "mean", "max") if dtype.kind not in "iub" else ("sum",)
+                for length in (0, 1, 1000, 1001):
+                    for turn, op in enumerate(ops):
+                        check_one(reduce, dtype, length, op, turn)
+            bad = reduce.allocate(6, "float32", device="cuda")
+            with pytest.raises(NotAnArrayError, match="takes a 1-D array"):
+                reduce.reduce_scatter(bad.reshape(2, 3))
     GPU.forget()
     no_races()
 
 
+def check_streams() -> None:
+    """Two streams that use one backend in turns wait for each other's use of its scratch memory."""
+    with allreduce.create("nccl", TOPOLOGY) as reduce:
+        arrays = [reduce.allocate(100, "bfloat16") for _ in range(2)]
+        reduce(arrays[0], "sum")
+        tracked(reduce._wide)
+        for array in arrays:
+            with CUPY.cuda.Stream(non_blocking=True):
+                reduce(array, "sum")
+    GPU.forget()
+    no_races()
+
+
+def check_abandon() -> None:
+    """What is under way on the GPU is ended, since it may wait there for ranks that are lost."""
+    topology = allreduce.Topology()
+    reduce = allreduce.create("nccl", topology)
+    reduce(reduce.allocate(1), "sum")
+    reduce.abandon()
+    assert GPU.log[-1] == "abort"
+    topology.abandon()
+
+
+def check_shared_gpu() -> None:
+    """Ranks that have one GPU hear so when the optimizer or the trainer is made, not in the first step."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(CUPY.cuda.runtime, "deviceGetPCIBusId", lambda _: "0000:00:00.0")
+    for run in (optimized, fitted):
+        with pytest.raises(UnavailableError, match="hold the same GPU"):
+            on_gpu(run, lambda *_: pytest.fail("it was made"), allreduce="nccl")
+    patch.undo()
+
+
 def check_one(reduce: Any, dtype: np.dtype, length: int, op: str, turn: int) -> None:
     wanted, mine = expected(dtype, length, op, SIZE, turn), reduce.owned(length)
-    on_gpu = tracked(reduce.allocate(length, dtype))
+    on_gpu = tracked(reduce.allocate(length, dtype, device="cuda"))
     assert type(on_gpu) is CUPY.ndarray
     for array in (on_gpu, np.empty(length, dtype)):
         fill = array.set if array is on_gpu else lambda new, to=array: np.copyto(to, new)
@@ -126,7 +160,9 @@ def check_replica() -> None:
     """TorchReplica under MirroredTrainer, whose array CuPy reduces and PyTorch writes and reads, each on its stream."""
 
     def watch(trainer: MirroredTrainer) -> None:
-        GPU.track(trainer.buffer.data.ptr, trainer.buffer.nbytes)
+        tracked(trainer.buffer)
+        if trainer._sharded is not None:
+            assert type(tracked(trainer._sharded._array)) is CUPY.ndarray
 
     for name in ("take_back", "hand_over"):
         patch = pytest.MonkeyPatch()
@@ -136,16 +172,20 @@ def check_replica() -> None:
         assert GPU.races, f"{name} is not needed"
         GPU.races.clear()
     wanted, scores, _ = fitted(TOPOLOGY, HOST, allreduce="ring")
-    for name in ("auto", "ring"):
-        found, here, kind = on_gpu(fitted, watch, allreduce=name)
-        assert kind is CUPY.ndarray
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(here, scores, rtol=1e-5)
-    no_races()
+    for update in ("replicated", "sharded"):
+        for name in ("auto", "ring"):
+            found, here, kind = on_gpu(fitted, watch, allreduce=name, update=update)
+            assert kind is CUPY.ndarray
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(here, scores, rtol=1e-5)
+            no_races()
 
 
 if __name__ == "__main__":
-    check_nccl()
+    check_backends()
+    check_streams()
+    check_abandon()
+    check_shared_gpu()
     check_optimizer()
     check_waits()
     check_replica()

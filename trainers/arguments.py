@@ -27,19 +27,16 @@ class Arguments(NamedTuple):
         options = ", ".join(f"{field}={getattr(self, field)!r}" for field in self._fields[2:])
         return f"MirroredTrainer({type(replica).__name__}, {name!r}, {options})"
 
-    def refused(self, ranks: Topology, replica: Replica, devices: tuple[str, ...], remakes: bool) -> Exception | None:
+    def refused(self, ranks: Topology, replica: Replica, remakes: bool) -> Exception | None:
         """What makes no sense on this rank. Local.
 
-        ranks: that train. devices: on which ranks can divide an update. remakes: whether the trainer makes its
-            backend itself, whatever was given.
+        ranks: that train. remakes: whether the trainer makes its backend itself, whatever was given.
         """
         given, update = self.allreduce, self.update
         if error := holding.refusal(replica):
             return error
         if update not in UPDATES:
             return ArgumentError(f"update={update!r} is unknown; use one of {', '.join(UPDATES)}")
-        if update == "sharded" and replica.device not in devices:
-            return ArgumentError(f'update="sharded" works on the CPU, and this replica is on {replica.device}')
         if isinstance(given, AllReduce) and self.topology not in (None, given.topology):
             return ArgumentError(f"{given!r} has a topology of its own; pass the backend's name, or no topology")
         if update != "sharded" and self.copies == 2:

@@ -40,7 +40,6 @@ class CentralStorageTrainer(MirroredTrainer):
             history = trainer.fit(x, y, epochs=10, batch_size=100)
     """
 
-    shares_updates_on = DEVICES
     remakes = True
 
     @outlives_losses

@@ -43,8 +43,6 @@ class MirroredTrainer(Outliving):
             history = trainer.fit(x, y, epochs=10, batch_size=100)
     """
 
-    shares_updates_on: tuple[str, ...] = ("cpu",)  # devices on which ranks can divide an update
-
     @outlives_losses
     def __init__(
         self,
@@ -63,9 +61,9 @@ class MirroredTrainer(Outliving):
         allreduce: the name of a backend, or a backend. A backend that was passed in is not closed here.
         topology: of the ranks that train together; all ranks by default, or the given backend's.
         update: "replicated": every rank updates all parameters. "sharded": every rank updates its own slice,
-            which divides the update's time and the optimizer's memory by the ranks; the ranks of a node then
-            have one copy of the parameters in common. For replicas with `bind_parameters`, on the CPU, and
-            backends with two phases; "auto" names one. The result is the same.
+            which divides the update's time and the optimizer's memory by the ranks; on the CPU the ranks of a node
+            then have one copy of the parameters in common. For replicas with `bind_parameters`, and backends with
+            two phases; "auto" names one. The result is the same.
         compress: "bfloat16" or "float16": gradients go to the other ranks with 16 bits and are added up in float32,
             which rounds them twice (allreduce.wrappers.compressed). Parameters, losses and flags lose nothing. For
             networks between nodes; where ranks share memory it takes longer.
@@ -94,7 +92,7 @@ class MirroredTrainer(Outliving):
             self._agree_on_arguments(
                 ranks, replica, Arguments(allreduce, topology, update, compress, copies, on_failure)
             )
-            self.allreduce = backend_for(allreduce, ranks, update, compress)
+            self.allreduce = backend_for(allreduce, ranks, update, compress, replica.device)
         except Exception as error:
             if self._owns_topology and everywhere(error, ranks.world):  # so all ranks come to the close
                 ranks.close()
@@ -122,7 +120,7 @@ class MirroredTrainer(Outliving):
     def _agree_on_arguments(self, ranks: Topology, replica: Replica, given: Arguments) -> None:
         """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective."""
         row = given.described(replica)
-        error = given.refused(ranks, replica, self.shares_updates_on, self.remakes)
+        error = given.refused(ranks, replica, self.remakes)
         ranks.agree([zlib.crc32(row.encode())], row, error)
 
     def _unmake(self) -> None:

@@ -16,13 +16,14 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.arrays import dtypes
+from allreduce.arrays import dtypes, gpu
 from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import combine, on_all, together
 from allreduce.messages.window import CommonWindow
 from allreduce.tracing.trace import Series, Trace, now
 from allreduce.two_phase import TwoPhase
+from trainers.backends import own_memory
 from trainers.errors import ArgumentError
 from trainers.exchange import to_root
 from trainers.replica import Replica, reserved
@@ -115,11 +116,12 @@ class ShardedUpdate:
             raise
         self.settle()
 
-    def _allocate(self, dtype: str) -> np.ndarray:
-        """Memory that the ranks of the node have in common, where these own everything and it has room."""
-        node = self._backend.topology.node
+    def _allocate(self, dtype: str) -> Any:
+        """Memory that the ranks of the node have in common, where these own everything, on the host, and it has room."""
+        node, device = self._backend.topology.node, self._replica.device
         owned = combine(node, np.array([self._mine.stop - self._mine.start]), "add up what the ranks of a node own")
-        if on_all(self._comm, owned[0] == self._buffer.size, "see whether each node owns everything"):
+        whole = device == "cpu" and owned[0] == self._buffer.size
+        if on_all(self._comm, whole, "see whether each node owns everything"):
             try:
                 self._window = CommonWindow(node, self._buffer.size, dtypes.parse(dtype))
             except UnavailableError as error:  # on all ranks of this node, and perhaps of no other
@@ -128,7 +130,7 @@ class ShardedUpdate:
                 assert self._window is not None
                 return self._window.array
             self._free()
-        return self._backend.allocate(self._buffer.size, dtype)
+        return self._backend.allocate(self._buffer.size, dtype, device=device)
 
     @property
     def all_twice(self) -> bool:
@@ -252,7 +254,8 @@ class ShardedUpdate:
         for name in self._replica.elementwise:
             array = result[name]
             part = slice(*self._mine.indices(array.size)[:2])
-            fits = array.dtype == self._buffer.dtype  # between two steps nobody needs the gradients
+            # Between two steps nobody needs the gradients.
+            fits = array.dtype == self._buffer.dtype and not gpu.is_gpu_array(self._buffer)
             gathered = self._buffer if fits else np.zeros(self._buffer.size, array.dtype)
             gathered[part] = array[part]
             self._backend.all_gather(gathered)
@@ -277,14 +280,14 @@ class ShardedUpdate:
     def close(self) -> None:
         """Give the replica parameters of its own again, and its whole state."""
         state = self.whole(self._replica.state())
-        self._replica.bind_parameters(np.empty(self._length, self._array.dtype))
+        self._replica.bind_parameters(own_memory(self._replica))
         self._replica.load_state(state)
         del state  # may hold views of the window
         self._free()
 
     def abandon(self) -> None:
         """Give the replica parameters of its own, without what other ranks have of its state. Local."""
-        self._replica.bind_parameters(np.empty(self._length, self._array.dtype))
+        self._replica.bind_parameters(own_memory(self._replica))
         self._array, self._buffer = np.empty(0, np.uint8), np.empty(0, np.uint8)
         self._window = self._twins = None
 

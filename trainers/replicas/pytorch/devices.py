@@ -109,15 +109,18 @@ class Cuda(Host):
         """As an array of CuPy's, so that the host waits for nothing."""
         stacked = torch.stack([torch.as_tensor(each, dtype=torch.float32, device=self.device) for each in found])
         self.hand_over()
-        return _cupy().from_dlpack(stacked)
+        with self.current():  # PyTorch exports no tensor of another GPU
+            return _cupy().from_dlpack(stacked)
 
     def hand_over(self) -> None:
-        ours, theirs = self._streams()
-        _follow(theirs, ours)
+        with self.current():
+            ours, theirs = self._streams()
+            _follow(theirs, ours)
 
     def take_back(self) -> None:
-        ours, theirs = self._streams()
-        _follow(ours, theirs)
+        with self.current():
+            ours, theirs = self._streams()
+            _follow(ours, theirs)
 
     def _streams(self) -> tuple[Any, Any]:
         """PyTorch's and CuPy's current streams, both as CuPy's objects."""

@@ -1,6 +1,5 @@
 """Any PyTorch module as a replica, so that trainers can train it. No MPI here."""
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -113,15 +112,14 @@ class TorchReplica(Replica):
         if reason := elementwise.refusal(self.optimizer):
             raise ArgumentError(reason)
         self._whole_optimizer()
-        self._parameters = flat = as_tensor(buffer, self._dtype)
-        ends = itertools.accumulate(each.numel() for each in self._trained)
-        self._places = [
-            flat[end - each.numel() : end].view(each.shape) for each, end in zip(self._trained, ends, strict=True)
-        ]
-        for parameter, place in zip(self._trained, self._places, strict=True):
-            place.copy_(parameter)
-            parameter.data = place
-        self._leave_statistics()
+        self._parameters = flat = parts.same_place(as_tensor(buffer, self._dtype), self._place)
+        pieces = flat[: self._length].split([each.numel() for each in self._trained])
+        self._places = [piece.view(each.shape) for each, piece in zip(self._trained, pieces, strict=True)]
+        with self._place.between():  # memory that is given back may be CuPy's again at once
+            for parameter, place in zip(self._trained, self._places, strict=True):
+                place.copy_(parameter)
+                parameter.data = place
+            self._leave_statistics()
         self._lay_out()
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
@@ -159,17 +157,18 @@ class TorchReplica(Replica):
     @torch.no_grad()
     def update(self, part: slice | None = None) -> None:
         self._before.forget()
-        self._place.take_back()
-        if part is not None:
-            self._update_slice(part)
-            return
-        self._whole_optimizer()
-        self._take_statistics(self._buffer)
-        self.optimizer.step()
+        with self._place.between():
+            if part is not None:
+                self._update_slice(part)
+                return
+            self._whole_optimizer()
+            self._take_statistics(self._buffer)
+            self.optimizer.step()
 
     def refresh(self) -> None:
         self._before.forget()
         if self._parameters is not None:
+            self._place.take_back()
             self._take_statistics(self._parameters)
 
     def edited(self) -> str:

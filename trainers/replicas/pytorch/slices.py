@@ -87,7 +87,7 @@ class SliceOptimizer:
                 if f"optimizer.{key}" in without:
                     self._user.state[parameter][key] = None
                     continue
-                whole = torch.zeros(parameter.numel(), dtype=value.dtype)
+                whole = torch.zeros(parameter.numel(), dtype=value.dtype, device=value.device)
                 for (start, stop), piece in zip(spans, pieces, strict=True):
                     whole[start - first : stop - first] = self._own.state[piece][key]
                 self._user.state[parameter][key] = whole.view(parameter.shape)

@@ -11,6 +11,8 @@ from trainers.errors import ArgumentError, ModelFileError
 from trainers.replicas.pytorch.alike import optimizer_like
 from trainers.replicas.pytorch.tensors import flat_array
 
+TRIED = (2, 3)  # the shape of parameters that an optimizer is tried out on
+
 
 class TorchState:
     """Packs the state of a module and its optimizer for a model file, and loads it.
@@ -21,7 +23,9 @@ class TorchState:
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
         self._module, self._optimizer, self._trained = module, optimizer, trained
-        self._keys = _state_keys(optimizer)
+        tried = _tried(optimizer, trained[0].device)
+        self._keys = {key: value.shape == TRIED for key, value in tried.items()}
+        self._places = {key: value.device for key, value in tried.items()}  # some optimizers count steps on a GPU
         self.elementwise = {key for key, is_elementwise in self._keys.items() if is_elementwise}
         self.updated = ("optimizer.present", *(f"optimizer.{key}" for key in sorted(self._keys)))
 
@@ -84,7 +88,7 @@ class TorchState:
                     held[key] = tensor
             else:
                 for held, value in zip(restored, saved, strict=True):
-                    held[key] = torch.tensor(float(value))
+                    held[key] = torch.tensor(float(value), device=self._places[key])
         for parameter, held, is_present in zip(self._trained, restored, present, strict=True):
             self._optimizer.state.pop(parameter, None)
             if is_present:
@@ -106,31 +110,31 @@ class TorchState:
         return found
 
 
-def _state_keys(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
-    """What the optimizer keeps for a parameter of any group, and whether it is one number for each element.
+def _tried(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Tensor]:
+    """What the optimizer keeps for a parameter of shape TRIED: one number for each element, or one for all.
 
     Optimizers make their state in the first step, and a saved model has to look alike before and after;
-    so one of the same kind is tried out on parameters of its own, one a group.
+    so one of the same kind is tried out on parameters of its own, one a group, on the device of the others.
     """
     kind = type(optimizer)
-    trials = [nn.Parameter(torch.ones(2, 3)) for _ in optimizer.param_groups]
+    trials = [nn.Parameter(torch.ones(TRIED, device=device)) for _ in optimizer.param_groups]
     for trial in trials:
         trial.grad = torch.ones_like(trial)
     try:
         tried = optimizer_like(optimizer, ([trial] for trial in trials))
         tried.step()
         states = [tried.state[trial].items() for trial in trials]
-        shapes = {key: torch.as_tensor(value).shape for state in states for key, value in state if value is not None}
+        found = {key: torch.as_tensor(value) for state in states for key, value in state if value is not None}
     except Exception as error:
         raise ArgumentError(
             f"{kind.__name__} can't be used by TorchReplica: {type(error).__name__}: {error}"
         ) from error
-    strange = [key for key, shape in shapes.items() if shape not in ((), (2, 3))]
+    strange = [key for key, value in found.items() if value.shape not in ((), TRIED)]
     if strange:
         raise ArgumentError(
             f"{kind.__name__} can't be used by TorchReplica: its state {strange[0]!r} is not of the parameter's shape"
         )
-    return {key: shape == (2, 3) for key, shape in shapes.items()}
+    return found
 
 
 def _number(value: float, like: Any) -> float | int:
