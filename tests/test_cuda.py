@@ -4,11 +4,16 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import launch
 import pytest
 from conftest import JobRunner
+
+from allreduce.arrays import gpu
 
 sys.path.insert(0, str(Path(__file__).parent / "ranks"))
 from fake_gpu import Gpu, TorchCuda
@@ -43,6 +48,50 @@ def test_a_call_comes_after_all_that_has_written() -> None:
         gpu.access(0, 20, False, "an update", gpu.of_torch)
         assert bool(gpu.races) == (noted == 1)
         assert gpu.synchronized == 0  # the host has waited for nothing
+
+
+def test_threads_take_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's current device is a thread's own: the lane's would be GPU 0 on all ranks."""
+    held = threading.local()
+    runtime = SimpleNamespace(getDevice=lambda: getattr(held, "device", 0), getDeviceCount=lambda: 4)
+    device = lambda number: SimpleNamespace(use=lambda: setattr(held, "device", number))  # noqa: E731
+    monkeypatch.setattr(gpu, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=device)))
+
+    def taken(node_rank: int) -> list[int]:
+        """In this thread and in another one."""
+        found = []
+        for run in (lambda work: work(), lambda work: in_thread(work)):
+            run(lambda: (gpu.choose_device(node_rank), found.append(runtime.getDevice())))
+        held.device = 0
+        return found
+
+    for chosen, current, expected in ((None, 0, 2), (None, 3, 3), (1, 0, 1), (0, 0, 0)):
+        monkeypatch.setattr(gpu, "_device", None)
+        held.device = current
+        if chosen is not None:
+            gpu.keep_device(chosen)
+        assert taken(6) == [expected] * 2
+
+
+def in_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_an_optimizer_is_tried_out_where_its_parameters_are() -> None:
+    """Fused ones count their steps on the GPU, where a saved state's have to go."""
+    import torch
+
+    from trainers.replicas.pytorch.state import _tried
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["step"] = torch.zeros((), device=parameter.device)
+
+    optimizer = Counting([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    assert _tried(optimizer, torch.device("meta"))["step"].device.type == "meta"
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")

@@ -117,7 +117,7 @@ class ShardedUpdate:
         self.settle()
 
     def _allocate(self, dtype: str) -> Any:
-        """Memory that the ranks of the node have in common, where these own everything, on the host, and it has room."""
+        """Memory that the ranks of the node have in common, where these own everything, on the CPU, and it has room."""
         node, device = self._backend.topology.node, self._replica.device
         owned = combine(node, np.array([self._mine.stop - self._mine.start]), "add up what the ranks of a node own")
         whole = device == "cpu" and owned[0] == self._buffer.size

@@ -72,7 +72,7 @@ def test_named_errors(name: str, cupy: Any, flat: allreduce.Topology, world: MPI
             reduce(array if world.rank else np.zeros(10, "float32"), "sum")
     if isinstance(reduce, TwoPhase):
         with pytest.raises(NotAnArrayError, match="in GPU memory"):
-            reduce.reduce_scatter(array)
+            reduce.reduce_scatter(array.reshape(2, 5))
     reduce.close()
 
 
