@@ -156,8 +156,8 @@ class AllReduce(Sparse):
     def abandon(self) -> None:
         """Let go of everything without the other ranks, who may be lost. Local; what they share stays to the end."""
         self.closed = True
-        keep(self.workspace)  # messages that are still under way write there
-        self.workspace = Workspace()
+        keep((self.workspace, self._pinned))  # messages that are still under way write there
+        self.workspace, self._pinned = Workspace(), gpu.Pinned()
         self._forget()
 
     def _forget(self) -> None:
