@@ -17,6 +17,7 @@ NAME = "allreduce"
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 # Set for each process by the launchers of Open MPI, of MPICH and its derivatives, and by srun with PMIx.
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+_TASK = "SLURM_PROCID"  # of srun without MPI, which starts many processes that know nothing of each other
 
 
 def register() -> None:
@@ -51,7 +52,8 @@ def _filling_in(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterato
     def handler(url: str, timeout: timedelta = timedelta(minutes=30), **rest: Any) -> Iterator[Any]:
         told = all(name in os.environ for name in _VARIABLES)
         launched = any(name in os.environ for name in _LAUNCHED)
-        if told or not ("allreduce" in sys.modules or (launched and _ours(sys._getframe()))):
+        alone = not any(name in os.environ for name in (*_VARIABLES, _TASK))
+        if told or not ("allreduce" in sys.modules or ((launched or alone) and _ours(sys._getframe()))):
             return original(url, timeout=timeout, **rest)
         from allreduce.torch_backend.rendezvous import rendezvous
 

@@ -6,7 +6,9 @@ import pytest
 from mpi4py import MPI
 
 from allreduce import Topology
+from allreduce.errors import DisagreementError
 from trainers import MirroredTrainer, SpareReplicasTrainer, divergence, finite, options
+from trainers.admission import tell_who_divides
 from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.divergence import Divergence
 from trainers.errors import ArgumentError
@@ -98,3 +100,12 @@ def test_a_step_that_is_left_out_leaves_batch_norm_alone(spare: bool) -> None:
         mean = 0.9 * mean + 0.1 * rows.mean(0)
     np.testing.assert_allclose(norm.running_mean.numpy(), mean, rtol=1e-5, atol=1e-6)
     assert (check.skipped, int(norm.num_batches_tracked)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("side", "explained"), [("fit: x 3, epochs=1", True), ("fit: x 2, epochs=2", False), ("save", False)]
+)
+def test_only_other_rows_are_explained(side: str, explained: bool) -> None:
+    error = DisagreementError(f"the ranks disagree:\n  rank 0: fit: x 2, epochs=1\n  rank 1: {side}")
+    tell_who_divides(error, "fit: x 2, epochs=1", {"epochs": 1})
+    assert ("A trainer takes all rows" in str(error)) == explained

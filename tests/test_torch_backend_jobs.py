@@ -1,6 +1,7 @@
 """The backend "allreduce" of torch.distributed in whole programs, under mpirun and without."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import textwrap
@@ -64,6 +65,28 @@ def test_autoloading_initialises_mpi_only_when_the_backend_is_used(mpirun: JobRu
     )
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("[4.0, 4.0, 4.0]") == 2
+
+
+@needs_torch
+def test_one_process_without_a_launcher_is_one_rank() -> None:
+    """But not one of several that some launcher has started, which know nothing of each other."""
+    script = code("""
+        import allreduce_torch_autoload
+        allreduce_torch_autoload.register()
+        for name in ("SLURM_PROCID", "RANK"):
+            os.environ[name] = "0"
+            try:
+                dist.init_process_group("allreduce")
+            except ValueError as error:
+                print("expected, but not set" in str(error))
+            del os.environ[name]
+        dist.init_process_group("allreduce")
+        print(dist.get_rank(), dist.get_world_size())
+    """)
+    names = ("SLURM", "PMI", "OMPI_COMM", "RANK", "WORLD", "MASTER")
+    given = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    alone = subprocess.run([sys.executable, *script], env=given, capture_output=True, text=True, timeout=120)
+    assert alone.stdout == "True\nTrue\n0 1\n", alone.stdout + alone.stderr
 
 
 @needs_torch

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from allreduce.errors import DisagreementError
 from trainers.errors import ArgumentError, TrainerError
 from trainers.replica import Replica
 from trainers.samples import Collate, Samples
@@ -42,6 +43,19 @@ def look_at(
     except Exception as refused:  # whatever a data set or a model raises, the other ranks must not wait for this one
         error = ArgumentError(f"{call}: {type(refused).__name__}: {refused}")
     return (x, y), row, error
+
+
+def tell_who_divides(error: DisagreementError, row: str, settings: dict[str, Any]) -> None:
+    """Add to the table of an error, where ranks differ in their rows alone, what was most likely meant otherwise.
+
+    row: this rank's side of the call, from `look_at`.
+    """
+    text = str(error)
+    call, end = f": {row.partition(': ')[0]}: ", _described("", [""], settings)[2:]
+    if all(call in side and side.endswith(end) for side in text.splitlines()[1:]):
+        error.args = (
+            f"{text}\nA trainer takes all rows, the same on every rank, and divides each batch among the ranks itself",
+        )
 
 
 def _samples(x: Any, y: Any, collate: Collate | None) -> Samples:

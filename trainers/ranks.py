@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.errors import ClosedError
+from allreduce.errors import ClosedError, DisagreementError
 from allreduce.messages import losses
 from allreduce.messages.agreement import agree, everywhere, together, waiting
 from allreduce.topology import Topology
-from trainers.admission import look_at
+from trainers.admission import look_at, tell_who_divides
 from trainers.mirroring import mirror
 from trainers.replica import Replica
 from trainers.samples import Collate
@@ -95,7 +95,11 @@ class Ranks:
         """Arrays x and y, or Samples and None, when all ranks bring the same and it makes sense; or all raise."""
         self._check_open()
         data, row, error = look_at(self.replica, call, (x, y), settings or {}, collate)
-        self._agree(row, error)
+        try:
+            self._agree(row, error)
+        except DisagreementError as differ:
+            tell_who_divides(differ, row, settings or {})
+            raise
         return data
 
     def _admit_validation(self, given: Any, collate: Collate | None) -> tuple[Any, Any]:

@@ -70,6 +70,8 @@ def _hint(buffer: Any) -> str:
         return "; for a CPU tensor pass tensor.detach().numpy()"
     if hasattr(buffer, "__array__") and not isinstance(buffer, np.ndarray):  # JAX: its arrays never change
         return "; it is reduced in place, so pass numpy.array(it), a copy, and take the result from there"
+    if isinstance(buffer, int | float | complex):
+        return "; numbers go in an array, numpy.array([1.0, 2.0]), which is reduced in place"
     return ""
 
 
