@@ -387,7 +387,7 @@ def test_data_sets_of_different_length_are_told(flat: allreduce.Topology) -> Non
     if flat.size == 1:
         pytest.skip("one rank agrees with itself")
     told = pytest.raises(
-        DisagreementError, match="(?s)rank 0: fit: Uneven of 50 rows, x float32.*\nA trainer takes all"
+        DisagreementError, match=r"(?s)rank 0: fit: Uneven of 50 rows, x float32.*\nA trainer takes all"
     )
     with MirroredTrainer(network(), "native", flat) as trainer, told:
         trainer.fit(Uneven(), progress=False)
