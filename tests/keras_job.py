@@ -160,6 +160,29 @@ def check_scaled() -> None:
         each.close()
 
 
+def check_without_callbacks() -> None:
+    """Weights of rank 0, and what an optimizer has made of them; metrics that are arrays."""
+    ours, alone, targets = model(rank), model(0), np.eye(4, dtype="float32")[Y]
+    optimizer = MirroredOptimizer(keras.optimizers.ScheduleFreeAdamW(0.02), topology=topology)
+    x, y = shard((X, targets), topology)
+    for each, own in ((ours, optimizer), (alone, keras.optimizers.ScheduleFreeAdamW(0.02))):
+        each.compile(own, "mse", metrics=[keras.metrics.F1Score(name="f1")])
+    alone.fit(X[:ROWS], targets[:ROWS], batch_size=24 * size, shuffle=False, verbose=0)
+    ours.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    for here, there in zip(arrays(ours.weights), arrays(alone.weights), strict=True):
+        np.testing.assert_allclose(here, there, rtol=2e-3, atol=2e-5)
+    same_bits([*ours.weights, *optimizer.variables])
+    found = ours.fit(x, y, verbose=0, callbacks=[AverageMetrics()]).history["f1"][0]
+    assert found.shape == (4,)
+    assert (topology.world.bcast(found) == found).all()
+    built = keras.optimizers.SGD(0.1)
+    if rank == 0:
+        built.build(ours.trainable_variables)
+    text = raised(errors.DisagreementError, lambda: MirroredOptimizer(built, topology=topology))
+    assert "MirroredOptimizer(SGD, 'auto'), built" in text, text
+    optimizer.close()
+
+
 def check_errors() -> None:
     """Named, on every rank."""
     text = raised(errors.OptionError, lambda: MirroredOptimizer(object(), topology=topology))
@@ -192,6 +215,7 @@ def check_errors() -> None:
         text = raised((Exception,), lambda: optimizer.apply([keras.ops.ones((3 + rank,))], [variable]))
         assert "float32[4]" in text, text
     raised(ArgumentError, lambda: SaveOnFirstRank("checkpoint"))
+    assert "changes the training" in raised(ArgumentError, lambda: SaveOnFirstRank(keras.callbacks.EarlyStopping()))
     raised(ArgumentError, lambda: WarmUp(-1))
     raised(ArgumentError, lambda: WarmUp(scale=0))
 
@@ -330,6 +354,7 @@ if "replica" in sys.argv:
 if "rest" in sys.argv:
     check_warm_up()
     check_scaled()
+    check_without_callbacks()
     check_errors()
 topology.close()
 print(f"rank {rank} is done")

@@ -13,13 +13,22 @@ from trainers.keras.averaging import mirror_variables, settle
 from trainers.keras.optimizer import mirrored
 
 WARM_UP = 5  # epochs
+STEERING = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
+    keras.callbacks.TerminateOnNaN,
+)
 HOOKS = [name for name in vars(keras.callbacks.Callback) if name.startswith("on_")]
 
 
 class StartFromFirstRank(keras.callbacks.Callback):
     """When fit begins, the model's weights and the optimizer's state become those of rank 0. Collective.
 
-    So only rank 0 needs to have loaded a file. What layers draw random numbers from stays each rank's own.
+    So only rank 0 needs to have loaded weights; a model with its optimizer is loaded on all ranks, or on none. What
+    layers draw random numbers from stays each rank's own.
     Raises ArgumentError on all ranks when the model is not built: begin it with a keras.Input, or call model.build.
     """
 
@@ -37,7 +46,7 @@ class StartFromFirstRank(keras.callbacks.Callback):
 
 
 class AverageMetrics(keras.callbacks.Callback):
-    """The metrics of each epoch, those of the validation too, become their means over the ranks. Collective.
+    """The metrics of an epoch, those of the validation too, numbers or arrays, become means over the ranks. Collective.
 
     Put it before callbacks that read them: then EarlyStopping, ReduceLROnPlateau and the history see the same on all
     ranks. Ranks count alike, so give them equally many rows (`shard` does).
@@ -47,22 +56,26 @@ class AverageMetrics(keras.callbacks.Callback):
         if logs is None:
             return
         settle()
-        values = {name: np.array(float(value)) for name, value in logs.items()}
+        values = {name: np.array(value, np.float64) for name, value in logs.items()}
         trees.reduce(mirrored(self.model).backend.exact, values, "mean")
-        logs.update({name: float(value) for name, value in values.items()})
+        logs.update({name: value if value.ndim else float(value) for name, value in values.items()})
 
 
 class SaveOnFirstRank(keras.callbacks.Callback):
     """Another callback that rank 0 alone calls: ModelCheckpoint, TensorBoard, CSVLogger.
 
-    For callbacks that change nothing in training, since they would on rank 0 alone: not BackupAndRestore, which sets
-    the epoch to begin with, nor EarlyStopping.
+    For callbacks that change nothing in training, since they would on rank 0 alone; those of STEERING are refused.
     """
 
     def __init__(self, callback: keras.callbacks.Callback) -> None:
         super().__init__()
         if not isinstance(callback, keras.callbacks.Callback):
             raise ArgumentError(f"SaveOnFirstRank takes a callback of Keras', not {type(callback).__qualname__}")
+        if isinstance(callback, STEERING):
+            raise ArgumentError(
+                f"{type(callback).__name__} changes the training, and would on rank 0 alone: give it to all ranks as "
+                "it is, behind AverageMetrics (and a BackupAndRestore a folder of its own on each)"
+            )
         self.callback = callback
         for name in HOOKS:
             if getattr(getattr(callback, name), "__func__", None) is not getattr(keras.callbacks.Callback, name):

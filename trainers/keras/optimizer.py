@@ -39,8 +39,8 @@ class Mirrored:
         return self.backend.topology
 
     def build(self, variables: Sequence[Any]) -> None:
-        super().build(variables)  # type: ignore[misc]
         mirror_variables(variables, self.backend)
+        super().build(variables)  # type: ignore[misc] # which may copy them
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         averages = self._averaging(grads) if len(grads) else grads
@@ -94,7 +94,8 @@ def MirroredOptimizer(  # noqa: N802 - a class to its users, as for PyTorch
         plain = _plain(optimizer)
     except (OptionError, ValueError) as refused:  # Keras' ValueError: an unknown name
         error = OptionError(str(refused))
-    text = f"MirroredOptimizer({type(plain).__name__}, {name!r}) with Keras' backend {keras.backend.backend()}"
+    built = ", built (it was loaded, say, or has trained)" if getattr(plain, "built", False) else ""
+    text = f"MirroredOptimizer({type(plain).__name__}, {name!r}){built} with Keras' backend {keras.backend.backend()}"
     try:
         ranks.agree([zlib.crc32(text.encode())], text, error)
         backend = backend_for(allreduce, ranks, "replicated")
