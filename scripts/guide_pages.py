@@ -14,6 +14,7 @@ import pdoc.render_helpers
 PAGE = """
 {% extends "frame.html.jinja2" %}
 {% block title %}{{ title }}{% endblock %}
+{% block style %}{{ super() | safe }}<style>main.pdoc, main.pdoc section { max-width: 70rem; }</style>{% endblock %}
 {% block nav %}
     <h2>Guides</h2>
     <ul>{% for name, link in guides %}<li><a href="{{ link }}">{{ name }}</a></li>{% endfor %}</ul>
