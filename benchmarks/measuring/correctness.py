@@ -20,7 +20,7 @@ class Checker:
     def __init__(self, comm: MPI.Intracomm, dtype: np.dtype, op: str) -> None:
         self._comm = comm
         everyone = np.stack([_values(rank, op) for rank in range(comm.size)])
-        self._mine = everyone[comm.rank].astype(dtype)
+        self._mine = _typed(everyone[comm.rank], dtype)
         self._low, self._high = _bounds(everyone, dtype, op)
 
     def fill(self, array: np.ndarray) -> None:
@@ -57,13 +57,22 @@ def _values(rank: int, op: str) -> np.ndarray:
     return np.where(mixed % 2, 1.0, -1.0) * np.where((index + rank) % 61 == 0, 3.0, 1.0)
 
 
+def _typed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Whole numbers as another dtype: of integers too short for them their last bits."""
+    return values.astype(np.int64).astype(dtype)
+
+
 def _bounds(everyone: np.ndarray, dtype: np.dtype, op: str) -> tuple[np.ndarray, np.ndarray]:
     """The least and largest right results: exact for integers and max/min, else a rounding error per summand."""
-    accumulator = dtypes.TYPES[dtype].accumulator
-    exact: np.ndarray = ops.OPS[op].combine.reduce(everyone, axis=0)
+    accumulator, combine_all = dtypes.TYPES[dtype].accumulator, ops.OPS[op].combine.reduce
+    exact: np.ndarray
+    if dtype.kind in "iub":  # sums wrap round
+        exact = combine_all(_typed(everyone, dtype), axis=0, dtype=dtype)
+        return exact, exact
+    exact = combine_all(everyone, axis=0)
     if op == "mean":
         exact = exact / len(everyone)
-    if dtype.kind == "i" or op in ("max", "min"):
+    if op in ("max", "min"):
         return exact.astype(accumulator), exact.astype(accumulator)
     size = np.abs(exact) if op == "prod" else np.abs(everyone).sum(axis=0)
     slack = size * (1 if op == "mean" else len(everyone)) * _epsilon(dtype)
