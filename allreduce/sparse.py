@@ -168,10 +168,10 @@ def _checked(indices: Any, values: Any, rows: int) -> Rows:
 
 
 def _without_duplicates(indices: np.ndarray, values: np.ndarray, accumulator: np.dtype) -> Rows:
-    """Indices ascending, each once, and a row of sums for each, of the accumulator's dtype; a 2-D array."""
+    """Indices ascending, each once, and a row of sums for each, of the accumulator's dtype; a 2-D array. Contiguous."""
     table = values.reshape(indices.size, int(np.prod(values.shape[1:], dtype=np.int64)))
     if (indices[1:] > indices[:-1]).all():
-        return indices, table.astype(accumulator, copy=False)
+        return np.ascontiguousarray(indices), np.ascontiguousarray(table, accumulator)
     order = np.argsort(indices, kind="stable")
     ordered = indices[order]
     first = np.ones(ordered.size, np.bool_)

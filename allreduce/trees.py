@@ -176,7 +176,7 @@ def admit(backend: Backend, structure: str, arrays: Sequence[Any], op: str | Non
                 backend._resolve(op, group.dtype)
     except AllReduceError as refused:
         error = refused
-    backend._agree_once(("tree", structure, kinds, op), layout.text, [layout.number], error)
+    backend._agree_once(("tree", structure, kinds, str(op)), layout.text, [layout.number], error)
     backend.layouts[structure, kinds] = layout
     return layout
 
