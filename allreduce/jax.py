@@ -8,9 +8,12 @@ They are ordered: all of a process run one after the other, in the order in whic
 """
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +34,24 @@ except ImportError as error:
         f'allreduce.jax needs JAX, which can\'t be imported ({error}): pip install ".[jax]" in the checkout'
     ) from error
 
-(_ORDERED,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+_KNOWS_BUFFERS = find_spec("jax.experimental.buffer_callback") is not None  # functions on XLA's memory; JAX 0.6.2
+(_of_callbacks,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
 
+
+class _Order(type(_of_callbacks)):  # type: ignore[misc]
+    """The effect by which JAX keeps collectives in order: a kind of io_callback's, which is ordered."""
+
+    def __str__(self) -> str:
+        return "allreduce"
+
+
+with contextlib.suppress(ImportError, AttributeError):  # else jax.checkpoint refuses collectives, in words of its own
+    from jax._src import effects
+
+    effects.remat_allowed_effects.add_type(_Order)  # it keeps what a collective has given, and calls it once
+
+_ORDERED = _Order()
+_TOKEN = jax.make_jaxpr(jax.lax.create_token)().out_avals[0]
 
 _met: weakref.WeakKeyDictionary[AllReduce, BaseException] = weakref.WeakKeyDictionary()  # the last error of each
 
@@ -55,6 +74,14 @@ class Collective(NamedTuple):
         except BaseException as error:
             _met[self.backend] = error
             raise
+
+    def on_buffers(self, _: Any, *buffers: Any) -> tuple[()]:
+        """The same, on XLA's own memory: a token and arrays, then a token and the places of the results."""
+        half = len(buffers) // 2
+        made = self.on_host(*map(np.asarray, buffers[1:half]))
+        for place, array in zip(buffers[half + 1 :], made, strict=True):
+            np.copyto(np.asarray(place), array)
+        return ()
 
     def _run(self, arrays: tuple[np.ndarray, ...]) -> list[Any]:
         backend, kind = self.backend, self.kind
@@ -152,17 +179,46 @@ def _abstract(*arrays: Any, collective: Collective) -> tuple[list[Any], set[Any]
 
 
 def _lower(ctx: Any, *arrays: Any, collective: Collective) -> Any:
+    _check_devices(ctx.module_context.axis_context)
     token = ctx.tokens_in.get(_ORDERED)
-    found, token, _ = mlir.emit_python_callback(
-        ctx, collective.on_host, token, list(arrays), ctx.avals_in, ctx.avals_out, has_side_effect=True
-    )
+    if _KNOWS_BUFFERS and tuple(ctx.module_context.platforms) == ("cpu",):
+        token, *found = _call_on_buffers(ctx, token, arrays, collective)
+    else:
+        found, token, _ = mlir.emit_python_callback(
+            ctx, collective.on_host, token, list(arrays), ctx.avals_in, ctx.avals_out, has_side_effect=True
+        )
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_ORDERED: token})))
     return found
 
 
+def _check_devices(context: Any) -> None:
+    """context: of jit, of shard_map, of pmap; each knows the number of devices by another name."""
+    mesh, axes = getattr(context, "mesh", None), getattr(context, "axis_env", None)
+    counts = getattr(context, "num_devices", 1), getattr(mesh, "size", 1), getattr(axes, "nreps", 1)
+    if max(counts) > 1:
+        raise UnavailableError(
+            f"collectives of allreduce.jax work on one device of each rank, and this program runs on {max(counts)}: "
+            "average over a rank's own devices first (jax.lax.pmean) and bring the result to one of them "
+            "(jax.device_put), or start one rank for each device"
+        )
+
+
+def _call_on_buffers(ctx: Any, token: Any, arrays: tuple[Any, ...], collective: Collective) -> Any:
+    """What jax.experimental.buffer_callback does, in order: results lie where the arguments were, if these may go.
+
+    So they need no new memory, whose first touch costs more than the reduction where it is large.
+    """
+    ctx.module_context.add_host_callback(collective.on_buffers)
+    number = np.uint64(len(ctx.module_context.host_callbacks) - 1)
+    ctx = dataclasses.replace(ctx, avals_in=[_TOKEN, *ctx.avals_in], avals_out=[_TOKEN, *ctx.avals_out])
+    same = {} if collective.kind == "all_gather" else {place: place for place in range(1, len(arrays) + 1)}
+    lower = jax.ffi.ffi_lowering("xla_buffer_python_cpu_callback", has_side_effect=True, operand_output_aliases=same)
+    return lower(ctx, token, *arrays, index=number)
+
+
 def _eager(*arrays: Any, collective: Collective) -> list[Any]:
     """Outside of `jit` it is compiled by itself: so it is in the same order as what else was compiled."""
-    with named_errors(collective.backend):
+    with named_errors(collective.backend), jax.disable_jit(False):
         return jax.block_until_ready(_alone(*arrays, collective=collective))
 
 
@@ -204,7 +260,8 @@ def _batch(arrays: Any, axes: Any, *, collective: Collective) -> tuple[list[Any]
 
 _primitive.def_impl(_eager)
 _primitive.def_effectful_abstract_eval(_abstract)
-mlir.register_lowering(_primitive, _lower, cacheable=False)
+_uncached = {"cacheable": False} if "cacheable" in inspect.signature(mlir.register_lowering).parameters else {}
+mlir.register_lowering(_primitive, _lower, **_uncached)  # a callback belongs to one module; JAX 0.6 caches none
 ad.primitive_jvps[_primitive] = _derive
 ad.primitive_transposes[_primitive] = _transpose
 batching.primitive_batchers[_primitive] = _batch

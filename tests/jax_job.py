@@ -165,6 +165,41 @@ def check_derivatives(reduce: Any) -> None:
     np.testing.assert_allclose(looped, mean + 5, rtol=1e-6)
 
 
+def check_memory(reduce: Any) -> None:
+    """Compiled, results lie where arguments lay; these are not touched where somebody else reads them."""
+    call = partial(ours.pmean, backend=reduce)
+    mine = jnp.full(100_000, float(rank))
+    memory = jax.jit(call, donate_argnums=0).lower(mine).compile().memory_analysis()
+    if ours._KNOWS_BUFFERS:  # JAX 0.6.2 and later
+        assert memory.temp_size_in_bytes < 1000
+    before, mean, after = jax.jit(lambda array: (array, call(array), array + 0))(mine)
+    for each in (mine, before, after):
+        np.testing.assert_array_equal(each, rank)
+    np.testing.assert_array_equal(mean, (size - 1) / 2)
+
+
+def check_surroundings(reduce: Any) -> None:
+    """What JAX has round a call: no compilation, recomputed layers, more than one device."""
+    call = partial(ours.pmean, backend=reduce)
+    with jax.disable_jit():
+        assert float(call(jnp.float32(rank))) == (size - 1) / 2
+
+    def layer(array: Any) -> Any:
+        return jnp.sin(call(jnp.sin(array)))
+
+    mine = jnp.arange(3.0) + rank
+    wanted = jax.grad(lambda array: layer(array).sum())(mine)
+    found = jax.jit(jax.grad(lambda array: jax.checkpoint(layer)(array).sum()))(mine)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    devices = np.array(jax.devices())
+    assert devices.size == 2
+    everywhere = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("here",)), jax.sharding.PartitionSpec("here"))
+    for changed in (call, jax.jit(lambda array: call(array * 2))):
+        text = raised(errors.UnavailableError, lambda changed=changed: changed(jax.device_put(jnp.ones(4), everywhere)))
+        assert "one device of each rank" in text
+    assert float(call(jax.device_put(jnp.float32(rank), devices[1]))) == (size - 1) / 2
+
+
 def check_order(reduce: Any) -> None:
     """Many calls under way, compiled and not, of which nobody waits for the first: the same order on all ranks."""
 
@@ -214,6 +249,8 @@ if "calls" in sys.argv:
     reduce = allreduce.create("auto", topology)
     check_values(reduce)
     check_derivatives(reduce)
+    check_memory(reduce)
+    check_surroundings(reduce)
     check_order(reduce)
     check_errors(reduce)
 topology.close()

@@ -15,6 +15,7 @@ from conftest import JobRunner, lacking
 QUICK = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 VARIANTS = ("none", "replica", "pmean", "gloo")
 SILENT = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # of compilations that take long, on busy cores
+DEVICES = "--xla_force_host_platform_device_count=2"
 CACHE = launch.ROOT / ".pytest_cache" / "jax"
 
 
@@ -27,7 +28,7 @@ def jax_is_there() -> None:
 @pytest.mark.parametrize(("part", "ranks"), [("trainers", 2), ("calls", 3)])
 def test_job(mpirun: JobRunner, part: str, ranks: int) -> None:
     """All that tests/jax_job.py asserts."""
-    environment = {**QUICK, "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
+    environment = {**QUICK, "JAX_COMPILATION_CACHE_DIR": str(CACHE), "XLA_FLAGS": DEVICES}
     job = mpirun(ranks, [launch.ROOT / "tests" / "jax_job.py", part], timeout=300, env=environment)
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.splitlines()) == [f"rank {rank} is done" for rank in range(ranks)]
