@@ -59,12 +59,12 @@ _met: weakref.WeakKeyDictionary[AllReduce, BaseException] = weakref.WeakKeyDicti
 class Collective(NamedTuple):
     """What a backend is to do with the arrays of one dtype. root: of "broadcast", and of the sum that is its gradient.
 
-    structure: the tree, by which ranks compare what they brought.
+    names: of the arrays in the tree, by which ranks compare what they brought.
     """
 
     backend: AllReduce
     kind: str
-    structure: str
+    names: str
     root: int = 0
 
     def on_host(self, *arrays: np.ndarray) -> list[Any]:
@@ -86,7 +86,7 @@ class Collective(NamedTuple):
     def _run(self, arrays: tuple[np.ndarray, ...]) -> list[Any]:
         backend, kind = self.backend, self.kind
         moves = kind in ("all_gather", "broadcast")
-        layout = trees.admit(backend, f"{kind} {self.structure}", arrays, None if moves else kind, changes=False)
+        layout = trees.admit(backend, f"{kind} {self.names}", arrays, None if moves else kind, changes=False)
         if kind == "all_gather":
             return trees.collected(layout, backend, arrays)
         if kind == "broadcast":
@@ -152,15 +152,16 @@ def _call(tree: Any, backend: AllReduce, kind: str, root: int = 0) -> Any:
         raise OptionError(f"a backend is needed, allreduce.create(...), not {type(backend).__qualname__}")
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise UnavailableError("collectives of JAX run in a thread of XLA's, and this MPI was started for one thread")
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = [jax.numpy.asarray(leaf) for leaf in leaves]
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    arrays = [jax.numpy.asarray(leaf) for _, leaf in leaves]
+    names = ", ".join(jax.tree_util.keystr(path) or "*" for path, _ in leaves)  # not `structure`: addresses may be in it
     for array in arrays:
         backend._check_dtype(array.dtype)
         ops.resolve("sum" if kind in ("all_gather", "broadcast") else kind, array.dtype, backend.size)
     made: list[Any] = [None] * len(arrays)
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         numbers = [number for number, array in enumerate(arrays) if array.dtype == dtype]
-        collective = Collective(backend, kind, str(structure), root)
+        collective = Collective(backend, kind, names, root)
         found = _primitive.bind(*(arrays[number] for number in numbers), collective=collective)
         for number, array in zip(numbers, found, strict=True):
             made[number] = array
