@@ -199,8 +199,8 @@ def _check_devices(context: Any) -> None:
     if max(counts) > 1:
         raise UnavailableError(
             f"collectives of allreduce.jax work on one device of each rank, and this program runs on {max(counts)}: "
-            "average over a rank's own devices first (jax.lax.pmean) and bring the result to one of them "
-            "(jax.device_put), or start one rank for each device"
+            "bring the arrays to one of them first (jax.device_put, or array.addressable_data(0) of what jax.lax.pmean "
+            "has made equal on them), or start one rank for each device"
         )
 
 
