@@ -154,7 +154,7 @@ def _call(tree: Any, backend: AllReduce, kind: str, root: int = 0) -> Any:
         raise UnavailableError("collectives of JAX run in a thread of XLA's, and this MPI was started for one thread")
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     arrays = [jax.numpy.asarray(leaf) for _, leaf in leaves]
-    names = ", ".join(jax.tree_util.keystr(path) or "*" for path, _ in leaves)  # not `structure`: addresses may be in it
+    names = ", ".join(jax.tree_util.keystr(path) or "*" for path, _ in leaves)  # addresses may be in `structure`
     for array in arrays:
         backend._check_dtype(array.dtype)
         ops.resolve("sum" if kind in ("all_gather", "broadcast") else kind, array.dtype, backend.size)
