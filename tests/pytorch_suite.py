@@ -35,15 +35,7 @@ import allreduce.torch_backend
 from allreduce.messages.agreement import all_values, root_value
 
 # Why tests that pass on gloo fail on ours.
-GLOO_ALONE = "torch.distributed.monitored_barrier refuses all backends but gloo; ours is a method of the group"
-LIMITS = {
-    "test_get_backend": "asks for the name gloo",
-    "test_monitored_barrier_failure_order": GLOO_ALONE,
-    "test_monitored_barrier_gloo": GLOO_ALONE,
-    "test_monitored_barrier_gloo_rank_0_timeout": GLOO_ALONE,
-    "test_monitored_barrier_gloo_subgroup": GLOO_ALONE,
-    "test_monitored_barrier_wait_all_ranks": GLOO_ALONE,
-}
+LIMITS = {"test_get_backend": "asks for the name gloo"}
 GROUP_SECONDS, TEST_SECONDS = 20, 60
 PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
 

@@ -24,6 +24,7 @@ if not _dist.is_available():
     raise ImportError("allreduce.torch_backend needs a PyTorch with torch.distributed, which this build lacks")
 
 import allreduce_torch_autoload
+from allreduce.torch_backend.monitored import serve_monitored_barrier
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.process_group import AllReduceProcessGroup
 from allreduce.torch_backend.rendezvous import set_environment_from_launcher
@@ -32,6 +33,7 @@ from allreduce.torch_backend.work import keep_what_the_reducer_holds
 
 allreduce_torch_autoload.register()
 keep_what_the_reducer_holds()
+serve_monitored_barrier()
 set_environment_from_launcher()
 
 __all__ = ["AllReduceProcessGroup", "Options", "require"]

@@ -22,7 +22,8 @@ def create_group(request: Any, pg_options: Any) -> AllReduceProcessGroup:
         raise OptionError(
             f"PyTorch takes this process for rank {request.group_rank} of {request.group_size} and MPI for rank "
             f"{topology.rank} of {topology.size}. Start the program by mpirun -n {max(request.group_size, 2)} python "
-            "..., leave rank and world_size of init_process_group out, and have RANK and WORLD_SIZE unset"
+            "... (MPI does not know what torchrun or accelerate launch starts), leave rank and world_size of "
+            "init_process_group out, and have RANK and WORLD_SIZE unset"
         )
     return AllReduceProcessGroup(
         request.store, request.group_rank, request.group_size, topology, options, request.timeout, request.group_id

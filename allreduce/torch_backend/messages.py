@@ -137,12 +137,15 @@ class MonitoredBarrier:
         self._number = 0  # of this barrier; travels in the messages
 
     def __call__(self, limit: float) -> None:
-        """After `limit` seconds raise TimedOut, on rank 0 with the ranks that did not come."""
+        """After `limit` seconds raise TimedOut, on rank 0 with the ranks that did not come.
+
+        The texts hold the words of gloo's errors, for which programs may look.
+        """
         self._number += 1
         deadline = time.monotonic() + limit
         if self._comm.rank:
             self._send("telling rank 0", 0, limit)
-            self._receive("waiting for rank 0", 0, deadline, limit)
+            self._await_answer(deadline, limit)
             return
         missing = []
         for rank in range(1, self._comm.size):
@@ -151,9 +154,21 @@ class MonitoredBarrier:
             except TimedOut:
                 missing.append(rank)
         if missing:
-            raise TimedOut(f"monitored_barrier: ranks {missing} of the group did not come within {limit:g} s")
+            ranks = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            raise TimedOut(
+                f"Rank 0 timed out in monitoredBarrier after {limit:g} s: {ranks} failed to pass monitoredBarrier"
+            )
         for rank in range(1, self._comm.size):
             self._send("answering", rank, limit)
+
+    def _await_answer(self, deadline: float, limit: float) -> None:
+        try:
+            self._receive("waiting for rank 0", 0, deadline, limit)
+        except TimedOut as error:
+            raise TimedOut(
+                f"Rank {self._comm.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                f"send/recv from rank 0: {error}"
+            ) from None
 
     def _send(self, what: str, rank: int, limit: float) -> None:
         self._step(what, limit).send(self._comm, rank, barrier_tag(self._comm)).wait_for(limit)

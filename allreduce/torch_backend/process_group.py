@@ -98,8 +98,8 @@ class AllReduceProcessGroup(Collectives):
         """A barrier that names the ranks which did not come in time, on rank 0.
 
         timeout: a timedelta or seconds; zero waits for nobody. By default, and where it is negative, the group's.
-        torch.distributed.monitored_barrier takes no backend but gloo; call this method of the group. All
-        that are missing are named, whatever `wait_all_ranks` says.
+        torch.distributed.monitored_barrier comes here too. All that are missing are named, whatever
+        `wait_all_ranks` says.
         """
         limit = self._timeout if timeout is None else exact_seconds(timeout)
         try:

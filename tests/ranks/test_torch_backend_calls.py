@@ -369,11 +369,11 @@ def test_a_monitored_barrier_after_one_that_timed_out() -> None:
     backend = group._get_backend(torch.device("cpu"))
     rank = dist.get_rank()
     if rank == 0:
-        with pytest.raises(RuntimeError, match="monitored_barrier"):
+        with pytest.raises(RuntimeError, match="monitoredBarrier"):
             backend.monitored_barrier(0.2)
     dist.barrier()
     if rank:
-        with pytest.raises(RuntimeError, match="monitored_barrier"):
+        with pytest.raises(RuntimeError, match="monitoredBarrier"):
             backend.monitored_barrier(0.2)
     dist.barrier()
     came = time.monotonic()
