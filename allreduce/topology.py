@@ -97,7 +97,7 @@ class Topology(Survival):
         self.board = Board(real, self.rank, self.size)
         self.cores = len(set().union(*all_values(real, machine.cores(), "count the cores of this node")))
         self.sharing = real.size
-        if real.size > self.cores:
+        if real.size > self.cores and not self.is_part:  # of which that was said
             text = f"{real.size} ranks share the {self.cores} cores of this node: expect no speed-up from more ranks, "
             notices.once(self.rank, text + "and times of communication that are mostly waits for a core")
         self.node: MPI.Intracomm = self._own(divide(real, self.rank, self._ranks_per_node), watch=True)

@@ -9,6 +9,7 @@ from grid import shapes
 from mpi4py import MPI
 
 import allreduce
+from allreduce import machine, notices
 from allreduce.arrays.signature import NUMBER
 from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
 from allreduce.messages.agreement import known
@@ -133,6 +134,15 @@ def test_backends_of_one_topology_do_not_mix(flat: allreduce.Topology) -> None:
             assert set(array.tolist()) == {(index + turn) * SIZE * (SIZE + 1) // 2}
     for reduce in reversed(several):
         reduce.close()
+
+
+def test_cores_that_ranks_share_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again, with another number of ranks, of each part."""
+    said: list[str] = []
+    monkeypatch.setattr(notices, "once", lambda rank, text: said.append(text))
+    monkeypatch.setattr(machine, "cores", lambda: [0])
+    with allreduce.Topology() as topology, topology.split(0), topology.inside():
+        assert len(said) == (SIZE > 1)
 
 
 def test_cores_are_those_that_ranks_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
