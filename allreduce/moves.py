@@ -43,6 +43,7 @@ class Moves(ABC):
         """All ranks' arrays, on every rank: a new array of shape (ranks, *array.shape). Collective.
 
         array: an array, or a number, of the same shape and dtype on all ranks; or a tree of arrays, which gives a tree.
+            It stays as it is. The new one is NumPy's, of CuPy's arrays too.
         """
         if isinstance(array, trees.KINDS):
             return trees.collect(self, array)

@@ -29,7 +29,10 @@ class TwoPhase(AllReduce):
         return buffer[self.owned(buffer.size)]
 
     def all_gather(self, buffer: np.ndarray) -> None:
-        """Fill `buffer` on every rank from the slices that the ranks own, in place. Collective."""
+        """Fill `buffer` on every rank from the slices that the ranks own, in place. Collective.
+
+        buffer: as for `reduce_scatter`, of any dtype; what is outside of this rank's own slice is overwritten.
+        """
         gather = self._gather_gpu if gpu.is_gpu_array(buffer) else self._all_gather
         self._phase(self._admit(buffer, "sum", "all_gather"), lambda flat, _: gather(flat), buffer)
 

@@ -169,8 +169,7 @@ def _look_until(request: MPI.Request, watch: Watch, wait: Wait, what: str, limit
     while not request.Test():
         now = time.monotonic()
         pause(now)
-        if watch is not None:
-            watch.check()
+        watch.check()
         if now - looked > LOOK_SECONDS:
             looked = now
             watch.look(wait)
