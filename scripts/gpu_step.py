@@ -24,8 +24,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256, help="rows of a rank (default: 256)")
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
-    if not torch.cuda.device_count():
-        parser.error("there is no GPU here")
+    if not torch.cuda.is_available():
+        parser.error(f"PyTorch {torch.__version__} (for CUDA {torch.version.cuda}) sees no GPU that it can use")
 
     topology = Topology()
     device = torch.device("cuda", topology.node_rank % torch.cuda.device_count())

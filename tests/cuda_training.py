@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from allreduce import Topology
-from trainers import MirroredTrainer
+from trainers import MirroredTrainer, NumpyNetwork
 from trainers.pytorch import MirroredOptimizer
 from trainers.replicas.pytorch import TorchReplica
 
@@ -65,20 +65,24 @@ def fitted(
     topology: Topology,
     device: torch.device,
     made: Callable[[MirroredTrainer], object] = lambda _: None,
+    adam: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, list[float], Any]:
-    """The parameters, the last scores and the kind of array that a MirroredTrainer has reduced.
+    """The parameters, the last scores and the kind of array that a MirroredTrainer has reduced in two fits.
 
-    made: gets the trainer before it trains.
+    made: gets the trainer before it trains. adam: options of that optimizer, in the place of SGD with momentum.
     """
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9), torch.nn.ReLU(), torch.nn.Linear(9, 4)]
     model = torch.nn.Sequential(*layers).to(device)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plain: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if adam is not None:
+        plain = torch.optim.Adam(model.parameters(), lr=0.01, **adam)
     replica = TorchReplica(model, torch.nn.CrossEntropyLoss(), plain)
     with MirroredTrainer(replica, topology=topology, **options) as trainer:
         made(trainer)
-        trainer.fit(X, Y, epochs=2, batch_size=16, progress=False)
+        for _ in range(2):  # the second one begins with rank 0's state, which all ranks load
+            trainer.fit(X, Y, epochs=1, batch_size=16, progress=False)
         kind, scores = type(trainer.buffer), trainer.evaluate(X, Y)
         trainer.predict(X)
         local = replica.local_state()
@@ -86,6 +90,14 @@ def fitted(
         return replica.state()["parameters"].copy(), list(scores.values()), kind
 
 
-def compare(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+def networks(topology: Topology, device: str, **options: Any) -> np.ndarray:
+    """The parameters of a NumpyNetwork that a MirroredTrainer has trained."""
+    network = NumpyNetwork([6, 9, 4], device=device)
+    with MirroredTrainer(network, topology=topology, **options) as trainer:
+        trainer.fit(X, Y, epochs=2, batch_size=16, progress=False)
+        return network.state()["parameters"].copy()
+
+
+def compare(found: list[torch.Tensor], wanted: list[torch.Tensor], **tolerance: float) -> None:
     for here, there in zip(found, wanted, strict=True):
-        torch.testing.assert_close(here, there)
+        torch.testing.assert_close(here, there, **tolerance)

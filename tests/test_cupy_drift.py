@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import mmap
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -60,6 +61,16 @@ FILES = [
     "trainers/watching/stopwatch.py",
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "trainers/replicas/numpy").glob("*.py")),
 ]
+TORCH_ROOTS = {
+    "torch.cuda": "torch.cuda",
+    "self.api": "torch.cuda",
+    "api": "torch.cuda",
+    "self._place.api": "torch.cuda",
+    "stream": "torch.cuda.Stream",
+    "event": "torch.cuda.Event",
+}
+NOT_LOOKED_AT = {"torch.cuda.Stream.cuda_stream", "torch.cuda.Stream.ptr"}  # not in builds for CPUs; of CuPy's streams
+TORCH_FILES = ["trainers/replicas/pytorch/devices.py", "allreduce/torch_backend/gpu.py"]
 
 
 class Use(NamedTuple):
@@ -73,11 +84,11 @@ class Use(NamedTuple):
 
 @functools.cache
 def uses() -> list[Use]:
-    return [use for file in FILES for use in uses_of(file)]
+    return [use for file in FILES for use in uses_of(file, ROOTS)]
 
 
-def uses_of(file: str) -> Iterator[Use]:
-    """Every attribute that a file takes of an object of CuPy's, the longest chain of names."""
+def uses_of(file: str, roots: dict[str, str]) -> Iterator[Use]:
+    """Every attribute that a file takes of an object of CuPy's, or PyTorch's, the longest chain of names."""
     tree = ast.parse((ROOT / file).read_text())
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -86,10 +97,10 @@ def uses_of(file: str) -> Iterator[Use]:
             continue
         chain: list[str] = []
         value: ast.expr = node
-        while isinstance(value, ast.Attribute) and ast.unparse(value) not in ROOTS:
+        while isinstance(value, ast.Attribute) and ast.unparse(value) not in roots:
             chain.insert(0, value.attr)
             value = value.value
-        if (root := ROOTS.get(ast.unparse(value))) is None or not chain:
+        if (root := roots.get(ast.unparse(value))) is None or not chain:
             continue
         call = called.get(id(node))
         starred = call is not None and any(isinstance(each, ast.Starred) for each in call.args)
@@ -204,8 +215,21 @@ def test_signatures_are_read() -> None:
 @real
 def test_our_uses_are_cupys() -> None:
     """Every attribute is there, and takes the arguments that we pass."""
+    assert fit(uses()) > 20
+
+
+def test_our_uses_are_pytorchs() -> None:
+    pytest.importorskip("torch")
+    everything = [use for file in TORCH_FILES for use in uses_of(file, TORCH_ROOTS)]
+    found = [use for use in everything if use.name not in NOT_LOOKED_AT]
+    assert {"torch.cuda.Stream.record_event", "torch.cuda.set_rng_state"} <= {use.name for use in found}
+    assert fit(found) > 10
+
+
+def fit(uses: list[Use]) -> int:
+    """How many of these uses are calls whose arguments the real functions take, as all have to."""
     wrong, bound = [], 0
-    for use in uses():
+    for use in uses:
         try:
             thing = found(use.name)
         except AttributeError as error:
@@ -220,7 +244,7 @@ def test_our_uses_are_cupys() -> None:
         except TypeError as error:
             wrong.append(f"{use.place}: {use.name}{signed}: {error}")
     assert not wrong
-    assert bound > 20
+    return bound
 
 
 @real
@@ -286,6 +310,23 @@ def test_numbers_of_nccl() -> None:
         assert nccl.get_version() // 100 % 100 == int(found_in(text, "MINOR"))
 
 
+@real
+def test_what_we_rely_on() -> None:
+    """Of CuPy, and of NCCL's library where its package is installed."""
+    import cupy
+    from cupy.cuda import nccl
+
+    assert issubclass(cupy.cuda.memory.OutOfMemoryError, MemoryError)  # as `allocate` has it
+    with pytest.raises(Exception) as refused:  # noqa: PT011, of CuPy's own kind without a GPU
+        cupy.zeros(2, dtypes.BFLOAT16)
+        raise LookupError  # there is a GPU
+    assert "nsupported dtype" not in str(refused.value)
+    library = next(iter(path / "lib" / "libnccl.so.2" for path in _nccl_folders()), None)
+    if library is not None and nccl.get_version() >= backend.SHARED_GPU_VERSION:
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            assert text.find(b"NCCL_MULTI_RANK_GPU_ENABLE") > 0
+
+
 def found_in(header: str, number: str) -> str:
     match = re.search(rf"#define NCCL_{number} (\d+)", header)
     assert match is not None
@@ -293,9 +334,12 @@ def found_in(header: str, number: str) -> str:
 
 
 def _header() -> Path | None:
+    return next((path for each in _nccl_folders() if (path := each / "include" / "nccl.h").exists()), None)
+
+
+def _nccl_folders() -> list[Path]:
     spec = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    return next((path for each in folders if (path := Path(each) / "include" / "nccl.h").exists()), None)
+    return [Path(each) for each in spec.submodule_search_locations or ()] if spec else []
 
 
 @real

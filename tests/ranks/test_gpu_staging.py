@@ -11,6 +11,7 @@ from mpi4py import MPI
 from together import usable
 
 import allreduce
+from allreduce.arrays import dtypes
 from allreduce.errors import DisagreementError, NotAnArrayError, NotContiguousError, UnavailableError
 from allreduce.two_phase import TwoPhase
 
@@ -114,15 +115,15 @@ def test_real_gpu(name: str, real_cupy: Any, flat: allreduce.Topology, world: MP
     reduce = usable(name, flat)
     failures = []
     try:
-        for dtype in ("float16", "float32", "float64", "int32", "int64"):
-            if dtype == "float16" and not reduce.sums_half:
+        for dtype in map(numpy_dtype, ("float16", "bfloat16", "float32", "float64", "int32", "int64")):
+            if dtypes.is_half(dtype) and not reduce.sums_half:
                 continue
             for length in lengths(SIZE):
                 for turn, op in enumerate(("sum", "max", "prod")):
                     array = reduce.allocate(length, dtype, device="cuda")
-                    array.set(values(np.dtype(dtype), length, world.rank, turn))
+                    array.set(values(dtype, length, world.rank, turn))
                     reduce(array, op)
-                    if not expected(np.dtype(dtype), length, op, SIZE, turn).hold(array.get()):
+                    if not expected(dtype, length, op, SIZE, turn).hold(array.get()):
                         failures.append((dtype, length, op))
     except UnavailableError as error:  # raised on all ranks
         if name != "nccl" or "hold the same GPU" not in str(error):
