@@ -17,11 +17,13 @@ import torch
 from cuda_training import compare, fitted, optimized
 from fake_gpu import Gpu, TorchCuda
 from grid import expected, numpy_dtype, values
+from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import NotAnArrayError, UnavailableError
 from trainers import MirroredTrainer
 from trainers.pytorch import MirroredOptimizer
+from trainers.pytorch.buffers import flat
 from trainers.replicas.pytorch import devices
 
 GPU = Gpu()
@@ -63,15 +65,27 @@ def check_backends() -> None:
 
 def check_streams() -> None:
     """Two streams that use one backend in turns wait for each other's use of its scratch memory."""
-    with allreduce.create("nccl", TOPOLOGY) as reduce:
-        arrays = [reduce.allocate(100, "bfloat16") for _ in range(2)]
-        reduce(arrays[0], "sum")
-        tracked(reduce._wide)
-        for array in arrays:
-            with CUPY.cuda.Stream(non_blocking=True):
-                reduce(array, "sum")
-    GPU.forget()
-    no_races()
+    for dtype, compress in (("bfloat16", None), ("float32", "float16")):
+        with allreduce.create("nccl", TOPOLOGY, compress=compress) as reduce:
+            arrays = [reduce.allocate(100, dtype) for _ in range(2)]
+            reduce(arrays[0], "sum")
+            tracked(reduce._wide if compress is None else reduce._shorts[True])
+            for array in arrays:
+                with CUPY.cuda.Stream(non_blocking=True):
+                    reduce(array, "sum")
+        GPU.forget()
+        no_races()
+
+
+def check_one_rank() -> None:
+    """Nothing goes to the host and back for a backend that has nobody to talk to; what looks at gradients sees them."""
+    with allreduce.Topology(MPI.COMM_SELF) as topology, allreduce.create("ring", topology) as reduce:
+        memory = flat(reduce, 8, "float32", devices.Cuda(HOST, CUDA)).part(2, 6)
+        memory.tensor.fill_(1.0)
+        memory.through(reduce)
+        assert not memory.array.any()
+        assert memory.tensor.eq(1).all()
+        assert memory.fetched().all()
 
 
 def check_abandon() -> None:
@@ -184,6 +198,7 @@ def check_replica() -> None:
 if __name__ == "__main__":
     check_backends()
     check_streams()
+    check_one_rank()
     check_abandon()
     check_shared_gpu()
     check_optimizer()

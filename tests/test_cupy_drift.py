@@ -12,6 +12,7 @@ import mmap
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -317,10 +318,8 @@ def test_what_we_rely_on() -> None:
     from cupy.cuda import nccl
 
     assert issubclass(cupy.cuda.memory.OutOfMemoryError, MemoryError)  # as `allocate` has it
-    with pytest.raises(Exception) as refused:  # noqa: PT011, of CuPy's own kind without a GPU
+    with suppress(cupy.cuda.runtime.CUDARuntimeError):  # there is no GPU; a dtype that is not known is a ValueError
         cupy.zeros(2, dtypes.BFLOAT16)
-        raise LookupError  # there is a GPU
-    assert "nsupported dtype" not in str(refused.value)
     library = next(iter(path / "lib" / "libnccl.so.2" for path in _nccl_folders()), None)
     if library is not None and nccl.get_version() >= backend.SHARED_GPU_VERSION:
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:

@@ -3,6 +3,8 @@
 import ctypes
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -64,6 +66,27 @@ def stream_of(stream: Any, device: int) -> Any:
     if hasattr(streams.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):  # since CuPy 14
         return streams.Stream.from_external(stream)
     return streams.ExternalStream(stream.cuda_stream, device)
+
+
+class Turns:
+    """The order in which calls use memory of a GPU that they have in common, whichever streams they come from."""
+
+    def __init__(self) -> None:
+        self._done: Any = None
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Inside, the current stream comes after the call before; the next call comes after it."""
+        cuda = cupy().cuda
+        stream = cuda.get_current_stream()
+        if self._done is None:
+            self._done = cuda.Event(disable_timing=True)
+        else:
+            stream.wait_event(self._done)
+        try:
+            yield
+        finally:
+            self._done.record(stream)
 
 
 class Pinned:

@@ -1,12 +1,13 @@
 """Compressed: float32 and float64 travel as 16-bit floats, so a slow network carries half the bytes, or a quarter."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from allreduce import trees
 from allreduce.arrays import dtypes
-from allreduce.arrays.gpu import is_gpu_array
+from allreduce.arrays.gpu import Turns, is_gpu_array
 from allreduce.arrays.signature import FOREIGN, GPU, inspect, numbers
 from allreduce.base import AllReduce
 from allreduce.errors import AllReduceError, OptionError
@@ -49,6 +50,7 @@ class Compressed(Wrapper):
         self.compress = parse(compress, inner.sums_half, inner.name)
         super().__init__(topology, inner=inner, owns_inner=owns_inner)
         self._shorts: dict[bool, Any] = {}  # the memory for 16-bit floats; True: on the GPU
+        self._turns = Turns()
 
     def __repr__(self) -> str:
         return f"Compressed({self.inner!r}, {self.compress})"
@@ -65,10 +67,11 @@ class Compressed(Wrapper):
         elif self._agrees(buffer, op, "all_reduce"):
             array = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
             flat = array.reshape(-1, order="A")
-            short = self._rounded(flat)
-            with _overflowing():
-                self.inner(short if array.flags.c_contiguous else short.reshape(array.shape, order="F"), op)
-            flat[...] = short
+            with self._turn(flat):
+                short = self._rounded(flat)
+                with _overflowing():
+                    self.inner(short if array.flags.c_contiguous else short.reshape(array.shape, order="F"), op)
+                flat[...] = short
         else:
             self.inner(buffer, op)
 
@@ -78,10 +81,15 @@ class Compressed(Wrapper):
         if not self._agrees(buffer, op, "reduce_scatter"):
             return super().reduce_scatter(buffer, op)
         mine = buffer[self.owned(buffer.size)]
-        short = self._rounded(buffer)
-        with _overflowing():
-            mine[...] = super().reduce_scatter(short, op)
+        with self._turn(buffer):
+            short = self._rounded(buffer)
+            with _overflowing():
+                mine[...] = super().reduce_scatter(short, op)
         return mine
+
+    def _turn(self, flat: Any) -> AbstractContextManager[None]:
+        """Inside, the memory for 16-bit floats is this call's."""
+        return self._turns.taken() if is_gpu_array(flat) else nullcontext()
 
     def _agrees(self, buffer: Any, op: str, call: str) -> bool:
         """Whether an array travels as 16 bits; then all ranks have been seen to bring the same. Collective.

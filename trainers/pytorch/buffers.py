@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,23 +25,27 @@ class Flat:
 
     array: for the backend, NumPy's or CuPy's. tensor: the same memory; or, where the backend works on the host and the
         model is on a GPU, memory there, which is staged through the array. staged: that, as a tensor; else None.
+    alone: on one rank, whose backend changes nothing, so that nothing is staged for it.
     """
 
     array: Any
     tensor: Tensor
     staged: Tensor | None
+    alone: bool = field(default=False, kw_only=True)
 
     def part(self, start: int, stop: int) -> "Flat":
         span = slice(start, stop)
-        return Flat(self.array[span], self.tensor[span], None if self.staged is None else self.staged[span])
+        staged = None if self.staged is None else self.staged[span]
+        return Flat(self.array[span], self.tensor[span], staged, alone=self.alone)
 
     def through(self, work: Callable[[Any], object], reads: slice = ALL, writes: slice = ALL) -> None:
         """Do `work(array)`, which reads and writes these elements. The host waits for copies, and for no other work."""
-        if self.staged is not None:
-            self.staged[reads].copy_(self.tensor[reads])
+        if self.staged is None or self.alone:
+            work(self.array)
+            return
+        self.staged[reads].copy_(self.tensor[reads])
         work(self.array)
-        if self.staged is not None:
-            self.tensor[writes].copy_(self.staged[writes])
+        self.tensor[writes].copy_(self.staged[writes])
 
     def fetched(self) -> Any:
         """The array, with what the tensor has."""
@@ -68,8 +72,10 @@ def flat(backend: AllReduce, length: int, dtype: str, device: Host) -> Flat:
         if gpu.is_gpu_array(array):
             _same_gpu(tensor, device, backend)
             return Flat(array, tensor, None)
-        notices.once(backend.rank, STAGED.format(backend.name))
-        return Flat(array, torch.zeros(length, dtype=TORCH[dtype], device=device.device), tensor)
+        alone = backend.size == 1
+        if not alone:
+            notices.once(backend.rank, STAGED.format(backend.name))
+        return Flat(array, torch.zeros(length, dtype=TORCH[dtype], device=device.device), tensor, alone=alone)
 
 
 @contextmanager
@@ -103,5 +109,5 @@ def allocate(
     """
     flats = {dtype: flat(backend, length, dtype, device) for dtype, length in lengths.items()}
     parts = [(flats[each.dtype].part(each.start, each.stop), each) for each in buckets]
-    memories = [Memory(part.array, part.tensor, part.staged, bucket) for part, bucket in parts]
+    memories = [Memory(part.array, part.tensor, part.staged, bucket, alone=part.alone) for part, bucket in parts]
     return {dtype: each.tensor for dtype, each in flats.items()}, memories
