@@ -156,6 +156,15 @@ def test_files_that_are_named_are_there(guide: Path) -> None:
         assert (launch.ROOT / name).is_file(), name
 
 
+def test_every_variable_is_told() -> None:
+    """Of the environment: in the table of allreduce/doctor/README.md, and no other."""
+    paths = [path for package in ("allreduce", "trainers") for path in (launch.ROOT / package).rglob("*.py")]
+    used = {name for path in paths for name in re.findall(r"\b(?:ALLREDUCE|HOROVOD)_[A-Z_]+\b", path.read_text())}
+    table = (launch.ROOT / "allreduce" / "doctor" / "README.md").read_text().partition("| variable |")[2]
+    told = set(re.findall(r"\b(?:ALLREDUCE|HOROVOD)_[A-Z_]+\b", table.partition("\n\n")[0]))
+    assert used == told
+
+
 def test_the_front_page_is_short_and_leads_to_every_guide() -> None:
     assert len(TEXTS[0].splitlines()) <= 300
     assert {str(guide) for guide in GUIDES[1:]} <= set(re.findall(r"\]\(([^)#]+)", TEXTS[0]))
