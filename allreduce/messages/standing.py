@@ -17,7 +17,7 @@ from typing import TextIO
 from allreduce import children, ending
 from allreduce.messages.watchdog import standing
 
-_installed: list[socket.socket] = []
+_installed: list[int] = []  # both ends of a pair of sockets, which are open to the end
 
 
 def install() -> None:
@@ -36,10 +36,10 @@ def install() -> None:
         stderr.fileno()
     except (OSError, ValueError):  # closed
         return
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
+    reader, writer = (end.detach() for end in socket.socketpair())
+    os.set_blocking(writer, False)
     _installed.extend((reader, writer))
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if previous != -1:  # a loop of asyncio, say, which hears all signals; stacks must do
         signal.set_wakeup_fd(previous)
     signal.signal(signal.SIGUSR1, lambda *_: None)
@@ -48,8 +48,8 @@ def install() -> None:
     os.register_at_fork(after_in_child=_let_go)
 
 
-def _listen(reader: socket.socket, stderr: TextIO) -> None:
-    while received := reader.recv(64):
+def _listen(reader: int, stderr: TextIO) -> None:
+    while received := os.read(reader, 64):
         if signal.SIGUSR1 in received and not children.forked():
             ending.say(f"process {os.getpid()} on {socket.gethostname()}:\n  {standing()}\n")
             faulthandler.dump_traceback(stderr)
@@ -58,5 +58,5 @@ def _listen(reader: socket.socket, stderr: TextIO) -> None:
 def _let_go() -> None:
     """A forked child is no rank, and would wake its parent's thread."""
     previous = signal.set_wakeup_fd(-1)
-    if previous not in (-1, _installed[1].fileno()):
+    if previous not in (-1, _installed[1]):
         signal.set_wakeup_fd(previous)
