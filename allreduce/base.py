@@ -35,8 +35,8 @@ class AllReduce(Sparse):
 
     topology: a `Topology`; the backend takes a communicator of its own from it.
     check: when the ranks compare what they were given. "first": in every call with those of the same node, on a
-        board in shared memory, and with all when a signature (length, dtype, op, memory) is new, by one all-reduce
-        of a dozen integers. "always": with all in every call. "never": not at all. Ranks that differ all raise a
+        board in shared memory, and with all when a signature (length, dtype, op, memory) is new, by one small
+        all-reduce. "always": with all in every call. "never": not at all. Ranks that differ all raise a
         DisagreementError, before anything is changed.
 
     Creating, `allocate`, calling and `close` are collective: every rank does them, in the same order.

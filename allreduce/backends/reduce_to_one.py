@@ -1,7 +1,8 @@
 """Reduce to one: one rank adds everything up and hands the result out, as TensorFlow's ReductionToOneDevice.
 
 The only algorithm here that adds in rank order whatever the root, so its sums do not depend on who adds.
-Steps: 1 + log2 n. Bytes: each rank sends S, the root receives (n - 1) S.
+Steps: 1 + log2 n. Bytes: each rank sends S, the root receives (n - 1) S; on the way back a rank sends S to each of its
+children in the tree, of which the root has the most, log2 n.
 """
 
 import numpy as np
