@@ -97,8 +97,8 @@ class Calls:
         if wait.call is not None or self.broken is not None:
             self.refuse()
         try:
-            wait.call = call  # threads change where functions are called, so none comes between the check and this
             wait.count += 1
+            wait.call = call  # threads change where functions are called, so none comes between the check and this
             if (slot := self._slot) is not None:
                 met = self._met = self._met + 1
                 words = slot.turns[met & 1]
