@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import NotAnArrayError, UnavailableError
+from allreduce.wrappers.background import Background
 from trainers import MirroredTrainer
 from trainers.pytorch import MirroredOptimizer
 from trainers.pytorch.buffers import flat
@@ -49,11 +50,11 @@ def no_races() -> None:
 
 def check_backends() -> None:
     """Reduced whole and in two phases, of CuPy's and NumPy's arrays, whatever is left over."""
-    for name in ("nccl", "ring", "shared"):
+    for name, lengths in (("nccl", (0, 1, 1000, 1001)), ("ring", (1001,)), ("shared", (1001,))):
         with allreduce.create(name, TOPOLOGY) as reduce:
             for dtype in map(numpy_dtype, DTYPES):
                 ops = ("sum", "mean", "max") if dtype.kind not in "iub" else ("sum",)
-                for length in (0, 1, 1000, 1001):
+                for length in lengths:
                     for turn, op in enumerate(ops):
                         check_one(reduce, dtype, length, op, turn)
             bad = reduce.allocate(6, "float32", device="cuda")
@@ -75,6 +76,18 @@ def check_streams() -> None:
                     reduce(array, "sum")
         GPU.forget()
         no_races()
+
+
+def check_background() -> None:
+    """Calls in a thread are on the stream of who has made them."""
+    with allreduce.create("nccl", TOPOLOGY) as reduce, Background(TOPOLOGY, inner=reduce) as background:
+        array = tracked(reduce.allocate(10, "float32"))
+        with CUPY.cuda.Stream(non_blocking=True):
+            array.set(np.full(10, RANK, np.float32))
+            background(array, "sum")
+            assert array.get().tolist() == [sum(range(SIZE))] * 10
+    GPU.forget()
+    no_races()
 
 
 def check_one_rank() -> None:
@@ -198,6 +211,7 @@ def check_replica() -> None:
 if __name__ == "__main__":
     check_backends()
     check_streams()
+    check_background()
     check_one_rank()
     check_abandon()
     check_shared_gpu()

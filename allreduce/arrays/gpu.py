@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +66,17 @@ def stream_of(stream: Any, device: int) -> Any:
     if hasattr(streams.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):  # since CuPy 14
         return streams.Stream.from_external(stream)
     return streams.ExternalStream(stream.cuda_stream, device)
+
+
+def carried(work: Callable[[], Any]) -> Callable[[], Any]:
+    """`work` for another thread to do: on the GPU and the stream that are current in this one."""
+    device, stream = cupy().cuda.Device(), cupy().cuda.get_current_stream()
+
+    def there() -> Any:
+        with device, stream:
+            return work()
+
+    return there
 
 
 class Turns:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from allreduce.arrays import gpu
 from allreduce.base import AllReduce
 from allreduce.messages.agreement import on_all
 from allreduce.messages.worker import Pending
@@ -43,28 +44,32 @@ class Background(Wrapper):
         return self._lane.submit(work, what, numbers)
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
-        self._in_lane(lambda: self.inner(buffer, op))
+        self._in_lane(lambda: self.inner(buffer, op), buffer)
 
     def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
         return self._in_lane(lambda: self.inner.allocate(length, dtype, device))
 
     def broadcast(self, array: Any, root: int = 0) -> None:
-        self._in_lane(lambda: self.inner.broadcast(array, root))
+        self._in_lane(lambda: self.inner.broadcast(array, root), array)
 
     def collect(self, array: Any) -> Any:
-        return self._in_lane(lambda: self.inner.collect(array))
+        return self._in_lane(lambda: self.inner.collect(array), array)
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
-        return self._in_lane(lambda: self.inner.sparse(indices, values, rows, op))
+        return self._in_lane(lambda: self.inner.sparse(indices, values, rows, op), values)
 
     def all_gather(self, buffer: np.ndarray) -> None:
-        self._in_lane(lambda: self.inner.all_gather(buffer))
+        self._in_lane(lambda: self.inner.all_gather(buffer), buffer)
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        return self._in_lane(lambda: self.inner.reduce_scatter(buffer, op))  # type: ignore[attr-defined]
+        return self._in_lane(lambda: self.inner.reduce_scatter(buffer, op), buffer)  # type: ignore[attr-defined]
 
-    def _in_lane(self, call: Callable[[], Any]) -> Any:
-        """What `call` of the inner backend returns: in its turn, and in the thread that communicates."""
+    def _in_lane(self, call: Callable[[], Any], array: Any = None) -> Any:
+        """What `call` of the inner backend returns: in its turn, and in the thread that communicates.
+
+        array: what the call works on; one of CuPy's on the caller's stream.
+        """
+        call = gpu.carried(call) if gpu.is_gpu_array(array) else call
         results: list[Any] = []
         self.submit(lambda: results.append(call())).wait()
         return results[0]
