@@ -111,7 +111,7 @@ def install() -> None:
         if part_alone and not _tells(error):
             return
         leave_to_teller(error)
-        text = "interrupted\n" if interrupted else "".join(traceback.format_exception(kind, error, trace))
+        text = "interrupted\n" if interrupted else traceback_of(error)
         if previous is not sys.__excepthook__ and not interrupted:
             previous(kind, error, trace)
             text = f"{kind.__name__}\n"
@@ -130,6 +130,19 @@ def install() -> None:
     sys.excepthook, threading.excepthook = hook, thread_hook
     sys.exit = _noting(sys.exit)
     atexit.register(_at_exit, hook)
+
+
+def traceback_of(error: BaseException) -> str:
+    """As Python prints it, but once where all ranks have met the same: not also as the error that a check has raised.
+
+    What has passed through anything but a package's own code, such as a callback, is told in full.
+    """
+    cause, chain = error.__cause__, True
+    if cause is not None and (type(cause), str(cause)) == (type(error), str(error)):
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        packages = [module.partition(".")[0] for module in modules]
+        chain = cause.__cause__ is not None or not {*packages} <= {*packages[:1], "allreduce"}
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=chain))
 
 
 def _noting(leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:

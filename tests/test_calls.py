@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import allreduce
-from allreduce import calls, errors, registry
+from allreduce import calls, ending, errors, registry
 from allreduce.calls import Call
 from allreduce.errors import BrokenError, OptionError
 from allreduce.messages import threads
+from allreduce.messages.agreement import together
 
 
 def known(reduce: Any) -> Call:
@@ -108,3 +109,20 @@ def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.
         pending.wait()
         lane.close()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_what_a_check_finds_on_all_ranks_is_printed_once() -> None:
+    """But in full where the program's own code has raised it, in a callback say: its lines are in the first part."""
+
+    def own() -> None:
+        raise OptionError("mine")
+
+    with allreduce.Topology() as topology:
+        with pytest.raises(errors.UnknownBackendError) as refused:
+            allreduce.create("rign", topology)
+        assert ending.traceback_of(refused.value).count("UnknownBackendError: no backend is called 'rign'") == 1
+        with pytest.raises(OptionError) as raised:
+            together(topology.world, own)
+        text = ending.traceback_of(raised.value)
+        assert text.count("OptionError: mine") == 2
+        assert "in own" in text
