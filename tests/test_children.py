@@ -33,14 +33,13 @@ def communicate(_):
 if __name__ == "__main__":
     reduce = allreduce.create("ring")
     reduce(np.ones(3), "sum")
-    context = multiprocessing.get_context(sys.argv[1])
-    for epoch in range(2):
-        with context.Pool(2) as pool:
+    for method in sys.argv[1:]:
+        with multiprocessing.get_context(method).Pool(2) as pool:
             part = np.array(pool.map(square, range(4)), float)
             words = pool.map(communicate, range(2))
         reduce(part, "sum")
         assert part.tolist() == [reduce.size * number for number in (0, 1, 4, 9)], part
-        refused = 5 if sys.argv[1] == "fork" else 2  # a fresh import has no backend to call
+        refused = 5 if method == "fork" else 2  # a fresh import has no backend to call
         assert [each[:refused] for each in words] == [["ChildError"] * refused] * 2, words
     reduce.close()
     print("finished")
@@ -66,12 +65,12 @@ class Communicating(Rows):
 
 def main():
     reduce = allreduce.create("auto")
-    workers = 2 if sys.argv[1] == "fork" else 1  # others import PyTorch, which takes seconds
-    for epoch in range(2):
-        for batch in DataLoader(Rows(), batch_size=4, num_workers=workers, multiprocessing_context=sys.argv[1]):
+    for method in sys.argv[1:]:
+        workers = 2 if method == "fork" else 1  # others import PyTorch, which takes seconds
+        for batch in DataLoader(Rows(), batch_size=4, num_workers=workers, multiprocessing_context=method):
             mean = batch.mean(0).numpy()
             reduce(mean, "sum")
-    assert mean.tolist() == [9.5 * reduce.size] * 3, mean
+        assert mean.tolist() == [9.5 * reduce.size] * 3, mean
     try:
         next(iter(DataLoader(Communicating(), num_workers=1, multiprocessing_context="fork")))
     except Exception as error:
@@ -100,32 +99,25 @@ print("finished")
 """
 
 
-def run(mpirun: JobRunner, folder: Path, program: str, ranks: int, method: str, mpi: str) -> None:
+def run(mpirun: JobRunner, folder: Path, program: str, ranks: int, mpi: str, *arguments: str) -> None:
     script = folder / "program.py"
     script.write_text(program)
-    job = mpirun(ranks, [script, method], mpi=mpi, timeout=250)  # ranks 0: without mpirun
+    job = mpirun(ranks, [script, *arguments], mpi=mpi, timeout=250)  # ranks 0: without mpirun
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("finished") == max(ranks, 1)
 
 
-@pytest.mark.parametrize(
-    ("mpi", "method", "ranks"),
-    [
-        *((mpi, method, 2) for mpi in launch.MPIS for method in METHODS),
-        *(("openmpi", method, 0) for method in METHODS),
-        ("mpich", "spawn", 0),
-        ("openmpi", "spawn", 1),
-    ],
-)
-def test_a_pool(mpirun: JobRunner, tmp_path: Path, mpi: str, method: str, ranks: int) -> None:
-    run(mpirun, tmp_path, POOL, ranks, method, mpi)
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_pools(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
+    """One after the other, in one program."""
+    run(mpirun, tmp_path, POOL, ranks, mpi, *METHODS)
 
 
-@pytest.mark.parametrize(("method", "ranks"), [("fork", 2), ("spawn", 1), ("forkserver", 2)])
-def test_a_data_loader(mpirun: JobRunner, tmp_path: Path, method: str, ranks: int) -> None:
-    run(mpirun, tmp_path, LOADER, ranks, method, "openmpi")
+def test_data_loaders(mpirun: JobRunner, tmp_path: Path) -> None:
+    run(mpirun, tmp_path, LOADER, 2, "openmpi", *METHODS)
 
 
 def test_nothing_needs_mpi_while_it_is_imported(mpirun: JobRunner, tmp_path: Path) -> None:
     """MPI does not run in children, and a call into it then ends the process without an exception."""
-    run(mpirun, tmp_path, IMPORTS, 0, "with torch", "openmpi")
+    run(mpirun, tmp_path, IMPORTS, 0, "openmpi", "with torch")
