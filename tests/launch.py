@@ -17,9 +17,9 @@ LAUNCHERS = {
     "openmpi": ("mpirun", "--oversubscribe", "--bind-to", "none"),  # jobs of several tests share the cores
     "mpich": ("mpiexec",),
 }
-# MPICH polls while it waits; where ranks outnumber cores, the rank that has work must get a core. (Its heavy yield,
-# which sleeps, makes the grid a third slower.)
-PATIENT_MPICH = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "3"}
+# MPICH polls while it waits; where ranks outnumber cores, the rank that has work must get a core. Its light yield, of
+# sched_yield, burns as much time again as the grid's work takes; this one sleeps, which leaves the cores to others.
+PATIENT_MPICH = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "50"}
 # Open MPI's transport for RDMA networks sleeps for a second when it finds none, in each job's start; no test needs it.
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # here, so that jobs that tests start by themselves inherit it
 MARK = "ALLREDUCE_TEST_JOB"  # in the environment of every process of a job, to find those that outlive it

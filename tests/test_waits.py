@@ -7,14 +7,14 @@ import pytest
 from conftest import JobRunner
 
 BOTH = pytest.mark.parametrize("mpi", launch.MPIS)
-LIMITS = {"ALLREDUCE_STALL_SECONDS": "2", "ALLREDUCE_TIMEOUT_SECONDS": "6"}
+LIMITS = {"ALLREDUCE_STALL_SECONDS": "2", "ALLREDUCE_TIMEOUT_SECONDS": "40"}  # no test waits for its end
+LATE = {"ALLREDUCE_STALL_SECONDS": "1", "ALLREDUCE_TIMEOUT_SECONDS": "4"}  # but one
 
 PROGRAM = """
 import sys, threading, time
 import numpy as np
 import allreduce
-topology = allreduce.Topology({topology})
-reduce = allreduce.create({name!r}, topology)
+reduce = allreduce.create("ring")
 rank = reduce.rank
 one, other = reduce.allocate(50_000, "float32"), np.ones(50_000, "float32")
 few = np.ones(10, "float32")
@@ -30,11 +30,11 @@ print("came to the end")
 """
 
 
-def run(mpirun: JobRunner, folder: Path, mpi: str, action: str, name: str = "ring", topology: str = "") -> str:
+def run(mpirun: JobRunner, folder: Path, mpi: str, action: str, limits: dict[str, str] = LIMITS) -> str:
     """What a job prints that must end by itself, and not well."""
     script = folder / "program.py"
-    script.write_text(PROGRAM.format(name=name, action=action, topology=topology))
-    job = mpirun(3, [script], mpi=mpi, timeout=60, env=LIMITS)
+    script.write_text(PROGRAM.format(action=action))
+    job = mpirun(3, [script], mpi=mpi, timeout=60, env=limits)
     text = job.stdout + job.stderr
     assert job.returncode != 0, text
     assert "came to the end" not in text
@@ -104,7 +104,7 @@ def test_a_call_too_many(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
 def test_a_rank_that_leaves(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: bool, action: str, code: int) -> None:
     """The job ends with its exit code, if that tells of an error."""
     script = tmp_path / "program.py"
-    script.write_text(PROGRAM.format(name="ring", action=action, topology="").replace("reduce.close()", ""))
+    script.write_text(PROGRAM.format(action=action).replace("reduce.close()", ""))
     job = mpirun(3, [script], mpi=mpi, timeout=60, env=LIMITS, ulfm=ulfm)
     assert job.returncode == code
     assert "RankLeftError: rank 1 has left: it has ended its program" in job.stdout + job.stderr
@@ -113,8 +113,8 @@ def test_a_rank_that_leaves(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: b
 @BOTH
 def test_a_rank_that_is_late(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
     """First it is told, later it ends; both say who has not come."""
-    text = run(mpirun, tmp_path, mpi, "time.sleep(40)")
-    assert "rank 0 has waited 2 s for other ranks in: all_reduce: length 50000" in text
+    text = run(mpirun, tmp_path, mpi, "time.sleep(50)", LATE)
+    assert "rank 0 has waited 1 s for other ranks in: all_reduce: length 50000" in text
     assert "rank 1: has not come" in text
     assert "CollectiveTimeoutError: waited" in text
 
@@ -201,7 +201,7 @@ def test_an_exception_in_one_part(mpirun: JobRunner, tmp_path: Path, mpi: str) -
         "part.close()\n"
         "print('went on', flush=True)\n"
     )
-    job = mpirun(4, ["-c", code], mpi=mpi, cwd=tmp_path, env={**LIMITS, "ALLREDUCE_TIMEOUT_SECONDS": "3"})
+    job = mpirun(4, ["-c", code], mpi=mpi, cwd=tmp_path, env=LIMITS)
     assert job.returncode != 0
     assert job.stdout.count("went on") == 2, job.stderr
     assert job.stderr.count("Traceback") == 2, job.stderr

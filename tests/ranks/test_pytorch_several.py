@@ -28,7 +28,7 @@ import allreduce  # noqa: E402
 from allreduce import errors  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
 
-STEPS = 24  # every rank has left a model out several times by then
+STEPS = 12  # every rank has left out each of the models by then
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
