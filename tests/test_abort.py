@@ -131,7 +131,7 @@ def test_a_worker_that_leaves_is_missed_by_its_servers(mpirun: JobRunner, mpi: s
         "    def on_train_batch_end(self, batch, logs=None):\n"
         "        sys.exit()\n"
         "x, y = np.zeros((100, 4), 'float32'), np.zeros(100, int)\n"
-        "topology = Topology(timeout=4)\n"
+        "topology = Topology(timeout=40)\n"
         "with ParameterServerTrainer(NumpyNetwork([4, 2]), topology) as trainer:\n"
         "    trainer.fit(x, y, callbacks=[Leaves()] if topology.rank == 0 else [])\n"
     )

@@ -133,7 +133,7 @@ def test_importing_the_backend_communicates_nothing(mpirun: JobRunner) -> None:
             import os
             print([os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")])
         """),
-        timeout=30,
+        timeout=60,
     )
     assert job.returncode == 0, job.stderr
     assert sorted(job.stdout.splitlines()) == ["['0', '2', '0', '2']", "['1', '2', '1', '2']"]

@@ -148,9 +148,9 @@ def test_an_exception_in_a_thread(mpirun: JobRunner, tmp_path: Path, mpi: str) -
         "        if step == 3 and reduce.rank == 1: raise ValueError('on purpose')\n"
         "        reduce(np.ones(50), 'sum')\n"
         "thread = threading.Thread(target=work, name='mine'); thread.start(); thread.join()\n"
-        "import time; time.sleep(30)\n"
+        "import time; time.sleep(100)\n"
     )
-    job = mpirun(3, ["-c", code], mpi=mpi, timeout=25)
+    job = mpirun(3, ["-c", code], mpi=mpi, timeout=60)
     assert job.returncode != 0
     assert "rank 1 of 3: ValueError in thread 'mine'" in job.stderr
     assert "ValueError: on purpose" in job.stderr
