@@ -375,8 +375,8 @@ def test_a_monitored_barrier_after_one_that_timed_out() -> None:
     if rank:
         with pytest.raises(RuntimeError, match="monitoredBarrier"):
             backend.monitored_barrier(0.2)
+    came = time.monotonic()  # before those that sleep begin to
     dist.barrier()
-    came = time.monotonic()
     if rank:
         time.sleep(0.5)
     backend.monitored_barrier(30)
