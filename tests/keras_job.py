@@ -183,6 +183,17 @@ def check_without_callbacks() -> None:
     optimizer.close()
 
 
+class Halved(keras.Model):
+    """Which makes its weights when it is called first, as Keras warns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x) / 2
+
+
 def check_errors() -> None:
     """Named, on every rank."""
     text = raised(errors.OptionError, lambda: MirroredOptimizer(object(), topology=topology))
@@ -204,6 +215,12 @@ def check_errors() -> None:
         start = StartFromFirstRank()
         start.set_model(ours)
         assert "is not built" in raised(ArgumentError, start.on_train_begin)
+        empty = Halved()
+        empty.build((None, 6))  # which makes nothing
+        empty.compile(MirroredOptimizer("sgd", backend), "mse")
+        start.set_model(empty)
+        assert "is not built" in raised(ArgumentError, start.on_train_begin)
+        start.set_model(ours)
         ours.compile("sgd", "mse")
         assert "is SGD" in raised(errors.OptionError, start.on_train_begin)
         if keras.backend.backend() == "tensorflow":
@@ -325,6 +342,12 @@ def check_replica(folder: Path) -> None:
     assert replica(0, schedule).learning_rates == []
     constant = replica(0, kernel_regularizer=keras.regularizers.L2(1.0))
     assert constant.evaluate(X, Y)[0] > 1.5 * replica(0).evaluate(X, Y)[0]
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    mixed = replica(0)
+    keras.config.set_dtype_policy("float32")
+    mixed.check(X, Y)
+    np.testing.assert_allclose(mixed.predict(X).astype("float32"), replica(0).predict(X), rtol=0.1, atol=0.03)
+    np.testing.assert_allclose(mixed.gradients(X, Y, 1.0)[0], replica(0).gradients(X, Y, 1.0)[0], rtol=0.1)
     refused: list[tuple[str, Callable[[], Any]]] = [
         ("takes an optimizer of Keras'", lambda: replica(0, object())),
         ("scales no losses", lambda: replica(0, keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))),

@@ -34,7 +34,7 @@ class StartFromFirstRank(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         optimizer, error = mirrored(self.model), None
-        if not self.model.built:
+        if not (self.model.built and self.model.weights):
             error = ArgumentError(
                 f"{self.model.name} is not built, so it has no weights yet that could become those of rank 0: begin it "
                 "with a keras.Input(shape), or call model.build(shape) before fit"

@@ -76,7 +76,7 @@ class TorchComputing(Computing):
         import torch
 
         with torch.no_grad():
-            return _array(self.model(x, **self.using))
+            return keras.ops.convert_to_numpy(self.model(x, **self.using))  # bfloat16 as float32
 
     def random_state(self) -> dict[str, np.ndarray]:
         import torch
