@@ -30,7 +30,7 @@ from trainers.pytorch.twins import Twins
 from trainers.replicas.pytorch import elementwise
 from trainers.replicas.pytorch.alike import hyperparameters, optimizer_like
 from trainers.replicas.pytorch.elementwise import ELEMENTWISE as ELEMENTWISE
-from trainers.replicas.pytorch.slices import BLOCK
+from trainers.replicas.pytorch.slices import block_on
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, shaped
 
 FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}  # PyTorch has these as one pass over the memory
@@ -65,7 +65,7 @@ class ShardedOptimizer:
         parts = all_values(comm, [[each.start, each.stop] for each in owned], "learn who updates what")
         self._owned = [[slice(*part) for part in of_rank] for of_rank in parts]  # of all ranks
         self.placement = Placement(averager, backend, comm, owned)
-        self.pieces = pieces(averager.plan, owned, BLOCK, self._cuts())
+        self.pieces = pieces(averager.plan, owned, block_on(averager.device.kind), self._cuts())
         flats = self.placement.flats
         self._parts = [flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self._grads = [averager.flats[each.dtype][each.start : each.stop] for each in self.pieces]

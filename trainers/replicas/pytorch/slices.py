@@ -1,5 +1,6 @@
 """The user's optimizer at work on one slice of the flat parameters."""
 
+import sys
 from collections.abc import Collection, Iterator
 
 import numpy as np
@@ -11,6 +12,11 @@ from trainers.replicas.pytorch.alike import hyperparameters, optimizer_like
 from trainers.replicas.pytorch.tensors import flat_array
 
 BLOCK = 1 << 17  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
+
+
+def block_on(device: str) -> int:
+    """How many elements are updated at a time: on a GPU all of a tensor, since every operation is a launch."""
+    return BLOCK if device == "cpu" else sys.maxsize
 
 
 class SliceOptimizer:
@@ -34,7 +40,7 @@ class SliceOptimizer:
         self.part = part
         self._elementwise = elementwise
         self._user, self._trained = optimizer, trained
-        self._firsts, self._spans = _spans(trained, part)
+        self._firsts, self._spans = _spans(trained, part, block_on(parameters.device.type))
         self._pieces = [[parameters[start:stop] for start, stop in spans] for spans in self._spans]
         for spans, pieces in zip(self._spans, self._pieces, strict=True):
             for (start, stop), piece in zip(spans, pieces, strict=True):
@@ -102,7 +108,7 @@ class SliceOptimizer:
         return zip(self._trained, self._firsts, self._spans, self._pieces, strict=True)
 
 
-def _spans(trained: list[nn.Parameter], part: slice) -> tuple[list[int], list[list[tuple[int, int]]]]:
+def _spans(trained: list[nn.Parameter], part: slice, block: int) -> tuple[list[int], list[list[tuple[int, int]]]]:
     """Where each parameter begins, and the blocks of it that lie in the slice; an empty one when none does.
 
     Every parameter has one, so that what an optimizer counts for a whole parameter is counted on every rank.
@@ -112,6 +118,6 @@ def _spans(trained: list[nn.Parameter], part: slice) -> tuple[list[int], list[li
         last = first + parameter.numel()
         start, stop = min(max(first, part.start), last), min(last, part.stop)
         firsts.append(first)
-        spans.append([(at, min(at + BLOCK, stop)) for at in range(start, stop, BLOCK)] or [(start, start)])
+        spans.append([(at, min(at + block, stop)) for at in range(start, stop, block)] or [(start, start)])
         first = last
     return firsts, spans
