@@ -62,6 +62,7 @@ class Background(Wrapper):
         self._in_lane(lambda: self.inner.all_gather(buffer), buffer)
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
+        self._check_phases()
         return self._in_lane(lambda: self.inner.reduce_scatter(buffer, op), buffer)  # type: ignore[attr-defined]
 
     def _in_lane(self, call: Callable[[], Any], array: Any = None) -> Any:

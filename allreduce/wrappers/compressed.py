@@ -76,8 +76,8 @@ class Compressed(Wrapper):
             self.inner(buffer, op)
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        """As the inner backend's, which must be a TwoPhase; the rest of `buffer` stays as it is."""
-        self._check_open()
+        """As the inner backend's; the rest of `buffer` stays as it is. Raises OptionError where that is no TwoPhase."""
+        self._check_phases()
         if not self._agrees(buffer, op, "reduce_scatter"):
             return super().reduce_scatter(buffer, op)
         mine = buffer[self.owned(buffer.size)]

@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import Signature
 from allreduce.base import AllReduce, Reduction
-from allreduce.errors import ClosedError
+from allreduce.errors import ClosedError, OptionError
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase
 
@@ -77,8 +77,8 @@ class Wrapper(AllReduce):
         self.inner(buffer, op)
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        """As the inner backend's, which must be a TwoPhase."""
-        self._check_open()
+        """As the inner backend's. Raises OptionError, before anything is sent, where that is no TwoPhase."""
+        self._check_phases()
         return self.inner.reduce_scatter(buffer, op)  # type: ignore[attr-defined]
 
     def all_gather(self, buffer: np.ndarray) -> None:
@@ -127,6 +127,14 @@ class Wrapper(AllReduce):
         if self._shut:
             raise ClosedError(f"this {type(self).__name__} of {self.name} is closed; make it again to go on")
         self.inner._check_open()
+
+    def _check_phases(self) -> None:
+        self._check_open()
+        if not isinstance(self.inner, TwoPhase):
+            raise OptionError(
+                f'{self.name!r} has no reduce_scatter; use "ring", "halving_doubling", "shared", "hierarchical_copy" '
+                'or "nccl", which have'
+            )
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         return self.inner._allocate(length, dtype, device)

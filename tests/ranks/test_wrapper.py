@@ -18,6 +18,7 @@ from allreduce.moves import Moves
 from allreduce.sparse import Sparse
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.background import Background
+from allreduce.wrappers.compressed import Compressed
 from allreduce.wrappers.wrapper import Wrapper
 
 SIZE = MPI.COMM_WORLD.size
@@ -57,6 +58,13 @@ def test_a_slice_of_allocated_memory_is_reduced_in_place(wrapper: Wrapper) -> No
 def test_phases(wrapper: Wrapper, inner: AllReduce) -> None:
     assert isinstance(wrapper, TwoPhase) == isinstance(inner, TwoPhase)
     if not isinstance(wrapper, TwoPhase):
+        with pytest.raises(errors.OptionError, match="has no reduce_scatter"):
+            wrapper.reduce_scatter(np.ones(10))
+        if inner.sums_half:
+            with Compressed(inner.topology, inner=inner, compress="bfloat16") as compressed:
+                with pytest.raises(errors.OptionError, match="has no reduce_scatter"):
+                    compressed.reduce_scatter(np.ones(10) if inner.rank else np.ones(11))  # before ranks compare
+                compressed(np.ones(10))
         return
     for dtype in ("float32", "float16"):
         array = wrapper.allocate(101, dtype)
