@@ -99,6 +99,12 @@ def test_which_optimizers_work_on_slices(name: str) -> None:
     assert (made.refusal() == "") == (name in ELEMENTWISE)
 
 
+def test_slices_where_nans_are_errors() -> None:
+    """The NaN on which an optimizer is tried out is not the user's."""
+    with jax.debug_nans(True):
+        assert Optimizer(optax.sgd(0.1), Layout(params()), jax.tree.map(own, params())).refusal() == ""
+
+
 @pytest.mark.parametrize("name", ["every second", "norm", "masked"])
 def test_steps_are_those_of_optax(name: str) -> None:
     made = (ELEMENTWISE | WHOLE)[name]
@@ -189,6 +195,16 @@ def test_dtypes_and_files(dtype: str, tmp_path: Path) -> None:
     for name, array in ours.state().items():
         np.testing.assert_array_equal(array, other.state()[name])
     assert jax.tree.map(lambda leaf: str(leaf.dtype), other.params)["out"] == [dtype]
+
+
+def test_what_numpy_made() -> None:
+    """float64 is what JAX makes of it, so no gradients travel with 64 bits of which 32 are zero."""
+    made = jax.tree.map(lambda leaf: np.asarray(leaf, "float64"), params())
+    made["out"] = params()["out"]
+    ours = JaxReplica(apply, loss, made, optax.sgd(0.1))
+    assert (ours.gradient_dtype, str(ours.params["hidden"]["w"].dtype)) == ("float32", "float32")
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        assert JaxReplica(apply, loss, jax.tree.map(np.float64, params()), optax.sgd(0.1)).gradient_dtype == "float64"
 
 
 def test_states_of_other_models() -> None:

@@ -23,13 +23,13 @@ class Layout:
 
     def __init__(self, params: Any) -> None:
         paths, self.tree = jax.tree_util.tree_flatten_with_path(params)
-        found = {str(getattr(leaf, "dtype", type(leaf).__name__)) for _, leaf in paths}
+        found = {_dtype(leaf) for _, leaf in paths}
         if len(found) != 1 or not found <= set(DTYPES):
             raise ArgumentError(
                 f"params must be a tree of arrays of one dtype of {', '.join(DTYPES)}, and holds "
                 f"{', '.join(sorted(found)) or 'no array'}; what is not trained belongs into apply, not into params"
             )
-        self.dtype = np.dtype(paths[0][1].dtype)
+        self.dtype = np.dtype(*found)
         self.shapes = {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in paths}
         ends = list(itertools.accumulate((math.prod(shape) for shape in self.shapes.values()), initial=0))
         self.parts = [slice(*ends) for ends in itertools.pairwise(ends)]
@@ -47,6 +47,13 @@ class Layout:
         """Copy arrays into flat NumPy memory, once; JAX's are waited for."""
         for leaf, place in zip(leaves, self.views(flat), strict=True):
             np.copyto(place, np.asarray(leaf))
+
+
+def _dtype(leaf: Any) -> str:
+    """What JAX makes of it: of NumPy's float64 its float32, unless it was told to use 64 bits."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return str(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
 def alias(array: np.ndarray) -> jax.Array:

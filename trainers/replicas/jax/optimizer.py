@@ -40,7 +40,8 @@ class Optimizer:
     def refusal(self) -> str:
         """Why it can't work on slices, or "": it is tried out, once."""
         if self._refusal is None:
-            slices = self._fits and trial.works_on_slices(self._transformation, self._layout)
+            with jax.debug_nans(False), jax.debug_infs(False):  # the trial has them on purpose
+                slices = self._fits and trial.works_on_slices(self._transformation, self._layout)
             self._refusal = "" if slices else REFUSAL
         return self._refusal
 
