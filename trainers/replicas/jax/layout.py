@@ -29,7 +29,7 @@ class Layout:
                 f"params must be a tree of arrays of one dtype of {', '.join(DTYPES)}, and holds "
                 f"{', '.join(sorted(found)) or 'no array'}; what is not trained belongs into apply, not into params"
             )
-        self.dtype = np.dtype(*found)
+        self.dtype = np.dtype(found.pop())
         self.shapes = {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in paths}
         ends = list(itertools.accumulate((math.prod(shape) for shape in self.shapes.values()), initial=0))
         self.parts = [slice(*ends) for ends in itertools.pairwise(ends)]
