@@ -25,9 +25,10 @@ from collections import Counter
 from typing import Any
 
 from backends import Backends
+from calls import FailureError
 from found import run_found
 from mpi4py import MPI
-from sequence import FailureError, Sequence
+from sequence import Sequence
 
 
 def has_torch() -> bool:

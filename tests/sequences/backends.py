@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from calls import Calls
+from making import names
 from mpi4py import MPI
-from sequence import Calls, names
 
 import allreduce
 from allreduce.base import AllReduce

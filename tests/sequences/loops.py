@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from calls import Calls, FailureError
 from models import CLASSES, FEATURES
 from mpi4py import MPI
-from sequence import Calls, FailureError
 from torch import Tensor, nn
 
 import allreduce

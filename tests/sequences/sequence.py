@@ -1,28 +1,20 @@
 """One random sequence of calls on trainers, and what must be so after each."""
 
-import faulthandler
 import io
 import os
-import random
 import shutil
-import sys
-import threading
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from calls import Folder, Side
 from fits import CLASSES, FEATURES, Does, Evaluates, Fit, Rows, WantedError, draw_fit
-from models import OPTIMIZERS, Model, State, multiply, numpy_network
-from mpi4py import MPI
+from making import Making
+from models import Model, State, multiply
 
-import allreduce
 from allreduce.errors import ClosedError, UnavailableError
-from allreduce.messages import losses
 from allreduce.tracing.trace import Trace
-from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
-from trainers.base import Trainer
+from trainers import MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.callbacks import (
     CheckDivergence,
     CheckGradients,
@@ -36,112 +28,9 @@ from trainers.data import order
 from trainers.errors import ArgumentError, CheckpointError, DataError, DivergedError, NotFiniteError
 from trainers.terminating import Terminated
 
-HANG_SECONDS = float(os.environ.get("SEQUENCE_HANG_SECONDS", "120"))  # of one call
-Make = Callable[..., Trainer]
 
-
-class FailureError(AssertionError):
-    """A call did not do what it should have done."""
-
-
-@dataclass
-class Folder:
-    """What must be in a folder of checkpoints: of which fit, after how many steps; state: None when nobody knows."""
-
-    call: Fit
-    total: int
-    state: State | None
-
-
-class Side:
-    """A trainer with what it trains."""
-
-    def __init__(self, name: str, trainer: Any, model: Model) -> None:
-        self.name, self.trainer, self.model = name, trainer, model
-        self.in_step = getattr(trainer, "updates", "sync") == "sync" and getattr(trainer, "spare", 0) == 0
-        self.traced = False
-
-
-class Calls:
-    """Makes calls on all ranks, and sees that they end in the same way."""
-
-    def __init__(self, comm: MPI.Intracomm, seed: int, folder: str, verbose: bool) -> None:
-        self.comm, self.seed, self.folder, self.verbose = comm, seed, folder, verbose
-        self.size, self.rank = comm.size, comm.rank
-        self.draw = random.Random(seed)
-        self.log: list[str] = []
-        self.calls: Counter[str] = Counter()
-
-    def note(self, text: str) -> None:
-        self.log.append(text)
-        if self.verbose and self.rank == 0:
-            print("  ", text, flush=True)
-
-    def call(self, name: str, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """What a call returns or raises, the same kind on all ranks."""
-        self.calls[name] += 1
-        watch = threading.Timer(HANG_SECONDS, self._hangs, [name])
-        watch.daemon = True
-        watch.start()
-        result: Any = None
-        error: BaseException | None = None
-        try:
-            result = action()
-        except (Exception, Terminated) as met:
-            error = met
-        ends = self.comm.allgather(("", "") if error is None else (type(error).__name__, str(error)))
-        watch.cancel()
-        if len({kind for kind, _ in ends}) > 1:
-            raise FailureError(f"{name} ended differently on the ranks: {ends}") from error
-        if error is not None:
-            self.note(f"  -> {ends[0][0]}: {ends[0][1][:200]}")
-        return result, error
-
-    def _hangs(self, name: str) -> None:
-        print(f"HANGS: {self} in {name}", *self.log, sep="\n   ", file=sys.__stderr__, flush=True)
-        faulthandler.dump_traceback(sys.__stderr__)
-        os._exit(3)
-
-    def well(self, name: str, action: Callable[[], Any]) -> Any:
-        result, error = self.call(name, action)
-        if error is not None:
-            raise FailureError(f"{name}: {type(error).__name__}: {error}") from error
-        return result
-
-    def refused(self, name: str, action: Callable[[], Any], *errors: str) -> None:
-        _, error = self.call(name, action)
-        self.check(type(error).__name__ in errors, f"{name} met {error!r}, not {' or '.join(errors)}")
-
-    def check(self, holds: bool, text: str) -> None:
-        """On all ranks."""
-        found = self.comm.allgather("" if holds else f"rank {self.rank}: {text}")
-        if any(found):
-            raise FailureError(next(filter(None, found)))
-
-    def pick(self, *choices: Any) -> Any:
-        return self.draw.choice(choices)
-
-    def chance(self, share: float) -> bool:
-        return self.draw.random() < share
-
-    def __str__(self) -> str:
-        return f"sequence {self.seed} on {self.size} ranks"
-
-
-class Sequence(Calls):
-    """Collective. torch: whether there is one. without: names of actions that are left out."""
-
-    def __init__(
-        self, comm: MPI.Intracomm, seed: int, folder: str, verbose: bool, torch: bool, without: tuple[str, ...] = ()
-    ) -> None:
-        super().__init__(comm, seed, folder, verbose)
-        self.torch, self.without = torch, without
-        self.models: list[Model] = []
-        self.sides: list[Side] = []
-        self.folders: dict[str, Folder] = {}
-        self.files: dict[str, tuple[str, State]] = {}
-        self.topologies: list[allreduce.Topology] = []
-        self.reused: dict[str, Any] = {}
+class Sequence(Making):
+    """Collective; see Making."""
 
     def run(self, calls: int) -> None:
         actions: list[tuple[Callable[[Side], None], int]] = [
@@ -166,117 +55,6 @@ class Sequence(Calls):
             self.close(side)
         for topology in self.topologies:
             self.well("Topology.close", topology.close)
-
-    # Making
-
-    def topology(self) -> allreduce.Topology:
-        """One that trainers share."""
-        if not self.topologies or self.chance(0.15):
-            nodes = self.pick(None, None, 2, 1)
-            self.note(f"Topology(ranks_per_node={nodes})")
-            made = self.well("Topology", lambda: allreduce.Topology(ranks_per_node=nodes))
-            self.topologies.append(made)
-        return self.pick(*self.topologies)
-
-    def free_model(self) -> Model:
-        """One that no trainer has now."""
-        free = [model for model in self.models if all(model is not side.model for side in self.sides)]
-        if free and self.chance(0.8):
-            return self.pick(*free)
-        kind = "torch" if self.torch and self.chance(0.35) else "numpy"
-        self.models.append(Model(kind, self.pick(*OPTIMIZERS), self.draw.randrange(100)))
-        return self.models[-1]
-
-    def make(self) -> None:
-        model = self.free_model()
-        name, make = self.kind_of_trainer()
-        topology = self.topology() if self.chance(0.7) or "backend" in name else None
-        survives = losses.in_force() and self.chance(0.5)
-        options = {"on_failure": "continue"} if survives else {}
-        self.note(f"make {name} on {model.name}, {'own' if topology is None else 'shared'} topology {options or ''}")
-        if self.chance(0.1):
-            self.make_refused(model, topology)
-        trainer, error = self.call("make", lambda: make(model.replica, topology, **options))
-        if isinstance(error, UnavailableError) and "shared" in name:  # simulated nodes
-            return
-        if error is not None:
-            raise FailureError(f"make {name}: {error!r}") from error
-        side = Side(name, trainer, model)
-        self.sides.append(side)
-        self.compare(side)
-
-    def make_refused(self, model: Model, topology: allreduce.Topology | None) -> None:
-        victim = self.draw.randrange(self.size)
-        other, replica = numpy_network("sgd", 1), model.replica
-
-        def wrong(*choices: Any) -> Any:
-            return choices[self.rank == victim]
-
-        tries = [
-            lambda: MirroredTrainer(replica, wrong("ring", "rong"), topology),
-            lambda: MirroredTrainer(replica, "ring", topology, update=wrong("replicated", "shared")),
-            lambda: CentralStorageTrainer(replica, topology, storage=wrong(0, self.size)),
-            lambda: ParameterServerTrainer(replica, topology, servers=wrong(1, 0)),
-            lambda: ParameterServerTrainer(replica, topology, updates=wrong("sync", "sink")),
-            lambda: SpareReplicasTrainer(replica, topology, spare=wrong(0, self.size)),
-            lambda: MirroredTrainer(wrong(replica, other), "ring", topology, update="sharded"),
-        ]
-        number = self.draw.randrange(len(tries) - (self.size == 1 or model.name.startswith("numpy sgd")))
-        self.note(f"  refused making {number} on rank {victim}")
-        errors = "ArgumentError", "UnknownBackendError", "DisagreementError", "OptionError"
-        self.refused("refused making", tries[number], *errors)
-
-    def kind_of_trainer(self) -> tuple[str, Make]:
-        kinds = ["mirrored", "sharded", "central", "backend"] + (["sync", "async", "spare"] if self.size > 1 else [])
-        return getattr(self, f"_{self.pick(*kinds)}")()  # type: ignore[no-any-return]
-
-    def _mirrored(self) -> tuple[str, Make]:
-        backend = self.pick(*names())
-        return f"MirroredTrainer({backend})", lambda replica, ranks, **more: MirroredTrainer(
-            replica, backend, ranks, **more
-        )
-
-    def _sharded(self) -> tuple[str, Make]:
-        backend, copies = self.pick("auto", "ring", "halving_doubling", "shared"), self.pick(1, 1, 2)
-        options = {"update": "sharded", "copies": min(copies, self.size)}
-        return f"MirroredTrainer({backend}, {options})", lambda replica, ranks, **more: MirroredTrainer(
-            replica, backend, ranks, **options, **more
-        )
-
-    def _backend(self) -> tuple[str, Make]:
-        backend = self.pick("ring", "shared", "hierarchical_copy")
-        update = self.pick("replicated", "sharded") if backend != "hierarchical_copy" else "replicated"
-        return f"MirroredTrainer(backend {backend}, {update})", lambda replica, ranks, **more: MirroredTrainer(
-            replica, allreduce.create(backend, ranks), update=update, **more
-        )
-
-    def _central(self) -> tuple[str, Make]:
-        options = {"storage": self.draw.randrange(self.size), "copies": min(self.pick(1, 1, 2), self.size)}
-        return f"CentralStorageTrainer({options})", lambda replica, ranks, **more: CentralStorageTrainer(
-            replica, ranks, **options, **more
-        )
-
-    def _spare(self) -> tuple[str, Make]:
-        spare = self.pick(0, 0, 1)
-        return f"SpareReplicasTrainer({spare=})", lambda replica, ranks, **more: SpareReplicasTrainer(
-            replica, ranks, spare=spare, **more
-        )
-
-    def _sync(self, updates: str = "sync", **more: Any) -> tuple[str, Make]:
-        options = {"updates": updates, "servers": self.pick(1, self.size - 1, (0,)), **more}
-        return f"ParameterServerTrainer({options})", lambda replica, ranks, **more: ParameterServerTrainer(
-            replica, ranks, **options, **more
-        )
-
-    def _async(self) -> tuple[str, Make]:
-        options: list[dict[str, Any]] = [
-            {},
-            {"stale": "scale", "learning_rate": "divide", "fetch_ahead": False},
-            {"stale": "drop", "max_staleness": 1},
-            {"max_staleness": 0},
-            {"warm_up": 1},
-        ]
-        return self._sync("async", **self.pick(*options))
 
     # Comparing
 
@@ -682,8 +460,3 @@ def refusals(trainer: Any, folder: str, bad: bool) -> list[Callable[[], Any]]:
         lambda: trainer.fit(x, y, 1, 2, progress=False, checkpoint=os.path.join(folder, "one")) if bad
         else trainer.fit(x, y, 1, 2, progress=False),
     ]  # fmt: skip
-
-
-def names() -> list[str]:
-    """Backends that average on the CPU."""
-    return [name for name in allreduce.available() if name not in ("nccl", "adasum")]
