@@ -44,7 +44,12 @@ def imported(topology: allreduce.Topology, folder: str) -> Any:
     """PyTorch's module, which reads these variables when it is imported."""
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(topology.size), TEMP_DIR=folder, MASTER_ADDR="127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
-    from torch.testing._internal.distributed import distributed_test
+    try:
+        from torch.testing._internal.distributed import distributed_test
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f'PyTorch\'s tests need what is missing ({error}): pip install ".[test]" in the checkout'
+        ) from None
 
     if topology.size > 2:
         os.environ["BACKEND"] = "mpi"  # for which groups of some ranks are tested on fewer than 8

@@ -18,7 +18,7 @@ from allreduce.torch_backend.named_group import NamedGroup
 from allreduce.torch_backend.reduce_ops import resolve
 from allreduce.torch_backend.reducing import Reducer
 from allreduce.torch_backend.untraced import untraced
-from allreduce.torch_backend.work import Several, Work, seconds
+from allreduce.torch_backend.work import Several, Work, counted, seconds
 
 
 @untraced
@@ -43,10 +43,12 @@ class Collectives(NamedGroup):
         action: Callable[[], None],
         timeout: Any = None,
         read: Sequence[torch.Tensor] = (),
+        alike: str = "",
     ) -> Work:
         """Have `action` executed after all that was submitted before.
 
-        written, read: its tensors. opts, timeout: where a time-out for it may be given.
+        written, read: its tensors. opts, timeout: where a time-out for it may be given. alike: what of the call must
+        be the same on all ranks, which is compared before it begins.
         """
         checks.devices(name, [*written, *read])
         streams = gpu.Streams([*written, *read])
@@ -57,7 +59,7 @@ class Collectives(NamedGroup):
             streams.after()
 
         limit = seconds(timeout or getattr(opts, "timeout", None), self._timeout)
-        return self._bracketed(self._executor.submit(Work(name, written, limit), run))
+        return self._bracketed(self._executor.submit(Work(name, written, limit, alike), run))
 
     # Coalescing, of the kind that brackets calls of any sort (batch_isend_irecv, DTensor)
 
@@ -79,21 +81,24 @@ class Collectives(NamedGroup):
         tensor = only("all_reduce", tensors)
         reduction = resolve(operation(opts, op), tensor.dtype)
         sparse.refuse("all_reduce", tensor, reduction)
-        return self._submit("all_reduce", [tensor], opts, partial(self._reducer.all_reduce, tensor, reduction), timeout)
+        action = partial(self._reducer.all_reduce, tensor, reduction)
+        return self._submit("all_reduce", [tensor], opts, action, timeout, alike=counted([tensor]))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         checks.one_dtype("all_reduce_coalesced", tensors)
         reduction = resolve(operation(opts), tensors[0].dtype)
         action = partial(self._reducer.all_reduce_many, tensors, reduction)
-        return self._submit("all_reduce_coalesced", tensors, opts, action)
+        return self._submit("all_reduce_coalesced", tensors, opts, action, alike=counted(tensors))
 
     def reduce(
         self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
         tensor, root = only("reduce", tensors), self._root("reduce", opts, root)
         reduction = resolve(operation(None if isinstance(opts, int) else opts, op), tensor.dtype)
-        return self._submit("reduce", [tensor], opts, partial(self._reducer.reduce, tensor, root, reduction), timeout)
+        action = partial(self._reducer.reduce, tensor, root, reduction)
+        alike = f"{counted([tensor])} to rank {root}"
+        return self._submit("reduce", [tensor], opts, action, timeout, alike=alike)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Any], opts: Any = None, timeout: Any = None, *, op: Any = None
@@ -124,7 +129,8 @@ class Collectives(NamedGroup):
             for output, sources, reduction in zip(outputs, inputs, reductions, strict=True):
                 self._reducer.reduce_scatter(output, sources, reduction)
 
-        return self._submit(name, outputs, opts, action, read=list(chain(*inputs)))
+        read = list(chain(*inputs))
+        return self._submit(name, outputs, opts, action, read=read, alike=counted(read))
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -133,13 +139,16 @@ class Collectives(NamedGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
         tensor, root = only("broadcast", tensors), self._root("broadcast", opts, root)
-        return self._submit("broadcast", [tensor], opts, partial(self._mover.broadcast, tensor, root), timeout)
+        alike = f"{counted([tensor])} from rank {root}"
+        return self._submit(
+            "broadcast", [tensor], opts, partial(self._mover.broadcast, tensor, root), timeout, alike=alike
+        )
 
     def allgather(self, outputs: Sequence[Any], inputs: Tensors, opts: Any = None, timeout: Any = None) -> Work:
         source, places = only("all_gather", inputs), only_list("all_gather", outputs)
         checks.places("all_gather", places, self.size(), self.rank(), source)
         action = partial(self._mover.all_gather, places, source)
-        return self._submit("all_gather", places, opts, action, timeout, [source])
+        return self._submit("all_gather", places, opts, action, timeout, [source], counted(places))
 
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], sources: list[torch.Tensor], opts: Any = None
@@ -157,7 +166,8 @@ class Collectives(NamedGroup):
             for column, source in zip(columns, sources, strict=True):
                 self._mover.all_gather(column, source)
 
-        return self._submit(name, list(chain(*columns)), opts, action, read=sources)
+        written = list(chain(*columns))
+        return self._submit(name, written, opts, action, read=sources, alike=counted(written))
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
         return self._gathered("all_gather_into_tensor", [output], [source], opts)
@@ -177,7 +187,7 @@ class Collectives(NamedGroup):
             for output, source in zip(outputs, sources, strict=True):
                 self._mover.all_gather_single(output, source)
 
-        return self._submit(name, outputs, opts, action, read=sources)
+        return self._submit(name, outputs, opts, action, read=sources, alike=counted(sources))
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -187,9 +197,9 @@ class Collectives(NamedGroup):
     ) -> Work:
         source, places = only("gather", inputs), only_list("gather", outputs)
         root = self._listed_at("gather", opts, root, places, source)
-        return self._submit(
-            "gather", places, opts, partial(self._mover.gather, places, source, root), timeout, [source]
-        )
+        action = partial(self._mover.gather, places, source, root)
+        alike = f"{counted([source])} to rank {root}"
+        return self._submit("gather", places, opts, action, timeout, [source], alike)
 
     def scatter(
         self, outputs: Tensors, inputs: Sequence[Any], opts: Any = None, timeout: Any = None, *, root: int | None = None
@@ -197,7 +207,8 @@ class Collectives(NamedGroup):
         output, sources = only("scatter", outputs), only_list("scatter", inputs)
         root = self._listed_at("scatter", opts, root, sources, output)
         action = partial(self._mover.scatter, output, sources, root)
-        return self._submit("scatter", [output], opts, action, timeout, sources)
+        alike = f"{counted([output])} from rank {root}"
+        return self._submit("scatter", [output], opts, action, timeout, sources, alike)
 
     def alltoall(
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None, timeout: Any = None
@@ -206,7 +217,7 @@ class Collectives(NamedGroup):
         checks.places("all_to_all", outputs, self.size(), self.rank(), sources[self.rank()])
         checks.one_dtype("all_to_all", sources)
         action = partial(self._mover.all_to_all, outputs, sources)
-        return self._submit("all_to_all", outputs, opts, action, timeout, sources)
+        return self._submit("all_to_all", outputs, opts, action, timeout, sources, f" of {sources[0].dtype}")
 
     def all_to_all_single(
         self,
@@ -219,7 +230,7 @@ class Collectives(NamedGroup):
     ) -> Work:
         sizes = checks.exchanged("all_to_all_single", output, source, output_splits, source_splits, self.size())
         action = partial(self._mover.all_to_all_single, output, source, *sizes)
-        return self._submit("all_to_all_single", [output], opts, action, timeout, [source])
+        return self._submit("all_to_all_single", [output], opts, action, timeout, [source], f" of {source.dtype}")
 
     alltoall_base = all_to_all_single
 

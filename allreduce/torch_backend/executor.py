@@ -139,7 +139,7 @@ class Executor:
         """Wait asleep until all ranks have come to this operation, or until this one gives it up."""
         if self._comm.size == 1:
             return
-        what = work.described()
+        what = work.described
         word = zlib.crc32(what.encode())
         sides = np.array([word, -word])  # the minimum of -x is minus the maximum
         request = self._comm.Iallreduce(MPI.IN_PLACE, sides, MPI.MIN)

@@ -31,7 +31,10 @@ def exact_seconds(timeout: timedelta | float) -> float:
     return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
 
 
-ALIKE = ("all_reduce", "broadcast", "reduce")  # their tensors have one size and dtype on all ranks
+def counted(tensors: Sequence[torch.Tensor]) -> str:
+    """How many elements of which dtype: " of 3 elements of torch.float32", " of 3, 4 elements ..." of several."""
+    lengths = ", ".join(str(tensor.numel()) for tensor in tensors)
+    return f" of {lengths} elements of {tensors[0].dtype}" if tensors else ""
 
 
 @untraced
@@ -39,11 +42,13 @@ class Work(dist.Work):
     """One operation of a group, from its submission to its end.
 
     name: what it is, for messages. result: the tensors that it writes. limit: seconds that it may take.
+    alike: what of its arguments must be the same on all ranks, in words that follow the name.
     """
 
-    def __init__(self, name: str, result: Sequence[torch.Tensor], limit: float) -> None:
+    def __init__(self, name: str, result: Sequence[torch.Tensor], limit: float, alike: str = "") -> None:
         super().__init__()
         self.name = name
+        self.described = name + alike
         self.limit = limit
         self.given_up = False  # whether somebody has waited for it in vain
         self._result = list(result)
@@ -53,12 +58,6 @@ class Work(dist.Work):
         self._chained: torch.futures.Future | None = None  # what others get; ends after `_future`, in the same thread
         self._event = events.begin(name)
         self._lock = threading.Lock()
-
-    def described(self) -> str:
-        """The operation and what must be alike on all ranks, where that can be told from the tensors it writes."""
-        if self.name not in ALIKE or not self._result:
-            return self.name
-        return f"{self.name} of {self._result[0].numel()} elements of {self._result[0].dtype}"
 
     # What PyTorch calls
 

@@ -350,12 +350,34 @@ def test_times_in_seconds() -> None:
     dist.group.WORLD.set_timeout(60.0)
 
 
-def test_broadcasts_of_different_sizes_are_told() -> None:
-    """MPI takes a shorter message for a longer one, and the rest would keep what it held."""
-    if dist.get_world_size() == 1:
+def test_calls_of_different_sizes_dtypes_or_roots_are_told() -> None:
+    """MPI takes a shorter message for a longer one, and the rest would keep what it held; to it, bytes are bytes."""
+    ranks, later = dist.get_world_size(), min(dist.get_rank(), 1)
+    if ranks == 1:
         pytest.skip("one rank agrees with itself")
-    with pytest.raises(DisagreementError, match=r"broadcast of 10 elements of torch\.float32\n.*broadcast of 20"):
-        dist.broadcast(torch.zeros(20 if dist.get_rank() else 10), src=0)
+    some, kind = torch.zeros(10 + 10 * later), [torch.float32, torch.int32][later]
+
+    def places(length: int) -> list[torch.Tensor] | None:
+        return None if later else [torch.zeros(length) for _ in range(ranks)]
+
+    calls: dict[str, Call] = {
+        r"broadcast of 10 elements of torch\.float32 from rank 0\n.*broadcast of 20": lambda: dist.broadcast(some, 0),
+        r"broadcast of 3 .* from rank 0\n.* from rank 1": lambda: dist.broadcast(torch.zeros(3), later),
+        r"reduce of 3 .* to rank 0\n.* to rank 1": lambda: dist.reduce(torch.zeros(3), later),
+        r"all_gather_into_tensor of 10 .*\n.* of 20 ": lambda: dist.all_gather_into_tensor(some.repeat(ranks), some),
+        r"all_gather_into_tensor of 2 .*float32\n.*int32": lambda: dist.all_gather_into_tensor(
+            torch.zeros(2 * ranks, dtype=kind), torch.zeros(2, dtype=kind)
+        ),
+        r"all_gather of 10, .*\n.* of 20, ": lambda: dist.all_gather([some.clone() for _ in range(ranks)], some),
+        r"gather of 10 .* to rank 0\n.* of 20 ": lambda: dist.gather(some, places(10)),
+        r"scatter of 10 .* from rank 0\n.* of 20 ": lambda: dist.scatter(some, places(10)),
+        r"all_to_all_single of torch.float32\n.*int32": lambda: dist.all_to_all_single(
+            torch.zeros(ranks, dtype=kind), torch.zeros(ranks, dtype=kind)
+        ),
+    }
+    for text, call in calls.items():
+        with pytest.raises(DisagreementError, match=text):
+            call()
     tensor = torch.full((3,), float(dist.get_rank()))
     dist.broadcast(tensor, src=0)
     assert tensor.tolist() == [0, 0, 0]
