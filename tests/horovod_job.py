@@ -3,7 +3,8 @@
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import trainers.horovod.torch as hvd
 from allreduce.errors import CollectiveTimeoutError, DisagreementError
 from allreduce.topology import Topology
+from allreduce.torch_backend.reducing import Reducer
 from trainers.horovod import session
 from trainers.horovod.errors import (
     AdasumError,
@@ -110,6 +112,52 @@ def names_in_any_order() -> None:
     assert hvd.synchronize(handles[names[0]]) is None
 
 
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """What is submitted inside is decided together, when all ranks have left."""
+    if RANK == 0:
+        session.world().worker._turning.acquire()
+    try:
+        yield
+        session.world().agree([], "all have submitted")
+    finally:
+        if RANK == 0:
+            session.world().worker._turning.release()
+
+
+def fused() -> None:
+    """What is ready together and akin runs in one call; one that is refused fails alone."""
+    sums: list[int] = []
+    reducer = session.current().world.reducer
+    reducer.all_reduce_many = lambda tensors, how: (
+        sums.append(len(tensors)) or Reducer.all_reduce_many(reducer, tensors, how)
+    )
+    tensors = [here(7), torch.tensor(float(RANK)), here(0), here(4, 3).t(), here(300_000), here(2, 2).requires_grad_()]
+    integers = [here(number + 1, dtype=torch.int32) for number in range(3)]
+    halves = [here(number + 1, dtype=torch.float16) for number in range(3)]
+    with held_back():
+        handles = [hvd.allreduce_async(each, name=f"sum {at}", op=hvd.Sum) for at, each in enumerate(tensors)]
+        odd = hvd.allreduce_async(here(3 + RANK), name="odd", op=hvd.Sum)
+        mean = [hvd.allreduce_async_(each, name=f"mean {at}") for at, each in enumerate(integers)]
+        scaled = [hvd.allreduce_async(here(2), name=f"{at}", prescale_factor=2.0 + at) for at in (0, 0.5)]
+        least = [hvd.allreduce_async(each > 0, name=f"least {at}", op=hvd.Min) for at, each in enumerate(halves)]
+        half = [hvd.allreduce_async(each, name=f"half {at}", op=hvd.Sum) for at, each in enumerate(halves)]
+    with pytest.raises(MismatchError, match="odd: float32"):
+        hvd.synchronize(odd)
+    for handle, each in zip(handles, tensors, strict=True):
+        same(hvd.synchronize(handle), torch.full(each.shape, TOTAL))
+    for handle, each in zip(mean, integers, strict=True):
+        assert hvd.synchronize(handle) is each
+        same(each, torch.full(each.shape, TOTAL // SIZE))
+    for handle, factor in zip(scaled, (2.0, 2.5), strict=True):
+        same(hvd.synchronize(handle), [TOTAL / SIZE * factor] * 2)
+    for number, (small, short) in enumerate(zip(least, half, strict=True), 1):
+        assert hvd.synchronize(small).tolist() == [False] * number
+        same(hvd.synchronize(short), [TOTAL] * number)
+    assert sorted(sums) == [3, 3, 3, 5]  # all but 1.2 MB of float32, and what is scaled otherwise
+    del reducer.all_reduce_many
+
+
 def movements() -> None:
     rows = hvd.allgather(here(RANK + 1, 2))  # other first dimensions, and none of rank 0's below
     same(rows, [[rank] * 2 for rank in range(SIZE) for _ in range(rank + 1)])
@@ -155,7 +203,13 @@ def gradients() -> None:
 
 def joined() -> None:
     """Who has no data left stands in, with what changes nothing."""
-    if RANK:
+    if RANK == 0:  # what the others submit soon is decided together
+        session.world().worker._turning.acquire()
+        threading.Timer(0.3, session.world().worker._turning.release).start()
+    else:
+        handles = [hvd.allreduce_async(here(2 + at), name=f"small {at}", op=hvd.Sum) for at in range(5)]
+        for at, handle in enumerate(handles):
+            same(hvd.synchronize(handle), [TOTAL] * (2 + at))
         same(hvd.allreduce(here(2), op=hvd.Sum), [TOTAL] * 2)
         same(hvd.allreduce(here(2)), [TOTAL / SIZE] * 2)
         same(hvd.allreduce(here(2), op=hvd.Min), [1] * 2)
@@ -420,7 +474,7 @@ def timeline() -> None:
 
 
 for check in (
-    who_is_where, reductions, adasum, names_in_any_order, movements, gradients, joined, sparse, process_sets,
+    who_is_where, reductions, adasum, names_in_any_order, fused, movements, gradients, joined, sparse, process_sets,
     optimizers, later, embeddings, states, batch_norm, timeline, bad_input, never_comes,
 ):  # fmt: skip
     check()

@@ -62,7 +62,8 @@ def test_objects_come_back_as_they_were() -> None:
 def test_which_gradients_are_averaged_together(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from trainers.horovod.averaging import FUSION_THRESHOLD, _groups
+    from trainers.horovod.arguments import FUSION_THRESHOLD
+    from trainers.horovod.averaging import _groups
     from trainers.horovod.errors import ArgumentError
 
     parameters = [torch.zeros(length) for length in (5, 300_000, 7, 1000, 250_000, 20_000)]  # float32: 4 bytes
@@ -77,6 +78,19 @@ def test_which_gradients_are_averaged_together(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(FUSION_THRESHOLD, "64MB")
     with pytest.raises(ArgumentError, match="number of bytes"):
         together()
+
+
+def test_which_calls_run_as_one() -> None:
+    from allreduce.messages.named import Decision, groups
+
+    def together(limit: int, *calls: tuple[str, int]) -> list[list[int]]:
+        decisions = [Decision(str(number), None, [], None, kin, nbytes) for number, (kin, nbytes) in enumerate(calls)]
+        return [[int(decision.name) for decision in group] for group in groups(decisions, limit)]
+
+    assert together(100) == []
+    assert together(100, ("a", 40), ("b", 1), ("a", 60), ("a", 1), ("b", 1)) == [[0, 2], [1, 4], [3]]
+    assert together(100, ("a", 1), ("a", 200), ("", 1), ("", 1), ("a", 0)) == [[0, 4], [1], [2], [3]]
+    assert together(0, ("a", 0), ("a", 0)) == [[0], [1]]
 
 
 @needs_torch

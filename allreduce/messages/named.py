@@ -2,12 +2,13 @@
 
 A lane's calls are matched by their order. Here every rank announces the names of its calls to rank 0, each with its
 side of it, and a call is next when all ranks have announced it, or have joined: who has joined has no calls of its own
-any more, and stands in in those of the others. A decision brings every rank's side to all of them. (The idea is
+any more, and stands in in those of the others. A decision brings every rank's side to all of them. What has become
+ready while other calls ran is decided together, and what is small and akin in that runs as one call. (The ideas are
 Horovod's: A. Sergeev, M. Del Balso, 2018.)
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,8 @@ from allreduce.messages.lanes import Lane, Pending, Runs
 from allreduce.messages.notes import Said
 
 Sides = list[Any]  # by rank; None of a rank that has joined
-StandIn = Callable[[Any], Callable[[Sides], object]]
+Work = Callable[[Sides], object]
+StandIn = Callable[[Any], Work]
 JOIN = "join"
 
 
@@ -27,13 +29,43 @@ class Side(NamedTuple):
     """What a rank brings to a call, all of it as JSON can hold it.
 
     same: must be alike on all ranks. own: may not, and is handed to all. joinable: ranks that have joined can stand in.
-    what: the call, for people.
+    what: the call, for people. kin: calls of the same kin, if it is not "", may run as one: by the method `together` of
+    the first one's work, which takes the work of the others. nbytes: what the call moves.
     """
 
     same: Any
     own: Any = None
     joinable: bool = False
     what: str = ""
+    kin: str = ""
+    nbytes: int = 0
+
+
+class Decision(NamedTuple):
+    """A call that is next. same, kin, nbytes: see Side. refusal: what the ranks brought, or why it can't be."""
+
+    name: str
+    same: Any
+    sides: Sides
+    refusal: list[str] | str | None
+    kin: str
+    nbytes: int
+
+
+def groups(decisions: Sequence[Decision], limit: int) -> list[list[Decision]]:
+    """Which calls run as one: those of one kin, in the order in which they came, up to `limit` bytes; 0: none."""
+    found: list[list[Decision]] = []
+    begun: dict[str, list[Decision]] = {}  # kin -> the group that the next one may join
+    for decision in decisions:
+        small = decision.kin != "" and decision.nbytes < limit
+        group = begun.get(decision.kin) if small else None
+        if group is not None and sum(each.nbytes for each in group) + decision.nbytes <= limit:
+            group.append(decision)
+            continue
+        found.append([decision])
+        if small:
+            begun[decision.kin] = found[-1]
+    return found
 
 
 class Named(Pending):
@@ -43,26 +75,49 @@ class Named(Pending):
         self,
         name: str,
         side: Side,
-        work: Callable[[Sides], object],
+        work: Work,
         lane: "NamedLane",
         ended: Callable[[BaseException | None], object] | None,
     ) -> None:
-        super().__init__(lambda: self._run(work), lane, side.what, 0, ended)
+        super().__init__(self._run, lane, side.what, 0, ended)
         self.name, self.side = name, side
         self.sides: Sides = [side.own]
         self.refused: AllReduceError | None = None
+        self._of_user: Work | None = work
 
-    def _run(self, work: Callable[[Sides], object]) -> None:
+    def _run(self) -> None:
+        work = self.take_work()
         if self.refused is not None:
             raise self.refused
         work(self.sides)
+
+    def take_work(self) -> Any:
+        """The work, which someone else does now."""
+        work, self._of_user, self._work = self._of_user, None, None
+        return work
+
+
+class Fused(Pending):
+    """Calls that run as one; what that raises, all of them raise."""
+
+    def __init__(self, calls: Sequence[Named], lane: "NamedLane") -> None:
+        first, *others = (call.take_work() for call in calls)
+        super().__init__(lambda: first.together(others), lane, f"{calls[0].what}, and {len(others)} more")
+        self._calls = calls
+
+    def finish(self, error: BaseException | None) -> None:
+        super().finish(error)
+        for call in self._calls:
+            call.begin = self.begin
+            call.finish(self.error)
 
 
 class NamedLane(Lane):
     """The calls of one user, which run when all ranks have submitted one of this name.
 
     comm: for announcements, used by nothing else. stand_in: makes, from what is the same on all ranks, what a rank does
-    that has joined. Calls that differ are refused, each by itself, with the same error on all ranks.
+    that has joined. fuse_bytes: of up to how many bytes calls are made that stand for several; rank 0's counts. Calls
+    that differ are refused, each by itself, with the same error on all ranks.
     """
 
     def __init__(
@@ -72,21 +127,23 @@ class NamedLane(Lane):
         number: int,
         name: str,
         stand_in: StandIn,
+        fuse_bytes: int,
     ) -> None:
         super().__init__(worker, number, name, alone=False)
-        self._comm, self._stand_in = comm, stand_in
+        self._comm, self._stand_in, self._fuse_bytes = comm, stand_in, fuse_bytes
         self._waiting: dict[str, Named] = {}  # announced, and not decided
         self._open: set[str] = set()  # names of calls that have not ended
         self._first: Named | None = None  # which has waited longest
         self._announced: dict[str, dict[int, Side]] = {}  # rank 0: name -> rank -> its side
         self._joined: list[int] = []  # rank 0: in the order in which they came
+        self._decided: list[Decision] = []  # rank 0: and not told
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []  # messages on their way
 
     def call(
         self,
         name: str,
         side: Side,
-        work: Callable[[Sides], object],
+        work: Work,
         ended: Callable[[BaseException | None], object] | None = None,
     ) -> Named:
         """Have `work` called, with the sides of all ranks, when all have come to a call of this name. Local.
@@ -133,6 +190,16 @@ class NamedLane(Lane):
         self._mind()
         return given_up
 
+    def tell(self) -> None:
+        """Rank 0: say which calls are next."""
+        decided, self._decided = self._decided, []
+        if not decided or self.broken is not None:
+            return
+        together = groups(decided, self._fuse_bytes)
+        for other in range(1, self._comm.size):
+            self._send(together, other)
+        self._follow(together)
+
     def hear(self) -> list[tuple[int, list[Any]]]:
         """What has come since: of whom, and what. Without the lock."""
         heard, status = [], MPI.Status()
@@ -147,7 +214,7 @@ class NamedLane(Lane):
         if self._comm.rank == 0:
             self._note(rank, message[0], Side(*message[1:]))
         else:
-            self._decided(*message)
+            self._follow([[Decision(*decision) for decision in group] for group in message])
 
     # Rank 0 decides
 
@@ -157,7 +224,7 @@ class NamedLane(Lane):
             for waiting in list(self._announced):
                 self._decide(waiting)
             if len(self._joined) == self._comm.size:
-                self._tell(JOIN, None, [self._joined[-1]], None)
+                self._decided.append(Decision(JOIN, None, [self._joined[-1]], None, "", 0))
                 self._joined.clear()
         else:
             self._announced.setdefault(name, {})[rank] = side
@@ -171,33 +238,41 @@ class NamedLane(Lane):
         del self._announced[name]
         first = next(iter(sides.values()))
         everyone = range(self._comm.size)
+        kin = first.kin if len({side.kin for side in sides.values()}) == 1 else ""
         refusal: list[str] | str | None = None
         if len({json.dumps(side.same, sort_keys=True) for side in sides.values()}) > 1:
             refusal = [sides[rank].what if rank in sides else "has joined" for rank in everyone]
         elif len(sides) < self._comm.size and not first.joinable:
             joined = sorted({*everyone} - {*sides})
             refusal = f"{first.what}: ranks {joined} have joined, and can't stand in in this call"
-        self._tell(name, first.same, [sides[rank].own if rank in sides else None for rank in everyone], refusal)
-
-    def _tell(self, name: str, same: Any, sides: Sides, refusal: list[str] | str | None) -> None:
-        for other in range(1, self._comm.size):
-            self._send([name, same, sides, refusal], other)
-        self._decided(name, same, sides, refusal)
+        if refusal is not None:
+            kin = ""
+        owns = [sides[rank].own if rank in sides else None for rank in everyone]
+        self._decided.append(Decision(name, first.same, owns, refusal, kin, first.nbytes))
 
     # All ranks follow
 
-    def _decided(self, name: str, same: Any, sides: Sides, refusal: list[str] | str | None) -> None:
+    def _follow(self, together: list[list[Decision]]) -> None:
+        """These calls are next, those of each list as one."""
         if self.broken is not None:
             return
+        for decisions in together:
+            submitted = sum(decision.name in self._waiting for decision in decisions)
+            calls = [call for call in map(self._called, decisions) if call is not None]
+            if calls:
+                self.worker.decide(self, calls[0] if len(calls) == 1 else Fused(calls, self), 1 - submitted)
+        self._mind()
+
+    def _called(self, decision: Decision) -> Named | None:
+        """The call that was decided, or what stands in for it; None where it is refused and not this rank's."""
+        name, same, sides, refusal, *_ = decision
         pending = self._waiting.pop(name, None)
-        added = pending is None
         if pending is None:
             if refusal is not None:
-                return
+                return None
             pending = Named(name, Side(same, what=name), self._stand_in(same), self, self._stood_in)
         pending.sides, pending.refused = sides, self._refused(refusal)
-        self.worker.decide(self, pending, added)
-        self._mind()
+        return pending
 
     def _refused(self, refusal: list[str] | str | None) -> AllReduceError | None:
         if isinstance(refusal, list):

@@ -72,10 +72,10 @@ class Worker:
         self._lanes[lane.number] = lane
         return lane
 
-    def named(self, name: str, comm: MPI.Intracomm, stand_in: StandIn) -> NamedLane:
+    def named(self, name: str, comm: MPI.Intracomm, stand_in: StandIn, fuse_bytes: int) -> NamedLane:
         """A lane whose calls are matched by their names, and run by a thread. Collective; raises as `lane`."""
         self._start()
-        lane = NamedLane(self, comm, next(self._numbers), name, stand_in)
+        lane = NamedLane(self, comm, next(self._numbers), name, stand_in, fuse_bytes)
         self._lanes[lane.number] = lane
         return lane
 
@@ -226,9 +226,11 @@ class Worker:
             for rank, told in lane.hear():
                 with self._changed:
                     lane.take_in(rank, told)
+            with self._changed:
+                lane.tell()
 
-    def decide(self, lane: Lane, pending: Pending, added: bool) -> None:
-        """A call is next; added: which nobody has submitted here. With the lock held."""
+    def decide(self, lane: Lane, pending: Pending, added: int) -> None:
+        """A call is next. added: 1, less the submitted calls that it stands for. With the lock held."""
         self._open += added
         self._ready.append((RUN, lane, pending))
 

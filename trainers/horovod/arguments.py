@@ -1,6 +1,7 @@
 """What users pass to collectives: understood or refused, before anything is sent."""
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from trainers.horovod.errors import ArgumentError, deprecated
 from trainers.horovod.working import Op, reduction
 
+FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # in the environment, in bytes, as Horovod has it
+FUSION_BYTES = 1 << 20  # a call costs as much as moving some 100 KiB; larger tensors need no copy by themselves
 _ADASUM = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -61,6 +64,14 @@ def factors(kind: str, scales: tuple[Any, Any]) -> tuple[float, float]:
     if not (math.isfinite(before) and math.isfinite(after)):
         raise ArgumentError(f"{kind}: prescale_factor and postscale_factor must be finite, not {scales}")
     return before, after
+
+
+def fusion_bytes() -> int:
+    """Up to how many bytes are reduced in one call that stands for several. Raises ArgumentError."""
+    given = os.environ.get(FUSION_THRESHOLD, str(FUSION_BYTES))
+    if not given.isdecimal():
+        raise ArgumentError(f"{FUSION_THRESHOLD}={given!r} in the environment: give a number of bytes, or 0")
+    return int(given)
 
 
 def splits(tensor: torch.Tensor, given: Any, size: int) -> list[int]:

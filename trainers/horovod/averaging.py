@@ -1,25 +1,20 @@
 """Gradients are averaged while backward goes on: each, or each group, as soon as all of it is there."""
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from trainers.horovod import session
-from trainers.horovod.arguments import operation, reduces
+from trainers.horovod.arguments import fusion_bytes, operation, reduces
 from trainers.horovod.compression import Compressor
 from trainers.horovod.errors import ArgumentError, OrderError
 from trainers.horovod.handles import synchronize
-from trainers.horovod.operations import Average, allreduce_async_, grouped_allreduce_async_
+from trainers.horovod.operations import Average, grouped_allreduce_async_
 from trainers.horovod.process_sets import ProcessSet
 from trainers.horovod.sparse import sparse_allreduce_async
 
 Group = tuple[torch.Tensor, ...]
-FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # in the environment, in bytes, as Horovod has it
-FUSION_BYTES = (
-    1 << 20
-)  # a call of a name costs as much as moving some 100 KiB; larger tensors need no copy by themselves
 
 
 class Averaging:
@@ -125,10 +120,8 @@ class Averaging:
         dense = [each.to_dense() if each.is_sparse else each for each in gradients]
         short, contexts = zip(*map(self._compression.compress, dense), strict=True)
         before, after = self._scales
-        if len(group) == 1:
-            handle = allreduce_async_(short[0], None, name, self._op, before, after, self._process_set)
-        else:
-            handle = grouped_allreduce_async_(short, None, name, self._op, before, after, self._process_set)
+        # A group of one, too: what is fused by the time at which it is ready may be rounded otherwise in the next run.
+        handle = grouped_allreduce_async_(short, None, name, self._op, before, after, self._process_set)
         self._handles[group] = handle, contexts
 
     def _part(self, group: Group) -> None:
@@ -148,10 +141,7 @@ class Averaging:
             group[0].grad = handle()
             return
         number, contexts = handle
-        averages = synchronize(number)
-        for parameter, average, context in zip(
-            group, averages if len(group) > 1 else [averages], contexts, strict=True
-        ):
+        for parameter, average, context in zip(group, synchronize(number), contexts, strict=True):
             dense = self._compression.decompress(average, context)
             gradient = _gradient(parameter)
             if gradient.is_sparse:
@@ -189,7 +179,7 @@ def names_of(
 def _groups(learning: list[torch.Tensor], asked: "int | Sequence[Sequence[torch.Tensor]] | None") -> list[Group]:
     """Which gradients are averaged together. Raises ArgumentError."""
     if asked is None:
-        return _fused(learning, _threshold())
+        return _fused(learning, fusion_bytes())
     if isinstance(asked, int):
         if asked <= 0:
             raise ArgumentError(f"groups={asked}: give a number above 0, or lists of parameters")
@@ -204,14 +194,6 @@ def _groups(learning: list[torch.Tensor], asked: "int | Sequence[Sequence[torch.
     grouped = [tuple(each for each in group if id(each) in own) for group in asked]
     taken = {id(each) for each in members}
     return [group for group in grouped if group] + [(each,) for each in learning if id(each) not in taken]
-
-
-def _threshold() -> int:
-    """Up to how many bytes are averaged in one call. Raises ArgumentError."""
-    given = os.environ.get(FUSION_THRESHOLD, str(FUSION_BYTES))
-    if not given.isdecimal():
-        raise ArgumentError(f"{FUSION_THRESHOLD}={given!r} in the environment: give a number of bytes, or 0")
-    return int(given)
 
 
 def _fused(learning: list[torch.Tensor], threshold: int) -> list[Group]:

@@ -1,7 +1,6 @@
 """Handles: what asynchronous calls return, numbers for poll and synchronize."""
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,14 +9,14 @@ import torch
 from allreduce.errors import AllReduceError
 from allreduce.messages.lanes import Pending
 from allreduce.messages.named import Side, Sides
-from allreduce.torch_backend import gpu
 from trainers.horovod import timeline
 from trainers.horovod.errors import ArgumentError, internal
 from trainers.horovod.members import Members
+from trainers.horovod.working import Run
 
 _numbers = itertools.count()
 _last = -1
-_open: dict[int, tuple[Pending, list[Any]]] = {}  # of calls whose results nobody has asked for
+_open: dict[int, tuple[Pending, Run]] = {}  # of calls whose results nobody has asked for
 
 
 def submit(
@@ -25,20 +24,10 @@ def submit(
 ) -> int:
     """Have `work` called when all members have come to this name; a handle for what it returns. Local."""
     global _last
-    streams, result = gpu.Streams(tensors), []
-    record = timeline.begin(name)
-
-    def run(sides: Sides) -> None:
-        begin = time.perf_counter()
-        streams.before()
-        result.append(work(sides))
-        streams.after()
-        if record is not None:
-            record(begin)
-
+    run = Run(work, tensors, timeline.begin(name))
     pending = members.submit(name, side._replace(what=f"{name}: {side.what}"), run)
     _last = next(_numbers)
-    _open[_last] = pending, result
+    _open[_last] = pending, run
     return _last
 
 
@@ -54,12 +43,12 @@ def synchronize(handle: int) -> Any:
     """
     if _checked(handle) not in _open:
         return None
-    pending, result = _open.pop(handle)
+    pending, run = _open.pop(handle)
     try:
         pending.wait()
     except AllReduceError as error:
         raise internal(error) from error
-    return result[0]
+    return run.result
 
 
 def _checked(handle: int) -> int:

@@ -11,7 +11,7 @@ from allreduce.topology import Topology
 from allreduce.torch_backend.moving import Mover
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.reducing import Reducer
-from trainers.horovod import working
+from trainers.horovod import arguments, working
 from trainers.horovod.errors import DuplicateNameError, internal
 
 
@@ -22,13 +22,14 @@ class Members:
     """
 
     def __init__(self, topology: Topology, ranks: Sequence[int]) -> None:
+        fuse_bytes = arguments.fusion_bytes()
         self.topology, self.ranks = topology, list(ranks)
         self.rank, self.size = topology.rank, topology.size
         made = topology.duplicate()  # what the worker's thread makes and calls while this one may make others
         self._comm = made.private()
         self.reducer, self.mover = Reducer(made, self._comm, Options()), Mover(self._comm)
         names = topology.private()
-        self.lane = topology.worker.named("the calls of Horovod's API", names, self._stand_in)
+        self.lane = topology.worker.named("the calls of Horovod's API", names, self._stand_in, fuse_bytes)
         self._counts: Counter[str] = Counter()
 
     def name(self, kind: str, given: str | None) -> str:

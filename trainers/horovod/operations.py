@@ -97,12 +97,11 @@ def _reduce(
     arguments.reduces(kind, op, tensors)
     scales = arguments.factors(kind, scales)
     layouts = [arguments.layout(tensor) for tensor in tensors]
-    side = Side([kind, layouts, int(op), *scales], None, True, f"{arguments.shown(tensors)}; {op.name}, {scales}")
-
-    def work(_: Any) -> Any:
-        working.all_reduce(members, tensors, op, scales)
-        return tensors[0] if single else tuple(tensors)
-
+    what = f"{arguments.shown(tensors)}; {op.name}, {scales}"
+    kin = f"{tensors[0].dtype} on {tensors[0].device.type}; {op.name}, {scales}" if single and op != Adasum else ""
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    side = Side([kind, layouts, int(op), *scales], None, True, what, kin, nbytes)
+    work = working.Reducing(members, tensors, op, scales, single)
     return submit(members, members.name(kind, name), side, tensors, work)
 
 

@@ -1,13 +1,17 @@
 """What a collective does when all ranks have come to it: in the thread of the topology's worker."""
 
 import enum
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from allreduce.messages.named import Sides
+from allreduce.torch_backend import gpu
 from allreduce.torch_backend.reduce_ops import Reduction, resolve
 from allreduce.torch_backend.tensors import readable, writable
 
@@ -58,6 +62,65 @@ def all_reduce(members: "Members", tensors: Sequence[torch.Tensor], op: Op, scal
             _scale(tensor, scales[1])
 
 
+@dataclass(frozen=True)
+class Reducing:
+    """The work of an allreduce. single: the result is a tensor, not a tuple of them."""
+
+    members: "Members"
+    tensors: Sequence[torch.Tensor]
+    op: Op
+    scales: _Scales
+    single: bool = False
+
+    def __call__(self, _: Sides) -> Any:
+        all_reduce(self.members, self.tensors, self.op, self.scales)
+        return self.result()
+
+    def result(self) -> Any:
+        """The tensors, which are reduced in place."""
+        return self.tensors[0] if self.single else tuple(self.tensors)
+
+
+class Run:
+    """A call as the worker runs it: between what the caller has on its GPU, into `result`. record: told when it began.
+
+    Calls whose work is a Reducing, alike but for its tensors, can run as one.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Sides], Any],
+        tensors: Sequence[torch.Tensor],
+        record: Callable[[float], object] | None = None,
+    ) -> None:
+        self._work, self._record, self._streams = work, record, gpu.Streams(tensors)
+        self.result: Any = None
+
+    def __call__(self, sides: Sides) -> None:
+        with self._around():
+            self.result = self._work(sides)
+
+    def together(self, others: "Sequence[Run]") -> None:
+        """Run as one with these."""
+        runs = [self, *others]
+        works: list[Reducing] = [run._work for run in runs]  # type: ignore[misc]
+        with ExitStack() as around:
+            for run in runs:
+                around.enter_context(run._around())
+            replace(works[0], tensors=[tensor for work in works for tensor in work.tensors])([])
+            for run, work in zip(runs, works, strict=True):
+                run.result = work.result()
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        self._streams.before()
+        yield
+        self._streams.after()
+        if self._record is not None:
+            self._record(begin)
+
+
 def reduce_scatter(members: "Members", tensor: torch.Tensor, op: Op, scales: _Scales) -> torch.Tensor:
     """This rank's rows of the reduced tensor: the first ranks have one more where they can't be shared evenly."""
     source = tensor.clone() if scales[0] != 1.0 else tensor
@@ -94,14 +157,14 @@ def all_to_all(
     return output, received
 
 
-def stand_in(members: "Members", same: Any) -> Callable[[Sides], object]:
+def stand_in(members: "Members", same: Any) -> Run:
     """What a rank does that has joined: it brings what changes nothing. same: see operations.allreduce_async."""
     _, layouts, op, *scales = same
     tensors = [
         torch.full(shape, _neutral(Op(op), getattr(torch, dtype)), dtype=getattr(torch, dtype))
         for shape, dtype in layouts
     ]
-    return lambda _: all_reduce(members, tensors, Op(op), (scales[0], scales[1]))
+    return Run(Reducing(members, tensors, Op(op), (scales[0], scales[1])), [])
 
 
 def _neutral(op: Op, dtype: torch.dtype) -> float | int:
