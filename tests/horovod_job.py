@@ -442,8 +442,15 @@ def bad_input() -> None:
 def never_comes() -> None:
     """A name that comes on rank 0 alone; the other ranks are somewhere else."""
     apart = Topology(timeout=120)
+    old, other = hvd.add_process_set([0]), hvd.ProcessSet([1])
     hvd.shutdown()
-    hvd.init()
+    with pytest.raises(ProcessSetError, match="already"):
+        hvd.init(process_sets=[hvd.ProcessSet([0]), hvd.ProcessSet([0])])
+    assert not hvd.is_initialized()
+    hvd.init(process_sets=[other])
+    assert other.size() == 1
+    with pytest.raises(ProcessSetError, match="not in use"):
+        old.size()
     if RANK == 0:
         watch = session.world().watch  # short from here on: on a busy machine the others may be late in `init`
         watch.timeout, watch.stall = 6.0, 2.0

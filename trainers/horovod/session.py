@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mpi4py import MPI
 
 import allreduce
+from allreduce.errors import DisagreementError, OptionError
 from allreduce.messages import losses
 from allreduce.topology import Topology
 from trainers.horovod.errors import ArgumentError, NotInitializedError, ProcessSetError
@@ -68,9 +69,10 @@ def world() -> Topology:
 def known(process_set: "ProcessSet") -> Registered:
     """A process set in use. Raises ProcessSetError."""
     number = process_set.process_set_id
-    if number is None or number not in current().sets:
+    held = None if number is None else current().sets.get(number)
+    if held is None or (number and held.ranks != process_set.ranks):  # of an earlier session, say
         raise ProcessSetError(f"{process_set} is not in use; give it to hvd.init or hvd.add_process_set on all ranks")
-    return current().sets[number]
+    return held
 
 
 def members(process_set: "ProcessSet") -> Members:
@@ -87,7 +89,7 @@ def init(
     """Start, on all ranks or those of `comm`. Collective over them; does nothing when it was done before.
 
     comm: a communicator, or ranks of the world. process_sets: sets to be used beside the global one; "dynamic" is
-    accepted too, as sets can be added and removed at any time here.
+    accepted too, as sets can be added and removed at any time here. When one can't be added, nothing has begun.
     """
     from trainers.horovod import timeline
     from trainers.horovod.process_sets import add_process_set
@@ -96,8 +98,12 @@ def init(
         return
     begin(_topology(comm))
     timeline.from_environment()
-    for process_set in [] if process_sets is None or isinstance(process_sets, str) else process_sets:
-        add_process_set(process_set)
+    try:
+        for process_set in [] if process_sets is None or isinstance(process_sets, str) else process_sets:
+            add_process_set(process_set)
+    except (OptionError, DisagreementError):  # on all ranks
+        shutdown()
+        raise
 
 
 def _topology(comm: "Sequence[int] | MPI.Intracomm | None") -> Topology:
