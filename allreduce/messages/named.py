@@ -16,10 +16,10 @@ from mpi4py import MPI
 
 from allreduce.errors import AllReduceError, DisagreementError, OptionError
 from allreduce.messages.agreement import disagreement, known
+from allreduce.messages.decisions import Decision, Sides, groups
 from allreduce.messages.lanes import Lane, Pending, Runs
 from allreduce.messages.notes import Said
 
-Sides = list[Any]  # by rank; None of a rank that has joined
 Work = Callable[[Sides], object]
 StandIn = Callable[[Any], Work]
 JOIN = "join"
@@ -39,33 +39,6 @@ class Side(NamedTuple):
     what: str = ""
     kin: str = ""
     nbytes: int = 0
-
-
-class Decision(NamedTuple):
-    """A call that is next. same, kin, nbytes: see Side. refusal: what the ranks brought, or why it can't be."""
-
-    name: str
-    same: Any
-    sides: Sides
-    refusal: list[str] | str | None
-    kin: str
-    nbytes: int
-
-
-def groups(decisions: Sequence[Decision], limit: int) -> list[list[Decision]]:
-    """Which calls run as one: those of one kin, in the order in which they came, up to `limit` bytes; 0: none."""
-    found: list[list[Decision]] = []
-    begun: dict[str, list[Decision]] = {}  # kin -> the group that the next one may join
-    for decision in decisions:
-        small = decision.kin != "" and decision.nbytes < limit
-        group = begun.get(decision.kin) if small else None
-        if group is not None and sum(each.nbytes for each in group) + decision.nbytes <= limit:
-            group.append(decision)
-            continue
-        found.append([decision])
-        if small:
-            begun[decision.kin] = found[-1]
-    return found
 
 
 class Named(Pending):
