@@ -3,7 +3,6 @@
 import os
 import tempfile
 from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise
 
 import ml_dtypes
@@ -135,18 +134,11 @@ def bad_input(reduce: allreduce.base.AllReduce) -> None:
 
 
 def in_trainers(reduce: allreduce.base.AllReduce) -> None:
-    """Refused when they are made, by whatever name and in whatever wrapper."""
+    """Refused when they are made, by whatever name and in whatever wrapper; PyTorch's: see sparse_gradients.py."""
     makes = [
         partial(MirroredTrainer, NumpyNetwork([4, 2])),
         partial(MirroredTrainer, NumpyNetwork([4, 2]), update="sharded"),
     ]
-    if find_spec("torch"):
-        import torch
-
-        from trainers.pytorch import MirroredOptimizer
-
-        model = torch.nn.Linear(2, 2)
-        makes.append(partial(MirroredOptimizer, torch.optim.SGD(model.parameters(), lr=0.1), model))
     with tempfile.TemporaryDirectory() as folder, Trace(os.path.join(folder, "trace.json"), topology) as trace:
         traced = Traced(topology, inner=Compressed(topology, inner=reduce, compress="bfloat16"), trace=trace)
         for given in (reduce, Background(topology, inner=reduce), traced):

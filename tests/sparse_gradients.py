@@ -184,6 +184,8 @@ def other_gradients() -> None:
         optimizer.step()
     with pytest.raises(OptionError, match=r"those of out.weight are averaged as dense ones"):
         MirroredOptimizer(torch.optim.SparseAdam(model.parameters()), model, topology=TOPOLOGY)
+    with pytest.raises(OptionError, match="makes no sums of gradients"):
+        MirroredOptimizer(torch.optim.SGD(model.parameters()), model, "adasum", topology=TOPOLOGY)
 
 
 def all_reduces() -> None:

@@ -70,8 +70,9 @@ class MirroredTrainer(Outliving):
         copies: 2, with update="sharded": another rank, on another node as far as there are such, keeps each slice too.
             After a loss all goes on from the last finished step, without a checkpoint, unless who kept a slice was lost
             with its owner. A step then sends what the optimizer keeps of a slice (with Adam 8 bytes a parameter,
-            divided by the ranks; nothing where nodes have the same slices) and copies that, with the parameters, twice;
-            three slices more are held. Where a lost rank ends the job nothing is kept, and a line says so.
+            divided by the ranks; nothing where nodes have the same slices) and copies that, with the parameters, twice,
+            and a replica's whole `tables` once; three slices more are held, and the tables. Where a lost rank ends the
+            job nothing is kept, and a line says so.
         on_failure: what happens when a rank is lost (it was killed, its node has died), where MPI lets the others live:
             Open MPI 5, started as mpirun --with-ft ulfm. "continue": the call goes on with the ranks that are left, and
             `topology`, `allreduce`, `rank` and `size` of this trainer are new; with update="sharded" and one copy a fit
