@@ -24,3 +24,19 @@ def test_a_rank_leaves_one_place_or_all(number: int, ends: bool) -> None:
     watch._judge(wait, wait.call, time.monotonic())
     assert isinstance(wait.error, RankLeftError) == ends
     watch.abandon()
+
+
+def test_where_a_rank_stands_among_many_places() -> None:
+    """What is waited for comes first, however many places there are where nothing is, or ever was."""
+    watch = Watch(MPI.COMM_SELF, 100.0)
+    waits = [watch.place(number) for number in range(40)]
+    for wait in waits[:20]:
+        wait.begin(Said("a call that was quick"))
+        wait.new(2.0)
+        wait.end()
+        wait.new(3.0)
+    waits[30].begin(Said("all_reduce"))
+    waits[30].new(1.0)
+    assert "in all_reduce, call 1 there" in watch.standing().splitlines()[0]
+    assert "a call that was quick" in watch.standing().splitlines()[1]
+    watch.abandon()

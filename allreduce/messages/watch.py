@@ -235,12 +235,13 @@ class Watch:
         self.notes.stalled.clear()
 
     def standing(self) -> str:
-        """Where this rank waits, and what it has called, newest first, on lines; "" before its first call. Local."""
+        """Where this rank waits, then what it has called, newest first, on lines; "" before its first call. Local."""
         now, lines = time.monotonic(), []
-        for wait in sorted(self._waits, key=lambda wait: -wait.since)[:SHOWN]:
+        used = [wait for wait in self._waits if wait.call or wait.last]
+        for wait in sorted(used, key=lambda wait: (wait.call is None, -wait.since))[:SHOWN]:
             if wait.call is not None:
                 lines.append(f"waits since {now - wait.since if wait.since else 0:.1f} s in {wait}")
-            elif wait.last is not None:
+            else:
                 lines.append(f"{wait.count} calls in one place, among the last: {wait.last}")
         return "\n  ".join(lines)
 
