@@ -169,11 +169,6 @@ def test_waits_and_pickles_are_seen(code: str, bare: bool, pickles: bool) -> Non
     assert bool(pickling(ast.parse(code))) == pickles
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_files_stay_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 300
-
-
 def test_every_package_is_installed() -> None:
     """A package that pyproject.toml forgets is there in the checkout and missing from a wheel."""
     folders = {relative(path.parent).replace("/", ".") for path in FILES if path.name == "__init__.py"}
