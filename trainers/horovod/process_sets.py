@@ -74,8 +74,8 @@ def _ranks_of(topology: Topology, given: ProcessSet) -> list[int]:
     ranks, error = given.ranks, None
     if given.mpi_comm is not None and ranks is None:
         mine = given.mpi_comm.Get_group() if given.mpi_comm != MPI.COMM_NULL else None
-        world = topology.world.Get_group()
-        ranks = [] if mine is None else sorted(MPI.Group.Translate_ranks(mine, list(range(mine.size)), world))
+        everyone = topology.world.Get_group()
+        ranks = [] if mine is None else sorted(MPI.Group.Translate_ranks(mine, list(range(mine.size)), everyone))
     assert ranks is not None
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(topology.size)):
         error = ProcessSetError(f"{given}: give some of the ranks 0 to {topology.size - 1}, each of them once")

@@ -10,6 +10,7 @@ import allreduce
 from allreduce.errors import DisagreementError, OptionError
 from allreduce.messages import losses
 from allreduce.topology import Topology
+from trainers.horovod import timeline
 from trainers.horovod.errors import ArgumentError, NotInitializedError, ProcessSetError
 from trainers.horovod.members import Members
 
@@ -91,13 +92,12 @@ def init(
     comm: a communicator, or ranks of the world. process_sets: sets to be used beside the global one; "dynamic" is
     accepted too, as sets can be added and removed at any time here. When one can't be added, nothing has begun.
     """
-    from trainers.horovod import timeline
     from trainers.horovod.process_sets import add_process_set
 
     if _session is not None:
         return
     begin(_topology(comm))
-    timeline.from_environment()
+    timeline.from_environment(rank())
     try:
         for process_set in [] if process_sets is None or isinstance(process_sets, str) else process_sets:
             add_process_set(process_set)
@@ -122,6 +122,20 @@ def shutdown() -> None:
     ending, _session = _session, None
     if ending is not None:
         ending.close()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record the calls from now on; rank 0 writes them to a file in `stop_timeline`. Local.
+
+    Started again, the recording begins anew. Raises ArgumentError when the file can't be written.
+    """
+    timeline.start(file_path, rank(), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Write the file, if there is a recording. Local."""
+    current()
+    timeline.stop()
 
 
 def is_initialized() -> bool:

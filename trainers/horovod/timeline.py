@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from allreduce.replacing import replacing
-from trainers.horovod import session
 from trainers.horovod.errors import ArgumentError
 
 
@@ -51,11 +50,11 @@ _timeline: Timeline | None = None
 VARIABLE = "HOROVOD_TIMELINE"  # a file; what Horovod's users set to "DYNAMIC" means that nothing is recorded yet
 
 
-def from_environment() -> None:
+def from_environment(rank: int) -> None:
     """Record from now on when the environment names a file, until the end of the program. Local."""
     path = os.environ.get(VARIABLE, "DYNAMIC")
     if path != "DYNAMIC" and _timeline is None:
-        start_timeline(path)
+        start(path, rank)
         atexit.register(_write_at_the_end)
 
 
@@ -64,23 +63,19 @@ def _write_at_the_end() -> None:
         _timeline.write()
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record the calls from now on; rank 0 writes them to a file in `stop_timeline`. Local.
-
-    Started again, the recording begins anew. Raises ArgumentError when the file can't be written.
-    """
+def start(file_path: str, rank: int, mark_cycles: bool = False) -> None:
+    """Record the calls from now on, on rank 0. Local. Raises ArgumentError when the file can't be written."""
     global _timeline
     folder = os.path.dirname(os.path.abspath(file_path))
-    if session.rank() == 0:
+    if rank == 0:
         if os.path.isdir(file_path) or not os.access(folder, os.W_OK):
             raise ArgumentError(f"the timeline can't be written to {file_path}: give a file in a folder that exists")
         _timeline = Timeline(os.path.abspath(file_path), mark_cycles)
 
 
-def stop_timeline() -> None:
+def stop() -> None:
     """Write the file, if there is a recording. Local."""
     global _timeline
-    session.current()
     recorded, _timeline = _timeline, None
     if recorded is not None:
         recorded.write()

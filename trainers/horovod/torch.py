@@ -72,10 +72,11 @@ from trainers.horovod.session import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from trainers.horovod.sparse import sparse_allreduce, sparse_allreduce_async
 from trainers.horovod.sync_batch_norm import SyncBatchNorm
-from trainers.horovod.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",
