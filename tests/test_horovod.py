@@ -62,9 +62,9 @@ def test_objects_come_back_as_they_were() -> None:
 def test_which_gradients_are_averaged_together(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from trainers.horovod.arguments import FUSION_THRESHOLD
-    from trainers.horovod.averaging import _groups
+    from trainers.horovod.calls import FUSION_THRESHOLD
     from trainers.horovod.errors import ArgumentError
+    from trainers.horovod.optimizer import _groups
 
     parameters = [torch.zeros(length) for length in (5, 300_000, 7, 1000, 250_000, 20_000)]  # float32: 4 bytes
 

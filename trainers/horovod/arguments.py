@@ -1,17 +1,42 @@
 """What users pass to collectives: understood or refused, before anything is sent."""
 
+import enum
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from allreduce.torch_backend.reduce_ops import Reduction, resolve
 from trainers.horovod.errors import ArgumentError, deprecated
-from trainers.horovod.working import Op, reduction
 
-FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # in the environment, in bytes, as Horovod has it
-FUSION_BYTES = 1 << 20  # a call costs as much as moving some 100 KiB; larger tensors need no copy by themselves
+
+class Op(enum.IntEnum):
+    """Reductions, with Horovod's numbers."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+_OPS = {
+    Op.Average: dist.ReduceOp.AVG,
+    Op.Sum: dist.ReduceOp.SUM,
+    Op.Min: dist.ReduceOp.MIN,
+    Op.Max: dist.ReduceOp.MAX,
+    Op.Product: dist.ReduceOp.PRODUCT,
+}
+
+
+def reduction(op: Op, dtype: torch.dtype) -> Reduction:
+    """How tensors of a dtype are reduced. Raises TypeError or NotImplementedError for those that can't be."""
+    return resolve(_OPS[op], dtype)
+
+
 _ADASUM = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -64,14 +89,6 @@ def factors(kind: str, scales: tuple[Any, Any]) -> tuple[float, float]:
     if not (math.isfinite(before) and math.isfinite(after)):
         raise ArgumentError(f"{kind}: prescale_factor and postscale_factor must be finite, not {scales}")
     return before, after
-
-
-def fusion_bytes() -> int:
-    """Up to how many bytes are reduced in one call that stands for several. Raises ArgumentError."""
-    given = os.environ.get(FUSION_THRESHOLD, str(FUSION_BYTES))
-    if not given.isdecimal():
-        raise ArgumentError(f"{FUSION_THRESHOLD}={given!r} in the environment: give a number of bytes, or 0")
-    return int(given)
 
 
 def splits(tensor: torch.Tensor, given: Any, size: int) -> list[int]:

@@ -11,10 +11,10 @@ import torch
 
 from trainers.horovod import operations as asynchronous
 from trainers.horovod import session
+from trainers.horovod.calls import synchronize
 from trainers.horovod.compression import Compression, Compressor
-from trainers.horovod.handles import synchronize
 from trainers.horovod.operations import Average, Sum
-from trainers.horovod.process_sets import ProcessSet, global_process_set
+from trainers.horovod.session import ProcessSet, global_process_set
 
 _Tensors = tuple[torch.Tensor, ...]
 

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from allreduce.messages import losses
-from trainers.horovod import handles, session
-from trainers.horovod.sampler import ElasticSampler
-from trainers.horovod.states import TorchState
+from trainers.horovod import calls, session
+from trainers.horovod.state import ElasticSampler, TorchState
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -63,7 +62,7 @@ def _go_on() -> None:
 
 
 def _attempt(topology: Any) -> bool:
-    handles.forget()
+    calls.forget()
     try:
         session.begin(topology)
         return True

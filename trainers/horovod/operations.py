@@ -6,17 +6,19 @@ not change before it has ended. An argument that makes no sense is an ArgumentEr
 differ are a MismatchError of all of them in `synchronize`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from allreduce.messages.named import Side
-from trainers.horovod import arguments, session, working
+from allreduce.torch_backend.reduce_ops import Reduction
+from allreduce.torch_backend.sparse import all_reduce
+from trainers.horovod import arguments, calls, session
+from trainers.horovod.arguments import Op
+from trainers.horovod.calls import Members, submit, synchronize
 from trainers.horovod.errors import AdasumError, ArgumentError, internal
-from trainers.horovod.handles import submit, synchronize
-from trainers.horovod.process_sets import ProcessSet, global_process_set
-from trainers.horovod.working import Op
+from trainers.horovod.session import ProcessSet, global_process_set
 
 Average, Sum, Adasum, Min, Max, Product = Op
 
@@ -101,7 +103,7 @@ def _reduce(
     kin = f"{tensors[0].dtype} on {tensors[0].device.type}; {op.name}, {scales}" if single and op != Adasum else ""
     nbytes = sum(tensor.nbytes for tensor in tensors)
     side = Side([kind, layouts, int(op), *scales], None, True, what, kin, nbytes)
-    work = working.Reducing(members, tensors, op, scales, single)
+    work = calls.Reducing(members, tensors, op, scales, single)
     return submit(members, members.name(kind, name), side, tensors, work)
 
 
@@ -126,7 +128,7 @@ def _gather(kind: str, tensors: Sequence[torch.Tensor], name: str | None, proces
 
     def work(sides: Any) -> Any:
         rows = list(zip(*sides, strict=True))  # by tensor, then by rank
-        outputs = [working.all_gather(members, *pair) for pair in zip(sources, rows, strict=True)]
+        outputs = [calls.all_gather(members, *pair) for pair in zip(sources, rows, strict=True)]
         return outputs[0] if single else tuple(outputs)
 
     return submit(members, members.name(kind, name), side, tensors, work)
@@ -180,7 +182,7 @@ def alltoall_async(
     source = tensor.detach()
 
     def work(sides: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        output, received = working.all_to_all(members, source, sides)
+        output, received = calls.all_to_all(members, source, sides)
         return output, torch.tensor(received, dtype=dtype)
 
     return submit(members, members.name("alltoall", name), side, [tensor], work)
@@ -233,7 +235,7 @@ def _scatter(
     side = Side([kind, layouts, int(how), *factors], what=f"{arguments.shown(tensors)}; {how.name}, {factors}")
 
     def work(_: Any) -> Any:
-        outputs = [working.reduce_scatter(members, source, how, factors) for source in sources]
+        outputs = [calls.reduce_scatter(members, source, how, factors) for source in sources]
         return outputs[0] if single else tuple(outputs)
 
     return submit(members, members.name(kind, name), side, tensors, work)
@@ -261,3 +263,39 @@ def join(device: int = -1) -> int:
         raise internal(error) from error
     members.begin_numbers()
     return came[0]
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Add up, or average, sparse tensors (COO) of one shape on all ranks, with any number of entries on each.
+
+    Returns a function that waits for the result, a new coalesced tensor.
+    """
+    members = session.members(process_set)
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
+        raise ArgumentError("sparse_allreduce takes sparse tensors (torch.sparse_coo); hvd.allreduce takes dense ones")
+    if op not in (Average, Sum):
+        raise ArgumentError(f"sparse_allreduce makes hvd.Sum and hvd.Average, not {op!r}")
+    if not tensor.is_floating_point() and op == Average:
+        raise ArgumentError(f"sparse_allreduce: there is no average of {tensor.dtype}")
+    same = ["sparse", arguments.layout(tensor), tensor.sparse_dim(), int(op)]
+    what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, sparse; {Op(op).name}"
+    mine = tensor.detach()
+    full = members.name("sparse_allreduce", name)
+    handle = submit(members, full, Side(same, what=what), [tensor], lambda _: _sum(members, mine, Op(op)))
+    return lambda: synchronize(handle)
+
+
+def sparse_allreduce(
+    tensor: torch.Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """The reduction itself. Collective."""
+    return sparse_allreduce_async(tensor, name, op, process_set)()
+
+
+def _sum(members: Members, tensor: torch.Tensor, op: Op) -> torch.Tensor:
+    """The sum or mean of all ranks' tensors. Collective."""
+    result = tensor.clone()
+    all_reduce(members.reducer.backend(), result, Reduction("mean" if op == Average else "sum"))
+    return result

@@ -5,8 +5,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainers.horovod.differentiable import allreduce
 from trainers.horovod.operations import Sum
-from trainers.horovod.process_sets import ProcessSet, global_process_set
-from trainers.horovod.session import members
+from trainers.horovod.session import ProcessSet, global_process_set, members
 
 
 class SyncBatchNorm(_BatchNorm):

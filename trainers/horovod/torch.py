@@ -1,6 +1,7 @@
 """`import trainers.horovod.torch as hvd`: the names that Horovod's users know, and nothing else."""
 
 from trainers.horovod import elastic
+from trainers.horovod.calls import poll, synchronize
 from trainers.horovod.compression import Compression
 from trainers.horovod.differentiable import (
     allgather,
@@ -16,13 +17,6 @@ from trainers.horovod.differentiable import (
     reducescatter,
 )
 from trainers.horovod.errors import HorovodInternalError
-from trainers.horovod.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from trainers.horovod.handles import poll, synchronize
 from trainers.horovod.operations import (
     Adasum,
     Average,
@@ -43,20 +37,19 @@ from trainers.horovod.operations import (
     grouped_reducescatter_async,
     join,
     reducescatter_async,
+    sparse_allreduce,
+    sparse_allreduce_async,
 )
 from trainers.horovod.optimizer import DistributedOptimizer
-from trainers.horovod.process_sets import (
+from trainers.horovod.session import (
     ProcessSet,
     add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from trainers.horovod.session import (
     ccl_built,
     cross_rank,
     cross_size,
     cuda_built,
     ddl_built,
+    global_process_set,
     gloo_built,
     gloo_enabled,
     init,
@@ -69,13 +62,14 @@ from trainers.horovod.session import (
     mpi_threads_supported,
     nccl_built,
     rank,
+    remove_process_set,
     rocm_built,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
 )
-from trainers.horovod.sparse import sparse_allreduce, sparse_allreduce_async
+from trainers.horovod.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from trainers.horovod.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

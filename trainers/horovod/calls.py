@@ -1,48 +1,42 @@
-"""What a collective does when all ranks have come to it: in the thread of the topology's worker."""
+"""A collective call, from its submission to its result: the ranks that make it, its name, its work, its handle."""
 
-import enum
+import itertools
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from allreduce.messages.named import Sides
+from allreduce.errors import AllReduceError, OptionError
+from allreduce.messages.lanes import Pending
+from allreduce.messages.named import Side, Sides
+from allreduce.topology import Topology
 from allreduce.torch_backend import gpu
-from allreduce.torch_backend.reduce_ops import Reduction, resolve
+from allreduce.torch_backend.moving import Mover
+from allreduce.torch_backend.options import Options
+from allreduce.torch_backend.reducing import Reducer
 from allreduce.torch_backend.tensors import readable, writable
+from trainers.horovod import timeline
+from trainers.horovod.arguments import Op, reduction
+from trainers.horovod.errors import ArgumentError, DuplicateNameError, internal
 
-if TYPE_CHECKING:
-    from trainers.horovod.members import Members
-
-
-class Op(enum.IntEnum):
-    """Reductions, with Horovod's numbers."""
-
-    Average = 0
-    Sum = 1
-    Adasum = 2
-    Min = 3
-    Max = 4
-    Product = 5
+FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # in the environment, in bytes, as Horovod has it
+FUSION_BYTES = 1 << 20  # a call costs as much as moving some 100 KiB; larger tensors need no copy by themselves
 
 
-_OPS = {
-    Op.Average: dist.ReduceOp.AVG,
-    Op.Sum: dist.ReduceOp.SUM,
-    Op.Min: dist.ReduceOp.MIN,
-    Op.Max: dist.ReduceOp.MAX,
-    Op.Product: dist.ReduceOp.PRODUCT,
-}
+def fusion_bytes() -> int:
+    """Up to how many bytes are reduced in one call that stands for several. Raises ArgumentError."""
+    given = os.environ.get(FUSION_THRESHOLD, str(FUSION_BYTES))
+    if not given.isdecimal():
+        raise ArgumentError(f"{FUSION_THRESHOLD}={given!r} in the environment: give a number of bytes, or 0")
+    return int(given)
+
+
 _Scales = tuple[float, float]  # before and after a reduction
-
-
-def reduction(op: Op, dtype: torch.dtype) -> Reduction:
-    """How tensors of a dtype are reduced. Raises TypeError or NotImplementedError for those that can't be."""
-    return resolve(_OPS[op], dtype)
 
 
 def all_reduce(members: "Members", tensors: Sequence[torch.Tensor], op: Op, scales: _Scales) -> None:
@@ -185,3 +179,104 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
     else:
         wide = torch.float32 if tensor.dtype.is_floating_point else torch.float64
         tensor.copy_(tensor.to(wide) * factor)
+
+
+class Members:
+    """On a topology of their own. Creating it and `close` are collective over them.
+
+    ranks: theirs in the world, in the order of the topology.
+    """
+
+    def __init__(self, topology: Topology, ranks: Sequence[int]) -> None:
+        fuse_bytes = fusion_bytes()
+        self.topology, self.ranks = topology, list(ranks)
+        self.rank, self.size = topology.rank, topology.size
+        made = topology.duplicate()  # what the worker's thread makes and calls while this one may make others
+        self._comm = made.private()
+        self.reducer, self.mover = Reducer(made, self._comm, Options()), Mover(self._comm)
+        names = topology.private()
+        self.lane = topology.worker.named("the calls of Horovod's API", names, self._stand_in, fuse_bytes)
+        self._counts: Counter[str] = Counter()
+
+    def name(self, kind: str, given: str | None) -> str:
+        """A call's name; the n-th call of a kind without one has the same on all ranks."""
+        if given is not None:
+            return f"{kind}.{given}"
+        self._counts[kind] += 1
+        return f"{kind}.noname.{self._counts[kind]}"
+
+    def begin_numbers(self) -> None:
+        """Count calls without a name anew, on all ranks: those that had joined have made fewer. Local."""
+        self._counts.clear()
+
+    def submit(self, name: str, side: Side, work: Callable[[Sides], object]) -> Pending:
+        """Have `work` called when all members have come to this name. Raises DuplicateNameError."""
+        try:
+            return self.lane.call(name, side, work)
+        except OptionError as error:
+            raise DuplicateNameError(str(error)) from None
+
+    def _stand_in(self, same: Any) -> Callable[[Sides], object]:
+        return stand_in(self, same)
+
+    def close(self) -> None:
+        """Close the topology and all that was made on it, when the calls have ended. Local when one has stalled."""
+        if self.lane.broken is not None:
+            self.topology.abandon()
+            return
+        try:
+            self.submit(self.name("close", None), Side("close", what="hvd.shutdown"), lambda _: None).wait()
+        except AllReduceError as error:
+            self.topology.abandon()
+            raise internal(error) from error
+        self.lane.abandon()
+        self.reducer.close()
+        self.topology.close()
+
+
+_numbers = itertools.count()
+_last = -1
+_open: dict[int, tuple[Pending, Run]] = {}  # of calls whose results nobody has asked for
+
+
+def submit(
+    members: Members, name: str, side: Side, tensors: Sequence[torch.Tensor], work: Callable[[Sides], object]
+) -> int:
+    """Have `work` called when all members have come to this name; a handle for what it returns. Local."""
+    global _last
+    run = Run(work, tensors, timeline.begin(name))
+    pending = members.submit(name, side._replace(what=f"{name}: {side.what}"), run)
+    _last = next(_numbers)
+    _open[_last] = pending, run
+    return _last
+
+
+def poll(handle: int) -> bool:
+    """Whether a call has ended, so that `synchronize` returns at once. Local."""
+    return handle not in _open or _open[_checked(handle)][0].done()
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for a call, and return its result: a tensor, or several. None for a handle that was synchronized before.
+
+    Raises HorovodInternalError when the call failed.
+    """
+    if _checked(handle) not in _open:
+        return None
+    pending, run = _open.pop(handle)
+    try:
+        pending.wait()
+    except AllReduceError as error:
+        raise internal(error) from error
+    return run.result
+
+
+def _checked(handle: int) -> int:
+    if not isinstance(handle, int) or not 0 <= handle <= _last:
+        raise ArgumentError(f"{handle!r} is no handle: asynchronous calls return them")
+    return handle
+
+
+def forget() -> None:
+    """Drop all handles: their session has ended."""
+    _open.clear()
