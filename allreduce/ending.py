@@ -20,6 +20,9 @@ from allreduce import children
 TOLD_SECONDS = 2.0  # how long a rank leaves an error that many have to the lowest of them
 ALIKE_SECONDS = 1.0  # how long it leaves one of which nobody knows who has it to rank 0, which may have it too
 ERROR_FILE = "ALLREDUCE_ERROR_FILE"  # names a file for the error that ends the job: mpirun's own words follow ours
+# Names a file for the begin and the end of each rank's program: mpirun of a job with ULFM whose ranks were all killed
+# returns 0, as it does for a job that has ended well.
+LIFE_FILE = "ALLREDUCE_LIFE_FILE"
 
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # those that have called a collective
 _leaving: list[Callable[[str], object]] = []
@@ -100,6 +103,7 @@ def install() -> None:
     if _installed or hasattr(sys, "ps1"):
         return
     _installed.append(True)
+    _append(LIFE_FILE, "began")
     previous, previous_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -231,7 +235,12 @@ def say(text: str) -> None:
 
 def write_down(text: str) -> None:
     """Add an error to the file that the environment names, if it does; see scripts/train.sh."""
-    if path := os.environ.get(ERROR_FILE):
+    _append(ERROR_FILE, text)
+
+
+def _append(variable: str, text: str) -> None:
+    """Add lines to the file that an environment variable names, if it does."""
+    if path := os.environ.get(variable):
         with contextlib.suppress(OSError), open(path, "a", encoding="utf-8", errors="replace") as file:
             file.write(text.rstrip("\n") + "\n")
 
@@ -259,9 +268,27 @@ def end_job(text: str, code: int, written: bool = False) -> NoReturn:
         write_down(_of_this_rank(text))
     for tell in _ending:
         tell(code)
-    time.sleep(0.5)  # MPICH's launcher drops what it has not passed on when it hears of the end
-    MPI.COMM_WORLD.Abort(code)
+    time.sleep(0.5)  # MPICH's launcher drops output that it has not passed on when it hears of the end
+    if not _all_others_failed():
+        MPI.COMM_WORLD.Abort(code)
     os._exit(code)
+
+
+def _all_others_failed() -> bool:
+    """Whether this rank is the last living one (ULFM): for MPI_Abort of such a one Open MPI's mpirun returns 0. Local.
+
+    False where ranks can't fail alone: MPI_Abort gives the code there.
+    """
+    world = MPI.COMM_WORLD
+    try:
+        with contextlib.suppress(MPI.Exception):  # it raises when a rank has failed
+            world.Iprobe()  # MPI hears of failures inside of its calls
+        failed = world.Get_failed()
+        alone = bool(failed.size == world.size - 1 > 0)
+        failed.Free()
+    except (MPI.Exception, NotImplementedError):  # no ULFM
+        return False
+    return alone
 
 
 def _at_exit(hook: object) -> None:
@@ -272,5 +299,6 @@ def _at_exit(hook: object) -> None:
     if died is not None and sys.excepthook is not hook and here()[1] > 1 and not in_part():
         leave_to_teller(died)
         end_job(f"{type(died).__name__}: {died}\n", code_of(died))
+    _append(LIFE_FILE, "ended")
     for tell in _leaving:
         tell("it has ended its program" if died is None else f"{type(died).__name__}: {died}")
