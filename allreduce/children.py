@@ -5,11 +5,16 @@ environment by which the launcher told its parent who it is, so that MPI, once s
 ranks that do not know it. A forked child holds a copy of its parent's MPI, which no MPI allows it to use.
 """
 
+import atexit
+import contextlib
+import ctypes
 import os
 import sys
 from typing import Any, NoReturn
 
 from allreduce.errors import ChildError
+
+FINALIZE_COMPLETED = 5  # a state of Open MPI, from ompi_mpi_state_t
 
 _forked = False  # this process has a copy of its parent's MPI
 
@@ -59,10 +64,52 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 def _note_fork() -> None:
+    """In a forked child: MPI is its parent's, which the child must not finalize (it would wait for ranks for ever)."""
     global _forked
+    mpi = sys.modules.get("mpi4py.MPI")
+    _forked = _forked or (mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized())
+    if _forked and not _taken_for_finalized():
+        _note_exit_codes()
+
+
+def _taken_for_finalized() -> bool:
+    """Have Open MPI believe in this process that it was finalized, so that mpi4py lets it be. False for other MPIs."""
+    try:
+        library = ctypes.CDLL("libmpi.so.40", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        ctypes.c_int32.in_dll(library, "ompi_mpi_state").value = FINALIZE_COMPLETED
+    except (OSError, ValueError):
+        return False
     from mpi4py import MPI
 
-    _forked = MPI.Is_initialized() and not MPI.Is_finalized()
+    return MPI.Is_finalized()
+
+
+_exit_codes = [0]  # of a forked child: the last is what it ends with
+
+
+def _note_exit_codes() -> None:
+    """Have `_end_child` know the exit code of a child that ends by sys.exit or by an exception."""
+    leave, hook = sys.exit, sys.excepthook
+
+    def exit(status: object = None) -> NoReturn:
+        _exit_codes.append(status & 0xFF if isinstance(status, int) else int(status is not None))
+        leave(status)
+
+    def excepthook(*error: Any) -> None:
+        _exit_codes.append(1)
+        hook(*error)
+
+    sys.exit, sys.excepthook = exit, excepthook  # type: ignore[assignment]
+
+
+@atexit.register  # one of the first, so that it runs behind those of the program
+def _end_child() -> None:
+    """End a forked child here: behind this mpi4py finalizes MPI."""
+    if _forked and not _taken_for_finalized():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(_exit_codes[-1])
 
 
 os.register_at_fork(after_in_child=_note_fork)  # before those of guard()

@@ -107,7 +107,7 @@ def install() -> None:
     previous, previous_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if MPI.Is_finalized():
+        if children.forked() or MPI.Is_finalized():
             previous(kind, error, trace)
             return
         interrupted = issubclass(kind, KeyboardInterrupt)
@@ -127,7 +127,11 @@ def install() -> None:
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         previous_thread(args)
-        if args.thread in _threads and not MPI.Is_finalized() and args.exc_type is not SystemExit:
+        if (
+            args.thread in _threads
+            and not (children.forked() or MPI.Is_finalized())
+            and args.exc_type is not SystemExit
+        ):
             name = args.thread.name if args.thread else "?"
             end_job(f"{args.exc_type.__name__} in thread {name!r}, which other ranks may wait for\n", code_of(None))
 

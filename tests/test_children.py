@@ -85,6 +85,31 @@ if __name__ == "__main__":
 """
 
 
+FORKED = """
+import os, sys
+import numpy as np
+import allreduce
+
+reduce = allreduce.create("ring")
+reduce(np.ones(3), "sum")
+codes = []
+for way in ("exit", "raise", "end"):
+    child = os.fork()
+    if child == 0:
+        if way == "exit":
+            sys.exit(3)
+        if way == "raise":
+            raise ValueError("on purpose")
+        break
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    reduce(np.ones(3), "sum")
+    reduce.close()
+    assert codes == [3, 1, 0], codes
+    print("finished")
+"""
+
+
 IMPORTS = """
 import importlib, mpi4py, os, pkgutil, sys
 os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -112,6 +137,13 @@ def run(mpirun: JobRunner, folder: Path, program: str, ranks: int, mpi: str, *ar
 def test_pools(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
     """One after the other, in one program."""
     run(mpirun, tmp_path, POOL, ranks, mpi, *METHODS)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_a_forked_child_ends_by_itself(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
+    """It neither waits in the end of MPI, which is its parent's, nor ends the job with its exception."""
+    run(mpirun, tmp_path, FORKED, ranks, mpi)
 
 
 def test_data_loaders(mpirun: JobRunner, tmp_path: Path) -> None:
