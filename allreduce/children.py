@@ -1,18 +1,25 @@
-"""Child processes are no ranks: multiprocessing's do not start MPI, and whoever communicates in one is told so.
+"""Child processes are no ranks: they do not start MPI, and one that communicates gets a ChildError.
 
-A child that is started anew (spawn, forkserver) imports the program again, and with it us. It has inherited the
-environment by which the launcher told its parent who it is, so that MPI, once started, would wait for ever for
-ranks that do not know it. A forked child holds a copy of its parent's MPI, which no MPI allows it to use.
+A child that is started anew (by multiprocessing or by subprocess) has inherited the environment by which the launcher
+told its parent which rank it is. If it started MPI, it would wait for ever for ranks that do not know it, or end the
+job. A forked child holds a copy of its parent's MPI, which no MPI allows it to use, nor to finalize.
 """
 
 import atexit
 import contextlib
 import ctypes
+import itertools
 import os
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 from allreduce.errors import ChildError
+
+# In the environment of a rank, and so of its children: the rank's process, and the values of LAUNCHER_VARIABLES there.
+RANK_PROCESS = "ALLREDUCE_RANK_PROCESS"
+LAUNCHER_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "PMI_JOBID")
+DAEMONS = ("prterun", "prted", "orted", "hydra_pmi_proxy", "slurmstepd")  # processes whose children are ranks
 
 FINALIZE_COMPLETED = 5  # a state of Open MPI, from ompi_mpi_state_t
 
@@ -20,13 +27,55 @@ _forked = False  # this process has a copy of its parent's MPI
 
 
 def is_child() -> bool:
-    """True in a process that multiprocessing started, also while it still imports the program, and in its server."""
+    """True in a process that a rank started: by multiprocessing (in its server too, and while it still imports the
+    program), or in any way that has handed on the rank's environment.
+    """
+    if _environment_of_a_rank():
+        return True
     process = sys.modules.get("multiprocessing.process")  # a child has it; nobody else needs it
     if process is None:
         return False
     importing = getattr(process.current_process(), "_inheriting", False)
     server = any("multiprocessing.forkserver import main" in argument for argument in sys.orig_argv)
     return bool(importing or server or process.parent_process() is not None)
+
+
+def mark() -> None:
+    """Note in the environment that this process is a rank, for `is_child` in the processes that it starts. Local.
+
+    Without a launcher nothing is noted: a child of such a process may be a job of one rank, too.
+    """
+    if told := _told_by_launcher():
+        os.environ[RANK_PROCESS] = f"{os.getpid()} {told}"
+
+
+def _told_by_launcher() -> str:
+    """The values of LAUNCHER_VARIABLES; "" when there is none."""
+    return " ".join(os.environ.get(name, "") for name in LAUNCHER_VARIABLES).strip()
+
+
+def _environment_of_a_rank() -> bool:
+    """Whether the launcher's variables here are those of another process, a rank: no launcher has set them since."""
+    process, _, told = os.environ.get(RANK_PROCESS, "").partition(" ")
+    if process in ("", str(os.getpid())) or told != _told_by_launcher():
+        return False
+    # A rank may start a job of its own, whose launcher (MPICH's) gives the same values to the first rank of that.
+    below = itertools.takewhile(lambda ancestor: str(ancestor[0]) != process, ancestors())
+    return not any(name in DAEMONS for _, name in below)
+
+
+def ancestors() -> list[tuple[int, str]]:
+    """Number and name of the processes above this one, the parent first; of all where /proc tells. Local."""
+    found, number = [], os.getppid()
+    while number > 1:
+        try:
+            status = Path(f"/proc/{number}/stat").read_text(errors="replace")
+        except OSError:
+            break
+        name, rest = status[status.index("(") + 1 :].rsplit(") ", 1)
+        found.append((number, name))
+        number = int(rest.split()[1])
+    return found
 
 
 def forked() -> bool:
@@ -56,6 +105,12 @@ def guard(kind: type, *methods: str) -> None:
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     if not (forked() or is_child()):
         raise ChildError("MPI was not started in this process (mpi4py.rc.initialize is False): call MPI.Init() first")
+    if not forked() and _environment_of_a_rank():
+        raise ChildError(
+            f"process {os.getpid()} was started by a rank (process {os.environ[RANK_PROCESS].partition(' ')[0]}), and "
+            "is no rank of MPI itself, so it can't communicate: call allreduce in the ranks (to run a program as a job "
+            f"of its own, start it without {RANK_PROCESS} and the launcher's variables: OMPI_*, PMIX_*, PMI_*)"
+        )
     raise ChildError(
         f"process {os.getpid()} is a child of process {os.getppid()}, and no rank of MPI, so it can't communicate: "
         "call allreduce in the ranks, and let their children only prepare data "
@@ -91,7 +146,7 @@ def _note_exit_codes() -> None:
     """Have `_end_child` know the exit code of a child that ends by sys.exit or by an exception."""
     leave, hook = sys.exit, sys.excepthook
 
-    def exit(status: object = None) -> NoReturn:
+    def exit(status: Any = None) -> NoReturn:
         _exit_codes.append(status & 0xFF if isinstance(status, int) else int(status is not None))
         leave(status)
 
@@ -99,7 +154,7 @@ def _note_exit_codes() -> None:
         _exit_codes.append(1)
         hook(*error)
 
-    sys.exit, sys.excepthook = exit, excepthook  # type: ignore[assignment]
+    sys.exit, sys.excepthook = exit, excepthook
 
 
 @atexit.register  # one of the first, so that it runs behind those of the program

@@ -45,6 +45,13 @@ def test_of_a_job_with_ulfm_that_loses_ranks(mpirun: JobRunner, kind: str, ranks
     assert run(mpirun, kind, ranks, living, way, "openmpi", ulfm=True) == expected
 
 
+def test_of_a_job_with_ulfm_that_loses_a_rank_before_mpi_is_up(mpirun: JobRunner) -> None:
+    code = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': os.kill(os.getpid(), 9)\nimport allreduce"
+    job = mpirun(3, ["-c", code], ulfm=True, timeout=150, env={"ALLREDUCE_START_SECONDS": "10"})
+    assert job.returncode == 1
+    assert " of 3: MPI has not started in 10 s, so this rank ends the job" in job.stderr  # mpirun ends the rest then
+
+
 @pytest.mark.parametrize(("way", "starts"), [("killed", 2), ("end", 1)])
 def test_a_job_with_ulfm_whose_ranks_were_all_killed_is_started_again(way: str, starts: int, tmp_path: Path) -> None:
     """mpirun returns 0 there; scripts/keep_going.sh knows better."""

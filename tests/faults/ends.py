@@ -19,7 +19,6 @@ import numpy as np
 import allreduce
 from allreduce.errors import RankLostError
 
-
 Call = Callable[[], object]
 
 
