@@ -11,16 +11,12 @@ import ctypes
 import itertools
 import os
 import sys
-from pathlib import Path
 from typing import Any, NoReturn
 
+from allreduce import launcher
 from allreduce.errors import ChildError
 
-# In the environment of a rank, and so of its children: the rank's process, and the values of LAUNCHER_VARIABLES there.
-RANK_PROCESS = "ALLREDUCE_RANK_PROCESS"
-LAUNCHER_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "PMI_JOBID")
-DAEMONS = ("prterun", "prted", "orted", "hydra_pmi_proxy", "slurmstepd")  # processes whose children are ranks
-
+RANK_PROCESS = "ALLREDUCE_RANK_PROCESS"  # in the environment of a rank, and so of its children: see mark()
 FINALIZE_COMPLETED = 5  # a state of Open MPI, from ompi_mpi_state_t
 
 _forked = False  # this process has a copy of its parent's MPI
@@ -45,37 +41,18 @@ def mark() -> None:
 
     Without a launcher nothing is noted: a child of such a process may be a job of one rank, too.
     """
-    if told := _told_by_launcher():
+    if told := launcher.told():
         os.environ[RANK_PROCESS] = f"{os.getpid()} {told}"
-
-
-def _told_by_launcher() -> str:
-    """The values of LAUNCHER_VARIABLES; "" when there is none."""
-    return " ".join(os.environ.get(name, "") for name in LAUNCHER_VARIABLES).strip()
 
 
 def _environment_of_a_rank() -> bool:
     """Whether the launcher's variables here are those of another process, a rank: no launcher has set them since."""
     process, _, told = os.environ.get(RANK_PROCESS, "").partition(" ")
-    if process in ("", str(os.getpid())) or told != _told_by_launcher():
+    if process in ("", str(os.getpid())) or told != launcher.told():
         return False
-    # A rank may start a job of its own, whose launcher (MPICH's) gives the same values to the first rank of that.
-    below = itertools.takewhile(lambda ancestor: str(ancestor[0]) != process, ancestors())
-    return not any(name in DAEMONS for _, name in below)
-
-
-def ancestors() -> list[tuple[int, str]]:
-    """Number and name of the processes above this one, the parent first; of all where /proc tells. Local."""
-    found, number = [], os.getppid()
-    while number > 1:
-        try:
-            status = Path(f"/proc/{number}/stat").read_text(errors="replace")
-        except OSError:
-            break
-        name, rest = status[status.index("(") + 1 :].rsplit(") ", 1)
-        found.append((number, name))
-        number = int(rest.split()[1])
-    return found
+    # A rank may start a job of its own, whose launcher (MPICH's) tells its first rank the same.
+    below = itertools.takewhile(lambda ancestor: str(ancestor[0]) != process, launcher.ancestors())
+    return not any(name in launcher.DAEMONS for _, name in below)
 
 
 def forked() -> bool:
