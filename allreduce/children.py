@@ -1,27 +1,58 @@
-"""Child processes are no ranks: multiprocessing's do not start MPI, and whoever communicates in one is told so.
+"""Child processes are no ranks: they do not start MPI, and one that communicates gets a ChildError.
 
-A child that is started anew (spawn, forkserver) imports the program again, and with it us. It has inherited the
-environment by which the launcher told its parent who it is, so that MPI, once started, would wait for ever for
-ranks that do not know it. A forked child holds a copy of its parent's MPI, which no MPI allows it to use.
+A child that is started anew (by multiprocessing or by subprocess) has inherited the environment by which the launcher
+told its parent which rank it is. If it started MPI, it would wait for ever for ranks that do not know it, or end the
+job. A forked child holds a copy of its parent's MPI, which no MPI allows it to use, nor to finalize.
 """
 
+import atexit
+import contextlib
+import ctypes
+import itertools
 import os
 import sys
 from typing import Any, NoReturn
 
+from allreduce import launcher
 from allreduce.errors import ChildError
+
+RANK_PROCESS = "ALLREDUCE_RANK_PROCESS"  # in the environment of a rank, and so of its children: see mark()
+FINALIZE_COMPLETED = 5  # a state of Open MPI, from ompi_mpi_state_t
 
 _forked = False  # this process has a copy of its parent's MPI
 
 
 def is_child() -> bool:
-    """True in a process that multiprocessing started, also while it still imports the program, and in its server."""
+    """True in a process that a rank started: by multiprocessing (in its server too, and while it still imports the
+    program), or in any way that has handed on the rank's environment.
+    """
+    if _environment_of_a_rank():
+        return True
     process = sys.modules.get("multiprocessing.process")  # a child has it; nobody else needs it
     if process is None:
         return False
     importing = getattr(process.current_process(), "_inheriting", False)
     server = any("multiprocessing.forkserver import main" in argument for argument in sys.orig_argv)
     return bool(importing or server or process.parent_process() is not None)
+
+
+def mark() -> None:
+    """Note in the environment that this process is a rank, for `is_child` in the processes that it starts. Local.
+
+    Without a launcher nothing is noted: a child of such a process may be a job of one rank, too.
+    """
+    if told := launcher.told():
+        os.environ[RANK_PROCESS] = f"{os.getpid()} {told}"
+
+
+def _environment_of_a_rank() -> bool:
+    """Whether the launcher's variables here are those of another process, a rank: no launcher has set them since."""
+    process, _, told = os.environ.get(RANK_PROCESS, "").partition(" ")
+    if process in ("", str(os.getpid())) or told != launcher.told():
+        return False
+    # A rank may start a job of its own, whose launcher (MPICH's) tells its first rank the same.
+    below = itertools.takewhile(lambda ancestor: str(ancestor[0]) != process, launcher.ancestors())
+    return not any(name in launcher.DAEMONS for _, name in below)
 
 
 def forked() -> bool:
@@ -51,6 +82,12 @@ def guard(kind: type, *methods: str) -> None:
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     if not (forked() or is_child()):
         raise ChildError("MPI was not started in this process (mpi4py.rc.initialize is False): call MPI.Init() first")
+    if not forked() and _environment_of_a_rank():
+        raise ChildError(
+            f"process {os.getpid()} was started by a rank (process {os.environ[RANK_PROCESS].partition(' ')[0]}), and "
+            "is no rank of MPI itself, so it can't communicate: call allreduce in the ranks (to run a program as a job "
+            f"of its own, start it without {RANK_PROCESS} and the launcher's variables: OMPI_*, PMIX_*, PMI_*)"
+        )
     raise ChildError(
         f"process {os.getpid()} is a child of process {os.getppid()}, and no rank of MPI, so it can't communicate: "
         "call allreduce in the ranks, and let their children only prepare data "
@@ -59,10 +96,52 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 def _note_fork() -> None:
+    """In a forked child: MPI is its parent's, which the child must not finalize (it would wait for ranks for ever)."""
     global _forked
+    mpi = sys.modules.get("mpi4py.MPI")
+    _forked = _forked or (mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized())
+    if _forked and not _taken_for_finalized():
+        _note_exit_codes()
+
+
+def _taken_for_finalized() -> bool:
+    """Have Open MPI believe in this process that it was finalized, so that mpi4py lets it be. False for other MPIs."""
+    try:
+        library = ctypes.CDLL("libmpi.so.40", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        ctypes.c_int32.in_dll(library, "ompi_mpi_state").value = FINALIZE_COMPLETED
+    except (OSError, ValueError):
+        return False
     from mpi4py import MPI
 
-    _forked = MPI.Is_initialized() and not MPI.Is_finalized()
+    return MPI.Is_finalized()
+
+
+_exit_codes = [0]  # of a forked child: the last is what it ends with
+
+
+def _note_exit_codes() -> None:
+    """Have `_end_child` know the exit code of a child that ends by sys.exit or by an exception."""
+    leave, hook = sys.exit, sys.excepthook
+
+    def exit(status: Any = None) -> NoReturn:
+        _exit_codes.append(status & 0xFF if isinstance(status, int) else int(status is not None))
+        leave(status)
+
+    def excepthook(*error: Any) -> None:
+        _exit_codes.append(1)
+        hook(*error)
+
+    sys.exit, sys.excepthook = exit, excepthook
+
+
+@atexit.register  # one of the first, so that it runs behind those of the program
+def _end_child() -> None:
+    """End a forked child here: behind this mpi4py finalizes MPI."""
+    if _forked and not _taken_for_finalized():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(_exit_codes[-1])
 
 
 os.register_at_fork(after_in_child=_note_fork)  # before those of guard()

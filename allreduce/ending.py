@@ -5,12 +5,13 @@ import contextlib
 import functools
 import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NamedTuple, NoReturn, Protocol
 
 from mpi4py import MPI
@@ -20,6 +21,13 @@ from allreduce import children
 TOLD_SECONDS = 2.0  # how long a rank leaves an error that many have to the lowest of them
 ALIKE_SECONDS = 1.0  # how long it leaves one of which nobody knows who has it to rank 0, which may have it too
 ERROR_FILE = "ALLREDUCE_ERROR_FILE"  # names a file for the error that ends the job: mpirun's own words follow ours
+# Names a file for the begin and the end of each rank's program: mpirun of a job with ULFM whose ranks were all killed
+# returns 0, as it does for a job that has ended well.
+LIFE_FILE = "ALLREDUCE_LIFE_FILE"
+TRACEBACK = "ALLREDUCE_TRACEBACK"  # "full": also the frames inside of the library
+LIBRARY = ("allreduce", "trainers")
+TITLE = "Traceback (most recent call last):\n"
+INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # those that have called a collective
 _leaving: list[Callable[[str], object]] = []
@@ -100,10 +108,11 @@ def install() -> None:
     if _installed or hasattr(sys, "ps1"):
         return
     _installed.append(True)
+    _append(LIFE_FILE, "began")
     previous, previous_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if MPI.Is_finalized():
+        if children.forked() or MPI.Is_finalized():
             previous(kind, error, trace)
             return
         interrupted = issubclass(kind, KeyboardInterrupt)
@@ -123,7 +132,11 @@ def install() -> None:
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         previous_thread(args)
-        if args.thread in _threads and not MPI.Is_finalized() and args.exc_type is not SystemExit:
+        if (
+            args.thread in _threads
+            and not (children.forked() or MPI.Is_finalized())
+            and args.exc_type is not SystemExit
+        ):
             name = args.thread.name if args.thread else "?"
             end_job(f"{args.exc_type.__name__} in thread {name!r}, which other ranks may wait for\n", code_of(None))
 
@@ -135,14 +148,75 @@ def install() -> None:
 def traceback_of(error: BaseException) -> str:
     """As Python prints it, but once where all ranks have met the same: not also as the error that a check has raised.
 
-    What has passed through anything but a package's own code, such as a callback, is told in full.
+    What has passed through anything but a package's own code, such as a callback, is told in full. Frames inside of
+    this library are left out, unless the environment asks for them or the error comes from a mistake of the library.
     """
     cause, chain = error.__cause__, True
     if cause is not None and (type(cause), str(cause)) == (type(error), str(error)):
-        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(cause.__traceback__)]
-        packages = [module.partition(".")[0] for module in modules]
+        packages = [_package(frame) for frame, _ in traceback.walk_tb(cause.__traceback__)]
         chain = cause.__cause__ is not None or not {*packages} <= {*packages[:1], "allreduce"}
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=chain))
+    told = traceback.TracebackException.from_exception(error)
+    left_out = 0 if os.environ.get(TRACEBACK) == "full" else _shorten(told, error, chain)
+    text = "".join(told.format(chain=chain))
+    if not left_out:
+        return text
+    note = f"  ({left_out} frames inside of the library are left out; {TRACEBACK}=full shows them)\n"
+    return text.replace(TITLE, TITLE + note, 1)
+
+
+def _shorten(told: traceback.TracebackException, error: BaseException, chain: bool) -> int:
+    """Take the frames of this library, and of what it calls, out of an error's traceback; returns how many they were.
+
+    chain: out of those of the errors that it comes from, too.
+    """
+    left_out = 0
+    for cause_told, cause in ((told.__cause__, error.__cause__), (told.__context__, error.__context__)):
+        if chain and cause_told is not None and cause is not None:
+            left_out += _shorten(cause_told, cause, chain)
+            break
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if len(frames) != len(told.stack) or _of_the_library(error):
+        return left_out
+    kept, within = [], False
+    for frame, summary in zip(frames, told.stack, strict=True):
+        within = _inside(frame, within)
+        if not within:
+            kept.append(summary)
+    left_out += len(frames) - len(kept)
+    told.stack[:] = kept
+    return left_out
+
+
+def _of_the_library(error: BaseException) -> bool:
+    """Whether an error may be a mistake of this library, which is looked for in its frames.
+
+    It is none of our named errors, and was raised by our code, or by what that calls, and not by the program's.
+    """
+    if type(error).__module__.partition(".")[0] in LIBRARY:
+        return False
+    seen = [error]
+    while (cause := error.__cause__) is not None and not any(cause is other for other in seen):
+        if (type(cause), str(cause)) != (type(error), str(error)):
+            break
+        error = cause  # a check has raised it again, on all ranks
+        seen.append(error)
+    within = False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        within = _inside(frame, within)
+    return within
+
+
+def _inside(frame: FrameType, within: bool) -> bool:
+    """Whether a frame is the library's, or of installed code that the library calls: the frame before was `within`."""
+    if _package(frame) in LIBRARY:
+        return True
+    return within and frame.f_code.co_filename.startswith(("<frozen ", *INSTALLED))
+
+
+def _package(frame: FrameType) -> str:
+    """The first package of the module that a frame belongs to; of `python -m package` too."""
+    names = frame.f_globals
+    return str(names.get("__package__") or names.get("__name__") or "").partition(".")[0]
 
 
 def _noting(leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
@@ -231,7 +305,12 @@ def say(text: str) -> None:
 
 def write_down(text: str) -> None:
     """Add an error to the file that the environment names, if it does; see scripts/train.sh."""
-    if path := os.environ.get(ERROR_FILE):
+    _append(ERROR_FILE, text)
+
+
+def _append(variable: str, text: str) -> None:
+    """Add lines to the file that an environment variable names, if it does."""
+    if path := os.environ.get(variable):
         with contextlib.suppress(OSError), open(path, "a", encoding="utf-8", errors="replace") as file:
             file.write(text.rstrip("\n") + "\n")
 
@@ -259,9 +338,27 @@ def end_job(text: str, code: int, written: bool = False) -> NoReturn:
         write_down(_of_this_rank(text))
     for tell in _ending:
         tell(code)
-    time.sleep(0.5)  # MPICH's launcher drops what it has not passed on when it hears of the end
-    MPI.COMM_WORLD.Abort(code)
+    time.sleep(0.5)  # MPICH's launcher drops output that it has not passed on when it hears of the end
+    if not _all_others_failed():
+        MPI.COMM_WORLD.Abort(code)
     os._exit(code)
+
+
+def _all_others_failed() -> bool:
+    """Whether this rank is the last living one (ULFM): for MPI_Abort of such a one Open MPI's mpirun returns 0. Local.
+
+    False where ranks can't fail alone: MPI_Abort gives the code there.
+    """
+    world = MPI.COMM_WORLD
+    try:
+        with contextlib.suppress(MPI.Exception):  # it raises when a rank has failed
+            world.Iprobe()  # MPI hears of failures inside of its calls
+        failed = world.Get_failed()
+        alone = bool(failed.size == world.size - 1 > 0)
+        failed.Free()
+    except (MPI.Exception, NotImplementedError):  # no ULFM
+        return False
+    return alone
 
 
 def _at_exit(hook: object) -> None:
@@ -272,5 +369,6 @@ def _at_exit(hook: object) -> None:
     if died is not None and sys.excepthook is not hook and here()[1] > 1 and not in_part():
         leave_to_teller(died)
         end_job(f"{type(died).__name__}: {died}\n", code_of(died))
+    _append(LIFE_FILE, "ended")
     for tell in _leaving:
         tell("it has ended its program" if died is None else f"{type(died).__name__}: {died}")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import ending
+from allreduce import children, ending
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.messages import losses
 from allreduce.messages.agreement import combine, raise_together, root_value, waiting
@@ -237,6 +237,7 @@ def _meet(comm: MPI.Intracomm, old: int, told: Any = None) -> Any:
     environment, told = root_value(comm, [environment, told], START)
     if new:
         os.environ.update(environment)
+        children.mark()
     everyone = np.empty((comm.size, 2), np.int64)
     with waiting(comm, START):
         comm.Allgather(np.array([-1 if new else number, 0 if new else known], np.int64), everyone)

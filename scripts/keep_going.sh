@@ -4,6 +4,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 readonly USAGE_ERROR=2 # the exit code of who is asked for what makes no sense: it would be the same next time
+readonly KILLED=137       # as of a process that SIGKILL has ended
 readonly LOCK_SECONDS=30
 
 usage() {
@@ -192,6 +193,7 @@ run_job() { # sets $status
     printf '+' >&2
     printf ' %q' "${line[@]}" >&2
     printf '\n' >&2
+    : >"$ALLREDUCE_LIFE_FILE"
     set -m
     "${line[@]}" <$input &
     child=$!
@@ -202,6 +204,13 @@ run_job() { # sets $status
         kill -0 "$child" 2>/dev/null || break
     done
     child=''
+}
+
+# With ULFM, Open MPI's mpirun returns 0 also when all ranks were killed. Ranks note in $ALLREDUCE_LIFE_FILE when their
+# program begins and when it ends by itself.
+all_were_killed() {
+    [ "$status" = 0 ] && [ $kind = openmpi ] && grep -qx began "$ALLREDUCE_LIFE_FILE" 2>/dev/null &&
+        ! grep -qx ended "$ALLREDUCE_LIFE_FILE" && say "all ranks of this host were killed, though $launcher returned 0"
 }
 
 child='' stopped=''
@@ -236,6 +245,7 @@ keep_going() {
         before=$(newest)
         command_line
         run_job
+        ! all_were_killed || status=$KILLED
         [ "$status" -ne 0 ] || exit 0
         repeat_error
         [ -z "$stopped" ] || give_up "stopped by SIG$stopped"
@@ -266,7 +276,7 @@ if [ "$(id -u)" = 0 ]; then
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 scratch=$(mktemp -d)
-export ALLREDUCE_ERROR_FILE=$scratch/error
+export ALLREDUCE_ERROR_FILE=$scratch/error ALLREDUCE_LIFE_FILE=$scratch/life
 trap 'rm -rf "$scratch"' EXIT
 trap 'pass_on TERM' TERM
 trap 'pass_on INT' INT

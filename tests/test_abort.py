@@ -55,6 +55,49 @@ def test_a_disagreement_is_told_once(mpirun: JobRunner, mpi: str) -> None:
     assert "rank 2: all_reduce: length 12, dtype float64" in text
 
 
+CALLBACK = """
+import sys
+import numpy as np
+from trainers import MirroredTrainer, NumpyNetwork
+from trainers.callbacks import Callback
+
+class Broken(Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if sys.argv[1] == "callback":
+            raise ValueError("on purpose")
+        if sys.argv[1] == "library":
+            self.trainer.replica.update = None
+
+x, y = np.zeros((10, 4), "f4"), np.zeros(9 if sys.argv[1] == "argument" else 10, int)
+MirroredTrainer(NumpyNetwork([4, 2])).fit(x, y, batch_size=4, callbacks=[Broken()], progress=False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "full", "inside", "last"),
+    [
+        ("argument", "", False, "trainers.errors.ArgumentError: x has shape (10, 4)"),
+        ("argument", "full", True, "trainers.errors.ArgumentError: x has shape (10, 4)"),
+        ("callback", "", False, "ValueError: on purpose"),
+        ("library", "", True, "TypeError: "),  # it may be a mistake of the library
+    ],
+)
+def test_frames_inside_of_the_library(
+    mpirun: JobRunner, tmp_path: Path, mpi: str, case: str, full: str, inside: bool, last: str
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(CALLBACK)
+    job = mpirun(2, [script, case], mpi=mpi, env={"ALLREDUCE_TRACEBACK": full})
+    assert job.returncode == 1
+    lines = job.stderr.splitlines()
+    begin = lines.index("rank 0 of 2: Traceback (most recent call last):")
+    end = max(number for number, line in enumerate(lines) if line.startswith(last))
+    told = "\n".join(lines[begin:end])
+    assert "program.py" in told
+    assert ("base.py" in told) == inside
+    assert ("frames inside of the library are left out; ALLREDUCE_TRACEBACK=full shows them" in told) != inside
+
+
 def test_ranks_in_different_calls_are_told(mpirun: JobRunner, mpi: str) -> None:
     """Where nothing compares what they bring, no message of one call is taken for one of another."""
     code = (

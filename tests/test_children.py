@@ -85,6 +85,74 @@ if __name__ == "__main__":
 """
 
 
+FORKED = """
+import os, sys
+import numpy as np
+import allreduce
+
+reduce = allreduce.create("ring")
+reduce(np.ones(3), "sum")
+codes = []
+for way in ("exit", "raise", "end"):
+    child = os.fork()
+    if child == 0:
+        if way == "exit":
+            sys.exit(3)
+        if way == "raise":
+            raise ValueError("on purpose")
+        break
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    reduce(np.ones(3), "sum")
+    reduce.close()
+    assert codes == [3, 1, 0], codes
+    print("finished")
+"""
+
+
+SUBPROCESS = """
+import os, subprocess, sys
+import numpy as np
+import allreduce
+
+CHILD = '''
+import allreduce
+from mpi4py import MPI
+print("started" if MPI.Is_initialized() else "not started")
+try:
+    with allreduce.create("ring") as reduce:
+        print(reduce.size)
+except Exception as error:
+    print(type(error).__name__, error)
+'''
+LAUNCHER = ("PMI", "OMPI_", "HYD", "ALLREDUCE_RANK")
+
+def run(*command, **variables):
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+reduce = allreduce.create("ring")
+reduce(np.ones(3), "sum")
+if reduce.rank == 0:
+    python = (sys.executable, "-c", CHILD)
+    launched, launcher = reduce.size > 1, sys.argv[1].split()
+    refused = f"not started\\nChildError process"
+    for command in (python, ("bash", "-c", '"$@"; true', "-", *python)):
+        text = run(*command)
+        assert text.startswith(refused if launched else "started\\n1\\n"), text
+        assert f"was started by a rank (process {os.getpid()})" in text or not launched, text
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+    alone = subprocess.run(python, env=clean, capture_output=True, text=True, timeout=100)
+    assert alone.stdout == "started\\n1\\n", alone
+    job = run(*launcher, "-n", "2", *python)
+    assert sorted(job.split()) == ["2", "2", "started", "started"], job
+reduce(np.ones(3), "sum")
+reduce.close()
+print("finished")
+"""
+
+
 IMPORTS = """
 import importlib, mpi4py, os, pkgutil, sys
 os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -112,6 +180,21 @@ def run(mpirun: JobRunner, folder: Path, program: str, ranks: int, mpi: str, *ar
 def test_pools(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
     """One after the other, in one program."""
     run(mpirun, tmp_path, POOL, ranks, mpi, *METHODS)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_a_forked_child_ends_by_itself(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
+    """It neither waits in the end of MPI, which is its parent's, nor ends the job with its exception."""
+    run(mpirun, tmp_path, FORKED, ranks, mpi)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_programs_that_a_rank_starts(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
+    """They have inherited the launcher's variables: who starts MPI by those would end the job. Jobs of its own work."""
+    launcher, *options = launch.LAUNCHERS[mpi]
+    run(mpirun, tmp_path, SUBPROCESS, ranks, mpi, " ".join([str(launch.environment(mpi) / "bin" / launcher), *options]))
 
 
 def test_data_loaders(mpirun: JobRunner, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import launch
 import pytest
 
 import allreduce
+from allreduce.errors import OptionError
 
 BLOCK = """
 import sys
@@ -61,18 +62,27 @@ def test_works_without_mpirun() -> None:
     assert done.stdout.split("\n")[:2] == ["[2.0, 2.0, 2.0, 2.0, 2.0]", "True"], done.stderr
 
 
-@pytest.mark.parametrize(("given", "limit"), [("", 1800), ("300", 300), ("2", 60), ("0", None), ("soon", 1800)])
-def test_the_start_of_mpi_ends_where_a_rank_has_died_before(
+@pytest.mark.parametrize(("given", "limit"), [("", 120), ("300", 300), ("2", 2), ("0", None)])
+def test_the_start_of_mpi_has_a_limit_where_ranks_may_die(
     monkeypatch: pytest.MonkeyPatch, given: str, limit: float | None
 ) -> None:
-    """With ULFM, where the launcher lets the others wait for it for ever."""
+    """With ULFM, the launcher lets the others wait for ever for a rank that died before."""
     limits: list[float] = []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, **_: limits.append(seconds))
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: limits.append(0))
-    monkeypatch.setenv("ALLREDUCE_TIMEOUT_SECONDS", given)
+    monkeypatch.setenv("ALLREDUCE_START_SECONDS", given)
+    monkeypatch.setenv("ALLREDUCE_TIMEOUT_SECONDS", "1")  # of waits later on
     monkeypatch.delenv("OMPI_MCA_mpi_ft_enable", raising=False)
-    allreduce._a_rank_may_have_died_before_mpi_began()
+    allreduce._import_mpi()
     assert limits == []
     monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
-    allreduce._a_rank_may_have_died_before_mpi_began()
+    allreduce._import_mpi()
     assert limits == ([] if limit is None else [limit, 0])
+
+
+@pytest.mark.parametrize("given", ["soon", "-1", "nan", "inf"])
+def test_a_limit_of_the_start_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("ALLREDUCE_START_SECONDS", given)
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    with pytest.raises(OptionError, match=f"ALLREDUCE_START_SECONDS must be a number of seconds.* got '{given}'"):
+        allreduce._import_mpi()

@@ -1,0 +1,75 @@
+"""The process that has started this rank: mpirun's or mpiexec's daemon on this host, or Slurm's.
+
+When the daemon is gone without having ended its ranks (it was killed, or took the job for ended), nobody would ever end
+them: a rank in its own code goes on, a rank in a call of MPI waits for ever. So each rank ends by itself then.
+
+The kernel's way for that, PR_SET_PDEATHSIG, is not for us: it looks at the parent's thread, of which Open MPI's daemon
+may end one that has started ranks, and the parent may be a shell or `timeout` between the daemon and the rank.
+"""
+
+import os
+import select
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "PMI_JOBID")  # what ranks are told
+DAEMONS = ("prterun", "prted", "orted", "hydra_pmi_proxy", "slurmstepd")  # as /proc names them
+GRACE_SECONDS = 1.0  # for a daemon that ends its ranks, and itself a moment earlier
+
+_followed: list[int] = []  # descriptors of daemons
+
+
+def told() -> str:
+    """What the launcher has told this process of who it is; "" without a launcher. Local."""
+    return " ".join(os.environ.get(name, "") for name in VARIABLES).strip()
+
+
+def ancestors() -> list[tuple[int, str]]:
+    """Number and name of the processes above this one, the parent first, as far as /proc tells. Local."""
+    found, number = [], os.getppid()
+    while number > 1:
+        try:
+            status = Path(f"/proc/{number}/stat").read_text(errors="replace")
+        except OSError:
+            break
+        name, rest = status[status.index("(") + 1 :].rsplit(") ", 1)
+        found.append((number, name))
+        number = int(rest.split()[1])
+    return found
+
+
+def daemon() -> tuple[int, str] | None:
+    """Number and name of the daemon that has started this rank; None without one, or where it is not known. Local."""
+    if not told():
+        return None
+    return next((ancestor for ancestor in ancestors() if ancestor[1] in DAEMONS), None)
+
+
+def end_with_daemon() -> None:
+    """From now on this process ends, with exit code 1, when the daemon that has started it is gone. Local, once.
+
+    Nothing happens without a daemon (a program that was not started by a launcher outlives its shell), or where the
+    system can't tell (Linux 5.3 and later can).
+    """
+    found = daemon()
+    if found is None or _followed or not hasattr(os, "pidfd_open"):
+        return
+    try:
+        _followed.append(os.pidfd_open(found[0]))
+    except OSError:  # an older kernel, or a container that forbids it
+        return
+    threading.Thread(target=_follow, args=(_followed[0], *found), name="allreduce launcher", daemon=True).start()
+
+
+def _follow(descriptor: int, number: int, name: str) -> None:
+    gone = select.poll()
+    gone.register(descriptor, select.POLLIN)
+    gone.poll()
+    time.sleep(GRACE_SECONDS)
+    text = f"process {os.getpid()} ends: the daemon that has started it ({name}, process {number}) is gone\n"
+    with suppress(Exception):  # nobody may read it any more
+        os.write((sys.__stderr__ or sys.stderr).fileno(), text.encode())
+    os._exit(1)
