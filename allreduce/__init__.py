@@ -12,7 +12,7 @@ The mean of the gradients of all ranks, in memory that the backend chose, is the
 import faulthandler
 import os
 
-from allreduce import children, launcher
+from allreduce import children, daemon
 from allreduce.errors import OptionError
 
 START = "ALLREDUCE_START_SECONDS"
@@ -74,7 +74,7 @@ def _prepare_mpi() -> None:
 
     if MPI.Is_initialized():
         children.mark()
-        launcher.end_with_daemon()
+        daemon.follow()
 
 
 _prepare_mpi()

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from allreduce import launcher
+from allreduce import daemon
 from allreduce.errors import ChildError
 
 RANK_PROCESS = "ALLREDUCE_RANK_PROCESS"  # in the environment of a rank, and so of its children: see mark()
@@ -41,18 +41,18 @@ def mark() -> None:
 
     Without a launcher nothing is noted: a child of such a process may be a job of one rank, too.
     """
-    if told := launcher.told():
+    if told := daemon.told():
         os.environ[RANK_PROCESS] = f"{os.getpid()} {told}"
 
 
 def _environment_of_a_rank() -> bool:
     """Whether the launcher's variables here are those of another process, a rank: no launcher has set them since."""
     process, _, told = os.environ.get(RANK_PROCESS, "").partition(" ")
-    if process in ("", str(os.getpid())) or told != launcher.told():
+    if process in ("", str(os.getpid())) or told != daemon.told():
         return False
     # A rank may start a job of its own, whose launcher (MPICH's) tells its first rank the same.
-    below = itertools.takewhile(lambda ancestor: str(ancestor[0]) != process, launcher.ancestors())
-    return not any(name in launcher.DAEMONS for _, name in below)
+    below = itertools.takewhile(lambda ancestor: str(ancestor[0]) != process, daemon.ancestors())
+    return not any(name in daemon.DAEMONS for _, name in below)
 
 
 def forked() -> bool:

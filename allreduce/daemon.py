@@ -41,30 +41,30 @@ def ancestors() -> list[tuple[int, str]]:
     return found
 
 
-def daemon() -> tuple[int, str] | None:
+def find() -> tuple[int, str] | None:
     """Number and name of the daemon that has started this rank; None without one, or where it is not known. Local."""
     if not told():
         return None
     return next((ancestor for ancestor in ancestors() if ancestor[1] in DAEMONS), None)
 
 
-def end_with_daemon() -> None:
+def follow() -> None:
     """From now on this process ends, with exit code 1, when the daemon that has started it is gone. Local, once.
 
     Nothing happens without a daemon (a program that was not started by a launcher outlives its shell), or where the
     system can't tell (Linux 5.3 and later can).
     """
-    found = daemon()
+    found = find()
     if found is None or _followed or not hasattr(os, "pidfd_open"):
         return
     try:
         _followed.append(os.pidfd_open(found[0]))
     except OSError:  # an older kernel, or a container that forbids it
         return
-    threading.Thread(target=_follow, args=(_followed[0], *found), name="allreduce launcher", daemon=True).start()
+    threading.Thread(target=_wait_for_its_end, args=(_followed[0], *found), name="allreduce daemon", daemon=True).start()
 
 
-def _follow(descriptor: int, number: int, name: str) -> None:
+def _wait_for_its_end(descriptor: int, number: int, name: str) -> None:
     gone = select.poll()
     gone.register(descriptor, select.POLLIN)
     gone.poll()

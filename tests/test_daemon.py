@@ -12,23 +12,23 @@ import launch
 import pytest
 from conftest import lacking
 
-from allreduce import launcher
+from allreduce import daemon
 
 # The daemon is killed when all ranks are in their own code, or when all but one wait for that one.
 PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 import allreduce
-from allreduce import launcher
+from allreduce import daemon
 
 reduce = allreduce.create("ring")
 reduce(np.ones(3), "sum")
-daemon, name = launcher.daemon()
+started_by, name = daemon.find()
 open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
 reduce(np.ones(3), "sum")
 if reduce.rank == 0:
     time.sleep(1)
-    os.kill(daemon, signal.SIGKILL)
+    os.kill(started_by, signal.SIGKILL)
 if sys.argv[2] == "call" and reduce.rank:
     reduce(np.ones(3), "sum")
 until = time.monotonic() + 500
@@ -111,16 +111,16 @@ def appears(path: Path) -> None:
 
 def test_a_daemon_is_looked_for_only_where_a_launcher_has_told_who_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
     above = [(30, "timeout"), (20, "hydra_pmi_proxy"), (10, "slurmstepd")]
-    monkeypatch.setattr(launcher, "ancestors", lambda: above)
-    for name in launcher.VARIABLES:
+    monkeypatch.setattr(daemon, "ancestors", lambda: above)
+    for name in daemon.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert launcher.daemon() is None  # a program that a job of Slurm runs by itself
+    assert daemon.find() is None  # a program that a job of Slurm runs by itself
     monkeypatch.setenv("PMI_RANK", "0")
-    assert launcher.daemon() == (20, "hydra_pmi_proxy")
+    assert daemon.find() == (20, "hydra_pmi_proxy")
     above[:] = [(30, "bash"), (20, "systemd")]
-    assert launcher.daemon() is None
+    assert daemon.find() is None
 
 
 def test_ancestors() -> None:
-    numbers = [number for number, _ in launcher.ancestors()]
+    numbers = [number for number, _ in daemon.ancestors()]
     assert numbers[:1] == ([] if os.getppid() == 1 else [os.getppid()])
