@@ -8,10 +8,14 @@ fail() {
     exit 1
 }
 
-run() { # run COMMAND...: print a command, then run it
+show() { # show COMMAND...: print a command
     printf '+' >&2
     printf ' %q' "$@" >&2
     printf '\n' >&2
+}
+
+run() { # run COMMAND...: print a command, then run it
+    show "$@"
     "$@"
 }
 
@@ -20,19 +24,18 @@ run() { # run COMMAND...: print a command, then run it
 # root by its right to, for others in a user namespace, in which they are themselves. NETWORK=host leaves it out; so
 # does a batch system, whose mpirun starts daemons on other hosts.
 run_apart() { # run_apart COMMAND...: print a command, then run it in a network of its own
-    local up='ip link set lo up && exec "$@"' apart=(unshare --net sh -c)
+    # Processes that ranks start later reach them by TCP alone, and Open MPI leaves out the loopback unless told.
+    local up='ip link set lo up && export OMPI_MCA_btl_tcp_if_include=lo && exec' apart=(unshare --net sh -c)
     if [ "$(id -u)" != 0 ]; then
         apart=(unshare --user --map-root-user "${apart[@]:1}")
-        up="ip link set lo up && exec unshare --user --map-user=$(id -u) --map-group=$(id -g) -- \"\$@\""
+        up+=" unshare --user --map-user=$(id -u) --map-group=$(id -g) --"
     fi
-    apart+=("$up" sh)
+    apart+=("$up \"\$@\"" sh)
     if [ "${NETWORK-}" = host ] || [ -n "${SLURM_JOB_ID-}${PBS_JOBID-}${LSB_JOBID-}" ] ||
         ! "${apart[@]}" true 2>/dev/null; then
         apart=()
     fi
-    printf '+' >&2
-    printf ' %q' "$@" >&2
-    printf '\n' >&2
+    show "$@"
     ${apart[@]+"${apart[@]}"} "$@"
 }
 

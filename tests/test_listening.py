@@ -28,6 +28,22 @@ with allreduce.create("native") as reduce:
     while not pathlib.Path(sys.argv[2]).exists():
         time.sleep(0.05)
 """
+# The ranks and one that they start add up a large array.
+SPAWNS = """
+import sys
+import numpy as np
+from mpi4py import MPI
+
+parent = MPI.Comm.Get_parent()
+started = parent != MPI.COMM_NULL
+others = parent if started else MPI.COMM_WORLD.Spawn(sys.executable, [__file__], maxprocs=1)
+everyone = others.Merge(started)
+array = np.ones(100_000)
+everyone.Allreduce(MPI.IN_PLACE, array)
+print(array[0], flush=True)
+everyone.Free()
+others.Disconnect()
+"""
 JOBS = {
     "openmpi": 'prepare_openmpi "$1" "$2"; "$3" "${mpirun[@]}" python "${@:4}"',
     "mpich": '"$3" "$1/bin/mpiexec" -n "$2" "$1/bin/python" "${@:4}"',
@@ -113,6 +129,24 @@ def test_nothing_listens_for_other_machines(tmp_path: Path, mpi: str, ranks: int
     alive, found = job(tmp_path, mpi, ranks, "run_apart")
     assert alive > ranks  # the launcher is one more
     assert found == []
+
+
+def test_ranks_in_a_network_of_their_own_may_start_others(tmp_path: Path) -> None:
+    """on_failure="replace" does; what MPI starts later is reached by TCP, which must not leave out the loopback."""
+    program = tmp_path / "program.py"
+    program.write_text(SPAWNS)
+    script = f'. "{launch.ROOT}/scripts/environment.sh"; run_apart "$@"'
+    mpirun, python = launch.environment("openmpi") / "bin/mpirun", launch.environment("openmpi") / "bin/python"
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        ["bash", "-c", script, "job", mpirun, "-n", "2", "--oversubscribe", python, program],
+        env={**os.environ, **root, "OMPI_MCA_btl": "^ofi"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["3.0"] * 3
 
 
 def test_ranks_do_not_listen_where_there_are_no_namespaces(tmp_path: Path) -> None:
