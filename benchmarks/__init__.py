@@ -4,3 +4,5 @@ mpirun -n 4 python -m benchmarks.bandwidth   which backend is fastest at which s
 python -m benchmarks.compare a.json b.json   did a change make anything slower?
 mpirun -n 4 python -m benchmarks.tune        measure once, so that "auto" decides by measurement
 """
+
+import allreduce  # noqa: F401  # first: it says what to install where there is no MPI

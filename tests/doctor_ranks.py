@@ -17,7 +17,7 @@ def facts_of(node: int, node_rank: int) -> dict[str, Any]:
     interfaces = [LINK | {"address": f"10.0.0.{node + 1}"}]
     return {
         "mpi": {
-            "library": "Open MPI v5.0.11", "threads": "MPI_THREAD_MULTIPLE", "ulfm": False, "ranks": 64, "started": 64,
+            "library": "Open MPI v5.0.11", "threads": "MPI_THREAD_MULTIPLE", "ulfm": False, "launch": None,
         },
         "cores": {"cores": [node_rank], "of": 64, "quota": None, "threads": 1},
         "memory": {

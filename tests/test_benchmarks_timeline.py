@@ -69,6 +69,32 @@ def test_slices_inside_of_slices_count_once(tmp_path: Path) -> None:
     }
 
 
+def test_times_that_floats_can_not_hold_do_not_nest(tmp_path: Path) -> None:
+    """2036685.218 + 495.057 is a little more than 2037180.275, where the next slice begins: it lay inside."""
+    wait = event(cat="wait", ts=2036685.218, dur=495.057, args={"last": 1})
+    assert wait["ts"] + wait["dur"] > 2037180.275
+    reduce = event(cat="reduce", ts=2037180.275, dur=50812.65)
+    times = summary(load(write(tmp_path / "t.json", wait, reduce))).shares[0, 0]
+    assert (round(1e6 * times["wait"], 3), round(1e6 * times["reduce"], 3)) == (495.057, 50812.65)
+    assert times["other"] < 1e-9
+
+
+def test_slices_that_overlap_are_never_negative(tmp_path: Path) -> None:
+    """As another program may write them: each moment is that of the slice that has begun last."""
+    overlapping = event(ts=0, dur=10), event(cat="update", ts=8, dur=30), event(cat="data", ts=9, dur=2)
+    times = summary(load(write(tmp_path / "t.json", *overlapping))).shares[0, 0]
+    assert {kind: round(1e6 * time, 3) for kind, time in times.items() if time > 1e-9} == {
+        "compute": 8,
+        "update": 28,
+        "data": 2,
+    }
+
+
+def test_much_time_outside_of_all_spans_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert timeline.main([write(tmp_path / "t.json", event(), event(ts=30))]) == 0
+    assert "# other: outside of all spans" in capsys.readouterr().out
+
+
 def test_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert timeline.main([write(tmp_path / "t.json", event())]) == 0
     assert "# 1 rank, 0.000 s" in capsys.readouterr().out

@@ -13,10 +13,11 @@ from allreduce.doctor.findings import OK, PROBLEM, WARNING, Needs, Rank
 
 def test_mpi() -> None:
     alone = cluster(1)
-    alone[0].facts["mpi"] |= {"ranks": 1, "started": 4}
+    alone[0].facts["mpi"]["launch"] = {"launcher": "srun", "variable": "N", "processes": 4, "remedy": "use mpirun"}
     found = only(mpi.judge(alone, NEEDS))
     assert found.level == PROBLEM
-    assert "4 processes were started, and MPI sees 1 rank" in found.text
+    assert "srun has started 4 processes (N), and MPI sees 1 rank" in found.text
+    assert "use mpirun; where each process is to be a job of its own: ALLREDUCE_ALONE=1" in found.advice
     ranks = cluster(2, 2)
     ranks[3].facts["mpi"]["threads"] = "MPI_THREAD_SERIALIZED"
     assert "MPI_THREAD_SERIALIZED on rank 3" in only(mpi.judge(ranks, NEEDS)).text

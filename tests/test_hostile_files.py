@@ -6,6 +6,7 @@ import json
 import os
 import struct
 import tracemalloc
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,6 +56,23 @@ def archive(path: Path, members: dict[str, bytes], method: int = zipfile.ZIP_STO
             member.file_size = claim or 0
 
 
+def lying(path: Path, claim: int) -> None:
+    """A .npz whose directory and .npy header say that a stored member holds more than there is."""
+    content = data(x=npy(described(f"({claim // 8}, 2)")))
+    archive(path, content)
+    with zipfile.ZipFile(path, "a") as file:
+        file.getinfo("x.npy").file_size = len(content["x"]) + claim
+        file.writestr("z.npy", content["y"])  # which writes the directory anew
+
+
+def twice(path: Path, name: str) -> None:
+    archive(path, data())
+    with zipfile.ZipFile(path, "a") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zipfile notices it too
+        for _ in range(2):
+            file.writestr(f"{name}.npy", data()["x"])
+
+
 def data(**replaced: bytes) -> dict[str, bytes]:
     """The members of a good data set, some of them replaced."""
     good = {"x": npy(described("(4, 2)"), bytes(32)), "y": npy(described("(4,)", "'<i8'"), bytes(32))}
@@ -85,6 +103,9 @@ NPZ: dict[str, Callable[[Path], object]] = {
         path, data(x=npy(described("(300, 1048576)", "'|u1'"), bytes(300 << 20))), zipfile.ZIP_DEFLATED
     ),
     "a member cut short": lambda path: archive(path, data(x=npy(described("(4, 2)"), bytes(31)))),
+    "a stored member that lies": lambda path: lying(path, 1 << 24),
+    "one name twice": lambda path: twice(path, "x"),
+    "a long name twice": lambda path: twice(path, "x" * 60_000),
     "a zip in a bomb": lambda path: path.write_bytes(ZEROS * 64),
 }
 
@@ -95,10 +116,11 @@ def test_npz(tmp_path: Path, fault: str) -> None:
     archive(path, data())
     assert datasets.load(str(path)).features == 2
     NPZ[fault](path)
-    with pytest.raises(DataError, match=r"set\.npz"):
+    with pytest.raises(DataError, match=r"set\.npz") as caught:
         datasets.load(str(path))
-    with pytest.raises(ModelFileError, match=r"set\.npz"):
+    with pytest.raises(ModelFileError, match=r"set\.npz") as refused:
         NumpyNetwork.load(str(path))
+    assert max(len(str(caught.value)), len(str(refused.value))) <= 500
 
 
 @pytest.mark.filterwarnings("error")
@@ -134,6 +156,36 @@ def test_idx(tmp_path: Path, fault: str) -> None:
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(LABELS)
     with pytest.raises(DataError, match=f"train-images-idx3-ubyte.*{complaint}"):
         datasets.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_idx_that_declares_less_than_it_has_takes_no_memory(tmp_path: Path, packed: bool) -> None:
+    """128 MiB are declared, and there is a byte more."""
+    path, declared = tmp_path / "train-images-idx3-ubyte", 1 << 27
+    header = struct.pack(">HBB3I", 0, 8, 3, declared >> 10, 1 << 5, 1 << 5)
+    if packed:
+        noise = np.random.default_rng(0).bytes(1 << 23)  # 8 MiB that don't compress, so that 128 MiB are believed
+        path.write_bytes(gzip.compress(header + noise, 1) + gzip.compress(bytes(declared - len(noise) + 1)))
+    else:
+        path.write_bytes(header)
+        os.truncate(path, len(header) + declared + 1)
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(LABELS)
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    with pytest.raises(DataError, match="is too long: its header says 134217744 bytes"):
+        datasets.load(str(tmp_path))
+    assert tracemalloc.get_traced_memory()[1] - before < 1 << 24
+
+
+def test_errors_are_cut_and_keep_their_end() -> None:
+    assert str(DataError("short")) == "short"
+    assert str(DataError("x" * 500)) == "x" * 500
+    for text in ("x" * 501, "\x1b" * 400, "a" * 100_000):
+        said = str(DataError(f"set.csv: {text}; do this"))
+        assert said.startswith("set.csv: ")
+        assert said.endswith("; do this")
+        assert len(said) <= 500
+        assert said.isprintable()
 
 
 CSV = {

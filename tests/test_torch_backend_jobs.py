@@ -66,7 +66,8 @@ def test_autoloading_initialises_mpi_only_when_the_backend_is_used(mpirun: JobRu
     )
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("[4.0, 4.0, 4.0]") == 2
-    assert job.stderr == ""
+    said = [line for line in job.stderr.splitlines() if "hostname of the client socket" not in line]
+    assert said == []  # PyTorch's store looks for names of addresses, which takes a name server
 
 
 @needs_torch

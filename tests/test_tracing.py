@@ -61,6 +61,16 @@ def test_clocks_of_other_ranks_are_put_right_first() -> None:
     assert names == ["data", "wait for rank 1", "all_reduce, ring", "all_reduce, ring"]
 
 
+def test_spans_that_no_rank_can_have_are_not_shown() -> None:
+    """Rank 0 has ended the call before rank 1 came, by clocks that differ; and a span that ends before it begins."""
+    early = Recorded([(0, "compute", 1000, 900)], [call(0, 2000, 2000, 3000)])
+    late = Recorded([], [call(0, 5000, 5000, 6000)])
+    assert [row[2:] for row in shown([early, late])] == [
+        ("all_reduce, ring", 0.0, 1.0),
+        ("all_reduce, ring", 3.0, 4.0),
+    ]
+
+
 def test_calls_of_the_background() -> None:
     """A call that has to wait behind another is no wait for ranks; what the main thread waits is shown there too."""
     waits = (0, f"{merging.WAITED} 0 1", 5000, 12_000)

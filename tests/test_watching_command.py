@@ -2,9 +2,11 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import event_files
+import launch
 import pytest
 from conftest import JobRunner
 from trace_schema import check_trace
@@ -69,3 +71,10 @@ def test_files_that_can_not_be_written(option: str, path: str) -> None:
 def test_no_number_of_epochs(number: str) -> None:
     with pytest.raises(ArgumentError, match="early-stopping"):
         parse(["--early-stopping", number], shown=False)
+
+
+def test_the_extra_tensorboard_brings_what_writes_and_what_shows() -> None:
+    """The guide says `tensorboard --logdir logs`: tensorboardX alone writes the files, and has no such command."""
+    lines = (launch.ROOT / "pyproject.toml").read_text().splitlines()
+    (extra,) = [line for line in lines if line.startswith("tensorboard = ")]
+    assert {'"tensorboardX', '"tensorboard'} <= set(re.findall(r'"\w+', extra))

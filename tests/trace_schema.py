@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 EPSILON = 1e-3  # a nanosecond, in the format's microseconds
-KINDS = {"data", "compute", "wait", "reduce", "update", "communication", "exposed"}
+KINDS = {"data", "compute", "wait", "reduce", "update", "communication", "exposed", "agree", "epoch"}
 
 
 def check_trace(trace: Any, ranks: int) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from allreduce.errors import (
     BrokenError,
     CollectiveTimeoutError,
     CommunicationError,
+    LauncherError,
     RankLeftError,
     RankLostError,
 )
@@ -35,7 +36,11 @@ FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; who starts again a
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on all ranks; returns the exit code, the same on each."""
-    world = Topology.of_survivors()
+    try:
+        world = Topology.of_survivors()
+    except LauncherError as error:  # no other rank is known
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return BAD_ARGUMENTS
     code = 0
     try:
         with Terminating() as sigterm:  # also of ranks that don't train, and while data is loaded

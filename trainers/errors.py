@@ -4,13 +4,21 @@ They do not derive from allreduce.errors.AllReduceError, because data sets and s
 without MPI as well; `ranks` means the same here as there.
 """
 
-MOST_CHARACTERS = 2000  # of an error that quotes a file
+MOST_CHARACTERS, LAST_CHARACTERS = 500, 150  # of an error that quotes a file; what to do stands at its end
+LEFT_OUT = " ... "
 
 
 def printable(text: str) -> str:
-    """A text for people that quotes what others wrote: no control character of it reaches a terminal, nor megabytes."""
-    cut = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
-    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in cut)
+    """A text for people that quotes a file: control characters are escaped, and the middle of a long one left out."""
+    escaped = _escaped(text[:MOST_CHARACTERS])
+    if len(text) <= MOST_CHARACTERS and len(escaped) <= MOST_CHARACTERS:
+        return escaped
+    last = _escaped(text[-LAST_CHARACTERS:])[-LAST_CHARACTERS:]
+    return escaped[: MOST_CHARACTERS - len(LEFT_OUT) - len(last)] + LEFT_OUT + last
+
+
+def _escaped(text: str) -> str:
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 class TrainerError(Exception):

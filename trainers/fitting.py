@@ -162,15 +162,17 @@ class Fit(Steps):
         if self.place.stage == STEPS:
             self._enter(number)
             self.trainer._run_epoch(self, number)
-            self._measure(number)
+            with self.trainer.span("epoch"):
+                self._measure(number)
             self.place = Place(number, self.place.step, EVALUATION)
         if self.place.stage == EVALUATION:
             if self._validate is not None:
                 self.logs |= {f"{VALIDATION}{name}": value for name, value in self._validate().items()}
             self.place = Place(number, self.place.step, EVENTS)
         if self.place.stage == EVENTS:
-            self.guarded(lambda: self.callbacks.epoch_end(number, self.logs))
-            self._agree(f"after epoch {number + 1}")
+            with self.trainer.span("epoch"):
+                self.guarded(lambda: self.callbacks.epoch_end(number, self.logs))
+                self._agree(f"after epoch {number + 1}")
             self.place = Place(number, self.place.step, SAVE)
         if self.saver is not None:
             self._save_after(number)

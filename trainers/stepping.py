@@ -93,7 +93,8 @@ class Steps:
             self._share = 0.0
             trainer._compute(None)
         if not trainer.tells_errors:
-            raise_together(trainer._comm, self.error)
+            with trainer.span("agree"):
+                raise_together(trainer._comm, self.error)
         wants = self.saver is not None and self.saver.wants()
         flags = float(trainer.stop_training), float(wants), float(self.error is not None)
         if self.callbacks.before_update(number, step):

@@ -1,12 +1,12 @@
 """The MPI library: which one, with threads or without, and what becomes of the others when a rank is lost."""
 
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from mpi4py import MPI
 
+from allreduce import launcher
 from allreduce.doctor.findings import OK, PROBLEM, WARNING, Finding, Needs, Place, Rank, grouped, named
 from allreduce.machine import mpi_library
 from allreduce.messages import losses
@@ -18,17 +18,16 @@ THREADS = {
     MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
     MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
 }
-STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # how many processes the launcher has started
 FIRST_WITH_ULFM = 5  # of Open MPI
 
 
 def look(place: Place) -> dict[str, Any]:
+    launch = launcher.mistaken(place.topology.size)
     return {
         "library": mpi_library(),
         "threads": THREADS.get(MPI.Query_thread(), "unknown"),
         "ulfm": losses.in_force(),
-        "ranks": place.topology.size,
-        "started": max(int(os.environ.get(name) or 1) for name in STARTED),
+        "launch": launch and launch._asdict(),
     }
 
 
@@ -46,13 +45,11 @@ def _library(ranks: Sequence[Rank]) -> list[Finding]:
         findings.append(Finding(AREA, "library", PROBLEM, text, advice))
     else:
         findings.append(Finding(AREA, "library", OK, facts["library"]))
-    if facts["ranks"] == 1 and facts["started"] > 1:
-        text = f"{facts['started']} processes were started, and MPI sees 1 rank: each is alone"
-        advice = (
-            f"mpirun is another MPI's than mpi4py's ({facts['library']}): `which mpirun python` shows one folder "
-            "when they belong together; under Slurm: srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)"
-        )
-        findings.append(Finding(AREA, "launcher", PROBLEM, text, advice))
+    if facts["launch"] is not None:
+        launch = launcher.Launch(**facts["launch"])
+        text = f"{launch.launcher} has started {launch.processes} processes ({launch.variable}), and MPI sees 1 rank: "
+        advice = f"{launch.remedy}; where each process is to be a job of its own: {launcher.ALONE}=1"
+        findings.append(Finding(AREA, "launcher", PROBLEM, text + "each is alone", advice))
     return findings
 
 

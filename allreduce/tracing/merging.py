@@ -106,6 +106,8 @@ def _last_to_come(ranks: list[Recorded]) -> dict[tuple[int, int], Arrival]:
 def _of_rank(rank: int, recorded: Recorded, last: dict[tuple[int, int], Arrival], series: list[str]) -> Iterator[Event]:
     calls = {(call[1], call[2]): call for call in recorded.calls}
     for row, kind, begin, end in recorded.spans:
+        if end < begin:  # no rank can have done that
+            continue
         if not kind.startswith(WAITED):
             yield _event(rank, row, kind, kind, begin, end, {})
             continue
@@ -128,8 +130,14 @@ def _of_rank(rank: int, recorded: Recorded, last: dict[tuple[int, int], Arrival]
 def _divided(
     rank: int, row: int, last: Arrival | None, begin: int, end: int, name: str, about: dict[str, Any]
 ) -> Iterator[Event]:
-    """A call: first the wait for the rank that came last, then what was done together."""
+    """A call: first the wait for the rank that came last, then what was done together.
+
+    No rank ends a call before the last one has come to it. Where the times say so, clocks differ by more than is known,
+    and no wait is shown.
+    """
     turn = begin
+    if last is not None and last.time > end:
+        last = None
     if last is not None:
         about = {**about, "last": last.rank}
         if last.rank != rank:

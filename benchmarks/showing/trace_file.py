@@ -18,9 +18,10 @@ PIECE = 1 << 20  # characters that are read at a time; no event has as many
 LIST, NAMED_LIST, SPACE = re.compile(r"\s*\["), re.compile(r'"traceEvents"\s*:\s*\['), re.compile(r"\s*")
 MOST_RANKS, MOST_ROWS = 1 << 20, 1 << 10
 LONGEST_US = 1e15  # thirty years
+DIGITS = 3  # of a time in microseconds: Trace writes nanoseconds
 WANTED = "give a file that --trace, Timeline or create(trace=) wrote"
 WAIT, REDUCE, OTHER = "wait", "reduce", "other"
-KINDS = ("data", "compute", WAIT, REDUCE, "communication", "update")  # in the order of a step
+KINDS = ("data", "compute", "agree", WAIT, REDUCE, "communication", "update", "epoch")  # in the order of a step
 
 
 class Slice(NamedTuple):
@@ -39,7 +40,8 @@ class Slice(NamedTuple):
 class Summary:
     """Sums of a trace, in seconds.
 
-    shares: by (rank, row) and kind: time of its own, without what lies inside of it; "other" is the rest.
+    shares: by (rank, row) and kind: time of its own, without the slices inside of it; "other" is the time outside of
+        all slices, and that of kinds of other programs. Each moment counts once, so they add up to `seconds`.
     waits: by (who, for whom): what a rank's first row waited. late: by rank, how many calls it came last to.
     """
 
@@ -119,7 +121,9 @@ def _slice(number: int, event: dict[str, Any]) -> Slice:
     if "call" in about:
         call = _shown(about.get("series")), _integer(number, about, "call", 1 << 40)
     kind = event.get("cat")
-    return Slice(rank, row, kind if kind in KINDS else OTHER, begin, begin + duration, last, call)
+    # Rounded to the nanoseconds that were written: a sum of two floats may end behind the begin of the next slice.
+    begin, end = round(begin, DIGITS), round(begin + duration, DIGITS)
+    return Slice(rank, row, kind if kind in KINDS else OTHER, begin, end, last, call)
 
 
 def _number(number: int, event: dict[str, Any], name: str, most: float) -> float:
@@ -171,14 +175,22 @@ def rows(slices: list[Slice]) -> dict[tuple[int, int], list[Slice]]:
 def _own_times(row: list[Slice], whole: float) -> dict[str, float]:
     """Seconds by kind of one row, each without the slices inside of it."""
     own = dict.fromkeys((*KINDS, OTHER), 0.0)
-    around: list[Slice] = []
+    around: list[Slice] = []  # those that go on, the last to begin last: a moment is that one's
+    turn = row[0].begin
+
+    def go_on(until: float) -> None:
+        nonlocal turn
+        while around and turn < until:
+            end = min(around[-1].end, until)
+            own[around[-1].kind] += max(end - turn, 0.0) / 1e6
+            turn = max(turn, end)
+            if around[-1].end <= turn:
+                around.pop()
+        turn = max(turn, until)
+
     for each in row:
-        while around and around[-1].end <= each.begin:
-            around.pop()
-        took = (each.end - each.begin) / 1e6
-        own[each.kind] += took
-        if around:
-            own[around[-1].kind] -= took
+        go_on(each.begin)
         around.append(each)
+    go_on(max(each.end for each in row))
     own[OTHER] += max(whole / 1e6 - sum(own.values()), 0.0)
     return own

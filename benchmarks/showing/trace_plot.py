@@ -2,12 +2,20 @@
 
 import io
 
-from benchmarks.showing.trace_file import KINDS, OTHER, Slice, rows
+from benchmarks.showing.trace_file import OTHER, Slice, rows
 
 MOST_ROWS = 64
-COLOURS = dict(
-    zip((*KINDS, OTHER), ("#8dd3c7", "#1f77b4", "#d62728", "#ff8c00", "#ff8c00", "#2ca02c", "#bbbbbb"), strict=True)
-)
+COLOURS = {
+    "data": "#8dd3c7",
+    "compute": "#1f77b4",
+    "agree": "#f4a6a6",
+    "wait": "#d62728",
+    "reduce": "#ff8c00",
+    "communication": "#ff8c00",
+    "update": "#2ca02c",
+    "epoch": "#b39ddb",
+    OTHER: "#bbbbbb",
+}
 
 
 def draw(slices: list[Slice], title: str, kind: str = "png") -> bytes:

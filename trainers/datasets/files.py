@@ -51,6 +51,20 @@ def seekable(path: str) -> Iterator[tuple[IO[bytes], int]]:
     yield io.BytesIO(content), len(content)
 
 
+def left(file: IO[bytes], enough: int) -> int:
+    """The bytes from here to the end of an opened file, counted to one more than `enough`. Keeps none of them.
+
+    A gzipped file is unpacked for that, and once more by whoever reads it: what it says of its size may be a lie.
+    """
+    if not isinstance(file, gzip.GzipFile):
+        return regular.size(file) - file.tell()
+    begin, count = file.tell(), 0
+    while count <= enough and (piece := file.read(min(regular.PIECE, enough + 1 - count))):
+        count += len(piece)
+    file.seek(begin)
+    return count
+
+
 def bomb(path: str, most: int) -> DataError:
     """The error about a compressed file that holds more than `most` bytes."""
     return DataError(f"{path} unpacks to more than {most} bytes, which is hardly data; unpack it yourself to use it")

@@ -33,13 +33,14 @@ def read(path: str, dimensions: str) -> np.ndarray:
     with files.opened(path) as (file, most):
         dtype, shape = _header(path, file, dimensions)
         wanted = math.prod(shape) * dtype.itemsize
-        content = regular.take(file, min(wanted, most) + 1)  # no more than that, whatever the file unpacks to
-        if most < len(content) <= wanted:
+        found = files.left(file, min(wanted, most))  # before memory is taken for it
+        if most < found <= wanted:
             raise files.bomb(path, most)
-    if len(content) != wanted:
-        header = 4 + 4 * len(shape)
-        state, found = ("truncated", header + len(content)) if len(content) < wanted else ("too long", "more")
-        raise DataError(f"{path} is {state}: its header says {header + wanted} bytes (shape {shape}), it has {found}")
+        if found != wanted:
+            header = 4 + 4 * len(shape)
+            state, has = ("truncated", header + found) if found < wanted else ("too long", "more")
+            raise DataError(f"{path} is {state}: its header says {header + wanted} bytes (shape {shape}), it has {has}")
+        content = regular.take(file, wanted)
     if wanted == 0:
         raise DataError(f"{path} is empty: its header says shape {shape}")
     return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)

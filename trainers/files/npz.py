@@ -3,6 +3,7 @@
 import io
 import math
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO
@@ -21,7 +22,11 @@ class Archive:
 
     def __init__(self, archive: zipfile.ZipFile, packed: int) -> None:
         self._archive = archive
-        self._members = {each.filename[:-4]: each for each in archive.infolist() if each.filename.endswith(".npy")}
+        arrays = [each for each in archive.infolist() if each.filename.endswith(".npy")]
+        self._members = {each.filename[:-4]: each for each in arrays}
+        if len(self._members) < len(arrays):
+            twice = Counter(each.filename[:-4] for each in arrays).most_common(1)[0][0]
+            raise ValueError(f"it holds {twice} more than once")
         held = sum(each.file_size for each in self._members.values())
         if held > regular.most_unpacked(packed):
             raise ValueError(f"it claims to hold {held} bytes in a file of {packed}; store large data uncompressed")
@@ -39,6 +44,8 @@ class Archive:
         member = self._members[name]
         if member.compress_type not in METHODS:
             raise ValueError(f"{name} is compressed in a way that NumPy does not write")
+        if member.compress_type == zipfile.ZIP_STORED and member.compress_size != member.file_size:
+            raise ValueError(f"{name} claims {member.file_size} bytes, and {member.compress_size} are stored")
         with self._archive.open(member) as file:
             self._check_header(name, file, member.file_size)
         with self._archive.open(member) as file:
