@@ -135,6 +135,8 @@ def test_ctrl_c_on_one_rank(tmp_path: Path, quiet: dict[str, str]) -> None:
 REFUSED = {
     "bandwidth -b 12Q": "'12Q' is not a size",
     f"bandwidth -b {'9' * 400}G": "is not a size",
+    "bandwidth --budge 1": "unrecognized arguments: --budge 1; did you mean --budget?",
+    "bandwidth --warmup-iters 1": "did you mean --warmup_iters?",
     "bandwidth -f inf": "give a number of at least 1.01",
     "bandwidth -d complex64": "complex64 can't be reduced",
     "bandwidth -o median": "'median' is unknown",

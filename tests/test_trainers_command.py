@@ -73,6 +73,7 @@ BAD = {
     "data": (["--data", "irsi"], "no data set and no file 'irsi'; did you mean 'iris'"),
     "option": (["--epoch-count", "3"], "unrecognized arguments: --epoch-count"),
     "misspelt option": (["--alreduce", "ring"], "unrecognized arguments: --alreduce ring; did you mean --allreduce?"),
+    "abbreviation": (["--epoch", "3"], "unrecognized arguments: --epoch 3; did you mean --epochs?"),
     "nodes": (["--ranks-per-node", "9,9"], "can't describe 2 ranks"),
     "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
     "saved to stdout": (["--save", "-"], "--save -: a model is no text"),

@@ -7,7 +7,7 @@ from typing import Any
 from trainers import datasets, strategies
 from trainers.checkpoints import period
 from trainers.errors import ArgumentError
-from trainers.parsing import Parser, integer, layer_sizes, positive, ranks_per_node, table_file
+from trainers.parsing import RankParser, integer, layer_sizes, positive, ranks_per_node, table_file
 from trainers.replicas.numpy.layers import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
 from trainers.watching import options as watching
@@ -53,13 +53,12 @@ def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
     return options
 
 
-def _parser(shown: bool) -> Parser:
-    parser = Parser(
+def _parser(shown: bool) -> RankParser:
+    parser = RankParser(
         shown,
         prog="python -m trainers",
         description="Train a small network on all ranks together, and test it.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_training(parser.add_argument_group("training"))
     strategies.add_options(
