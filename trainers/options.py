@@ -22,6 +22,7 @@ NETWORK = {"activation": "relu", "optimizer": "adam"}  # with the learning rates
 EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --data digits
   mpirun -n 4 python -m trainers --data iris --allreduce ring --json result.json
+  python -m trainers.datasets make mnist/                                          (a small folder of such files)
   mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --batch-size 512 --save model.npz
   mpirun -n 4 python -m trainers --data mnist/ --load model.npz --epochs 0       (only test a saved model)
   mpirun -n 4 python -m trainers --data mnist/ --checkpoint run --resume         (again after it was killed, say)
