@@ -11,8 +11,9 @@ The mean of the gradients of all ranks, in memory that the backend chose, is the
 
 import faulthandler
 import os
+import sys
 
-from allreduce import children
+from allreduce import children, orphans
 
 START_SECONDS = 60.0  # that the start of MPI may take, however soon ranks give up later
 
@@ -57,6 +58,8 @@ def _prepare_mpi() -> None:
 
 
 _prepare_mpi()
+if children.is_child() and "multiprocessing.process" in sys.modules:  # not a child of subprocess
+    orphans.end_with_parent()
 
 from allreduce.registry import BACKENDS, available, create  # noqa: E402
 from allreduce.topology import Topology  # noqa: E402
