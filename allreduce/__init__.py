@@ -14,7 +14,7 @@ import faulthandler
 import os
 import sys
 
-from allreduce import children, daemon, program
+from allreduce import children, daemon, orphans, program
 from allreduce.errors import AllReduceError, OptionError
 
 COMMANDS = ("allreduce", "benchmarks", "trainers")  # packages with command lines
@@ -97,6 +97,8 @@ def _end_a_command(error: Exception) -> None:
 
 
 _prepare_mpi()
+if children.is_child() and "multiprocessing.process" in sys.modules:  # not a child of subprocess
+    orphans.end_with_parent()
 
 from allreduce.registry import BACKENDS, available, create  # noqa: E402
 from allreduce.topology import Topology  # noqa: E402

@@ -44,7 +44,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, shown: bool, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **options)
         self._shown = shown
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

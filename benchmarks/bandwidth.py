@@ -29,15 +29,19 @@ from benchmarks.measuring.lineup import ALL, gather
 from benchmarks.measuring.measure import Cell, Plan, measure
 from benchmarks.measuring.peers import PEERS
 from benchmarks.showing import outputs, plot, report, table
-from benchmarks.showing.results import Run, summarize, to_csv, to_json
-from benchmarks.showing.verdict import verdict
+from benchmarks.showing.advice import advice
+from benchmarks.showing.results import Result, Run, summarize, to_csv, to_json
+from benchmarks.showing.verdict import verdict, wrong_results
 
 PROGRAM = "benchmarks.bandwidth"
 BUDGET = 60.0
 EPILOG = """\
-columns: as in nccl-tests, so scripts that read its output read this one; all reductions are in place. Where
-nccl-tests has out-of-place there is a foreign array (the program's own), where it has in-place there is one from
-the backend's allocate(). Peers have no allocate(). Then backend, and min and p99 of both.
+output: a line for each size, with the fastest backend for arrays from the backend's allocate() and for foreign ones
+(the program's own), and one sentence of advice. Everything is in --json, --csv and --html, and printed by --verbose.
+
+--verbose: a line for each size and backend, with the columns of nccl-tests, so that scripts which read its output read
+this one. All reductions are in place: the columns of out-of-place are of foreign arrays, those of in-place of arrays
+from allocate(), which peers have not. Then backend, and min and p99 of both; at the end who wins in which range.
 
 time: before each iteration every rank writes its array and waits in a barrier; an iteration takes as long as its
 slowest rank; the median over the iterations is shown. The backends take turns (A B C A B C ...), so that a machine
@@ -88,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
         "--peers", type=cli.names, default=[], metavar="A,B", help=f"other software to compare with: {', '.join(PEERS)}"
     )
     cli.add_measuring_options(parser, f"{BUDGET:g}")
+    add(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="print a line for each backend, and who wins in which range of sizes",
+    )
     add("--json", metavar="FILE", help="everything, for benchmarks.compare and benchmarks.scaling")
     add("-F", "--csv", "--output_file", metavar="FILE", help="a line for each size, backend and kind of memory")
     add("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")
@@ -119,10 +129,10 @@ def _run(comm: MPI.Intracomm, args: argparse.Namespace, argv: Sequence[str]) -> 
         _measure_all(comm, args, run, cells, wanted)
         for contender in contenders:
             contender.close()
-    said = verdict(run)
     if comm.rank == 0:
-        print(table.footer(run), *(f"# {line}" for line in said), sep="\n", flush=True)
-    _write(comm, args, run, said)
+        said = verdict(run) if args.verbose else wrong_results(run)
+        print(table.footer(run), *(f"# {line}" for line in (*said, advice(run))), sep="\n", flush=True)
+    _write(comm, args, run)
     return 1 if any(result.wrong for result in run.results) else 0
 
 
@@ -189,7 +199,8 @@ def _measure_all(comm: MPI.Intracomm, args: argparse.Namespace, run: Run, cells:
     checker = Checker(comm, rounded_to, args.op) if args.check else None
     leading = comm.rank == 0
     if leading:
-        print(table.header(run), flush=True)
+        backends = list(dict.fromkeys(cell.backend for cell in cells))
+        print(table.header(run) if args.verbose else table.short_header(run, backends), flush=True)
     for size in tqdm(wanted, unit="size", file=sys.stderr, disable=None if leading else True, leave=False):
         count = size // args.datatype.itemsize
         times, wrong = measure(comm, cells, count, plan, checker)
@@ -198,18 +209,26 @@ def _measure_all(comm: MPI.Intracomm, args: argparse.Namespace, run: Run, cells:
             for cell, seconds, bad in zip(cells, times, wrong, strict=True)
         ]
         run.results += found
-        for backend in dict.fromkeys(cell.backend for cell in cells) if leading else ():
-            tqdm.write(table.row(run, [each for each in found if each.backend == backend]), file=sys.stdout)
-            sys.stdout.flush()
+        for line in _rows(run, found, args.verbose) if leading else ():
+            tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
 
 
-def _write(comm: MPI.Intracomm, args: argparse.Namespace, run: Run, said: list[str]) -> None:
+def _rows(run: Run, found: list[Result], verbose: bool) -> list[str]:
+    """The lines about one size."""
+    if not verbose:
+        return [table.short_row(found)]
+    backends = dict.fromkeys(each.backend for each in found)
+    return [table.row(run, [each for each in found if each.backend == backend]) for backend in backends]
+
+
+def _write(comm: MPI.Intracomm, args: argparse.Namespace, run: Run) -> None:
     """Write the files that were asked for, on rank 0. Collective."""
     contents: dict[str, Callable[[], str | bytes]] = {  # what can be read again comes first
-        "json": lambda: to_json(run, said),
+        "json": lambda: to_json(run, verdict(run), advice(run)),
         "csv": lambda: to_csv(run),
         "plot": lambda: plot.draw(run, Path(args.plot).suffix.lstrip(".").lower()),
-        "html": lambda: report.page(run, said),
+        "html": lambda: report.page(run, verdict(run), advice(run)),
     }
 
     failures = []

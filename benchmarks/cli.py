@@ -13,6 +13,7 @@ from allreduce.arrays import dtypes, ops
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.messages.agreement import everywhere, raise_together, root_value
 from benchmarks.measuring import sizes
+from trainers.parsing import Parser
 
 INTERRUPTED = 130  # exit code, as a shell has it
 NCCL_TYPES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32"}
@@ -21,12 +22,7 @@ NCCL_OPS = {"avg": "mean"}
 
 def parser(program: str, about: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
     """The parser of a module that mpirun starts; texts are shown as they are written."""
-    return argparse.ArgumentParser(
-        prog=f"mpirun -n N python -m {program}",
-        description=about,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    return Parser(prog=f"mpirun -n N python -m {program}", description=about, epilog=epilog)
 
 
 def parse_together(parser: argparse.ArgumentParser, argv: Sequence[str] | None, comm: MPI.Intracomm) -> Any:

@@ -17,6 +17,7 @@ from statistics import geometric_mean
 
 from benchmarks.measuring.sizes import show
 from benchmarks.showing.results import TITLES, FileError, Result, Run, load
+from trainers.parsing import Parser
 
 Key = tuple[str, str, int]  # backend, memory, size
 
@@ -158,11 +159,7 @@ def _threshold(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument("before", metavar="BEFORE.json")
     parser.add_argument("after", metavar="AFTER.json")
     parser.add_argument("--threshold", type=_threshold, default=0.1, metavar="SHARE", help="default 10%%")

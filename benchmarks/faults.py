@@ -45,6 +45,7 @@ from benchmarks.injecting import drawing, jobs, judging, plans, scenarios  # noq
 from benchmarks.injecting.judging import Judged  # noqa: E402
 from benchmarks.injecting.plans import Plan  # noqa: E402
 from benchmarks.injecting.table import record, table  # noqa: E402
+from trainers.parsing import Parser  # noqa: E402
 
 SEED_RUNS = 1_000_000  # numbers from one seed to the next
 
@@ -71,9 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m benchmarks.faults", description=__doc__)
     add = parser.add_argument
     add("--runs", type=int, default=100, metavar="N", help="how many jobs (default: 100)")
     add("--seed", type=int, default=1, metavar="S", help="another one gives other runs (default: 1)")

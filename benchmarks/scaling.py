@@ -22,6 +22,7 @@ from benchmarks.predicting.cost_parts import Machine, on_link
 from benchmarks.predicting.training_cost import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, forecast
 from benchmarks.showing import outputs
 from benchmarks.showing.results import FileError
+from trainers.parsing import Parser
 
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
@@ -219,9 +220,7 @@ def _models(text: str) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m benchmarks.scaling", description=__doc__)
     add = parser.add_argument
     add("--fit", nargs="+", metavar="FILE", help="runs of benchmarks.bandwidth --json to fit the constants to")
     add("--fit-rig", nargs="+", metavar="FILE", help="the same, of scripts/cluster_sim.sh: its hosts share one machine")

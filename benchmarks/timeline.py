@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.showing import outputs, plot, trace_plot
 from benchmarks.showing.results import FileError
 from benchmarks.showing.trace_file import KINDS, OTHER, Summary, load, summary
+from trainers.parsing import Parser
 
 MOST_PAIRS, MOST_ROWS = 12, 64  # that are shown
 MUCH = 0.1  # of a row's time outside of all spans
@@ -77,11 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.timeline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m benchmarks.timeline", description=__doc__)
     parser.add_argument("trace", metavar="TRACE.json")
     parser.add_argument("--plot", metavar="FILE", help="draw it too (.png, .svg or .pdf; needs matplotlib)")
     return parser

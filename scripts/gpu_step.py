@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from allreduce import Topology
 from allreduce.messages.agreement import root_value
+from trainers.parsing import Parser
 from trainers.pytorch import MirroredOptimizer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--width", type=int, default=4096, help="of eight layers (default: 4096)")
     parser.add_argument("--batch", type=int, default=256, help="rows of a rank (default: 256)")
     parser.add_argument("--steps", type=int, default=30)

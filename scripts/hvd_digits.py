@@ -4,15 +4,14 @@ python scripts/hvd_digits.py
 mpirun -n 4 python scripts/hvd_digits.py --fp16
 """
 
-import argparse
-
 import torch
 import torch.utils.data.distributed
 
 import trainers.horovod.torch as hvd  # was: import horovod.torch as hvd
 from trainers import datasets
+from trainers.parsing import Parser
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = Parser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--batch-size", type=int, default=16, help="of each rank")
 parser.add_argument("--lr", type=float, default=0.02, help="of one rank; scaled by their number")

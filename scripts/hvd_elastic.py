@@ -4,7 +4,6 @@ mpirun --with-ft ulfm -n 3 python scripts/hvd_elastic.py --lose 1    # rank 1 is
 mpirun -n 3 python scripts/hvd_elastic.py                            # without ULFM a lost rank ends the job
 """
 
-import argparse
 import os
 import signal
 
@@ -12,8 +11,9 @@ import torch
 
 import trainers.horovod.torch as hvd  # was: import horovod.torch as hvd
 from trainers import datasets
+from trainers.parsing import Parser
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = Parser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--batch-size", type=int, default=16, help="of each rank")
 parser.add_argument("--lr", type=float, default=0.02, help="of one rank; scaled by their number")

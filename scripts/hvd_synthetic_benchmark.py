@@ -4,14 +4,14 @@ python scripts/hvd_synthetic_benchmark.py
 mpirun -n 2 python scripts/hvd_synthetic_benchmark.py --width 2048 --fp16
 """
 
-import argparse
 import time
 
 import torch
 
 import trainers.horovod.torch as hvd  # was: import horovod.torch as hvd
+from trainers.parsing import Parser
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = Parser(description=__doc__)
 parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
 parser.add_argument("--width", type=int, default=1024, help="of the hidden layers")
 parser.add_argument("--layers", type=int, default=4)

@@ -4,8 +4,6 @@ mpirun -n 4 python scripts/torch_ddp.py                  # --backend gloo: the s
 ALLREDUCE_BACKEND=ring mpirun -n 4 python scripts/torch_ddp.py
 """
 
-import argparse
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -15,10 +13,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 import allreduce.torch_backend  # noqa: F401, not needed where allreduce is installed by pip
 from trainers import datasets
+from trainers.parsing import Parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--backend", default="allreduce", help="a backend of torch.distributed (default: allreduce)")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=96, help="samples of all ranks together (default: 96)")

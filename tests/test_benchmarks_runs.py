@@ -32,7 +32,7 @@ def test_every_backend_and_every_output(mpirun: JobRunner, tmp_path: Path, quiet
     files = {option: tmp_path / f"run.{option}" for option in ("json", "csv")}
     outputs = [part for option, path in files.items() for part in (f"--{option}", path)]
     sweep = ["-b", "4", "-e", "256K", "-f", "256"]
-    job = mpirun(2, [*MODULE, *sweep, *QUICK, *outputs, "--peers", "mpi4py"], mpi=mpi, env=quiet)
+    job = mpirun(2, [*MODULE, *sweep, *QUICK, *outputs, "--peers", "mpi4py", "--verbose"], mpi=mpi, env=quiet)
     assert job.returncode == 0, job.stderr
     lines = job.stdout.splitlines()
     assert "# Out of bounds values : 0 OK" in lines
@@ -46,6 +46,21 @@ def test_every_backend_and_every_output(mpirun: JobRunner, tmp_path: Path, quiet
     assert len(rows) == len({(result.size, result.backend) for result in run.results})
     assert len(list(csv.DictReader(files["csv"].open()))) == len(run.results)
     assert sorted(tmp_path.iterdir()) == sorted(files.values())
+
+
+def test_a_person_reads_a_line_for_each_size_and_one_sentence(
+    mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]
+) -> None:
+    options = ["-b", "4", "-e", "256K", "-f", "256", "--json", tmp_path / "run.json"]
+    job = mpirun(2, [*MODULE, *QUICK, *options], env=quiet)
+    assert job.returncode == 0, job.stderr
+    lines = job.stdout.splitlines()
+    sizes = [line.split()[:2] for line in lines if not line.startswith("#")]
+    assert sizes == [["4", "B"], ["1", "KiB"], ["256", "KiB"]]
+    advice = json.loads((tmp_path / "run.json").read_text())["advice"]
+    assert lines[-1] == f"# {advice}"
+    assert len(lines) <= 12
+    assert not any("wins" in line for line in lines)
 
 
 def test_peers_pictures_and_simulated_nodes(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]) -> None:
@@ -97,7 +112,7 @@ def test_an_output_that_fails_at_the_end_leaves_the_others(
     script = tmp_path / "full.py"
     script.write_text(
         "import sys\nfrom benchmarks import bandwidth\n"
-        "def full(run, said):\n    raise OSError(28, 'No space left on device')\n"
+        "def full(run, *said):\n    raise OSError(28, 'No space left on device')\n"
         "bandwidth.to_json = full\nsys.exit(bandwidth.main())\n"
     )
     outputs = ["--json", "run.json", "--csv", "run.csv"]
@@ -113,7 +128,7 @@ def test_ctrl_c_on_one_rank(tmp_path: Path, quiet: dict[str, str]) -> None:
         python = launch.environment("openmpi") / "bin" / "python"
     except launch.MissingEnvironmentError as error:
         lacking(error)
-    options = "-b 8 -e 8 -n 5000000 --backends native --json run.json"
+    options = "-b 8 -e 8 -n 5000000 --backends native --verbose --json run.json"
     command = [str(python), *MODULE, *options.split()]
     env = {**os.environ, **quiet, "PYTHONPATH": str(launch.ROOT), "PYTHONUNBUFFERED": "1"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -135,6 +150,8 @@ def test_ctrl_c_on_one_rank(tmp_path: Path, quiet: dict[str, str]) -> None:
 REFUSED = {
     "bandwidth -b 12Q": "'12Q' is not a size",
     f"bandwidth -b {'9' * 400}G": "is not a size",
+    "bandwidth --budge 1": "unrecognized arguments: --budge 1; did you mean --budget?",
+    "bandwidth --warmup-iters 1": "did you mean --warmup_iters?",
     "bandwidth -f inf": "give a number of at least 1.01",
     "bandwidth -d complex64": "complex64 can't be reduced",
     "bandwidth -o median": "'median' is unknown",
@@ -239,7 +256,7 @@ def test_what_is_missing_is_named_with_its_extra(
 def test_one_rank_works_and_says_that_it_means_nothing(outcomes: Outcomes, quiet: dict[str, str]) -> None:
     _, (rank,) = outcomes.of(1, ONE_RANK[0], ONE_RANK, env=quiet)
     assert rank["code"] == 0, rank["stderr"]
-    assert "One rank only: there is nothing to reduce" in rank["stdout"]
+    assert "Start at least 2 ranks (mpirun -n 2): one rank has nothing to reduce" in rank["stdout"]
 
 
 def test_tune_writes_merges_and_auto_reads(mpirun: JobRunner, tmp_path: Path) -> None:

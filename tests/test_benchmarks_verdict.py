@@ -8,7 +8,8 @@ from made_runs import made_run
 
 from benchmarks.measuring import sizes
 from benchmarks.showing import table
-from benchmarks.showing.results import Run, summarize
+from benchmarks.showing.advice import advice
+from benchmarks.showing.results import MEMORIES, Run, summarize
 from benchmarks.showing.verdict import Range, competing, crossovers, ranges, runner_up, speedup, times_of, verdict
 from benchmarks.tune import steps
 
@@ -164,3 +165,95 @@ def test_a_size_at_which_auto_alone_was_measured() -> None:
     run = made_run()
     run.results = [each for each in run.results if each.backend == "auto" or each.size != run.results[0].size]
     assert any("wins" in line for line in verdict(run))
+
+
+def with_times(times: dict[str, list[float]], spread: float = 1.0) -> Run:
+    """A run of two ranks, the same with both kinds of memory: backend -> microseconds at 64 KiB, 128 KiB, ..."""
+    run = Run({"cores": 2}, [2], False, "float32", "sum", "2026", "made up")
+    for memory in MEMORIES:
+        for backend, each in times.items():
+            for index, us in enumerate(each):
+                seconds = np.array([us, us, us * spread]) * 1e-6
+                run.results.append(summarize(backend, memory, 16384 << index, 4, 2, seconds, 0))
+    return run
+
+
+ADVICE = {
+    "auto is best": ({"auto": [100, 200], "ring": [110, 195], "native": [300, 100_000]}, 'Use "auto": no backend is'),
+    "a difference that nobody sees": (
+        {"auto": [5.0, 6.0], "native": [2.0, 3.0]},
+        'Use "auto": no backend is more than',
+    ),
+    "another for some": (
+        {"auto": [100, 200, 300], "ring": [110, 100, 150], "native": [300, 300, 300]},
+        'Use "auto", but "ring" for arrays from allocate() of 128 KiB to 256 KiB, where it is 2.00 times as fast and '
+        '"ring" for foreign arrays of 128 KiB to 256 KiB, where it is 2.00 times as fast.',
+    ),
+    "many others": (
+        {"auto": [100, 200, 300], "ring": [50, 210, 50], "native": [300, 300, 300]},
+        'Let "auto" decide by measurements of this machine (mpirun -n 2 python -m benchmarks.tune): now it misses '
+        '"ring" for arrays from allocate() of 256 KiB, where it is 6.00 times as fast.',
+    ),
+    "one of two": ({"ring": [10, 20], "native": [11, 40]}, 'Use "ring": it is the fastest at every size, or within'),
+    "by size": (
+        {"ring": [10, 20, 20], "native": [5, 40, 40]},
+        'Use "native" up to 64 KiB, "ring" from 128 KiB on.',
+    ),
+    "back and forth": (
+        {"ring": [10, 20, 10], "native": [20, 10, 20]},
+        'Use "auto", which was not measured: the fastest',
+    ),
+    "alone": ({"ring": [10, 20]}, "Only ring took part: leave out --backends to compare all."),
+}
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_advice_is_one_sentence(case: str) -> None:
+    times, expected = ADVICE[case]
+    told = advice(with_times(times))
+    assert told.startswith(expected)
+    assert told.endswith(".")
+    assert "\n" not in told
+
+
+def test_a_lead_that_only_the_median_has_is_no_advice() -> None:
+    """A backend whose minimum is no better was lucky."""
+    run = with_times({"auto": [100], "ring": [50], "native": [300]})
+    run.results = [replace(each, min_us=40) for each in run.results]
+    assert advice(run).startswith('Use "auto": no backend')
+
+
+def test_advice_of_noise_of_wrong_results_and_of_one_rank() -> None:
+    times = {"auto": [100.0, 200.0], "ring": [50.0, 300.0]}
+    noisy = with_times(times, spread=103)
+    noise = "Too noisy: p99 is 101 times the median or more in a quarter of the results"
+    assert advice(noisy) == f"{noise}; run again when the machine is quiet."
+    noisy.machine["cores"] = 1
+    assert advice(noisy).endswith("is quiet, with at most 1 rank on a node, one for each core.")
+    wrong = with_times(times)
+    wrong.results[0] = replace(wrong.results[0], wrong=1)
+    assert advice(wrong) == 'Do not use "auto" here: there are wrong results, and no times count beside them.'
+    assert advice(made_run(ranks=1)) == "Start at least 2 ranks (mpirun -n 2): one rank has nothing to reduce."
+
+
+def test_other_software_is_no_advice() -> None:
+    run = with_times({"auto": [100.0], "ring": [120.0]})
+    run.results.append(summarize("gloo", "foreign", 16384, 4, 2, np.array([1e-6]), 0))
+    assert advice(run).startswith('Use "auto": no backend')
+
+
+def test_the_short_table_has_a_line_for_each_size() -> None:
+    run = made_run(sizes=[1 << 20])
+    head = table.short_header(run, run.backends()).splitlines()
+    assert head[0] == "# 4 ranks on 1 node: Made Up CPU <1>, 2 cores, Open MPI v0, numpy 0"
+    assert head[-1].lstrip("#").split() == ["size", *["fastest", "us", "GB/s", "auto", "native"] * 2]
+    row = table.short_row(run.results)
+    assert row.split() == [
+        *("1", "MiB", "shared", "98.38", "15.99", "98.33", "351.5"),
+        *("ring", "282.1", "5.57", "352.5", "351.5"),
+    ]
+    run.results[0] = replace(run.results[0], wrong=1)
+    assert table.short_row(run.results).endswith("  WRONG: ring")
+    alone = [each for each in run.results if each.backend == "gloo"]
+    assert table.short_row(alone).split() == ["1", "MiB", "-", "gloo", "1198.6", "1.31"]
+    assert table.short_header(run, ["native"]).splitlines()[-1].split()[1:] == ["size", *["fastest", "us", "GB/s"] * 2]

@@ -2,14 +2,21 @@
 
 import contextlib
 import gzip
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import launch
 import numpy as np
 import pytest
 
 from trainers import datasets
+from trainers.datasets import Dataset, making
+from trainers.datasets import __main__ as command_line
+from trainers.datasets import idx as idx_format
 from trainers.errors import DataError
 
 IMAGES = np.arange(7 * 3 * 2, dtype=np.uint8).reshape(7, 3, 2)
@@ -208,6 +215,53 @@ def test_csv_with_names_for_labels(tmp_path: Path) -> None:
     assert np.array_equal(data.x_train[:, 0] % 2, data.y_train)
 
 
+def labelled(path: Path, *classes: tuple[str, int]) -> Dataset:
+    """A CSV file with so many rows of each class, loaded."""
+    path.write_text("".join(f"{row},{len(label)},{label}\n" for label, rows in classes for row in range(rows)))
+    return datasets.load(str(path))
+
+
+def test_classes_are_told_with_their_rows(tmp_path: Path) -> None:
+    data = labelled(tmp_path / "set.csv", ("yes", 59), ("no", 60))
+    assert data.classes_in_words() == "no: 60, yes: 59"
+    assert data.rows_of_classes().tolist() == [60, 59]
+    assert data.warnings() == []
+    many = labelled(tmp_path / "set.csv", *((f"c{number:02}", number + 1) for number in range(30)))
+    words = many.classes_in_words()
+    assert words.startswith("30 classes, 1 to 30; the smallest are c00: 1, c01: 2, ")
+    assert words.count(": ") == 10
+
+
+@pytest.mark.parametrize(
+    ("classes", "warning"),
+    [
+        ([("yes", 59), ("Yes", 1), ("no", 60)], "the classes 'Yes' (1 row) and 'yes' (59 rows) differ only in case or"),
+        ([("ice cream", 9), ("icecream", 9)], "the classes 'ice cream' (9 rows) and 'icecream' (9 rows) differ only"),
+        ([("setosa", 50), ("setsoa", 2), ("virginica", 50)], "the class 'setsoa' (2 rows): is it a mistyped 'setosa'?"),
+        ([("cat", 50), ("dog", 50), ("emu", 4)], "the class 'emu' (4 rows) is too small to train and to test"),
+        ([("1", 50), ("3", 50)], "no row has the label 0, 2; labels are class numbers, which count from 0"),
+        ([("0", 50), ("1", 2)], "the class '1' (2 rows) is too small to train and to test"),
+    ],
+)
+def test_labels_that_may_be_mistyped_are_warned_of(
+    tmp_path: Path, classes: list[tuple[str, int]], warning: str
+) -> None:
+    (told,) = labelled(tmp_path / "set.csv", *classes).warnings()
+    assert told.startswith(f"{tmp_path}/set.csv: {warning}")
+
+
+def test_there_are_few_warnings_and_short_ones(tmp_path: Path) -> None:
+    odd = [(f"odd{number}{'x' * 99}", 1) for number in range(90)]
+    told = labelled(tmp_path / "set.csv", ("a", 50), *odd, *((name.upper(), 1) for name, _ in odd[:40])).warnings()
+    assert len(told) == 11  # five alike, five small, and how many more
+    assert all(len(each) < len(str(tmp_path)) + 200 for each in told)
+
+
+@pytest.mark.parametrize("name", datasets.NAMES)
+def test_nothing_is_wrong_with_the_labels_that_come_along(name: str) -> None:
+    assert datasets.load(name).warnings() == []
+
+
 BAD_CSV = {
     "empty": ("", "is empty"),
     "blank": ("\n\n", "has no samples"),
@@ -253,3 +307,57 @@ def test_unknown_sources(tmp_path: Path) -> None:
     (tmp_path / "set.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="none of the known formats"):
         datasets.load(str(tmp_path / "set.parquet"))
+
+
+def test_a_folder_of_mnist_format_files_is_made(tmp_path: Path) -> None:
+    """By a program that needs no MPI, and is told what it holds."""
+    blocked = "import runpy, sys; sys.modules['mpi4py'] = None; runpy.run_module('trainers.datasets', None, '__main__')"
+    command = [sys.executable, "-c", blocked, "make", "mnist/"]
+    env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
+    job = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout == "made mnist/: 1437 samples to train, 360 to test, 784 features, 10 classes\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["mnist"]
+    data, digits = datasets.load(str(tmp_path / "mnist")), datasets.load("digits")
+    assert data.x_train.dtype == np.uint8
+    assert np.array_equal(data.y_train, digits.y_train)
+    images = data.x_test.reshape(-1, 28, 28)
+    assert not images[:, :4].any()  # the border that MNIST's have
+    assert not images[:, :, -4:].any()
+    small = images[:, 4:24, 4:24].reshape(-1, 4, 5, 4, 5).mean(axis=(2, 4)) * (16 / 255)
+    expected = digits.x_test.reshape(-1, 4, 2, 4, 2).mean(axis=(2, 4))
+    assert np.corrcoef(small.ravel(), expected.ravel())[0, 1] > 0.97  # the same pictures, 2.5 times as large
+    assert data.x_train.max() == 255
+
+
+def test_a_made_folder_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, full, file = tmp_path / "empty", tmp_path / "full", tmp_path / "file"
+    empty.mkdir()
+    full.mkdir()
+    (full / "mine").write_text("mine")
+    file.write_text("mine")
+    assert command_line.main(["make", str(empty)]) == 0
+    before = sorted(tmp_path.rglob("*"))
+    for folder, text in {
+        "empty": "is there already; nothing is overwritten",
+        "full": "is there already",
+        "file": "is there already",
+        "none/mnist": "the folder .*none does not exist",
+    }.items():
+        with pytest.raises(DataError, match=text):
+            making.make(str(tmp_path / folder))
+    assert sorted(tmp_path.rglob("*")) == before
+
+    def full_disk(array: np.ndarray) -> bytes:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(idx_format, "content", full_disk)
+    with pytest.raises(DataError, match="can't be written: No space left on device"):
+        making.make(str(tmp_path / "new"))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_missing_mnist_folder_is_told_how_to_make_one(tmp_path: Path) -> None:
+    for source in ("mnist", "data/mnist/"):
+        with pytest.raises(DataError, match=rf"make a small one by: python -m trainers\.datasets make {source}$"):
+            datasets.load(source)

@@ -68,11 +68,21 @@ def test_one_rank_needs_no_mpirun_and_tests_a_saved_model(tmp_path: Path) -> Non
     assert "epoch " not in tested
 
 
+def test_classes_are_told_and_a_mistyped_one_is_warned_of_once(mpirun: JobRunner, tmp_path: Path) -> None:
+    labels = ["yes", "no"] * 20 + ["Yes"]
+    (tmp_path / "set.csv").write_text("".join(f"{row},{row % 2},{label}\n" for row, label in enumerate(labels)))
+    job = mpirun(2, ["-m", "trainers", "--data", "set.csv", "--epochs", "1"], cwd=tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert "3 classes\nrows of each class: Yes: 1, no: 20, yes: 20\n" in job.stdout
+    assert job.stderr.count("the classes 'Yes' (1 row) and 'yes' (20 rows) differ only in case or spaces") == 1
+
+
 BAD = {
     "backend": (["--allreduce", "rign"], "no backend is called 'rign'; did you mean 'ring'"),
     "data": (["--data", "irsi"], "no data set and no file 'irsi'; did you mean 'iris'"),
     "option": (["--epoch-count", "3"], "unrecognized arguments: --epoch-count"),
     "misspelt option": (["--alreduce", "ring"], "unrecognized arguments: --alreduce ring; did you mean --allreduce?"),
+    "abbreviation": (["--epoch", "3"], "unrecognized arguments: --epoch 3; did you mean --epochs?"),
     "nodes": (["--ranks-per-node", "9,9"], "can't describe 2 ranks"),
     "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
     "saved to stdout": (["--save", "-"], "--save -: a model is no text"),

@@ -1,6 +1,7 @@
 """The command line: mpirun -n 4 python -m trainers --data digits"""
 
 import argparse
+import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.terminating import Terminated, Terminating
 from trainers.watching import options as watching
 from trainers.watching.history import History
+
+log = logging.getLogger("trainers")
 
 ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # of a training
 FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, BrokenError, CommunicationError)
@@ -132,6 +135,9 @@ def _introduce(job: _Job, trainer: Trainer, topology: Topology) -> None:
     if losses.in_force() or chosen.on_failure:
         _say(topology, f"if a rank is lost: {on_failure.in_words(trainer)}", shown)
     _say(topology, f"data: {job.data}", shown)
+    _say(topology, f"rows of each class: {job.data.classes_in_words()}", shown)
+    for warning in job.data.warnings() if topology.rank == 0 else ():
+        log.warning("trainers: %s", warning)
     layers = "-".join(map(str, network.sizes))
     _say(topology, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}", shown)
 

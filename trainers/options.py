@@ -7,7 +7,7 @@ from typing import Any
 from trainers import datasets, strategies
 from trainers.checkpoints import period
 from trainers.errors import ArgumentError
-from trainers.parsing import Parser, integer, layer_sizes, positive, ranks_per_node, table_file
+from trainers.parsing import RankParser, integer, layer_sizes, positive, ranks_per_node, table_file
 from trainers.replicas.numpy.layers import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
 from trainers.watching import options as watching
@@ -22,6 +22,7 @@ NETWORK = {"activation": "relu", "optimizer": "adam"}  # with the learning rates
 EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --data digits
   mpirun -n 4 python -m trainers --data iris --allreduce ring --json result.json
+  python -m trainers.datasets make mnist/                                          (a small folder of such files)
   mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --batch-size 512 --save model.npz
   mpirun -n 4 python -m trainers --data mnist/ --load model.npz --epochs 0       (only test a saved model)
   mpirun -n 4 python -m trainers --data mnist/ --checkpoint run --resume         (again after it was killed, say)
@@ -53,13 +54,12 @@ def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
     return options
 
 
-def _parser(shown: bool) -> Parser:
-    parser = Parser(
+def _parser(shown: bool) -> RankParser:
+    parser = RankParser(
         shown,
         prog="python -m trainers",
         description="Train a small network on all ranks together, and test it.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_training(parser.add_argument_group("training"))
     strategies.add_options(

@@ -1,4 +1,4 @@
-"""The command line's parser, and what turns an option's text into a value."""
+"""The parser of every command line, and converters from an option's text to its value. No MPI."""
 
 import argparse
 import difflib
@@ -8,6 +8,23 @@ from trainers.errors import ArgumentError
 
 
 class Parser(argparse.ArgumentParser):
+    """Takes no abbreviated options, and names the nearest option when one is mistyped. Shows texts as they are."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, rest = self.parse_known_args(args, namespace)
+        if rest:
+            unknown = next((each for each in rest if each.startswith("-")), rest[0]).partition("=")[0]
+            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return options
+
+
+class RankParser(Parser):
     """Raises ArgumentError for bad arguments, and is silent on all ranks but one.
 
     shown: whether this rank prints.
@@ -16,16 +33,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, shown: bool, **options: Any) -> None:
         super().__init__(**options)
         self._shown = shown
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As always, but an unknown option is told which one it is like."""
-        options, rest = self.parse_known_args(args, namespace)
-        if rest:
-            unknown = next((each for each in rest if each.startswith("-")), rest[0]).partition("=")[0]
-            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-        return options
 
     def error(self, message: str) -> NoReturn:
         raise ArgumentError(f"{message} (--help shows all options)")

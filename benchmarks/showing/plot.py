@@ -1,18 +1,16 @@
 """The picture of a run: busbw and time over size, for allocated and foreign arrays. Needs matplotlib."""
 
 import io
-import math
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring.sizes import show
 from benchmarks.showing.results import MEMORIES, TITLES, Result, Run
 from benchmarks.showing.style import colour, mark, width
-from benchmarks.showing.verdict import competing, crossovers, times_of
+from benchmarks.showing.verdict import Crossover, competing, crossovers, times_of
 
-LABEL_WIDTH = 0.024  # of a panel's width
+NUMBER_WIDTH = 0.02  # of a panel's width
+TITLE_WIDTH = 90  # characters above a panel
 ROWS = (("busbw", "bus bandwidth (GB/s)"), ("time_us", "time (us)"))
 
 
@@ -29,6 +27,13 @@ def missing(path: str) -> str | None:
 
 def draw(run: Run, kind: str = "png") -> bytes:
     """The picture as the content of a file of a kind: "png", "svg", "pdf"."""
+    content = io.BytesIO()
+    figure_of(run).savefig(content, format=kind, dpi=110)
+    return content.getvalue()
+
+
+def figure_of(run: Run) -> Any:
+    """The picture as matplotlib's Figure."""
     from matplotlib.figure import Figure
 
     memories = [memory for memory in MEMORIES if run.of(memory)]
@@ -38,7 +43,8 @@ def draw(run: Run, kind: str = "png") -> bytes:
     for line, (quantity, label) in enumerate(rows):
         for column, memory in enumerate(memories):
             _panel(axes[line][column], run, memory, quantity)
-            axes[line][column].set_title(TITLES[memory] if line == 0 else "")
+            title = "\n".join([TITLES[memory], *crossings_in_words(run, memory, TITLE_WIDTH)])
+            axes[line][column].set_title(title if line == 0 else "", fontsize=10, pad=16, parse_math=False)
         axes[line][0].set_ylabel(label)
     for last in axes[-1]:
         last.set_xlabel("size")
@@ -53,9 +59,7 @@ def draw(run: Run, kind: str = "png") -> bytes:
     legend = figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=5, frameon=False)
     for text in legend.get_texts():
         text.set_parse_math(False)
-    content = io.BytesIO()
-    figure.savefig(content, format=kind, dpi=110)
-    return content.getvalue()
+    return figure
 
 
 def ticks(run: Run) -> list[int]:
@@ -70,22 +74,32 @@ def points(run: Run, memory: str, backend: str) -> list[Result]:
     return sorted((each for each in run.of(memory) if each.backend == backend), key=lambda each: each.size)
 
 
-def apart(places: Sequence[float], width: float, run: Run) -> list[float]:
-    """Where the upright labels of lines at these sizes end on the right, on an axis of the logarithm of the size.
+def numbered(run: Run, memory: str, width: float) -> list[tuple[float, Crossover]]:
+    """The crossovers by rising size, each with the size above which its number stands: its own, or a little more where
+    the number before it needs the room.
 
-    A label stands left of its line. Where lines are closer than the labels, those stand side by side, left of them all.
-    places: rising. width: of a label, as a share of the axis.
+    width: of a number, as a share of the axis, which has the logarithm of the size.
     """
     sizes = [result.size for result in run.results]
     factor = (max(sizes) / min(sizes)) ** width
-    ends: list[float] = []
-    crowd: list[float] = []
-    for place, after in pairwise([*places, math.inf]):
-        crowd.append(place)
-        if after > place * factor**2:
-            ends += [crowd[0] / factor**waiting for waiting in reversed(range(len(crowd)))]
-            crowd = []
-    return ends
+    found, free = [], 0.0
+    for crossing in crossovers(competing(times_of(run, memory))):
+        place = max(crossing.nbytes, free)
+        found.append((place, crossing))
+        free = place * factor
+    return found
+
+
+def crossings_in_words(run: Run, memory: str, width: int) -> list[str]:
+    """Lines of about so many characters: "1: native → shared at 32 KiB", and the next crossovers."""
+    lines: list[str] = []
+    for number, each in enumerate(crossovers(competing(times_of(run, memory))), start=1):
+        words = f"{number}: {each.before} → {each.after} at {show(each.nbytes)}"
+        if lines and len(lines[-1]) + len(words) < width:
+            lines[-1] += f",  {words}"
+        else:
+            lines.append(words)
+    return lines
 
 
 def _panel(axis: Any, run: Run, memory: str, quantity: str) -> None:
@@ -103,21 +117,10 @@ def _panel(axis: Any, run: Run, memory: str, quantity: str) -> None:
     axis.grid(True, which="major", alpha=0.35)
     axis.grid(True, which="minor", axis="y", alpha=0.12)
     axis.yaxis.set_major_formatter("{x:g}")
-    rising = quantity == "time_us"  # the names go to the end of the panel that the curves leave free
-    found = crossovers(competing(times_of(run, memory)))
-    for crossing, place in zip(found, apart([each.nbytes for each in found], LABEL_WIDTH, run), strict=True):
+    for number, (place, crossing) in enumerate(numbered(run, memory, NUMBER_WIDTH), start=1):
         axis.axvline(crossing.nbytes, color="#888888", linestyle=":", linewidth=1.2)
-        axis.annotate(
-            f"{crossing.before} → {crossing.after}, {show(crossing.nbytes)}",
-            (place, 0.98 if rising else 0.02),
-            xycoords=("data", "axes fraction"),
-            fontsize=7.5,
-            rotation=90,
-            ha="right",
-            va="top" if rising else "bottom",
-            color="#555555",
-            parse_math=False,
-        )
+        above = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}  # where no curve is
+        axis.annotate(str(number), (place, 1.01), fontsize=8, color="#555555", annotation_clip=False, **above)
 
 
 def _no_ticks() -> Any:

@@ -6,18 +6,20 @@ from html import escape
 from typing import Any
 
 from benchmarks.measuring.sizes import show
-from benchmarks.showing.plot import apart, points, ticks
+from benchmarks.showing.plot import crossings_in_words, numbered, points, ticks
 from benchmarks.showing.results import MEMORIES, TITLES, Result, Run
 from benchmarks.showing.style import colour, mark, width
-from benchmarks.showing.verdict import competing, crossovers, times_of
+from benchmarks.showing.verdict import times_of
 
-LABEL_WIDTH = 0.04  # of a panel's width, where it is narrowest
+NUMBER_WIDTH = 0.03  # of a panel's width, where it is narrowest
+TITLE_WIDTH = 60  # characters above a panel
 CHARTS = (("busbw", "Bus bandwidth", "bus bandwidth (GB/s)"), ("time_us", "Time", "time (us)"))
 _STYLE = """
 body { font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #222; margin: 2em auto; max-width: 1300px;
   padding: 0 1.5em; }
 h1 { font-size: 1.6em; margin-bottom: 0.1em } h2 { font-size: 1.2em; margin: 1.6em 0 0.4em }
-p.sub { color: #555; margin-top: 0 } ul.verdict { background: #f3f6f9; padding: 0.8em 1em 0.8em 2.2em; }
+p.sub { color: #555; margin-top: 0 } p.advice { font-size: 1.2em; font-weight: bold }
+ul.verdict { background: #f3f6f9; padding: 0.8em 1em 0.8em 2.2em; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px }
 th, td { padding: 3px 10px; text-align: right; border-bottom: 1px solid #e4e4e4 }
 th { position: sticky; top: 0; background: #fff } td.name, th.name { text-align: left }
@@ -39,7 +41,7 @@ def missing() -> str | None:
     return None
 
 
-def page(run: Run, verdict: Sequence[str]) -> str:
+def page(run: Run, verdict: Sequence[str], advice: str) -> str:
     """The whole page as HTML."""
     from plotly.offline import get_plotlyjs
 
@@ -50,11 +52,13 @@ def page(run: Run, verdict: Sequence[str]) -> str:
         "<meta name=viewport content='width=device-width, initial-scale=1'><link rel=icon href='data:,'>",
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",
         f"<script>{get_plotlyjs()}</script></head><body>",
-        f"<h1>{escape(title)}</h1><p class=sub>{escape(run.machine['cpu'])}, {escape(run.date)}</p>",
+        f"<h1>{escape(title)}</h1><p class=sub>{escape(_where(run))}</p>",
+        f"<p class=advice>{escape(advice)}</p>",
         "<h2>Verdict</h2><ul class=verdict>" + "".join(f"<li>{escape(line)}</li>" for line in verdict) + "</ul>",
         *(f"<h2>{title}</h2><div class=wide>{_chart(run, quantity, label)}</div>" for quantity, title, label in charts),
         "<p class=sub>Click a name to hide it, double-click to see it alone, drag to zoom. Dotted lines: where "
-        "another backend becomes the fastest. All times are medians over the iterations, of the slowest rank.</p>",
+        "another backend becomes the fastest, by the numbers above. All times are medians over the iterations, of the "
+        "slowest rank.</p>",
         f"<h2>Results</h2><div class=wide>{_table(run)}</div><h2>Machine</h2>{_machine(run)}</body></html>\n",
     ]
     return "\n".join(parts)
@@ -65,9 +69,8 @@ def _chart(run: Run, quantity: str, label: str) -> str:
     from plotly.subplots import make_subplots
 
     memories = [memory for memory in MEMORIES if run.of(memory)]
-    figure = make_subplots(
-        1, len(memories), shared_yaxes=True, subplot_titles=[TITLES[m] for m in memories], horizontal_spacing=0.03
-    )
+    titles = [[TITLES[memory], *map(escape, crossings_in_words(run, memory, TITLE_WIDTH))] for memory in memories]
+    figure = make_subplots(1, len(memories), shared_yaxes=True, horizontal_spacing=0.03)
     shown: set[str] = set()
     for column, memory in enumerate(memories, start=1):
         for backend in run.backends():
@@ -75,7 +78,8 @@ def _chart(run: Run, quantity: str, label: str) -> str:
             if curve:
                 figure.add_trace(_trace(backend, curve, quantity, backend not in shown), row=1, col=column)
                 shown.add(backend)
-        _mark_crossovers(figure, run, memory, column, rising=quantity == "time_us")
+        _mark_crossovers(figure, run, memory, column)
+        _above(figure, column, "<br>".join(titles[column - 1]), size=12, x=0.5, xref="domain", yshift=16)
     sizes = ticks(run)
     figure.update_xaxes(
         type="log", title="size", tickvals=sizes, ticktext=[show(size) for size in sizes], tickangle=-40
@@ -85,7 +89,7 @@ def _chart(run: Run, quantity: str, label: str) -> str:
     figure.update_layout(
         template="plotly_white",
         height=560,
-        margin={"l": 70, "r": 20, "t": 40, "b": 80},
+        margin={"l": 70, "r": 20, "t": 32 + 17 * max(map(len, titles)), "b": 80},
         legend={"orientation": "h", "y": -0.24, "x": 0.5, "xanchor": "center"},
         hovermode="closest",
     )
@@ -110,23 +114,36 @@ def _trace(backend: str, curve: Sequence[Result], quantity: str, in_legend: bool
     )
 
 
-def _mark_crossovers(figure: Any, run: Run, memory: str, column: int, rising: bool) -> None:
-    """Lines with names, at the end of the panel that the curves leave free."""
-    found = crossovers(competing(times_of(run, memory)))
-    for crossing, place in zip(found, apart([each.nbytes for each in found], LABEL_WIDTH, run), strict=True):
+def _mark_crossovers(figure: Any, run: Run, memory: str, column: int) -> None:
+    """Lines with numbers above the panel, where no curve is."""
+    for number, (place, crossing) in enumerate(numbered(run, memory, NUMBER_WIDTH), start=1):
         figure.add_vline(x=crossing.nbytes, line={"color": "#888", "dash": "dot", "width": 1.2}, row=1, col=column)
-        figure.add_annotation(
-            text=escape(f"{crossing.before} → {crossing.after}, {show(crossing.nbytes)}"),
-            x=math.log10(place),  # on a log axis annotations, unlike lines, take the exponent
-            xref=f"x{column}" if column > 1 else "x",
-            y=0.01 if not rising else 0.99,
-            yref="y domain",
-            textangle=-90,
-            font={"size": 10, "color": "#555"},
-            showarrow=False,
-            xanchor="right",
-            yanchor="top" if rising else "bottom",
-        )
+        # on a log axis annotations, unlike lines, take the exponent
+        _above(figure, column, str(number), size=11, x=math.log10(place))
+
+
+def _above(figure: Any, column: int, text: str, size: int, x: float, xref: str = "", yshift: int = 0) -> None:
+    """A text above a panel."""
+    axis = f"x{column}" if column > 1 else "x"
+    figure.add_annotation(
+        text=text,
+        x=x,
+        xref=f"{axis} {xref}".rstrip(),
+        y=1,
+        yref="y domain",
+        yshift=yshift,
+        font={"size": size, "color": "#555"},
+        showarrow=False,
+        xanchor="center",
+        yanchor="bottom",
+    )
+
+
+def _where(run: Run) -> str:
+    """What the figures are of, in one line: ranks and nodes, the machine, the MPI library, the day."""
+    machine = run.machine
+    each = " each" * (run.nodes > 1 and not run.simulated)
+    return f"{run.place()}; {machine['cpu']}, {machine['cores']} cores{each}; {machine['mpi']}; {run.date}"
 
 
 def _table(run: Run) -> str:

@@ -109,9 +109,9 @@ def summarize(
     )
 
 
-def to_json(run: Run, verdict: Iterable[str] = ()) -> str:
+def to_json(run: Run, verdict: Iterable[str] = (), advice: str = "") -> str:
     head = {"format": FORMAT, "version": VERSION, "ranks": run.ranks, "nodes": run.nodes}
-    return json.dumps({**head, **asdict(run), "verdict": list(verdict)}, indent=1) + "\n"
+    return json.dumps({**head, **asdict(run), "verdict": list(verdict), "advice": advice}, indent=1) + "\n"
 
 
 def from_json(text: str) -> Run:

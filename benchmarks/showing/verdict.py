@@ -39,7 +39,7 @@ class Crossover(NamedTuple):
 def times_of(run: Run, memory: str) -> dict[int, dict[str, float]]:
     """Median microseconds by size and backend, without backends that were wrong: they win nothing."""
     times: dict[int, dict[str, float]] = {}
-    wrong = _wrong_backends(run)
+    wrong = wrong_backends(run)
     for result in run.of(memory):
         if result.backend not in wrong:
             times.setdefault(result.size, {})[result.backend] = result.time_us
@@ -109,7 +109,9 @@ def runner_up(times: Times, span: Range) -> str | None:
 
 def verdict(run: Run) -> list[str]:
     """Sentences for people."""
-    said = _wrong(run)
+    said = wrong_results(run)
+    if said:
+        said.append(f"left out of what follows: {', '.join(wrong_backends(run))}")
     if run.ranks == 1:
         return [
             *said,
@@ -179,14 +181,14 @@ def _overhead(run: Run) -> list[str]:
     return [f"below 64 KiB a call against mpi4py's bare Allreduce: {', '.join(extra)} (median)"] if extra else []
 
 
-def _wrong(run: Run) -> list[str]:
-    bad = [result for result in run.results if result.wrong]
-    lines = [
+def wrong_results(run: Run) -> list[str]:
+    """A sentence for each result that was wrong."""
+    return [
         f"WRONG RESULTS: {each.backend}, {TITLES[each.memory]}, {show(each.size)}: {each.wrong} elements"
-        for each in bad
+        for each in run.results
+        if each.wrong
     ]
-    return [*lines, f"left out of what follows: {', '.join(_wrong_backends(run))}"] if bad else []
 
 
-def _wrong_backends(run: Run) -> list[str]:
+def wrong_backends(run: Run) -> list[str]:
     return list(dict.fromkeys(result.backend for result in run.results if result.wrong))

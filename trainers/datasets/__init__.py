@@ -28,6 +28,8 @@ def load(source: str) -> Dataset:
     if not os.path.exists(source):
         near = difflib.get_close_matches(source, NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; use {', '.join(NAMES)}, {_FORMATS}"
+        if os.path.basename(os.path.normpath(source)) == "mnist":
+            hint = f"; make a small one by: python -m trainers.datasets make {source}"
         raise DataError(f"there is no data set and no file {source!r}{hint}")
     if source.endswith(".npz"):
         return archive.load(source)

@@ -1,13 +1,18 @@
 """What a data set is, how it is split, and what every one is checked for."""
 
+import difflib
+import unicodedata
 from dataclasses import dataclass
 
 import numpy as np
 
-from trainers.errors import DataError
+from trainers.errors import DataError, printable
 
 TEST_PART = 5  # every fifth sample is for testing
 SPLIT_SEED = 47  # see README.md beside this
+FEW_ROWS = 5  # a class with fewer is warned of: a fifth of them, for testing, is not one row
+MOST_SHOWN, MOST_WARNED = 20, 5  # classes in one line, and of each kind in warnings
+LONGEST_NAME = 40  # characters of a class in such a line
 MANY_CLASSES = 1000  # more than this, and more than rows: labels that are no class numbers
 
 
@@ -39,6 +44,75 @@ class Dataset:
             f"{self.features} features, {len(self.classes)} classes"
         )
 
+    def rows_of_classes(self) -> np.ndarray:
+        """How many rows each class has, to train and to test: (len(classes),) int64."""
+        labels = np.concatenate([self.y_train, self.y_test])
+        return np.bincount(labels, minlength=len(self.classes))
+
+    def classes_in_words(self) -> str:
+        """ "no: 60, yes: 59": the rows of every class; of more than 20 classes those of the smallest."""
+        rows = self.rows_of_classes()
+        if len(rows) <= MOST_SHOWN:
+            return ", ".join(f"{_short(name)}: {count}" for name, count in zip(self.classes, rows, strict=True))
+        smallest = np.argsort(rows, kind="stable")[: MOST_SHOWN // 2]
+        few = ", ".join(f"{_short(self.classes[number])}: {rows[number]}" for number in smallest)
+        return f"{len(rows)} classes, {rows.min()} to {rows.max()}; the smallest are {few}"
+
+    def warnings(self) -> list[str]:
+        """A sentence for each sign of mistyped labels: classes that differ only in case or spaces, classes of few rows,
+        class numbers that no row has. Empty where there is none."""
+        rows = self.rows_of_classes().tolist()
+        alike = self._alike()
+        return [
+            f"{self.name}: {text}"
+            for text in (*self._told_alike(alike, rows), *self._small(alike, rows), *self._empty(rows))
+        ]
+
+    def _alike(self) -> list[list[int]]:
+        """Classes whose names differ only in case or spaces."""
+        groups: dict[str, list[int]] = {}
+        for number, name in enumerate(self.classes):
+            groups.setdefault("".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(number)
+        return [group for group in groups.values() if len(group) > 1]
+
+    def _told_alike(self, alike: list[list[int]], rows: list[int]) -> list[str]:
+        found = [" and ".join(self._quoted(number, rows) for number in group[:MOST_WARNED]) for group in alike]
+        return [
+            f"the classes {names} differ only in case or spaces; are they one class?" for names in found[:MOST_WARNED]
+        ]
+
+    def _small(self, alike: list[list[int]], rows: list[int]) -> list[str]:
+        """Of classes that are not told already."""
+        told = {number for group in alike for number in group}
+        small = [number for number, count in enumerate(rows) if 0 < count < FEW_ROWS and number not in told]
+        named = self.classes != _numbers(len(self.classes))
+        large = [_short(self.classes[number]) for number in np.argsort(rows)[-MOST_SHOWN:] if rows[number] >= FEW_ROWS]
+        found = []
+        for number in small[:MOST_WARNED]:
+            near = difflib.get_close_matches(_short(self.classes[number]), large if named else [], n=1)
+            doubt = f": is it a mistyped {near[0]!r}?" if near else " is too small to train and to test"
+            found.append(f"the class {self._quoted(number, rows)}{doubt}")
+        more = [f"{len(small) - MOST_WARNED} more classes have fewer than {FEW_ROWS} rows"]
+        return found + more * (len(small) > MOST_WARNED)
+
+    def _empty(self, rows: list[int]) -> list[str]:
+        empty = [name for name, count in zip(self.classes, rows, strict=True) if not count]
+        names = ", ".join(map(_short, empty[:MOST_WARNED]))
+        more = f" and {len(empty) - MOST_WARNED} more" * (len(empty) > MOST_WARNED)
+        return [f"no row has the label {names}{more}; labels are class numbers, which count from 0"] * (len(empty) > 0)
+
+    def _quoted(self, number: int, rows: list[int]) -> str:
+        return f"{_short(self.classes[number])!r} ({rows[number]} row{'s' * (rows[number] != 1)})"
+
+
+def _short(name: str) -> str:
+    return printable(name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}...")
+
+
+def _numbers(count: int) -> tuple[str, ...]:
+    """The names of classes that have none."""
+    return tuple(map(str, range(count)))
+
 
 def make(
     name: str,
@@ -59,7 +133,7 @@ def make(
     if x_train.shape[1] != x_test.shape[1]:
         raise DataError(f"{name}: training has {x_train.shape[1]} features and test {x_test.shape[1]}")
     if classes is None:
-        classes = tuple(map(str, range(int(max(y_train.max(), y_test.max())) + 1)))
+        classes = _numbers(int(max(y_train.max(), y_test.max())) + 1)
     return Dataset(name, x_train, y_train, x_test, y_test, classes, *_scaling(x_train))
 
 

@@ -46,6 +46,11 @@ def read(path: str, dimensions: str) -> np.ndarray:
     return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
 
+def content(array: np.ndarray) -> bytes:
+    """The IDX file of an array of bytes."""
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
 def _header(path: str, file: IO[bytes], dimensions: str) -> tuple[np.dtype, tuple[int, ...]]:
     """The dtype and the shape at the begin of an IDX file."""
     magic = regular.take(file, 4)
