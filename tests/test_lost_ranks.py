@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import event_files
 import pytest
 from conftest import JobRunner
 
@@ -179,3 +180,33 @@ def test_no_checkpoint_is_made_of_half_an_epoch(mpirun: JobRunner, tmp_path: Pat
     assert job.returncode == 1, job.stdout + job.stderr
     assert not list(tmp_path.glob("checkpoint-*"))
     assert "no checkpoint is written in the middle of epoch 2" in job.stderr
+
+
+@pytest.mark.parametrize(("way", "ranks", "dies"), [("continue", 3, 0), ("replace", 3, 0), ("standby", 4, 1)])
+def test_callbacks_go_on_when_ranks_are_lost_and_join(
+    mpirun: JobRunner, way: str, ranks: int, dies: int, tmp_path: Path
+) -> None:
+    """All shipped callbacks do what they do on one rank, and a rank that joins touches no file of rank 0."""
+    pytest.importorskip("tensorboardX")
+    job = mpirun(ranks, [TRAINING.with_name("watched.py"), way, dies, tmp_path], ulfm=True, timeout=120)
+    all_came = [json.loads(line) for line in job.stdout.splitlines()]
+    assert sorted(came["rank"] for came in all_came) == list(range(2 if way == "continue" else 3)), job.stderr
+    assert [came["began as"] for came in all_came if came["late"]] == ([] if way == "continue" else [-1])
+    for came in all_came:
+        alone = came["alone"]
+        np.testing.assert_allclose(came["loss"], alone["loss"], rtol=1e-4)
+        np.testing.assert_allclose(came["stopped"], alone["stopped"], rtol=1e-4)
+        np.testing.assert_allclose(came["predicted"], alone["predicted"], rtol=1e-3)
+        assert came["rates"].items() <= alone["rates"].items()
+        if not came["late"]:
+            assert came["rates"] == alone["rates"]
+    epochs = len(all_came[0]["loss"])
+    assert {path.stem for path in tmp_path.glob("*.npz")} == {"best", *map(str, range(1, epochs + 1))}
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["epoch", *map(str, range(epochs))]
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert len(list((tmp_path / "logs" / "train").iterdir())) == (1 if dies else 2)
+    shown = event_files.values(tmp_path / "logs" / "train")
+    assert {value.step for value in shown if value.tag == "epoch_loss"} == set(range(epochs))
+    lacking = set(range(1, 5 * epochs + 1)) - {value.step for value in shown if value.tag == "batch_loss"}
+    assert lacking <= (set() if dies else {6, 7})  # rank 0 was killed before it had written them

@@ -34,7 +34,11 @@ class Callback:
         """The fit begins, or with None it is over."""
         self.trainer = trainer
 
-    def on_train_begin(self, logs: Logs | None = None) -> None: ...
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """The fit begins. On a rank that joins a fit, trainer.rank is -1 here: it has no number yet.
+
+        `load_state` with the state of the other ranks, and `on_ranks_change`, follow there.
+        """
 
     def on_train_end(self, logs: Logs | None = None) -> None: ...
 
