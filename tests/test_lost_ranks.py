@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import event_files
+import numpy as np
 import pytest
 from conftest import JobRunner
 
