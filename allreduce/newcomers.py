@@ -21,14 +21,14 @@ from mpi4py import MPI
 
 from allreduce import ending
 from allreduce.errors import RankLostError, UnavailableError
-from allreduce.messages import losses
+from allreduce.messages import losses, watchdog
 from allreduce.messages.agreement import combine, raise_together, root_value, waiting
 from allreduce.messages.kept import keep
 from allreduce.program import Program, program
 from allreduce.spares import NEWCOMER, WAIT_SECONDS, Joining
 from allreduce.topology import Topology
 
-HELLO, READY, LEFT, WORD = 1, 2, 3, 4  # tags
+HELLO, READY, LEFT, WORD, ENDED = range(1, 6)  # tags
 NOTHING = np.empty(0, np.int64)
 START = "start a process in the place of a lost rank"
 ROOM = ("PMIX_MAPBY", "slot:OVERSUBSCRIBE")  # the launcher does not take a lost rank's slot for free
@@ -36,6 +36,7 @@ LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_")  # variables that tell
 BEGIN = "import sys; sys.path.append({folder!r}); from allreduce import newcomers; newcomers.begin()"
 
 _arrived: list["_Others"] = []  # in a newcomer
+_met: list["_End"] = []
 
 
 class Newcomers:
@@ -156,6 +157,47 @@ class _Others:
         return tuple(word[: status.Get_count(MPI.INT64_T)].tolist())
 
 
+class _End:
+    """Has all ranks of `comm` end when one of them ends the job, also when all their topologies are closed.
+
+    MPI_Abort ends the processes of one job of the launcher, and newcomers have jobs of their own. When processes of two
+    jobs call it, mpirun (PRRTE 3.0.12) may wait for a lock that it holds itself, for ever. So the rank that calls it
+    tells the others before, and they end without it.
+    """
+
+    active = True  # for the watchdog, which calls all of this
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        watchdog.add(self)
+
+    def listen(self) -> None:
+        """End this process when another one has ended the job. Local."""
+        status, code = MPI.Status(), np.empty(1, np.int64)
+        with suppress(MPI.Exception):  # a rank of them was lost just now; the next call looks again
+            self._comm.Ack_failed()
+            if self._comm.Iprobe(MPI.ANY_SOURCE, ENDED, status):
+                self._comm.Recv(code, status.source, ENDED)
+                ending.follow(int(code[0]))
+
+    def end(self, code: int) -> None:
+        """This process ends the job: tell the others. Local."""
+        told = np.array([code], np.int64)
+        for rank in range(self._comm.size):
+            with suppress(MPI.Exception):  # it is lost
+                if rank != self._comm.rank:
+                    keep((self._comm.Isend(told, rank, ENDED), told))
+
+    def look(self) -> None:
+        """Nothing: nobody waits on this communicator for long."""
+
+    def leave(self, why: str) -> None:
+        """Nothing: a process that ends well does not end the job."""
+
+    def standing(self) -> str:
+        return ""
+
+
 def started() -> bool:
     """Whether this process was started in the place of a lost rank, and has not joined the others yet. Local."""
     return any(not others.joined for others in _arrived)
@@ -251,6 +293,7 @@ def _meet(comm: MPI.Intracomm, old: int, told: Any = None) -> Any:
                 comm.Send(NOTHING, rank, HELLO)
             else:
                 comm.Recv(np.empty(0, np.int64), rank, HELLO)
+    _met.append(_End(comm))
     return told
 
 

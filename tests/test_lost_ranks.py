@@ -168,11 +168,23 @@ def test_central_storage_goes_on_with_what_the_storage_has(mpirun: JobRunner) ->
     check_like_alone(came)
 
 
-def test_a_training_stops_with_a_checkpoint_of_where_it_is(mpirun: JobRunner, tmp_path: Path) -> None:
-    job = mpirun(3, [TRAINING, "stop", f"folder={tmp_path}"], ulfm=True, timeout=120)
+@pytest.mark.parametrize(
+    ("moment", "lost_in", "total"),
+    [("batch_begin,1,2", 3, 7), ("batch_end,1,4", 6, 10), ("epoch_end,1,0", 6, 10), ("epoch_begin,1,0", 1, 5)],
+)
+def test_a_training_stops_with_a_checkpoint_of_where_it_is(
+    mpirun: JobRunner, moment: str, lost_in: int, total: int, tmp_path: Path
+) -> None:
+    """And goes on from it, as if it had never stopped: each epoch is measured, and told to callbacks, once."""
+    job = mpirun(3, [TRAINING, "stop", f"folder={tmp_path}", f"moment={moment}"], ulfm=True, timeout=120)
     assert job.returncode == 1, job.stdout + job.stderr
-    assert "rank 0 of the job was lost in fit, epoch 2, step 3; the job stops" in job.stderr
-    assert (tmp_path / "checkpoint-00000007.npz").exists(), list(tmp_path.iterdir())
+    assert f"rank 0 of the job was lost in fit, epoch 2, step {lost_in}; the job stops" in job.stderr
+    assert max(tmp_path.glob("checkpoint-*")).name == f"checkpoint-{total:08d}.npz"
+    came = training(mpirun, 2, "resumed", f"folder={tmp_path}")
+    check_like_alone(came)
+    assert came["told"][0] == f"epoch_begin {total // 5} 0"
+    newest = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert f"checkpoint-{30:08d}.npz" in newest
 
 
 def test_no_checkpoint_is_made_of_half_an_epoch(mpirun: JobRunner, tmp_path: Path) -> None:
@@ -210,3 +222,16 @@ def test_callbacks_go_on_when_ranks_are_lost_and_join(
     assert {value.step for value in shown if value.tag == "epoch_loss"} == set(range(epochs))
     lacking = set(range(1, 5 * epochs + 1)) - {value.step for value in shown if value.tag == "batch_loss"}
     assert lacking <= (set() if dies else {6, 7})  # rank 0 was killed before it had written them
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("replace", 3), ("standby", 4)])
+def test_an_error_of_a_rank_that_has_joined_ends_the_job_once(
+    mpirun: JobRunner, way: str, ranks: int, tmp_path: Path
+) -> None:
+    """The rank that raised it tells it and ends the job; mpirun hangs now and then when several ranks of two jobs do."""
+    job = mpirun(ranks, [TRAINING.with_name("watched.py"), way, 1, tmp_path, "injected"], ulfm=True, timeout=120)
+    assert job.returncode == 1
+    assert "rank 3 of 4: Traceback" in job.stderr
+    assert job.stderr.count("InjectedError: rank 2: by the rank that has joined") == 1
+    assert "rank 0 of 4: " not in job.stderr
+    assert "rank 2 of 4: " not in job.stderr
