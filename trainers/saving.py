@@ -108,18 +108,19 @@ class Saver:
     def _look(self) -> tuple[str, Saved] | None:
         """The newest checkpoint, if the training may go on from it. On rank 0."""
         self._take_folder()
-        found = files.newest(self._folder)
-        if found is None:
-            return None
+        return files.newest(self._folder, self._check)
+
+    def _check(self, path: str, saved: Saved) -> None:
+        """Raise CheckpointError unless the training may go on from a checkpoint. On rank 0."""
         if not self._resumes:
             raise CheckpointError(
-                f"{self._folder} holds checkpoints of another training, the newest of {found[1].progress}; go on from "
+                f"{self._folder} holds checkpoints of another training, the newest of {saved.progress}; go on from "
                 "it with resume=True (--resume), or give another folder"
             )
-        resuming.check(*found, self._trainer.replica, self._settings, self._steps)
-        together_again = self._trainer.steps_together
-        resuming.check_way(*found, type(self._trainer).__name__, together_again, self._choices, self._trainer.size)
-        return found
+        trainer = self._trainer
+        resuming.check(path, saved, trainer.replica, self._settings, self._steps)
+        kind, together_again = type(trainer).__name__, trainer.steps_together
+        resuming.check_way(path, saved, kind, together_again, self._choices, trainer.size)
 
     def _take_folder(self) -> None:
         resuming.prepare(self._folder, self._held)

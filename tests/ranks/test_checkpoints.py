@@ -6,6 +6,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,44 @@ def test_callbacks_go_on(
         fit(Kill(*kill), checkpoint=Checkpoint(str(folder), every))
     assert fit(checkpoint=str(folder), resume=True) == expected
     assert fit(checkpoint=str(folder), resume=True) == expected  # it is over
+
+
+@ONCE
+@pytest.mark.parametrize("steps", [5, 6])
+def test_where_older_versions_stopped_after_the_last_step_of_an_epoch(
+    steps: int, flat: allreduce.Topology, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All five steps of an epoch: its end is next. Six of five: no checkpoint of this training; the one before is used."""
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        whole, expected = fitted(trainer), trainer.parameters_sha256()
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        fitted(trainer, epochs=2, checkpoint=Checkpoint(str(folder), "1 step"))
+    if flat.rank == 0:
+        path, saved = files.path_of(str(folder), 10), files.read(files.path_of(str(folder), 9))
+        progress = replace(saved.progress, step=steps, total=10)
+        measured = np.concatenate([saved.measured, *[saved.measured[-1:]] * (steps - 4)])
+        files.write(path, replace(files.read(path), progress=progress, measured=measured))
+    with MirroredTrainer(network(seed=5), "ring", flat) as trainer, caplog.at_level("WARNING", "trainers"):
+        resumed = fitted(trainer, checkpoint=str(folder), resume=True)
+        assert trainer.parameters_sha256() == expected
+    assert resumed.column("epoch") == [1, 2, 3, 4]
+    assert resumed.column("validation_loss") == whole.column("validation_loss")
+    passed_over = "checkpoint-00000010.npz is damaged: step 6 of 5; the one before is used"
+    assert (passed_over in caplog.text) == (steps == 6 and flat.rank == 0)
+
+
+@ONCE
+def test_servers_pass_over_the_middle_of_an_epoch(
+    flat: allreduce.Topology, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
+        fitted(trainer, checkpoint=Checkpoint(str(folder), "5 steps"), callbacks=[Kill(1, 3)])
+    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
+        fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Kill(1, 3)], resume=True)
+    with SERVED["async"](network(seed=7), flat) as trainer, caplog.at_level("WARNING", "trainers"):
+        history = fitted(trainer, checkpoint=str(folder), resume=True)
+    assert history.column("epoch") == [1, 2, 3, 4]
+    assert ("of the middle of an epoch" in caplog.text) == (flat.rank == 0)
 
 
 @ONCE
