@@ -228,7 +228,7 @@ def test_callbacks_go_on_when_ranks_are_lost_and_join(
 def test_an_error_of_a_rank_that_has_joined_ends_the_job_once(
     mpirun: JobRunner, way: str, ranks: int, tmp_path: Path
 ) -> None:
-    """The rank that raised it tells it and ends the job; mpirun hangs now and then when several ranks of two jobs do."""
+    """The rank that raised it ends the job; mpirun hangs now and then when several ranks of two jobs do."""
     job = mpirun(ranks, [TRAINING.with_name("watched.py"), way, 1, tmp_path, "injected"], ulfm=True, timeout=120)
     assert job.returncode == 1
     assert "rank 3 of 4: Traceback" in job.stderr

@@ -234,7 +234,7 @@ class Fit(Steps):
     def save_now(self) -> None:
         """Write a checkpoint of where the fit is, before the job stops. Collective.
 
-        An epoch whose steps are all taken is evaluated, and callbacks are told its end, so that the checkpoint has both.
+        An epoch whose steps are all taken is evaluated, and callbacks are told its end: the checkpoint has both.
         Nothing is written in the middle of an epoch whose steps ranks do not take together: nobody could go on from it.
         """
         saver, (number, step, stage) = self.saver, self.place

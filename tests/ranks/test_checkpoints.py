@@ -345,7 +345,7 @@ def test_callbacks_go_on(
 def test_where_older_versions_stopped_after_the_last_step_of_an_epoch(
     steps: int, flat: allreduce.Topology, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All five steps of an epoch: its end is next. Six of five: no checkpoint of this training; the one before is used."""
+    """All five steps of an epoch: its end is next. Six of five: the checkpoint before is used."""
     with MirroredTrainer(network(), "ring", flat) as trainer:
         whole, expected = fitted(trainer), trainer.parameters_sha256()
     with MirroredTrainer(network(), "ring", flat) as trainer:
