@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from trainers import random_state
+from trainers import fingerprint, random_state
 from trainers.errors import CheckpointError, ModelFileError, UnusableError
 from trainers.files import checkpoint as files
 from trainers.files.checkpoint import Saved
+from trainers.fingerprint import Fingerprint
 from trainers.replica import Replica
 from trainers.watching.history import Epoch
 
@@ -67,6 +68,19 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
         raise CheckpointError(f"{path} is of a training with {counts}")
     if progress.step > steps or (progress.step and len(saved.measured[0]) != len(replica.metrics)):
         raise UnusableError(f"{path} is damaged: step {progress.step} of {steps}")
+
+
+def check_data(path: str, saved: Saved, data: Fingerprint, rows: int) -> None:
+    """Refuse a checkpoint of other data than these; one of an older version has no fingerprint, and is taken.
+
+    Raises CheckpointError.
+    """
+    differs = fingerprint.difference(saved.progress.settings.get("data"), data, rows)
+    if differs:
+        raise CheckpointError(
+            f"{path} is of a training with other data: {differs}; give the same rows in the same order, or go on with "
+            "these on purpose: checkpoint=Checkpoint(folder, same_data=False)"
+        )
 
 
 def check_way(path: str, saved: Saved, kind: str, together: bool, choices: dict[str, str], ranks: int) -> None:
