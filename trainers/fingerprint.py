@@ -1,7 +1,7 @@
 """A fingerprint of data, to notice others: shapes, dtypes and checksums of a few rows. No MPI."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,6 @@ def _sampled(count: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
-def _described(side: np.ndarray, rows: Sequence[Any]) -> dict[str, Any]:
+def _described(side: np.ndarray, rows: Iterable[Any]) -> dict[str, Any]:
     sums = [] if side.dtype.hasobject else [zlib.crc32(np.ascontiguousarray(row).tobytes()) for row in rows]
     return {"kind": f"{side.dtype}{list(side.shape[1:])}", "rows": sums}
