@@ -224,6 +224,29 @@ def test_callbacks_go_on_when_ranks_are_lost_and_join(
     assert lacking <= (set() if dies else {6, 7})  # rank 0 was killed before it had written them
 
 
+@pytest.mark.parametrize(
+    ("kind", "source", "dies", "left", "says"),
+    [
+        ("trainer", 2, 1, 2, False),
+        ("trainer", 1, 1, 0, True),
+        ("replace", 3, 0, 3, False),
+        ("optimizer", 2, 1, 2, False),
+        ("optimizer", 0, 0, 1, True),
+    ],
+)
+def test_the_replica_of_source_is_copied_after_a_loss(
+    mpirun: JobRunner, kind: str, source: int, dies: int, left: int, says: bool
+) -> None:
+    """That of the same process, whatever its rank is then; of the majority, which a line says, when it was lost."""
+    if kind == "optimizer":
+        pytest.importorskip("torch")
+    job = mpirun(4, [TRAINING.with_name("sources.py"), kind, source, dies], ulfm=True, timeout=120)
+    all_came = [json.loads(line) for line in job.stdout.splitlines()]
+    assert [came["ranks"] for came in all_came] == ([4] * 4 if kind == "replace" else [3] * 3), job.stderr
+    assert {came["left"] for came in all_came} == {left}, job.stderr
+    assert (f"rank {dies} of the job is lost, whose replica was to be copied" in job.stderr) == says
+
+
 @pytest.mark.parametrize(("way", "ranks"), [("replace", 3), ("standby", 4)])
 def test_an_error_of_a_rank_that_has_joined_ends_the_job_once(
     mpirun: JobRunner, way: str, ranks: int, tmp_path: Path
