@@ -11,7 +11,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,27 @@ NOTHING = np.empty(0, np.int64)
 START = "start a process in the place of a lost rank"
 ROOM = ("PMIX_MAPBY", "slot:OVERSUBSCRIBE")  # the launcher does not take a lost rank's slot for free
 LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_")  # variables that tell a process who it is
+# Beginnings of names: what a newcomer gets of rank 0's environment, which Python and libraries of numbers read. The rest of
+# it (tokens, passwords) has no business in a message.
+HANDED = (
+    *(
+        "ALLREDUCE_",
+        "HOROVOD_",
+        "PYTHON",
+        "VIRTUAL_ENV",
+        "CONDA_",
+        "PATH",
+        "LD_",
+        "HOME",
+        "TMPDIR",
+        "TZ",
+        "LANG",
+        "LC_",
+    ),
+    *("OMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "GOMP_", "KMP_", "MALLOC_", "MPI4PY_", "UCX_", "FI_"),
+    *("CUDA_", "NVIDIA_", "NCCL_", "CUPY_", "ROCR_", "HIP_", "TORCH", "PYTORCH_", "JAX_", "XLA_", "TF_", "KERAS_"),
+)
+MORE = "ALLREDUCE_NEW_RANKS_ENVIRONMENT"  # names more: "WANDB_API_KEY,HF_*"
 BEGIN = "import sys; sys.path.append({folder!r}); from allreduce import newcomers; newcomers.begin()"
 
 _arrived: list["_Others"] = []  # in a newcomer
@@ -270,13 +291,14 @@ def _merged(inter: MPI.Intercomm, high: bool) -> MPI.Intracomm:
 
 
 def _meet(comm: MPI.Intracomm, old: int, told: Any = None) -> Any:
-    """Hear the numbers of all; those that are new get the environment of the first, `old` ones. Collective.
+    """Hear the numbers of all; those that are new get a part of rank 0's environment. Collective.
+
+    old: how many ranks there were before.
 
     Returns what the first one has `told`.
     """
     new, (number, known) = comm.rank >= old, ending.here()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    environment, told = root_value(comm, [environment, told], START)
+    environment, told = root_value(comm, [handed(os.environ), told], START)
     if new:
         os.environ.update(environment)
     everyone = np.empty((comm.size, 2), np.int64)
@@ -295,6 +317,20 @@ def _meet(comm: MPI.Intracomm, old: int, told: Any = None) -> Any:
                 comm.Recv(np.empty(0, np.int64), rank, HELLO)
     _met.append(_End(comm))
     return told
+
+
+def handed(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that new processes get: those that begin as HANDED says, and those that MORE names. Local.
+
+    Never those that tell a process who it is.
+    """
+    more = [name.strip() for name in environment.get(MORE, "").split(",") if name.strip()]
+    beginnings = (*HANDED, *(name[:-1] for name in more if name.endswith("*")))
+    return {
+        name: value
+        for name, value in environment.items()
+        if (name in more or name.startswith(beginnings)) and not name.startswith(LAUNCHERS)
+    }
 
 
 def _joined(comm: MPI.Intracomm, old: Sequence[int], timeout: float) -> Topology:

@@ -204,6 +204,8 @@ def test_callbacks_go_on_when_ranks_are_lost_and_join(
     all_came = [json.loads(line) for line in job.stdout.splitlines()]
     assert sorted(came["rank"] for came in all_came) == list(range(2 if way == "continue" else 3)), job.stderr
     assert [came["began as"] for came in all_came if came["late"]] == ([] if way == "continue" else [-1])
+    if way == "replace":  # a new process; a standby rank sets its own environment
+        assert [came["environment"] for came in all_came if came["late"]] == [["OMP_WATCHED", "WATCHED_NAMED"]]
     for came in all_came:
         alone = came["alone"]
         np.testing.assert_allclose(came["loss"], alone["loss"], rtol=1e-4)

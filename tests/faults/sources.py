@@ -1,9 +1,9 @@
-"""One rank of trainings whose replicas differ after a loss: CheckDivergence and MirroredOptimizer copy that of `source`.
+"""One rank of trainings whose replicas differ after a loss, and get that of `source` again.
 
     mpirun --with-ft ulfm -n 4 python sources.py KIND SOURCE DIES
 
-KIND: "trainer", "replace", "optimizer". Of four ranks the one of number DIES is killed; later each rank writes its number
-in the job into a parameter, once. Prints, on each rank, whose parameter all have in the end.
+KIND: "trainer", "replace", "optimizer". That of four ranks of number DIES is killed; later each writes its number in
+the job into a parameter, once. Prints, on each rank, whose parameter all have in the end.
 """
 
 import json

@@ -9,6 +9,7 @@ one rank alone comes to.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -101,13 +102,25 @@ def main(way: str, dies: str, folder: str, *injected: str) -> None:
         ranks = spares.man(ranks, 1)
     if ranks is None:
         return
+    if not newcomers.started():
+        os.environ.update(WATCHED_SECRET="1", WATCHED_NAMED="1", OMP_WATCHED="1", **{newcomers.MORE: "WATCHED_N*"})
     late = newcomers.started() or isinstance(ranks, spares.Joining)
     on_failure = "replace" if way == "replace" else "continue"
     came = fitted(ranks, Path(folder), Story(int(dies), bool(injected)), "ranks", on_failure=on_failure)
     alone = Path(folder) / f"alone {ending.here()[0]}"
     alone.mkdir()
     came["alone"] = fitted(Topology(MPI.COMM_SELF), alone, Story(-1, False), 3)
-    print(json.dumps(came | {"late": late, "number": ending.here()[0]}), flush=True)
+    print(
+        json.dumps(
+            came
+            | {
+                "environment": sorted(name for name in os.environ if "WATCHED" in name),
+                "late": late,
+                "number": ending.here()[0],
+            }
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
