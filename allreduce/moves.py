@@ -82,7 +82,7 @@ class Moves(ABC):
                 signature = signature._replace(memory=FOREIGN)  # it is all the same to what moves
             if signature.dtype not in dtypes.TYPES:
                 raise dtypes.unsupported(signature.dtype)
-            if not isinstance(root, int | np.integer) or not 0 <= root < self.size:
+            if isinstance(root, bool) or not isinstance(root, int | np.integer) or not 0 <= root < self.size:
                 raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {self.size - 1}")
             details = [int(root), zlib.crc32(repr(array.shape).encode())]
         except AllReduceError as refused:

@@ -11,7 +11,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,43 @@ from mpi4py import MPI
 
 from allreduce import children, ending
 from allreduce.errors import RankLostError, UnavailableError
-from allreduce.messages import losses
+from allreduce.messages import losses, watchdog
 from allreduce.messages.agreement import combine, raise_together, root_value, waiting
 from allreduce.messages.kept import keep
 from allreduce.program import Program, program
 from allreduce.spares import NEWCOMER, WAIT_SECONDS, Joining
 from allreduce.topology import Topology
 
-HELLO, READY, LEFT, WORD = 1, 2, 3, 4  # tags
+HELLO, READY, LEFT, WORD, ENDED = range(1, 6)  # tags
 NOTHING = np.empty(0, np.int64)
 START = "start a process in the place of a lost rank"
 ROOM = ("PMIX_MAPBY", "slot:OVERSUBSCRIBE")  # the launcher does not take a lost rank's slot for free
 LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_")  # variables that tell a process who it is
+# Beginnings of names: what a newcomer gets of rank 0's environment, which Python and libraries of numbers read. The rest of
+# it (tokens, passwords) has no business in a message.
+HANDED = (
+    *(
+        "ALLREDUCE_",
+        "HOROVOD_",
+        "PYTHON",
+        "VIRTUAL_ENV",
+        "CONDA_",
+        "PATH",
+        "LD_",
+        "HOME",
+        "TMPDIR",
+        "TZ",
+        "LANG",
+        "LC_",
+    ),
+    *("OMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "GOMP_", "KMP_", "MALLOC_", "MPI4PY_", "UCX_", "FI_"),
+    *("CUDA_", "NVIDIA_", "NCCL_", "CUPY_", "ROCR_", "HIP_", "TORCH", "PYTORCH_", "JAX_", "XLA_", "TF_", "KERAS_"),
+)
+MORE = "ALLREDUCE_NEW_RANKS_ENVIRONMENT"  # names more: "WANDB_API_KEY,HF_*"
 BEGIN = "import sys; sys.path.append({folder!r}); from allreduce import newcomers; newcomers.begin()"
 
 _arrived: list["_Others"] = []  # in a newcomer
+_met: list["_End"] = []
 
 
 class Newcomers:
@@ -156,6 +178,47 @@ class _Others:
         return tuple(word[: status.Get_count(MPI.INT64_T)].tolist())
 
 
+class _End:
+    """Has all ranks of `comm` end when one of them ends the job, also when all their topologies are closed.
+
+    MPI_Abort ends the processes of one job of the launcher, and newcomers have jobs of their own. When processes of two
+    jobs call it, mpirun (PRRTE 3.0.12) may wait for a lock that it holds itself, for ever. So the rank that calls it
+    tells the others before, and they end without it.
+    """
+
+    active = True  # for the watchdog, which calls all of this
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        watchdog.add(self)
+
+    def listen(self) -> None:
+        """End this process when another one has ended the job. Local."""
+        status, code = MPI.Status(), np.empty(1, np.int64)
+        with suppress(MPI.Exception):  # a rank of them was lost just now; the next call looks again
+            self._comm.Ack_failed()
+            if self._comm.Iprobe(MPI.ANY_SOURCE, ENDED, status):
+                self._comm.Recv(code, status.source, ENDED)
+                ending.follow(int(code[0]))
+
+    def end(self, code: int) -> None:
+        """This process ends the job: tell the others. Local."""
+        told = np.array([code], np.int64)
+        for rank in range(self._comm.size):
+            with suppress(MPI.Exception):  # it is lost
+                if rank != self._comm.rank:
+                    keep((self._comm.Isend(told, rank, ENDED), told))
+
+    def look(self) -> None:
+        """Nothing: nobody waits on this communicator for long."""
+
+    def leave(self, why: str) -> None:
+        """Nothing: a process that ends well does not end the job."""
+
+    def standing(self) -> str:
+        return ""
+
+
 def started() -> bool:
     """Whether this process was started in the place of a lost rank, and has not joined the others yet. Local."""
     return any(not others.joined for others in _arrived)
@@ -228,13 +291,14 @@ def _merged(inter: MPI.Intercomm, high: bool) -> MPI.Intracomm:
 
 
 def _meet(comm: MPI.Intracomm, old: int, told: Any = None) -> Any:
-    """Hear the numbers of all; those that are new get the environment of the first, `old` ones. Collective.
+    """Hear the numbers of all; those that are new get a part of rank 0's environment. Collective.
+
+    old: how many ranks there were before.
 
     Returns what the first one has `told`.
     """
     new, (number, known) = comm.rank >= old, ending.here()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    environment, told = root_value(comm, [environment, told], START)
+    environment, told = root_value(comm, [handed(os.environ), told], START)
     if new:
         os.environ.update(environment)
         children.mark()
@@ -252,7 +316,22 @@ def _meet(comm: MPI.Intracomm, old: int, told: Any = None) -> Any:
                 comm.Send(NOTHING, rank, HELLO)
             else:
                 comm.Recv(np.empty(0, np.int64), rank, HELLO)
+    _met.append(_End(comm))
     return told
+
+
+def handed(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that new processes get: those that begin as HANDED says, and those that MORE names. Local.
+
+    Never those that tell a process who it is.
+    """
+    more = [name.strip() for name in environment.get(MORE, "").split(",") if name.strip()]
+    beginnings = (*HANDED, *(name[:-1] for name in more if name.endswith("*")))
+    return {
+        name: value
+        for name, value in environment.items()
+        if (name in more or name.startswith(beginnings)) and not name.startswith(LAUNCHERS)
+    }
 
 
 def _joined(comm: MPI.Intracomm, old: Sequence[int], timeout: float) -> Topology:

@@ -47,15 +47,19 @@ def number_nodes(world: MPI.Intracomm, node: MPI.Intracomm) -> tuple[tuple[int, 
 
 
 def bad_ranks_per_node(given: int | Sequence[int] | None, ranks: int) -> OptionError | None:
-    if given is None or (isinstance(given, int) and given > 0):
+    if given is None or _is_positive(given):
         return None
     sizes = list(given) if isinstance(given, Sequence) else []
-    if all(isinstance(size, int) and size > 0 for size in sizes) and sum(sizes) == ranks:
+    if all(map(_is_positive, sizes)) and sum(sizes) == ranks:
         return None
     return OptionError(
         f"ranks_per_node={given!r} can't describe {ranks} ranks: give a positive number of ranks, "
         f"or a sequence of positive node sizes that add up to {ranks}"
     )
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
 def bad_split(colour: int, on_error: str) -> OptionError | None:
@@ -72,7 +76,7 @@ def bad_timeout(timeout: float | None) -> OptionError | None:
         seconds(STALL, 30.0)
     except OptionError as error:
         return error
-    if timeout is None or (isinstance(timeout, int | float) and timeout > 0):
+    if timeout is None or (isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0):
         return None
     return OptionError(f"timeout={timeout!r} is no time to wait: give seconds, more than 0")
 

@@ -57,6 +57,26 @@ def fit(callback: Any, epochs: list[dict[str, Any]], trainer: Trainer | None = N
     return trainer
 
 
+@pytest.mark.parametrize("event", ["on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"])
+def test_batch_events_that_are_set_on_an_instance(event: str) -> None:
+    told: list[int] = []
+    callback = Callback()
+    setattr(callback, event, lambda batch, logs: told.append(batch))
+    fit(callback, losses(1.0))
+    assert told == [0, 1, 2, 3]
+
+
+def test_batch_events_by_the_other_name_of_keras() -> None:
+    class Told(Callback):
+        batches: list[int] = []  # noqa: RUF012
+
+        def on_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.batches.append(batch)
+
+    fit(Told(), losses(1.0))
+    assert Told.batches == [0, 1, 2, 3]
+
+
 def losses(*values: float, name: str = "val_loss") -> list[dict[str, Any]]:
     return [{name: value} for value in values]
 

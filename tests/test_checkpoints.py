@@ -41,7 +41,16 @@ def test_every_that_makes_no_sense(every: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"keep": 0}, {"keep": True}, {"mode": "best"}, {"best": None}, {"folder": ""}, {"folder": "a\0b"}]
+    "options",
+    [
+        {"keep": 0},
+        {"keep": True},
+        {"mode": "best"},
+        {"best": None},
+        {"folder": ""},
+        {"folder": "a\0b"},
+        {"same_data": 1},
+    ],
 )
 def test_other_arguments_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="Checkpoint"):

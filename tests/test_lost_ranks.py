@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import event_files
 import numpy as np
 import pytest
 from conftest import JobRunner
@@ -167,11 +168,23 @@ def test_central_storage_goes_on_with_what_the_storage_has(mpirun: JobRunner) ->
     check_like_alone(came)
 
 
-def test_a_training_stops_with_a_checkpoint_of_where_it_is(mpirun: JobRunner, tmp_path: Path) -> None:
-    job = mpirun(3, [TRAINING, "stop", f"folder={tmp_path}"], ulfm=True, timeout=120)
+@pytest.mark.parametrize(
+    ("moment", "lost_in", "total"),
+    [("batch_begin,1,2", 3, 7), ("batch_end,1,4", 6, 10), ("epoch_end,1,0", 6, 10), ("epoch_begin,1,0", 1, 5)],
+)
+def test_a_training_stops_with_a_checkpoint_of_where_it_is(
+    mpirun: JobRunner, moment: str, lost_in: int, total: int, tmp_path: Path
+) -> None:
+    """And goes on from it, as if it had never stopped: each epoch is measured, and told to callbacks, once."""
+    job = mpirun(3, [TRAINING, "stop", f"folder={tmp_path}", f"moment={moment}"], ulfm=True, timeout=120)
     assert job.returncode == 1, job.stdout + job.stderr
-    assert "rank 0 of the job was lost in fit, epoch 2, step 3; the job stops" in job.stderr
-    assert (tmp_path / "checkpoint-00000007.npz").exists(), list(tmp_path.iterdir())
+    assert f"rank 0 of the job was lost in fit, epoch 2, step {lost_in}; the job stops" in job.stderr
+    assert max(tmp_path.glob("checkpoint-*")).name == f"checkpoint-{total:08d}.npz"
+    came = training(mpirun, 2, "resumed", f"folder={tmp_path}")
+    check_like_alone(came)
+    assert came["told"][0] == f"epoch_begin {total // 5} 0"
+    newest = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert f"checkpoint-{30:08d}.npz" in newest
 
 
 def test_no_checkpoint_is_made_of_half_an_epoch(mpirun: JobRunner, tmp_path: Path) -> None:
@@ -179,3 +192,71 @@ def test_no_checkpoint_is_made_of_half_an_epoch(mpirun: JobRunner, tmp_path: Pat
     assert job.returncode == 1, job.stdout + job.stderr
     assert not list(tmp_path.glob("checkpoint-*"))
     assert "no checkpoint is written in the middle of epoch 2" in job.stderr
+
+
+@pytest.mark.parametrize(("way", "ranks", "dies"), [("continue", 3, 0), ("replace", 3, 0), ("standby", 4, 1)])
+def test_callbacks_go_on_when_ranks_are_lost_and_join(
+    mpirun: JobRunner, way: str, ranks: int, dies: int, tmp_path: Path
+) -> None:
+    """All shipped callbacks do what they do on one rank, and a rank that joins touches no file of rank 0."""
+    pytest.importorskip("tensorboardX")
+    job = mpirun(ranks, [TRAINING.with_name("watched.py"), way, dies, tmp_path], ulfm=True, timeout=120)
+    all_came = [json.loads(line) for line in job.stdout.splitlines()]
+    assert sorted(came["rank"] for came in all_came) == list(range(2 if way == "continue" else 3)), job.stderr
+    assert [came["began as"] for came in all_came if came["late"]] == ([] if way == "continue" else [-1])
+    if way == "replace":  # a new process; a standby rank sets its own environment
+        assert [came["environment"] for came in all_came if came["late"]] == [["OMP_WATCHED", "WATCHED_NAMED"]]
+    for came in all_came:
+        alone = came["alone"]
+        np.testing.assert_allclose(came["loss"], alone["loss"], rtol=1e-4)
+        np.testing.assert_allclose(came["stopped"], alone["stopped"], rtol=1e-4)
+        np.testing.assert_allclose(came["predicted"], alone["predicted"], rtol=1e-3)
+        assert came["rates"].items() <= alone["rates"].items()
+        if not came["late"]:
+            assert came["rates"] == alone["rates"]
+    epochs = len(all_came[0]["loss"])
+    assert {path.stem for path in tmp_path.glob("*.npz")} == {"best", *map(str, range(1, epochs + 1))}
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["epoch", *map(str, range(epochs))]
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert len(list((tmp_path / "logs" / "train").iterdir())) == (1 if dies else 2)
+    shown = event_files.values(tmp_path / "logs" / "train")
+    assert {value.step for value in shown if value.tag == "epoch_loss"} == set(range(epochs))
+    lacking = set(range(1, 5 * epochs + 1)) - {value.step for value in shown if value.tag == "batch_loss"}
+    assert lacking <= (set() if dies else {6, 7})  # rank 0 was killed before it had written them
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "dies", "left", "says"),
+    [
+        ("trainer", 2, 1, 2, False),
+        ("trainer", 1, 1, 0, True),
+        ("replace", 3, 0, 3, False),
+        ("optimizer", 2, 1, 2, False),
+        ("optimizer", 0, 0, 1, True),
+    ],
+)
+def test_the_replica_of_source_is_copied_after_a_loss(
+    mpirun: JobRunner, kind: str, source: int, dies: int, left: int, says: bool
+) -> None:
+    """That of the same process, whatever its rank is then; of the majority, which a line says, when it was lost."""
+    if kind == "optimizer":
+        pytest.importorskip("torch")
+    job = mpirun(4, [TRAINING.with_name("sources.py"), kind, source, dies], ulfm=True, timeout=120)
+    all_came = [json.loads(line) for line in job.stdout.splitlines()]
+    assert [came["ranks"] for came in all_came] == ([4] * 4 if kind == "replace" else [3] * 3), job.stderr
+    assert {came["left"] for came in all_came} == {left}, job.stderr
+    assert (f"rank {dies} of the job is lost, whose replica was to be copied" in job.stderr) == says
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("replace", 3), ("standby", 4)])
+def test_an_error_of_a_rank_that_has_joined_ends_the_job_once(
+    mpirun: JobRunner, way: str, ranks: int, tmp_path: Path
+) -> None:
+    """The rank that raised it ends the job; mpirun hangs now and then when several ranks of two jobs do."""
+    job = mpirun(ranks, [TRAINING.with_name("watched.py"), way, 1, tmp_path, "injected"], ulfm=True, timeout=120)
+    assert job.returncode == 1
+    assert "rank 3 of 4: Traceback" in job.stderr
+    assert job.stderr.count("InjectedError: rank 2: by the rank that has joined") == 1
+    assert "rank 0 of 4: " not in job.stderr
+    assert "rank 2 of 4: " not in job.stderr

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from allreduce import Topology, create
+from allreduce import Topology, create, newcomers
 from allreduce.program import program
 from allreduce.spares import Manned
 from trainers import MirroredTrainer, NumpyNetwork, on_failure, renewing
@@ -115,6 +115,24 @@ def test_where_it_could_not_have_a_result_places_stay_empty(caplog: pytest.LogCa
     assert not failed.lacking
     failed.fail(fit_call(), ValueError())
     assert "ValueError in which an earlier fit has ended" in failed.lacking
+
+
+def test_new_processes_get_no_secrets() -> None:
+    """They get variables that libraries read, and those that the user names; none that says who a process is."""
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": "lib",
+        "ALLREDUCE_TABLE": "",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "HF_TOKEN": "secret",
+        "WANDB_API_KEY": "secret",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "SLURM_PROCID": "0",
+    }
+    given = {"OMP_NUM_THREADS", "PYTHONPATH", "ALLREDUCE_TABLE"}
+    assert set(newcomers.handed(environment)) == given
+    environment[newcomers.MORE] = " WANDB_API_KEY, HF_*,SLURM_*,,"
+    assert set(newcomers.handed(environment)) == given | {"WANDB_API_KEY", "HF_TOKEN", newcomers.MORE}
 
 
 def test_a_backend_without_a_recipe_is_refused(ulfm: None) -> None:

@@ -28,6 +28,8 @@ class Checkpoint:
         was best is kept as best.npz.
     mode: whether the lowest ("min") or the highest ("max") is the best; "auto": the lowest loss or error, the highest
         of anything else.
+    same_data: whether a training that is resumed must have the rows of the one before, in the same order, of which some
+        are compared; False to go on with others on purpose (as many of them).
 
     Random numbers that a data set draws (Python's, NumPy's, the framework's own) go on exactly with prefetch=False:
     batches that were fetched ahead have drawn theirs when the state is taken.
@@ -40,6 +42,7 @@ class Checkpoint:
     keep: int = 3
     best: str = ""
     mode: str = "auto"
+    same_data: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder) or "\0" in str(self.folder):
@@ -48,6 +51,8 @@ class Checkpoint:
         period(self.every)
         if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
             raise ArgumentError(f"Checkpoint(keep={self.keep!r}): give how many of the newest stay, at least 1")
+        if not isinstance(self.same_data, bool):
+            raise ArgumentError(f"Checkpoint(same_data={self.same_data!r}): give True or False")
         if self.mode not in MODES or not isinstance(self.best, str):
             raise ArgumentError(
                 f"Checkpoint(best={self.best!r}, mode={self.mode!r}): give a name in the history, and one of "

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from allreduce.arrays.chunks import chunk
+from trainers import fingerprint
+from trainers.fingerprint import Fingerprint
 from trainers.samples import Samples
 
 
@@ -67,6 +69,10 @@ class Batches:
         """What decides which rows are in which batch."""
         rows, size = int(self.rows), int(self.batch_size)
         return {"rows": rows, "batch_size": size, "seed": int(self._seed), "shuffle": bool(self._shuffle)}
+
+    def fingerprint(self) -> Fingerprint:
+        """What tells these data from others; see trainers.fingerprint. Raises DataError."""
+        return fingerprint.take(self._x, self._y)
 
     @property
     def steps(self) -> int:

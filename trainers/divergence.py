@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import ending, notices
 from allreduce.messages.agreement import all_values, wait_for
 
 ANSWERS = ("raise", "copy")  # what may be done about ranks that differ
@@ -14,6 +15,33 @@ MAJORITY = "majority"
 LEARNING_RATES = "learning rates"  # the name by which they are compared
 WAITS = "compare the replicas"
 LACKING = -1  # the sum of what a rank has none of
+
+
+class Source:
+    """Whose replica is copied when ranks differ: the same process also when others are lost, and ranks renumbered.
+
+    given: "majority", or a rank of `comm`. rank: the same of the communicator of the last `move`.
+    """
+
+    def __init__(self, given: str | int, comm: MPI.Comm) -> None:
+        self.rank = given
+        self.number = None if given == MAJORITY else ending.world_ranks(comm)[int(given)]  # in the job
+
+    def move(self, comm: MPI.Comm) -> None:
+        """The ranks are those of `comm` now. When the source is lost, it is the majority, and rank 0 says so. Local."""
+        if self.number is None:
+            return
+        ranks = ending.world_ranks(comm)
+        if self.number in ranks:
+            self.rank = ranks.index(self.number)
+            return
+        if comm.rank == 0:
+            notices.log.warning(
+                "allreduce: rank %d of the job is lost, whose replica was to be copied when replicas differ (source=); "
+                "from now on it is that of the majority",
+                self.number,
+            )
+        self.rank, self.number = MAJORITY, None
 
 
 class Divergence:
@@ -72,15 +100,16 @@ def compare(comm: MPI.Intracomm, held: Mapping[str, np.ndarray | str]) -> Diverg
     return Divergence(names, sums, all_values(comm, side, WAITS))
 
 
-def refusal(every: Any, on_divergence: Any, source: Any, ranks: int) -> str:
-    """What is wrong with such options; "" for nothing."""
+def refusal(every: Any, on_divergence: Any, source: Any, ranks: int | None) -> str:
+    """What is wrong with such options; "" for nothing. ranks: None where it is not known how many there are."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         return f"every={every!r}: give a number of steps, at least 1"
     if on_divergence not in ANSWERS:
         return f'on_divergence={on_divergence!r} is unknown; use "raise" or "copy"'
     rank = isinstance(source, int) and not isinstance(source, bool)
-    if source != MAJORITY and not (rank and 0 <= source < ranks):
-        return f'source={source!r}: give "majority", or the rank whose replica is right, 0 to {ranks - 1}'
+    if source != MAJORITY and not (rank and source >= 0 and (ranks is None or source < ranks)):
+        known = "" if ranks is None else f", 0 to {ranks - 1}"
+        return f'source={source!r}: give "majority", or the rank whose replica is right{known}'
     return ""
 
 

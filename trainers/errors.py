@@ -58,6 +58,10 @@ class CheckpointError(ModelFileError):
     """A checkpoint can't be written, or there is none that this training can go on from."""
 
 
+class UnusableError(CheckpointError):
+    """A checkpoint that nobody, or no trainer of this kind, can go on from; an older one may do."""
+
+
 class DivergedError(TrainerError, ArithmeticError):
     """The loss became NaN or infinite in training."""
 

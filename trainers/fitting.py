@@ -162,6 +162,14 @@ class Fit(Steps):
         if self.place.stage == STEPS:
             self._enter(number)
             self.trainer._run_epoch(self, number)
+        self._conclude(number)
+        if self.saver is not None:
+            self._save_after(number)
+        self._go_to(number + 1)
+
+    def _conclude(self, number: int) -> None:
+        """All steps of an epoch are taken: what is left of its evaluation, and of its events. Collective."""
+        if self.place.stage == STEPS:
             with self.trainer.span("epoch"):
                 self._measure(number)
             self.place = Place(number, self.place.step, EVALUATION)
@@ -174,9 +182,6 @@ class Fit(Steps):
                 self.guarded(lambda: self.callbacks.epoch_end(number, self.logs))
                 self._agree(f"after epoch {number + 1}")
             self.place = Place(number, self.place.step, SAVE)
-        if self.saver is not None:
-            self._save_after(number)
-        self._go_to(number + 1)
 
     def _enter(self, number: int) -> None:
         """This rank begins an epoch, unless it is in it already. Local, but for callbacks that communicate."""
@@ -231,7 +236,8 @@ class Fit(Steps):
     def save_now(self) -> None:
         """Write a checkpoint of where the fit is, before the job stops. Collective.
 
-        Not in the middle of an epoch whose steps ranks do not take together: nobody could go on from it.
+        An epoch whose steps are all taken is evaluated, and callbacks are told its end: the checkpoint has both.
+        Nothing is written in the middle of an epoch whose steps ranks do not take together: nobody could go on from it.
         """
         saver, (number, step, stage) = self.saver, self.place
         if saver is None or not 0 <= number < self._epochs:
@@ -240,12 +246,14 @@ class Fit(Steps):
             if self.trainer.rank == 0:
                 log.warning("trainers: no checkpoint is written in the middle of epoch %d: %s", number + 1, APART)
             return
-        if stage == STEPS and step:
+        if stage == STEPS and 0 < step < self.batches.steps:
             self._save_here(number, step)
+        elif stage == STEPS and not step:
+            saver.save(saver.progress(self.history, number), self.callbacks, np.empty((0, 0)))
         else:
-            if stage in (EVALUATION, EVENTS) and len(self.history) <= number:
-                self.history.append(Epoch.of_logs(number, self.logs))
-            saver.save(saver.progress(self.history, len(self.history)), self.callbacks, np.empty((0, 0)))
+            self._conclude(number)
+            if not self._cut_short:
+                saver.save(saver.progress(self.history, number + 1), self.callbacks, np.empty((0, 0)))
         saver.finish()
 
     def _save_here(self, number: int, step: int) -> None:
@@ -262,12 +270,17 @@ class Fit(Steps):
         if self.stopped or self.saver.due(number * self.batches.steps + step, asked):
             self._save_here(number, step)
 
+    @property
+    def _cut_short(self) -> bool:
+        """Whether the epoch ended before its last step: there it was written, or nothing can be gone on from."""
+        return self.trainer.cut_short or (self.stopped and self.meter.rows < self.batches.rows)
+
     def _save_after(self, number: int) -> None:
         """Write a checkpoint after an epoch, when it is time, the best, or the last. Collective."""
         saver = self.saver
         assert saver is not None
-        if self.trainer.cut_short or (self.stopped and self.meter.rows < self.batches.rows):
-            return  # it stopped in the middle, where it was written, or where nothing can be gone on from
+        if self._cut_short:
+            return
         best = saver.is_best(self.history)
         last = number + 1 == self._epochs or self.trainer.stop_training
         if saver.due_after(number + 1) or best or last:

@@ -45,6 +45,7 @@ class FitCall(Call[History]):
         return self._fit.run()
 
     def open(self) -> bool:
+        self._trainer.rank = NEWCOMER  # until it joins, when `_connect` numbers it: no callback takes it for rank 0
         self._fit = self._begin()
         self._fit.open_to_join()
         return True
@@ -141,7 +142,7 @@ def hand_over(fit: Fit, former: tuple[int, ...]) -> None:
     told = [None if joins else history_told(fit.history), begun.seconds, begun.rows]
     history, seconds, rows = root_value(comm, told, HAND_OVER, lead)
     arrays = {} if joins else {VALUES: begun.measured, **fit.callbacks.state()}
-    arrays = sent(comm, {name: np.ascontiguousarray(array) for name, array in arrays.items()}, lead, HAND_OVER)
+    arrays = sent(comm, {name: np.asarray(array, order="C") for name, array in arrays.items()}, lead, HAND_OVER)
     if joins:
         place, epochs = fit.place, [Epoch.of_dict(epoch) for epoch in history]
         fit.history[:] = epochs[: place.epoch] if place.stage <= EVENTS else epochs  # or the event is told once more

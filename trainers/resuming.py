@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from trainers import random_state
-from trainers.errors import CheckpointError, ModelFileError
+from trainers import fingerprint, random_state
+from trainers.errors import CheckpointError, ModelFileError, UnusableError
 from trainers.files import checkpoint as files
 from trainers.files.checkpoint import Saved
+from trainers.fingerprint import Fingerprint
 from trainers.replica import Replica
 from trainers.watching.history import Epoch
 
@@ -39,6 +40,7 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
     """Refuse a checkpoint that is no earlier state of this training. Raises CheckpointError.
 
     settings: that must be the same. steps: of an epoch.
+    Raises UnusableError where an older checkpoint may do: this one is damaged.
     """
     progress = saved.progress
     if saved.kind != type(replica).__name__:
@@ -48,7 +50,7 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
         [Epoch.of_dict(each) for each in progress.history]
         there = [_described(*each) for each in progress.shapes]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{path} is damaged: its history or its shapes can't be read: {error!r}") from error
+        raise UnusableError(f"{path} is damaged: its history or its shapes can't be read: {error!r}") from error
     here = [_described(name, shape) for name, shape in replica.shapes().items()]
     for saved_one, own in itertools.zip_longest(there, here, fillvalue="no more parameters"):
         if saved_one != own:
@@ -64,21 +66,33 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
     if len(progress.rates) != len(replica.learning_rates):
         counts = f"{len(progress.rates)} learning rates, and this one has {len(replica.learning_rates)}"
         raise CheckpointError(f"{path} is of a training with {counts}")
-    if progress.step >= steps or (progress.step and len(saved.measured[0]) != len(replica.metrics)):
-        raise CheckpointError(f"{path} is damaged: step {progress.step} of {steps}")
+    if progress.step > steps or (progress.step and len(saved.measured[0]) != len(replica.metrics)):
+        raise UnusableError(f"{path} is damaged: step {progress.step} of {steps}")
+
+
+def check_data(path: str, saved: Saved, data: Fingerprint, rows: int) -> None:
+    """Refuse a checkpoint of other data than these; one of an older version has no fingerprint, and is taken.
+
+    Raises CheckpointError.
+    """
+    differs = fingerprint.difference(saved.progress.settings.get("data"), data, rows)
+    if differs:
+        raise CheckpointError(
+            f"{path} is of a training with other data: {differs}; give the same rows in the same order, or go on with "
+            "these on purpose: checkpoint=Checkpoint(folder, same_data=False)"
+        )
 
 
 def check_way(path: str, saved: Saved, kind: str, together: bool, choices: dict[str, str], ranks: int) -> None:
     """Refuse, or say, what a trainer of this kind does in another way than the one that wrote the checkpoint.
 
+    Raises UnusableError for the middle of an epoch whose steps ranks do not take together.
+
     together: whether its ranks take steps together. choices: what was chosen for the job. ranks: how many it has.
     """
     progress = saved.progress
     if progress.step and not together:
-        raise CheckpointError(
-            f"{path} is of the middle of an epoch, and {kind} goes on from the end of one; remove it, and the one "
-            "before is used"
-        )
+        raise UnusableError(f"{path} is of the middle of an epoch, and {kind} goes on from the end of one")
     if progress.choices.get("allreduce") != choices.get("allreduce"):
         chosen = f"{progress.choices.get('allreduce')} before, and by {choices.get('allreduce')} now"
         log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)

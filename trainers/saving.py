@@ -22,6 +22,8 @@ from trainers.errors import ArgumentError, CheckpointError, ModelFileError
 from trainers.files import checkpoint as files
 from trainers.files import npz
 from trainers.files.checkpoint import Progress, Saved
+from trainers.fingerprint import Fingerprint
+from trainers.replica import Replica
 from trainers.watching.callback import Callbacks
 from trainers.watching.history import VALIDATED, VALIDATION, History
 from trainers.writer import Writer
@@ -52,6 +54,7 @@ class Saver:
         self._watched = VALIDATED + checkpoint.best[4:] if checkpoint.best.startswith(VALIDATION) else checkpoint.best
         self._sign = 1 if checkpoint.lowest_is_best else -1
         self._settings, self._steps = batches.settings, batches.steps
+        self._data, self._same_data = _fingerprint(batches, trainer.replica), checkpoint.same_data
         self._writer = Writer()
         self._held = ExitStack()
         self.watching: dict[str, np.ndarray] = {}  # what a checkpoint has of this rank's callbacks
@@ -108,18 +111,21 @@ class Saver:
     def _look(self) -> tuple[str, Saved] | None:
         """The newest checkpoint, if the training may go on from it. On rank 0."""
         self._take_folder()
-        found = files.newest(self._folder)
-        if found is None:
-            return None
+        return files.newest(self._folder, self._check)
+
+    def _check(self, path: str, saved: Saved) -> None:
+        """Raise CheckpointError unless the training may go on from a checkpoint. On rank 0."""
         if not self._resumes:
             raise CheckpointError(
-                f"{self._folder} holds checkpoints of another training, the newest of {found[1].progress}; go on from "
+                f"{self._folder} holds checkpoints of another training, the newest of {saved.progress}; go on from "
                 "it with resume=True (--resume), or give another folder"
             )
-        resuming.check(*found, self._trainer.replica, self._settings, self._steps)
-        together_again = self._trainer.steps_together
-        resuming.check_way(*found, type(self._trainer).__name__, together_again, self._choices, self._trainer.size)
-        return found
+        trainer = self._trainer
+        resuming.check(path, saved, trainer.replica, self._settings, self._steps)
+        if self._same_data:
+            resuming.check_data(path, saved, self._data, self._settings["rows"])
+        kind, together_again = type(trainer).__name__, trainer.steps_together
+        resuming.check_way(path, saved, kind, together_again, self._choices, trainer.size)
 
     def _take_folder(self) -> None:
         resuming.prepare(self._folder, self._held)
@@ -236,7 +242,7 @@ class Saver:
             total=epoch * self._steps + step,
             ranks=trainer.size,
             seconds=seconds,
-            settings=self._settings,
+            settings=self._settings | {"data": self._data},
             shapes=[[name, list(shape)] for name, shape in trainer.replica.shapes().items()],
             choices=self._choices,
             rates=trainer.replica.learning_rates,
@@ -278,6 +284,16 @@ class Saver:
 def _taken(own: dict[str, np.ndarray], whose: str) -> dict[str, np.ndarray]:
     """The arrays whose names begin with `whose`, which is taken off."""
     return {name.removeprefix(whose): array for name, array in own.items() if name.startswith(whose)}
+
+
+def _fingerprint(batches: Batches, replica: Replica) -> Fingerprint:
+    """That of the data, read so that the training draws the same random numbers after it. Raises DataError. Local."""
+    programs, own = random_state.take(), replica.local_state()
+    try:
+        return batches.fingerprint()
+    finally:
+        random_state.load(programs)
+        replica.load_local_state(own)
 
 
 def make_saver(

@@ -24,7 +24,7 @@ class ReduceToOne(AllReduce):
     tagged = True
 
     def __init__(self, topology: Topology, *, root: int = 0, check: str = "first") -> None:
-        if not (isinstance(root, int) and 0 <= root < topology.size):
+        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < topology.size:
             raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {topology.size - 1}")
         self.root = root
         super().__init__(topology, check=check)

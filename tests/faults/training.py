@@ -18,7 +18,7 @@ from mpi4py import MPI
 from allreduce import Topology
 from allreduce.errors import RankLostError
 from trainers import CentralStorageTrainer, Checkpoint, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
-from trainers.callbacks import Callback
+from trainers.callbacks import Callback, LearningRateSchedule
 from trainers.fitting import Fit
 
 ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
@@ -31,6 +31,11 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 def network(seed: int) -> NumpyNetwork:
     return NumpyNetwork([8, 16, 3], seed=seed, lr=0.01)
+
+
+def schedule() -> LearningRateSchedule:
+    """Whose rate of an epoch depends on all epochs before it."""
+    return LearningRateSchedule(lambda epoch, rate: 0.9 * rate)
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -108,9 +113,15 @@ def storage(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
 
 
 def stop(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """The chief dies, and the others stop, with a checkpoint of where they are."""
-    deaths = Deaths(("batch_begin", 1, 2) if ranks.rank == 0 else None)
+    """The chief dies, and the others stop, with a checkpoint of where they are. moment: EVENT,EPOCH,BATCH."""
+    event, epoch, batch = options["moment"].split(",")
+    deaths = Deaths((event, int(epoch), int(batch)) if ranks.rank == 0 else None)
     return stopped(MirroredTrainer(network(0), topology=ranks), deaths, options["folder"])
+
+
+def resumed(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """A training that was stopped goes on, and nobody dies."""
+    return trained(ranks, {}, Deaths(None), Checkpoint(options["folder"]), resume=True)
 
 
 def stop_apart(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
@@ -121,7 +132,10 @@ def stop_apart(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
 
 
 def stopped(trainer: Any, deaths: Deaths, checkpoint: Checkpoint | str) -> dict[str, Any]:
-    trainer.fit(*data(), EPOCHS, BATCH, callbacks=[deaths], checkpoint=checkpoint, progress=False)
+    callbacks = [deaths, schedule()]
+    x, y = data()
+    given: dict[str, Any] = {"validation_data": (x[:50], y[:50]), "progress": False}
+    trainer.fit(x, y, EPOCHS, BATCH, callbacks=callbacks, checkpoint=checkpoint, **given)
     raise AssertionError("nobody has stopped")
 
 
@@ -189,13 +203,16 @@ def trained(
     kind: Any = MirroredTrainer,
     replica: NumpyNetwork | None = None,
     on_failure: str = "continue",
+    resume: bool = False,
 ) -> dict[str, Any]:
     """What comes of a training, and what one rank alone has come to."""
     x, y = data()
     given: dict[str, Any] = {"validation_data": (x[:50], y[:50])}
     replica = replica or network(ranks.rank)
     with kind(replica, topology=ranks, on_failure=on_failure, **options) as trainer:
-        history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=[deaths], checkpoint=checkpoint, **given, progress=False)
+        callbacks = [deaths, schedule()]
+        given |= {"progress": False}
+        history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=callbacks, checkpoint=checkpoint, resume=resume, **given)
         came = {
             "history": [epoch.as_dict() for epoch in history],
             "ranks": trainer.size,
@@ -207,7 +224,7 @@ def trained(
             "rank": trainer.rank,
         }
     with MirroredTrainer(network(0), topology=Topology(MPI.COMM_SELF)) as alone:
-        came["alone"] = [epoch.as_dict() for epoch in alone.fit(x, y, EPOCHS, BATCH, **given, progress=False)]
+        came["alone"] = [epoch.as_dict() for epoch in alone.fit(x, y, EPOCHS, BATCH, callbacks=[schedule()], **given)]
         came["predicted alone"] = alone.predict(x)[:3].tolist()
     return came
 
@@ -218,6 +235,7 @@ TRAININGS: dict[str, Callable[[Topology, dict[str, str]], dict[str, Any]]] = {
     "central": central,
     "storage": storage,
     "stop": stop,
+    "resumed": resumed,
     "stop apart": stop_apart,
     "making": making,
     "edited": edited,

@@ -6,6 +6,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,69 @@ def test_another_model_is_named(model: str, flat: allreduce.Topology, folder: Pa
     assert caught.value.ranks == tuple(range(flat.size))
 
 
+class Table:
+    """A data set; noisy: it adds other random numbers to x each time, as augmentation does."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, noisy: bool = False) -> None:
+        self.x, self.y, self.noisy = x, y, noisy
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.x[row] + (np.float32(random.random()) if self.noisy else 0), self.y[row]
+
+
+X, Y = data()
+OTHERS = {
+    "order": ((X[::-1].copy(), Y[::-1].copy()), "50 of 50 sampled rows of x differ"),
+    "rows": ((X + 1, Y), r"50 of 50 sampled rows of x differ \(0, 1, 2, 3, 4, ...\)"),
+    "columns": ((X[:, ::-1].copy(), Y), "50 of 50 sampled rows of x differ"),
+    "labels": ((X, (Y + (np.arange(ROWS) == 7)) % 3), r"1 of 50 sampled rows of y differ \(7\)"),
+    "dtype": ((X, Y.astype(np.int32)), r"a row of y was int64\[\], and is int32\[\]"),
+    "dataset": ((Table(X + 1, Y), None), "16 of 16 sampled rows of x differ"),
+    "noisy labels": ((Table(X, 2 - Y, noisy=True), None), "sampled rows of y differ"),
+}
+
+
+@pytest.mark.skipif(SIZE > 2, reason="rank 0 compares")
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_data_are_refused(other: str, flat: allreduce.Topology, folder: Path) -> None:
+    given, words = OTHERS[other]
+    known: Any = (X, Y) if given[1] is not None else (Table(X, Y, noisy=other.startswith("noisy")), None)
+
+    def fit(rows: Any, epochs: int, seed: int = 1, **options: Any) -> History:
+        with MirroredTrainer(network(seed=seed), "ring", flat) as trainer:
+            return trainer.fit(*rows, epochs, BATCH, resume=True, progress=False, **options)
+
+    fit(known, 1, checkpoint=str(folder))
+    with pytest.raises(CheckpointError, match=words) as caught:
+        fit(given, 2, checkpoint=str(folder))
+    assert caught.value.ranks == tuple(range(flat.size))
+    assert "same_data=False" in str(caught.value)
+    assert len(fit(known, 2, checkpoint=str(folder))) == 2
+    assert len(fit(given, 3, checkpoint=Checkpoint(str(folder), same_data=False))) == 3
+    assert len(fit(given, 4, checkpoint=str(folder))) == 4  # the newest is of these now
+    flat.agree([], "rank 0 has written")
+    if flat.rank == 0:
+        newest = files.newest(str(folder))
+        assert newest is not None
+        old = {name: value for name, value in newest[1].progress.settings.items() if name != "data"}
+        files.write(newest[0], replace(newest[1], progress=replace(newest[1].progress, settings=old)))
+    assert len(fit(known, 5, checkpoint=str(folder))) == 5  # of a version without fingerprints
+
+
+def test_the_fingerprint_draws_no_random_numbers(flat: allreduce.Topology, folder: Path) -> None:
+    """A fit with checkpoints has the bits of one without, also of a data set that draws them."""
+    found = []
+    for options in ({}, {"checkpoint": str(folder)}):
+        random.seed(flat.rank)
+        with MirroredTrainer(network(), "ring", flat) as trainer:
+            trainer.fit(Table(X, Y, noisy=True), None, 2, BATCH, prefetch=False, progress=False, **options)
+            found.append(trainer.parameters_sha256())
+    assert found[0] == found[1]
+
+
 def test_what_the_writing_meets_is_raised_on_all_ranks(
     flat: allreduce.Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,6 +401,44 @@ def test_callbacks_go_on(
         fit(Kill(*kill), checkpoint=Checkpoint(str(folder), every))
     assert fit(checkpoint=str(folder), resume=True) == expected
     assert fit(checkpoint=str(folder), resume=True) == expected  # it is over
+
+
+@ONCE
+@pytest.mark.parametrize("steps", [5, 6])
+def test_where_older_versions_stopped_after_the_last_step_of_an_epoch(
+    steps: int, flat: allreduce.Topology, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All five steps of an epoch: its end is next. Six of five: the checkpoint before is used."""
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        whole, expected = fitted(trainer), trainer.parameters_sha256()
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        fitted(trainer, epochs=2, checkpoint=Checkpoint(str(folder), "1 step"))
+    if flat.rank == 0:
+        path, saved = files.path_of(str(folder), 10), files.read(files.path_of(str(folder), 9))
+        progress = replace(saved.progress, step=steps, total=10)
+        measured = np.concatenate([saved.measured, *[saved.measured[-1:]] * (steps - 4)])
+        files.write(path, replace(files.read(path), progress=progress, measured=measured))
+    with MirroredTrainer(network(seed=5), "ring", flat) as trainer, caplog.at_level("WARNING", "trainers"):
+        resumed = fitted(trainer, checkpoint=str(folder), resume=True)
+        assert trainer.parameters_sha256() == expected
+    assert resumed.column("epoch") == [1, 2, 3, 4]
+    assert resumed.column("validation_loss") == whole.column("validation_loss")
+    passed_over = "checkpoint-00000010.npz is damaged: step 6 of 5; the one before is used"
+    assert (passed_over in caplog.text) == (steps == 6 and flat.rank == 0)
+
+
+@ONCE
+def test_servers_pass_over_the_middle_of_an_epoch(
+    flat: allreduce.Topology, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
+        fitted(trainer, checkpoint=Checkpoint(str(folder), "5 steps"), callbacks=[Kill(1, 3)])
+    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
+        fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Kill(1, 3)], resume=True)
+    with SERVED["async"](network(seed=7), flat) as trainer, caplog.at_level("WARNING", "trainers"):
+        history = fitted(trainer, checkpoint=str(folder), resume=True)
+    assert history.column("epoch") == [1, 2, 3, 4]
+    assert ("of the middle of an epoch" in caplog.text) == (flat.rank == 0)
 
 
 @ONCE

@@ -14,14 +14,14 @@ import re
 import secrets
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from trainers.errors import CheckpointError, ModelFileError
+from trainers.errors import CheckpointError, ModelFileError, UnusableError
 from trainers.files import npz, regular
 from trainers.files.model_file import BESIDE, HEADER, check_numbers, header_of, model_in, replacing, sync_folder
 
@@ -173,11 +173,13 @@ def _progress(header: dict[str, Any]) -> Progress:
     return Progress(**given)
 
 
-def newest(folder: str) -> tuple[str, Saved] | None:
-    """The newest good checkpoint of a folder and its path; None when there are no checkpoints there.
+def newest(folder: str, check: Callable[[str, Saved], object] | None = None) -> tuple[str, Saved] | None:
+    """The newest usable checkpoint of a folder and its path; None when there are no checkpoints there.
 
-    One that is damaged is passed over, with a line to the logger "trainers". Raises CheckpointError when there are
-    some, and all of them are damaged, or the folder can't be read.
+    check: called with a path and its checkpoint; raises UnusableError for one that is to be passed over, and anything
+        else for one that ends the search.
+    One that is damaged is passed over too, each with a line to the logger "trainers". Raises CheckpointError when there
+    are some, and none of them is usable, or the folder can't be read.
     """
     try:
         found = paths(folder)
@@ -186,12 +188,20 @@ def newest(folder: str) -> tuple[str, Saved] | None:
     errors = []
     for path in found:
         try:
-            return path, read(path)
+            saved = read(path)
         except ModelFileError as error:
             if not os.path.exists(path):
                 continue  # its writer has newer ones by now
-            errors.append(str(error))
-            log.warning("trainers: %s; the one before is used", error)
+            unusable = error
+        else:
+            try:
+                if check is not None:
+                    check(path, saved)
+                return path, saved
+            except UnusableError as error:
+                unusable = error
+        errors.append(str(unusable))
+        log.warning("trainers: %s; the one before is used", unusable)
     if errors:
         raise CheckpointError(f"no checkpoint in {folder} can be used: {errors[0]}; remove them to begin anew")
     return None

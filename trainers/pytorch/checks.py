@@ -129,7 +129,7 @@ def _problems(optimizer: Optimizer, model: Module, options: Options, ranks: int)
         yield OptionError(str(senseless))
     if overlap not in (True, False, "auto"):
         yield OptionError(f'overlap={overlap!r} is unknown; use True, False or "auto"')
-    if not all(isinstance(each, int | float) and each > 0 for each in bucket_mb):
+    if not all(isinstance(each, int | float) and not isinstance(each, bool) and each > 0 for each in bucket_mb):
         yield OptionError(f"first_bucket_mb={bucket_mb[0]!r}, bucket_mb={bucket_mb[1]!r}: give positive sizes in MiB")
     if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
         yield OptionError(f"check_every={check_every!r}: give a number of steps, or 0 for never")

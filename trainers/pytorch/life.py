@@ -32,6 +32,7 @@ class Life:
         given = options.allreduce.topology if isinstance(options.allreduce, AllReduce) else options.topology
         family = family_of(given)
         self._make(given or family.topology, family)
+        self._source = divergence.Source(options.source, self.topology.world)
         said(self.topology)
 
     def _make(self, topology: Topology, family: Family) -> None:
@@ -105,7 +106,8 @@ class Life:
         """Make all parts again on the ranks of a new family. Collective."""
         old, skipped = self._averager, self._stepper.skipped
         self._let_go()
-        self._options = _again(self._options, family.topology.size)
+        self._source.move(family.topology.world)
+        self._options = _again(self._options, family.topology.size, self._source.rank)
         self.closed = True  # while its parameters are nobody's
         try:
             self._make(family.topology, family)
@@ -139,7 +141,7 @@ class Life:
         self.closed = True
 
 
-def _again(options: Options, ranks: int) -> Options:
+def _again(options: Options, ranks: int, source: str | int) -> Options:
     """The options of an optimizer that is made again on the ranks that are left, so many."""
     given = options.allreduce
     if isinstance(given, AllReduce):
@@ -148,6 +150,5 @@ def _again(options: Options, ranks: int) -> Options:
                 f"{given!r} was not made by allreduce.create(), so it can't be made again without the lost rank"
             )
         given = given.recipe
-    source = options.source if options.source in (0, divergence.MAJORITY) else divergence.MAJORITY
     copies = options.copies if ranks > 1 else 1
     return options._replace(allreduce=given, topology=None, trace=None, source=source, copies=copies)

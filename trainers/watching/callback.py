@@ -34,7 +34,11 @@ class Callback:
         """The fit begins, or with None it is over."""
         self.trainer = trainer
 
-    def on_train_begin(self, logs: Logs | None = None) -> None: ...
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """The fit begins. On a rank that joins a fit, trainer.rank is -1 here: it has no number yet.
+
+        `load_state` with the state of the other ranks, and `on_ranks_change`, follow there.
+        """
 
     def on_train_end(self, logs: Logs | None = None) -> None: ...
 
@@ -42,9 +46,17 @@ class Callback:
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None: ...
 
-    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None: ...
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        self.on_batch_begin(batch, logs)
 
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None: ...
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self.on_batch_end(batch, logs)
+
+    def on_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Keras' other name of on_train_batch_begin."""
+
+    def on_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Keras' other name of on_train_batch_end."""
 
     def before_update(self, epoch: int, batch: int) -> bool:
         """All ranks have computed their gradients, and nothing is averaged yet. True: all leave this step out.
@@ -97,8 +109,10 @@ class Callbacks:
             if hasattr(callback, "set_params"):
                 callback.set_params({"epochs": epochs, "steps": steps, "verbose": 0})
             _tell_trainer(callback, trainer)
-        self._batch_begin = [each for each in self._all if _overrides(each, "on_train_batch_begin")]
-        self._batch_end = [each for each in self._all if _overrides(each, "on_train_batch_end")]
+        self._batch_begin = [
+            each for each in self._all if _overrides_any(each, "on_train_batch_begin", "on_batch_begin")
+        ]
+        self._batch_end = [each for each in self._all if _overrides_any(each, "on_train_batch_end", "on_batch_end")]
         ours = [each for each in self._all if isinstance(each, Callback)]  # Keras' own have no such events
         self._before_update = [each for each in ours if _overrides(each, "before_update")]
         self._between_steps = [each for each in ours if _overrides(each, "between_steps")]
@@ -218,5 +232,11 @@ def _changes(value: Any) -> bool:
     return isinstance(value, list | dict | set)
 
 
+def _overrides_any(callback: Any, *events: str) -> bool:
+    return any(_overrides(callback, event) for event in events)
+
+
 def _overrides(callback: Any, event: str) -> bool:
-    return getattr(type(callback), event, None) is not getattr(Callback, event)
+    """Whether a callback has an event of its own: of its class, or set on the instance."""
+    own = getattr(callback, event, getattr(Callback, event))
+    return getattr(own, "__func__", own) is not getattr(Callback, event)

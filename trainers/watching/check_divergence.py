@@ -8,7 +8,7 @@ import numpy as np
 from allreduce import notices
 from allreduce.errors import DivergenceError
 from allreduce.messages.agreement import known, root_value, together
-from trainers.divergence import LEARNING_RATES, MAJORITY, Divergence, compare, refusal
+from trainers.divergence import LEARNING_RATES, MAJORITY, Divergence, Source, compare, refusal
 from trainers.errors import ArgumentError
 from trainers.mirroring import mirror
 from trainers.watching.callback import Callback, Logs
@@ -22,7 +22,8 @@ class CheckDivergence(Callback):
     on_divergence: "raise": all ranks raise the same DivergenceError, which names ranks and parameters. "copy": say so,
         give all of them the replica of one rank again, and go on.
     source: whose replica is copied: "majority", the one that most ranks have (of the lowest rank where several are as
-        frequent), or a rank.
+        frequent), or a rank of those with which the fit begins. When that rank is lost and the others go on, it is the
+        majority from then on, which a line says.
 
     A check costs one reading of the state (a CRC-32, some 4 GB/s) and a message of 16 bytes. With update="sharded" and
     central storage, what the ranks have in common, or each a slice of, has no copies that could differ; it is left
@@ -36,6 +37,8 @@ class CheckDivergence(Callback):
 
     def __init__(self, every: int = 100, on_divergence: str = "raise", source: str | int = MAJORITY) -> None:
         self.every, self.on_divergence, self.source = every, on_divergence, source
+        self._source: Source | None = None  # in a fit
+        self._joins = False  # this rank has not heard yet whose replica the others copy
         self.copies = 0  # how often replicas were copied again
         self._steps = 1  # of an epoch
 
@@ -45,12 +48,27 @@ class CheckDivergence(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         trainer = self.trainer
         what = f"CheckDivergence(every={self.every!r}, on_divergence={self.on_divergence!r}, source={self.source!r})"
-        wrong = refusal(self.every, self.on_divergence, self.source, trainer.size)
+        self._joins = trainer.rank < 0
+        wrong = refusal(self.every, self.on_divergence, self.source, None if self._joins else trainer.size)
         trainer._agree(what, ArgumentError(f"CheckDivergence: {wrong}") if wrong else None)
+        self._source = Source(MAJORITY if self._joins else self.source, trainer._comm)
         apart = trainer._apart()
         if apart:
             texts = [f"{name} ({why})" for name, why in apart.items()]
             notices.once(trainer.rank, f"CheckDivergence leaves out what can't differ: {', '.join(texts)}")
+
+    def on_ranks_change(self) -> None:
+        if self._source is not None:
+            self._source.move(self.trainer._comm)
+        self._joins = False
+
+    def state(self) -> dict[str, Any]:
+        number = None if self._source is None else self._source.number
+        return {"source": -1 if number is None else number}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        if self._joins and self._source is not None and state["source"] >= 0:  # a resumed fit has ranks of its own
+            self._source.number = int(state["source"])
 
     def between_steps(self, epoch: int, batch: int) -> None:
         taken = epoch * self._steps + batch + 1  # counted so, all ranks come to it, also when one was lost
@@ -75,7 +93,8 @@ class CheckDivergence(Callback):
 
     def _copy(self, found: Divergence, when: str) -> None:
         """Give all ranks the replica of one. Collective."""
-        trainer, root = self.trainer, found.root(self.source)
+        assert self._source is not None
+        trainer, root = self.trainer, found.root(self._source.rank)
         rates = root_value(trainer._comm, [*map(float, trainer.replica.learning_rates)], "take on learning rates", root)
         if rates and trainer.rank != root:
             trainer.replica.learning_rates = rates

@@ -25,7 +25,7 @@ class LearningRateSchedule(Callback):
         epoch (0, 1, ...) with the rate so far, of an optimizer's first group of parameters; other groups keep their
         ratio to it. None for a constant rate.
     scale: by how much the global batch is larger than the one for which the rate was chosen; or "ranks": the rate was
-        chosen for one rank's share of a batch.
+        chosen for one rank's share of a batch, by the ranks with which the fit begins.
     warmup_epochs: so long the rate goes up to what the schedule says, after every step: from rate / scale, or from
         0 when scale is 1. By default 5 when there is a scale, else 0.
     verbose: 1 to print the rate of each epoch on rank 0.
@@ -61,17 +61,21 @@ class LearningRateSchedule(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._before = list(self.trainer.replica.learning_rates)
-        self._scale = float(self.trainer.size if self.scale == "ranks" else self.scale)
-        given = self.warmup_epochs
-        self._warm_up = (WARM_UP if self._scale > 1 else 0) if given is None else given
+        self._scale_by(float(self.trainer.size if self.scale == "ranks" else self.scale))
         self._rate = self._last = self._before[0] * self._scale if self._before else 0.0
 
+    def _scale_by(self, scale: float) -> None:
+        self._scale, given = scale, self.warmup_epochs
+        self._warm_up = (WARM_UP if scale > 1 else 0) if given is None else given
+
     def state(self) -> dict[str, Any]:
-        return {"before": self._before, "rate": self._last}
+        return {"before": self._before, "rate": self._last, "scale": self._scale}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         self._before = state["before"].tolist()
         self._rate = self._last = float(state["rate"])
+        if "scale" in state:  # that of the ranks with which the fit began; older checkpoints have none
+            self._scale_by(float(state["scale"]))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if not self._before or not self._before[0] > 0:

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
-from trainers.watching.monitor import Monitor
+from trainers.watching.monitor import Monitor, is_number
 
 
 class ModelCheckpoint(Callback):
@@ -41,6 +41,8 @@ class ModelCheckpoint(Callback):
     ) -> None:
         if save_freq != "epoch":
             raise ArgumentError(f'save_freq={save_freq!r}: models are saved at the end of epochs, save_freq="epoch"')
+        if initial_value_threshold is not None and not is_number(initial_value_threshold):
+            raise ArgumentError(f"initial_value_threshold={initial_value_threshold!r} is no number")
         self.filepath, self.verbose, self.save_best_only = os.fspath(filepath), verbose, save_best_only
         self._monitor = Monitor(monitor, mode)
         self.best = initial_value_threshold

@@ -281,7 +281,7 @@ class NumpyNetwork(Replica):
 
     def _initial(self, init: str, seed: int) -> np.ndarray:
         draw = choose("init", init, INITIALISATIONS)
-        if not isinstance(seed, int | np.integer) or seed < 0:
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
             raise ArgumentError(f"seed={seed!r} makes no sense: give an integer of at least 0")
         random = np.random.default_rng(seed)
         parameters = np.zeros(self.gradient_length, FLOAT)

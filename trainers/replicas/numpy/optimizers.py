@@ -155,7 +155,8 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "momentum": Momentum, "ada
 
 
 def _within(name: str, value: float, low: float, high: float) -> float:
-    if not (isinstance(value, numbers.Real) and low <= value < high) or (name == "lr" and value == 0):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (is_number and low <= value < high) or (name == "lr" and value == 0):
         above = "above" if name == "lr" else "of at least"
         raise ArgumentError(f"{name}={value!r} makes no sense: give a number {above} {low} and below {high}")
     return float(value)

@@ -12,7 +12,9 @@ from trainers.replicas.numpy.optimizers import OPTIMIZERS, Optimizer
 
 def checked_sizes(sizes: Sequence[int]) -> list[int]:
     checked = list(sizes) if isinstance(sizes, Sequence | np.ndarray) else []
-    if len(checked) < 2 or not all(isinstance(size, int | np.integer) and size >= 1 for size in checked):
+    if len(checked) < 2 or not all(
+        isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 1 for size in checked
+    ):
         raise ArgumentError(f"sizes={sizes!r} describes no network: give features, hidden layers and outputs, >= 1")
     return [int(size) for size in checked]
 
