@@ -1,6 +1,6 @@
 """torch.distributed over our collectives, on stock wheels: only the backend's name changes.
 
-    import allreduce.torch_backend  # not needed where allreduce is installed by pip: PyTorch finds it
+    import allreduce.torch_backend  # not needed where allreduce is installed by pip: PyTorch 2.5 or later finds it
     torch.distributed.init_process_group("allreduce")  # under mpirun: rank, size and store come from MPI
 
 An operation that fails raises a named error. Where C++ waits for it, in DDP's backward and in futures, that is a
@@ -24,6 +24,7 @@ if not _dist.is_available():
     raise ImportError("allreduce.torch_backend needs a PyTorch with torch.distributed, which this build lacks")
 
 import allreduce_torch_autoload
+from allreduce.torch_backend.groups import attach_no_flight_recorder
 from allreduce.torch_backend.monitored import serve_monitored_barrier
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.process_group import AllReduceProcessGroup
@@ -34,6 +35,7 @@ from allreduce.torch_backend.work import keep_what_the_reducer_holds
 allreduce_torch_autoload.register()
 keep_what_the_reducer_holds()
 serve_monitored_barrier()
+attach_no_flight_recorder()
 set_environment_from_launcher()
 
 __all__ = ["AllReduceProcessGroup", "Options", "require"]
