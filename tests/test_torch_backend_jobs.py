@@ -363,6 +363,14 @@ def test_without_pytorch_the_error_names_the_extra() -> None:
     assert 'pip install ".[torch]" in the checkout' in job.stderr
 
 
+@needs_torch
+def test_an_older_pytorch_is_refused() -> None:
+    program = 'import torch; torch.__version__ = "2.6.0+cpu"; import allreduce.torch_backend'
+    job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert job.returncode != 0
+    assert "needs PyTorch 2.7 or later, and this is 2.6.0+cpu" in job.stderr
+
+
 def test_some_of_pytorchs_own_tests(mpirun: JobRunner) -> None:
     """tests/pytorch_suite.py runs them all, in a minute or two."""
     names = ["DistributedDataParallelCPU", "all_reduce_coalesced_full_group_sum", "send_recv_any_source"]

@@ -1,6 +1,6 @@
 """torch.distributed over our collectives, on stock wheels: only the backend's name changes.
 
-    import allreduce.torch_backend  # not needed where allreduce is installed by pip: PyTorch 2.5 or later finds it
+    import allreduce.torch_backend  # not needed where allreduce is installed by pip: PyTorch finds it
     torch.distributed.init_process_group("allreduce")  # under mpirun: rank, size and store come from MPI
 
 An operation that fails raises a named error. Where C++ waits for it, in DDP's backward and in futures, that is a
@@ -14,6 +14,7 @@ Which backend of ours reduces: `ALLREDUCE_BACKEND=ring`, or `pg_options=Options(
 """
 
 try:
+    import torch as _torch
     import torch.distributed as _dist
 except ImportError as error:
     raise ImportError(
@@ -22,6 +23,14 @@ except ImportError as error:
 
 if not _dist.is_available():
     raise ImportError("allreduce.torch_backend needs a PyTorch with torch.distributed, which this build lacks")
+
+# Older ones lose the Python part of a Work that only C++ still holds: DDP hangs, functional collectives return before
+# they are done.
+if tuple(map(int, _torch.__version__.split(".")[:2])) < (2, 7):
+    raise ImportError(
+        f"allreduce.torch_backend needs PyTorch 2.7 or later, and this is {_torch.__version__}: install one with "
+        'pip install ".[torch]" in the checkout'
+    )
 
 import allreduce_torch_autoload
 from allreduce.torch_backend.groups import attach_no_flight_recorder

@@ -8,7 +8,6 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
@@ -126,11 +125,7 @@ def _serve(listener: socket.socket, timeout: timedelta) -> dist.TCPStore:
     """A store that listens on `listener`, which belongs to the store then."""
     address, port = _place(listener)
     file = listener.detach()
-    serve = partial(dist.TCPStore, address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=file)
-    try:
-        return serve()
-    except NotImplementedError:  # PyTorch 2.5 and older: their newer kind of store takes no socket that is open already
-        return serve(use_libuv=False)
+    return dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=file)
 
 
 def _addresses() -> list[str]:
