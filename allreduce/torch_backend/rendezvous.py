@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
@@ -125,7 +126,11 @@ def _serve(listener: socket.socket, timeout: timedelta) -> dist.TCPStore:
     """A store that listens on `listener`, which belongs to the store then."""
     address, port = _place(listener)
     file = listener.detach()
-    return dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=file)
+    serve = partial(dist.TCPStore, address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=file)
+    try:
+        return serve()
+    except NotImplementedError:  # the newer kind of store of PyTorch 2.7, say, takes no socket that is open already
+        return serve(use_libuv=False)
 
 
 def _addresses() -> list[str]:
