@@ -33,6 +33,7 @@ if tuple(map(int, _torch.__version__.split(".")[:2])) < (2, 7):
     )
 
 import allreduce_torch_autoload
+from allreduce.torch_backend.comm_hooks import refuse_builtin_comm_hooks
 from allreduce.torch_backend.groups import attach_no_flight_recorder
 from allreduce.torch_backend.monitored import serve_monitored_barrier
 from allreduce.torch_backend.options import Options
@@ -45,6 +46,7 @@ allreduce_torch_autoload.register()
 keep_what_the_reducer_holds()
 serve_monitored_barrier()
 attach_no_flight_recorder()
+refuse_builtin_comm_hooks()
 set_environment_from_launcher()
 
 __all__ = ["AllReduceProcessGroup", "Options", "require"]
