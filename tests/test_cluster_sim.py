@@ -180,6 +180,27 @@ def test_many_hosts_reach_each_other(rig: Rig) -> None:
     assert job.stdout.splitlines() == [str([f"node{index}" for index in range(5)])] * 5
 
 
+STORE = """
+import allreduce.torch_backend, socket, torch, torch.distributed as dist
+dist.init_process_group("allreduce")
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+store = dist.distributed_c10d._get_default_store()
+while isinstance(store, dist.PrefixStore):
+    store = store.underlying_store
+if dist.get_rank() == 0:
+    print(tensor.item(), store.host, socket.socket().connect_ex(("127.0.0.1", store.port)) != 0)
+dist.destroy_process_group()
+"""
+
+
+def test_the_store_of_a_process_group_listens_on_the_network_of_the_hosts(rig: Rig) -> None:
+    pytest.importorskip("torch")
+    job = rig("2+1", "1gbit", "--", "python", "-c", STORE)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout == "3.0 10.0.0.1 True\n"
+
+
 def test_two_rigs_at_once(rig: Rig, tmp_path: Path) -> None:
     command = ["2x1", "1gbit", "--", "python", "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"]
     for process in [start(command, tmp_path), start(command, tmp_path)]:

@@ -1,9 +1,11 @@
 """What the doctor makes of hosts: MPI, cores, memory, versions, GPUs, network, clocks."""
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
 from doctor_ranks import GIB, LINK, NEEDS, cluster, only, worse
 
@@ -96,6 +98,27 @@ def test_versions_that_differ() -> None:
     ranks = cluster(1, 1)
     ranks[1].facts["versions"]["cpu"] = "Xeon"
     assert "EPYC on rank 0; Xeon on rank 1" in only(versions.judge(ranks, NEEDS)).text
+
+
+def test_versions_that_were_not_tried() -> None:
+    ranks = cluster(1, 1)
+    assert not any("tried" in finding.name for finding in versions.judge(ranks, NEEDS))
+    oldest, *_, newest = versions.TRIED["torch"]
+    for version, level in ((oldest, OK), (f"{newest}+cpu", OK), ("2.4.1", WARNING), ("2.99.0a0", WARNING)):
+        for rank in ranks:
+            rank.facts["versions"]["versions"] |= {"torch": version}
+        (found,) = (each for each in versions.judge(ranks, NEEDS) if each.name == "torch, tried")
+        assert found.level == level
+        assert found.text.startswith(f"{version}; this version of allreduce was tried with {oldest}")
+        assert (newest in found.advice) == (level == WARNING)
+
+
+def test_the_versions_that_were_tried_are_those_that_are_asked_for() -> None:
+    """By the extra, and by the tests."""
+    oldest = versions.TRIED["torch"][0].removesuffix(".0")
+    assert f'torch = ["torch>={oldest}"]' in (launch.ROOT / "pyproject.toml").read_text()
+    (pinned,) = re.findall("^torch==(.*)$", (launch.ROOT / "tests" / "constraints.txt").read_text(), re.M)
+    assert pinned in versions.TRIED["torch"]
 
 
 def with_gpus(ranks: list[Rank], number: int) -> list[Rank]:

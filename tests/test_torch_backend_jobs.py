@@ -175,6 +175,77 @@ def test_a_rank_that_leaves_is_missed(mpirun: JobRunner) -> None:
 
 
 @needs_torch
+def test_messages_that_do_not_meet_are_in_the_stall_report(mpirun: JobRunner) -> None:
+    """Tags that differ: both ranks say where both wait, long before the time-out, and once more at its end."""
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce", timeout=datetime.timedelta(seconds=15))
+            rank = dist.get_rank()
+            dist.isend(torch.ones(1), 1 - rank, tag=5)
+            try:
+                dist.recv(torch.ones(1), 1 - rank, tag=7 + rank)
+            except RuntimeError as error:
+                print(error, flush=True)
+        """),
+        env={"ALLREDUCE_STALL_SECONDS": "3"},
+    )
+    assert job.returncode == 0, job.stderr
+    places = [f"recv from rank {1 - rank} with tag {7 + rank} of process group 0" for rank in (0, 1)]
+    for rank in (0, 1):
+        told = job.stderr.split(f"rank {rank} has waited ")[1]
+        assert f"for other ranks in: {places[rank]}, call " in told.splitlines()[0]
+        assert f"  rank {1 - rank}: waits in {places[1 - rank]}" in told
+        assert f"recv from rank {1 - rank} with tag {7 + rank} was not done within 15 s" in job.stdout
+    assert "it computes" not in job.stdout + job.stderr
+
+
+@needs_torch
+def test_a_message_of_a_rank_that_has_left(mpirun: JobRunner) -> None:
+    """Of the rank at the other end: that rank 2 has left is no concern of the other two. Without the time-out."""
+    job = mpirun(
+        3,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            rank, tensor = dist.get_rank(), torch.ones(1)
+            if rank == 0:
+                dist.recv(tensor, 1, tag=1)
+                print("received", flush=True)
+                dist.recv(tensor, 1, tag=2)
+            elif rank == 1:
+                time.sleep(6)
+                dist.send(tensor, 0, tag=1)
+        """),
+    )
+    assert job.returncode != 0
+    assert "received" in job.stdout
+    assert (
+        "RankLeftError: rank 1 has left: it has ended its program, while this rank waits for it in recv" in job.stderr
+    )
+
+
+@needs_torch
+def test_destroying_a_group_that_another_rank_leaves_meanwhile_raises_nothing(mpirun: JobRunner) -> None:
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            dist.all_reduce(torch.ones(3))
+            if dist.get_rank() == 1:
+                dist.group.WORLD._freed = lambda: sys.exit(0)
+            dist.destroy_process_group()
+            print("goes on", flush=True)
+        """),
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout == "goes on\n"
+    assert "this process group is not freed" in job.stderr
+
+
+@needs_torch
 def test_a_rank_that_stays_away_is_an_error_after_the_timeout(mpirun: JobRunner) -> None:
     job = mpirun(
         2,
@@ -362,6 +433,14 @@ def test_without_pytorch_the_error_names_the_extra() -> None:
     job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert job.returncode != 0
     assert 'pip install ".[torch]" in the checkout' in job.stderr
+
+
+@needs_torch
+def test_an_older_pytorch_is_refused() -> None:
+    program = 'import torch; torch.__version__ = "2.6.0+cpu"; import allreduce.torch_backend'
+    job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert job.returncode != 0
+    assert "needs PyTorch 2.7 or later, and this is 2.6.0+cpu" in job.stderr
 
 
 def test_some_of_pytorchs_own_tests(mpirun: JobRunner) -> None:

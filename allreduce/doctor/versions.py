@@ -14,6 +14,7 @@ from allreduce.machine import identify
 AREA = "versions"
 LIBRARIES = ("numpy", "mpi4py", "ml_dtypes", "torch")
 PREFIXES = ("cupy", "nvidia-nccl")  # of names with a CUDA version behind them
+TRIED = {"torch": ("2.7.0", "2.13.0", "2.15.0")}  # with this version of allreduce, oldest first
 ALIKE = "allreduce"  # of different code the ranks may make different calls
 ADVICE = "install the same on all hosts: one environment in a folder that all of them see, or one container image"
 
@@ -33,7 +34,28 @@ def judge(ranks: Sequence[Rank], needs: Needs) -> list[Finding]:
         text = "; ".join(f"{version or 'missing'} on {named(group)}" for version, group in found.items())
         findings.append(Finding(AREA, name, PROBLEM if name == ALIKE else WARNING, text, ADVICE))
     findings.append(Finding(AREA, "the same", OK, ", ".join(same)))
-    return [*findings, _processors(ranks)]
+    return [*findings, *_tried(ranks), _processors(ranks)]
+
+
+def _tried(ranks: Sequence[Rank]) -> list[Finding]:
+    """Which versions of a library were tried, and whether those of the ranks lie between them."""
+    findings = []
+    for name, tried in TRIED.items():
+        found = {rank.facts["versions"]["versions"].get(name) for rank in ranks} - {None}
+        if not found:
+            continue
+        text = f"{', '.join(sorted(found))}; this version of allreduce was tried with {', '.join(tried)}"
+        if all(_minor(tried[0]) <= _minor(version) <= _minor(tried[-1]) for version in found):
+            findings.append(Finding(AREA, f"{name}, tried", OK, text))
+        else:
+            advice = f"if something fails with it, install {name}=={tried[-1]}"
+            findings.append(Finding(AREA, f"{name}, tried", WARNING, text, advice))
+    return findings
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """(2, 13) of "2.13.0+cpu"."""
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:2])
 
 
 def versions() -> dict[str, str]:

@@ -14,6 +14,7 @@ Which backend of ours reduces: `ALLREDUCE_BACKEND=ring`, or `pg_options=Options(
 """
 
 try:
+    import torch as _torch
     import torch.distributed as _dist
 except ImportError as error:
     raise ImportError(
@@ -23,7 +24,17 @@ except ImportError as error:
 if not _dist.is_available():
     raise ImportError("allreduce.torch_backend needs a PyTorch with torch.distributed, which this build lacks")
 
+# Older ones lose the Python part of a Work that only C++ still holds: DDP hangs, functional collectives return before
+# they are done.
+if tuple(map(int, _torch.__version__.split(".")[:2])) < (2, 7):
+    raise ImportError(
+        f"allreduce.torch_backend needs PyTorch 2.7 or later, and this is {_torch.__version__}: install one with "
+        'pip install ".[torch]" in the checkout'
+    )
+
 import allreduce_torch_autoload
+from allreduce.torch_backend.comm_hooks import refuse_builtin_comm_hooks
+from allreduce.torch_backend.groups import attach_no_flight_recorder
 from allreduce.torch_backend.monitored import serve_monitored_barrier
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.process_group import AllReduceProcessGroup
@@ -34,6 +45,8 @@ from allreduce.torch_backend.work import keep_what_the_reducer_holds
 allreduce_torch_autoload.register()
 keep_what_the_reducer_holds()
 serve_monitored_barrier()
+attach_no_flight_recorder()
+refuse_builtin_comm_hooks()
 set_environment_from_launcher()
 
 __all__ = ["AllReduceProcessGroup", "Options", "require"]

@@ -1,7 +1,10 @@
 """Makes the process group when torch.distributed asks for one, from the ranks of MPI that belong to it."""
 
+import functools
 import math
 from typing import Any
+
+from torch.distributed import distributed_c10d
 
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
@@ -28,3 +31,22 @@ def create_group(request: Any, pg_options: Any) -> AllReduceProcessGroup:
     return AllReduceProcessGroup(
         request.store, request.group_rank, request.group_size, topology, options, request.timeout, request.group_id
     )
+
+
+def attach_no_flight_recorder() -> None:
+    """Have PyTorch, from 2.15 on, attach its flight recorder to other groups alone.
+
+    The recorder asks a backend in C++ for the group's name. A group in Python has no such backend, so the attachment
+    raises RuntimeError("Could not find the default backend type 0").
+    """
+    module: Any = distributed_c10d
+    original = getattr(module, "_maybe_attach_flight_recorder", None)
+    if original is None or getattr(original, "passes_over", False):
+        return
+
+    @functools.wraps(original)
+    def attach(group: Any, *args: Any, **options: Any) -> Any:
+        return None if isinstance(group, AllReduceProcessGroup) else original(group, *args, **options)
+
+    attach.passes_over = True  # type: ignore[attr-defined]
+    module._maybe_attach_flight_recorder = attach

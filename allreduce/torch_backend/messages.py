@@ -1,21 +1,75 @@
 """send and recv: messages between two ranks, started at once and finished by `wait`."""
 
 import atexit
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 from mpi4py import MPI
 
 from allreduce import notices
+from allreduce.errors import RankLeftError
 from allreduce.messages import losses
+from allreduce.messages.notes import Said
 from allreduce.messages.waiting import asleep
+from allreduce.messages.watch import LEFT_SECONDS
+from allreduce.topology import Topology
 from allreduce.torch_backend.spans import whole
 from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
 from allreduce.torch_backend.untraced import untraced
 from allreduce.torch_backend.work import TimedOut, Work, seconds
 
+SHORT_SECONDS = 0.5  # a wait as long as this gets a place in the stall report
 EXIT_SECONDS = 10.0  # how long the end of the program waits for sends that nobody has waited for
+
+
+class MessageWaits:
+    """Where a rank waits for the messages of one group, so that stall reports name them. Creating it is collective.
+
+    group: the group's name. One wait at a time has the place; others, of further threads, wait without one.
+    """
+
+    def __init__(self, topology: Topology, group: str) -> None:
+        self._place = topology.place()
+        self._place.raises = True
+        self._notes = topology.watch.notes
+        self._group = group
+        self._taken = threading.Lock()
+
+    def wait(self, done: Callable[[], bool], limit: float, what: str, peer: int) -> None:
+        """Return when `done` is true; zero seconds look once.
+
+        what: the message, in words. peer: the rank at its other end, negative for any. Raises TimedOut after `limit`
+        seconds, with a table of where all ranks are when that is long, and RankLeftError when the peer has left.
+        """
+        deadline = time.monotonic() + limit
+        if asleep(done, min(limit, SHORT_SECONDS)):
+            return
+        table = ""
+        if limit > SHORT_SECONDS and self._taken.acquire(blocking=False):
+            call = Said(f"{what} of process group {self._group}")
+            self._place.begin(call)
+            try:
+                if asleep(lambda: done() or self._has_left(what, peer), deadline - time.monotonic()):
+                    return
+                table = f"\n{self._notes.table(call)}"
+            finally:
+                self._place.end()
+                self._taken.release()
+        elif asleep(done, max(deadline - time.monotonic(), 0)):
+            return
+        raise TimedOut(f"{what} was not done within {limit:g} s: the other rank did not do its part{table}")
+
+    def _has_left(self, what: str, peer: int) -> bool:
+        """Raise RankLeftError when the peer has ended its program, and its last messages have had time to arrive."""
+        note = self._notes.left.get((peer, 0))
+        if note is not None and time.monotonic() - note.heard > LEFT_SECONDS:
+            error = RankLeftError(f"rank {peer} has left: {note.text}, while this rank waits for it in {what}")
+            error.job_code = note.turn or 1
+            raise error
+        return False
 
 
 @untraced
@@ -25,9 +79,10 @@ class Message(Work):
     kind: "send" or "recv", the name of its event in a profile. name: what it is, for errors.
     """
 
-    def __init__(self, kind: str, name: str, tensor: torch.Tensor, limit: float) -> None:
+    def __init__(self, kind: str, name: str, tensor: torch.Tensor, limit: float, waits: MessageWaits) -> None:
         super().__init__(kind, [tensor], limit)
         self.name = name
+        self._waits = waits
         self._tensor = tensor
         self._request: MPI.Request | None = None
         self._status = MPI.Status()
@@ -35,14 +90,14 @@ class Message(Work):
     def send(self, comm: MPI.Intracomm, dest: int, tag: int) -> "Message":
         """Start sending the tensor."""
         self._place = readable(self._tensor)
-        self._receives = False
+        self._receives, self._peer = False, dest
         return self._started(comm.Isend(whole(as_bytes(self._place)), dest, tag))
 
     def receive(self, comm: MPI.Intracomm, source: int, tag: int) -> "Message":
         """Start receiving into the tensor; `source` may be MPI.ANY_SOURCE."""
         tensor = self._tensor.detach()
         self._place = tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
-        self._receives = True
+        self._receives, self._peer = True, source
         return self._started(comm.Irecv(whole(as_bytes(self._place)), source, tag))
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -51,8 +106,7 @@ class Message(Work):
 
     def wait_for(self, limit: float) -> bool:
         """Wait as `wait` does, for `limit` seconds; zero looks once."""
-        if not asleep(self.is_completed, limit):
-            raise TimedOut(f"{self.name} was not done within {limit:g} s: the other rank did not do its part")
+        self._waits.wait(self.is_completed, limit, self.name, self._peer)
         return super().wait()
 
     def is_completed(self) -> bool:
@@ -132,14 +186,15 @@ def barrier_tag(comm: MPI.Intracomm) -> int:
 class MonitoredBarrier:
     """Every rank reports to rank 0 and waits for its answer. What is left of one that timed out is passed over."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
+    def __init__(self, comm: MPI.Intracomm, waits: MessageWaits) -> None:
+        self._comm, self._waits = comm, waits
         self._number = 0  # of this barrier; travels in the messages
 
-    def __call__(self, limit: float) -> None:
-        """After `limit` seconds raise TimedOut, on rank 0 with the ranks that did not come.
+    def __call__(self, limit: float, wait_all_ranks: bool) -> None:
+        """After `limit` seconds raise TimedOut, on rank 0 with the rank that did not come.
 
-        The texts hold the words of gloo's errors, for which programs may look.
+        wait_all_ranks: name all ranks that did not come, and not only the first of them. The texts hold the words of
+        gloo's errors, for which programs may look.
         """
         self._number += 1
         deadline = time.monotonic() + limit
@@ -151,12 +206,15 @@ class MonitoredBarrier:
         for rank in range(1, self._comm.size):
             try:
                 self._receive(f"rank {rank}", rank, deadline, limit)
-            except TimedOut:
+            except (TimedOut, RankLeftError):
                 missing.append(rank)
+                if not wait_all_ranks:
+                    break
         if missing:
             ranks = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             raise TimedOut(
                 f"Rank 0 timed out in monitoredBarrier after {limit:g} s: {ranks} failed to pass monitoredBarrier"
+                + (" (wait_all_ranks=True names all that did)" if not wait_all_ranks else "")
             )
         for rank in range(1, self._comm.size):
             self._send("answering", rank, limit)
@@ -164,7 +222,7 @@ class MonitoredBarrier:
     def _await_answer(self, deadline: float, limit: float) -> None:
         try:
             self._receive("waiting for rank 0", 0, deadline, limit)
-        except TimedOut as error:
+        except (TimedOut, RankLeftError) as error:
             raise TimedOut(
                 f"Rank {self._comm.rank} successfully reached monitoredBarrier, but received errors while waiting for "
                 f"send/recv from rank 0: {error}"
@@ -180,7 +238,7 @@ class MonitoredBarrier:
             message = step.receive(self._comm, rank, barrier_tag(self._comm))
             try:
                 message.wait_for(max(deadline - time.monotonic(), 0))
-            except TimedOut:
+            except (TimedOut, RankLeftError):
                 message.cancel()
                 raise
             if int(message.result()[0]) >= self._number:
@@ -188,4 +246,4 @@ class MonitoredBarrier:
 
     def _step(self, what: str, limit: float) -> Message:
         token = torch.tensor([self._number], dtype=torch.int64)
-        return Message("monitored_barrier", f"monitored_barrier ({what})", token, limit)
+        return Message("monitored_barrier", f"monitored_barrier ({what})", token, limit, self._waits)

@@ -20,7 +20,8 @@ class Options:
 
     backend: one of `allreduce.NAMES`; by default what the environment variable ALLREDUCE_BACKEND names,
         else "auto". new_group does not inherit the world's options; it goes by the environment variable too.
-    settings: further arguments of `allreduce.create` (check="always", cross="ring", ...).
+    settings: further arguments of `allreduce.create` (check="always", cross="ring", ...). check, compress and trace
+        apply to every reduction of floats, also to reduce_scatter, for which "auto" has a backend of its own.
     overlap: False runs every operation in the calling thread, before the call returns; then only messages and
         monitored_barrier have timeouts.
 

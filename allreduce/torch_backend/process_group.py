@@ -10,13 +10,13 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.errors import CollectiveTimeoutError
+from allreduce.errors import CollectiveTimeoutError, RankLeftError, RankLostError
 from allreduce.topology import Topology
 from allreduce.torch_backend import checks, gpu
 from allreduce.torch_backend.arguments import Tensors, not_offered, only
 from allreduce.torch_backend.collectives import Collectives
 from allreduce.torch_backend.executor import Executor
-from allreduce.torch_backend.messages import Message, MonitoredBarrier, barrier_tag
+from allreduce.torch_backend.messages import Message, MessageWaits, MonitoredBarrier, barrier_tag
 from allreduce.torch_backend.moving import Mover
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.reducing import Reducer
@@ -50,7 +50,8 @@ class AllReduceProcessGroup(Collectives):
         self._topology = topology
         self._timeout = timeout.total_seconds()
         self._messages = topology.private()
-        self._monitored_barrier = MonitoredBarrier(self._messages)
+        self._waits = MessageWaits(topology, name)
+        self._monitored_barrier = MonitoredBarrier(self._messages, self._waits)
         comm = topology.private()
         self._comm = comm
         self._mover = Mover(comm)
@@ -62,17 +63,17 @@ class AllReduceProcessGroup(Collectives):
     # Messages
 
     def send(self, tensors: Tensors, dest: int, tag: int) -> Work:
-        message = self._message("send", f"send to rank {dest}", tensors, tag, dest)
+        message = self._message("send", f"send to rank {dest} with tag {tag}", tensors, tag, dest)
         with self._topology.watch.hearing():
             return self._bracketed(message.send(self._messages, dest, tag))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
-        message = self._message("recv", f"recv from rank {source}", tensors, tag, source)
+        message = self._message("recv", f"recv from rank {source} with tag {tag}", tensors, tag, source)
         with self._topology.watch.hearing():
             return self._bracketed(message.receive(self._messages, source, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
-        message = self._message("recv", "recv from any rank", tensors, tag)
+        message = self._message("recv", f"recv from any rank with tag {tag}", tensors, tag)
         with self._topology.watch.hearing():
             return self._bracketed(message.receive(self._messages, MPI.ANY_SOURCE, tag))
 
@@ -86,7 +87,7 @@ class AllReduceProcessGroup(Collectives):
         if not 0 <= tag <= largest:
             raise ValueError(f"{name}: tag {tag} is not between 0 and {largest}, the largest of this MPI")
         gpu.Streams([tensor]).before()
-        return Message(kind, name, tensor, self._timeout)
+        return Message(kind, name, tensor, self._timeout, self._waits)
 
     # Barriers
 
@@ -95,16 +96,16 @@ class AllReduceProcessGroup(Collectives):
         return self._submit("barrier", [], opts, _nothing, timeout)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names the ranks which did not come in time, on rank 0.
+        """A barrier that names the rank which did not come in time, on rank 0.
 
         timeout: a timedelta or seconds; zero waits for nobody. By default, and where it is negative, the group's.
-        torch.distributed.monitored_barrier comes here too. All that are missing are named, whatever
-        `wait_all_ranks` says.
+        torch.distributed.monitored_barrier comes here too. wait_all_ranks: name all ranks that are missing, and not
+        only the first of them.
         """
         limit = self._timeout if timeout is None else exact_seconds(timeout)
         try:
             with self._topology.watch.hearing():
-                self._monitored_barrier(limit if limit >= 0 else self._timeout)
+                self._monitored_barrier(limit if limit >= 0 else self._timeout, wait_all_ranks)
         except TimedOut:
             self._alone = True
             raise
@@ -130,7 +131,7 @@ class AllReduceProcessGroup(Collectives):
         try:
             self._reducer.close()
             self._topology.close()
-        except CollectiveTimeoutError:
+        except (CollectiveTimeoutError, RankLeftError, RankLostError):
             self._topology.abandon()
             return False
         return True

@@ -1,5 +1,6 @@
 """Reductions of tensors: by the backend of ours that was chosen, or by MPI for dtypes that ours don't know."""
 
+import functools
 import zlib
 from collections.abc import Sequence
 from itertools import accumulate
@@ -22,9 +23,13 @@ from allreduce.torch_backend import gpu, sparse
 from allreduce.torch_backend.options import Options
 from allreduce.torch_backend.reduce_ops import MPI_TYPES, Reduction
 from allreduce.torch_backend.tensors import as_array, readable, writable
+from allreduce.tracing import trace as tracing
+from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
+from allreduce.wrappers.wrapper import Wrapper
 
 LARGEST_COUNT = 1 << 30  # elements in one call of MPI
+GENERAL = ("check", "compress", "trace")  # settings that every backend takes
 
 
 class Reducer:
@@ -38,6 +43,8 @@ class Reducer:
         self._comm = comm
         self._options = options
         self._backends: dict[str, AllReduce] = {}
+        self._trace: Trace | None = None
+        self._owns_trace = False
         self._workspace = Workspace()
         self._agreed: set[str] = set()
 
@@ -93,6 +100,8 @@ class Reducer:
         """Close the backends."""
         for backend in self._backends.values():
             backend.close()
+        if self._trace is not None and self._owns_trace:
+            self._trace.close()
         self._workspace.clear()
 
     # Whole tensors in plain memory
@@ -156,25 +165,53 @@ class Reducer:
 
     def backend(self) -> AllReduce:
         """The backend that the user chose, "auto" by default. Collective at its first use."""
-        return self._made(self._options.backend, **self._options.settings)
+        return self._made(self._options.backend)
 
     def _scatterer(self) -> TwoPhase | None:
         """A backend whose reduce_scatter leaves rank r the r-th of equal slices; None when that can't be had."""
-        if self._options.backend == "auto":
-            try:
-                backend = self._made("shared" if self._topology.nodes == 1 else "ring")
-            except UnavailableError as error:
-                notices.once(self._comm.rank, f'reduce_scatter uses "ring": {error}')
-                backend = self._made("ring")
-        else:
+        if self._options.backend != "auto":
             backend = self.backend()
-        equal = isinstance(backend, TwoPhase) and type(backend).owned is TwoPhase.owned
-        return backend if equal else None  # type: ignore[return-value]
+        else:
+            backend = self._made("shared" if self._scatters_shared else "ring")
+        return backend if _slices_equally(backend) else None  # type: ignore[return-value]
 
-    def _made(self, name: str, **settings: Any) -> AllReduce:
+    @functools.cached_property
+    def _scatters_shared(self) -> bool:
+        """Whether "auto" has a reduce_scatter done in shared memory. Collective at its first use."""
+        if self._topology.nodes > 1:
+            return False
+        try:
+            self._made("shared")
+        except UnavailableError as error:
+            notices.once(self._comm.rank, f'reduce_scatter uses "ring": {error}')
+            return False
+        return True
+
+    def _made(self, name: str) -> AllReduce:
+        """The backend called `name`, with the user's settings. Collective at its first use."""
         if name not in self._backends:
-            self._backends[name] = allreduce.create(name, self._topology, **settings)
+            self._backends[name] = allreduce.create(name, self._topology, **self._settings(name))
         return self._backends[name]
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        """The user's settings for a backend: all for the chosen one, the general ones for one that stands in for it.
+
+        All backends of the group share one trace. Collective where that has to be made.
+        """
+        given = self._options.settings
+        settings = {key: given[key] for key in given if name == self._options.backend or key in GENERAL}
+        if settings.get("trace") is not None:
+            if self._trace is None:
+                self._trace, self._owns_trace = tracing.of(settings["trace"], self._topology)
+            settings["trace"] = self._trace
+        return settings
+
+
+def _slices_equally(backend: AllReduce) -> bool:
+    """Whether rank r owns the r-th of equal slices after the backend's reduce_scatter. The same on all ranks."""
+    while isinstance(backend, Wrapper):  # which owns what its inner backend owns
+        backend = backend.inner
+    return isinstance(backend, TwoPhase) and type(backend).owned is TwoPhase.owned
 
 
 def _operation(name: str, dtype: np.dtype) -> MPI.Op:

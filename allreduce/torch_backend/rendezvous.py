@@ -1,22 +1,27 @@
 """How the ranks of `mpirun` find each other's store, so that init_process_group needs no environment variables."""
 
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import raise_together, root_value
+from allreduce.messages.agreement import on_all, raise_together, root_value, together
 from allreduce.topology import Topology
 
 CONNECT_SECONDS = 3.0
 LOOPBACK = "127.0.0.1"
+# Where Open MPI, libfabric (MPICH) and UCX are told the interfaces or networks that they use between hosts, or not.
+INCLUDE = ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "FI_SOCKETS_IFACE", "UCX_NET_DEVICES")
+EXCLUDE = ("OMPI_MCA_btl_tcp_if_exclude",)
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
 
 Found = tuple[dist.Store, int, int]
@@ -71,37 +76,84 @@ def rendezvous(url: str, timeout: timedelta, original: Handler) -> Iterator[Foun
 
 
 def _meet(topology: Topology, timeout: timedelta) -> dist.Store:
-    """Rank 0 serves a TCPStore at a free port; the others take the first of its addresses that they reach."""
-    server = None
-    if topology.rank == 0:
-        server = _serve(topology.nodes == 1, timeout)
-    told = [server.port, _addresses()] if server else None
-    port, addresses = root_value(topology.world, told, "learn where rank 0's store is")
-    if topology.nodes == 1:
-        addresses = [LOOPBACK]
-    address = LOOPBACK if server else _reachable(addresses, port)
-    raise_together(topology.world, None if address else _unreachable(addresses, port))
-    assert address is not None
+    """The store of rank 0, a TCPStore on the first of its addresses that every node reaches. Collective."""
+    world = topology.world
+    listeners = together(world, lambda: _listeners(topology.nodes == 1) if topology.rank == 0 else [])
+    try:
+        mine = [_place(each) for each in listeners]
+        places: list[tuple[str, int]] = root_value(world, mine, "learn where rank 0's store can be")
+        found = next((at for at, place in enumerate(places) if _all_reach(topology, place)), None)
+        raise_together(world, _unreachable(places) if found is None else None)
+        assert found is not None
+        server = together(world, lambda: _serve(listeners[found], timeout) if listeners else None)
+    finally:
+        for each in listeners:
+            each.close()
+    address, port = places[found]
     return server or dist.TCPStore(address, port, None, False, timeout)
 
 
-def _serve(locally: bool, timeout: timedelta) -> dist.TCPStore:
-    """A store at a free port. It asks nobody who he is, so that of one machine's ranks listens to no other machine."""
-    if not locally:
-        return dist.TCPStore(LOOPBACK, 0, None, True, timeout, wait_for_workers=False)
-    listener = socket.create_server((LOOPBACK, 0))
-    port, file = listener.getsockname()[1], listener.detach()
-    return dist.TCPStore(LOOPBACK, port, None, True, timeout, wait_for_workers=False, master_listen_fd=file)
+def _listeners(locally: bool) -> list[socket.socket]:
+    """A socket at a free port of each address that the store may have, most promising first.
+
+    The store asks nobody for a password. So the store of one machine's ranks listens to no other machine, and the store
+    of several hosts listens on one network alone.
+    """
+    found = []
+    for address in [LOOPBACK] if locally else _addresses():
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with suppress(OSError):  # the host's name may lead to an address of another host
+            found.append(socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN))
+    return found
+
+
+def _place(listener: socket.socket) -> tuple[str, int]:
+    address, port, *_ = listener.getsockname()
+    return address, port
+
+
+def _all_reach(topology: Topology, place: tuple[str, int]) -> bool:
+    """Whether every node reaches a socket of rank 0's, for which one rank of each node connects to it. Collective."""
+    reached = topology.node_rank > 0
+    if not reached:
+        with suppress(OSError):
+            socket.create_connection((place[0], place[1]), timeout=CONNECT_SECONDS).close()
+            reached = True
+    return on_all(topology.world, reached, "see whether all nodes reach rank 0's store")
+
+
+def _serve(listener: socket.socket, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens on `listener`, which belongs to the store then."""
+    address, port = _place(listener)
+    file = listener.detach()
+    serve = partial(dist.TCPStore, address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=file)
+    try:
+        return serve()
+    except NotImplementedError:  # the newer kind of store of PyTorch 2.7, say, takes no socket that is open already
+        return serve(use_libuv=False)
 
 
 def _addresses() -> list[str]:
-    """This host's name and addresses, most promising first."""
-    name = socket.gethostname()
-    found = [name, socket.getfqdn()]
+    """This host's addresses but the loopback's, most promising first; where MPI is told interfaces, those alone."""
+    named = []
     with suppress(OSError):
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    found += [address for _, interface in socket.if_nameindex() if (address := _address_of(interface))]
-    return [address for address in dict.fromkeys(found) if not address.startswith(("127.", "::1", "localhost"))]
+        entries = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        named = [str(entry[4][0]) for entry in entries if "%" not in str(entry[4][0])]
+    interfaces = {each: name for _, name in socket.if_nameindex() if (each := _address_of(name))}
+    found = [each for each in dict.fromkeys([*named, *interfaces]) if not ipaddress.ip_address(each).is_loopback]
+    found = [each for each in found if not _listed(EXCLUDE, each, interfaces.get(each))]
+    return [each for each in found if _listed(INCLUDE, each, interfaces.get(each))] or found
+
+
+def _listed(variables: Sequence[str], address: str, interface: str | None) -> bool:
+    """Whether one of these variables names an address, by its interface ("eth0") or its network ("10.0.0.0/24")."""
+    for entry in ",".join(os.environ.get(name, "") for name in variables).split(","):
+        if interface is not None and entry.strip() == interface:
+            return True
+        with suppress(ValueError):
+            if ipaddress.ip_address(address) in ipaddress.ip_network(entry.strip(), strict=False):
+                return True
+    return False
 
 
 def _address_of(interface: str) -> str | None:
@@ -113,18 +165,9 @@ def _address_of(interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _reachable(addresses: list[str], port: int) -> str | None:
-    for address in addresses:
-        try:
-            socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
-        except OSError:
-            continue
-        return address
-    return None
-
-
-def _unreachable(addresses: list[str], port: int) -> UnavailableError:
+def _unreachable(places: Sequence[tuple[str, int]]) -> UnavailableError:
+    tried = ", ".join(address for address, _ in places) or "no address but the loopback's"
     return UnavailableError(
-        f"the store of rank 0 can't be reached from {socket.gethostname()} at {', '.join(addresses)} (port {port}); "
-        "set MASTER_ADDR to an address of rank 0's host that all hosts reach, and MASTER_PORT to a free port"
+        f"the store of rank 0 can't be reached from all hosts; tried on rank 0's host: {tried}. Set MASTER_ADDR to an "
+        "address of rank 0's host that all hosts reach, and MASTER_PORT to a free port"
     )

@@ -5,11 +5,14 @@ Values depend on rank and index; `of(rank, ...)` is what any rank would bring, s
 
 import functools
 import gc
+import json
 import operator
 import time
 import weakref
 from collections.abc import Generator
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -253,6 +256,31 @@ def test_a_backend_chosen_by_name(backend: str, monkeypatch: pytest.MonkeyPatch)
         same(output, reduced(everyone(10 * size()), Op.SUM).chunk(size())[dist.get_rank()])
         assert group._reducer._backends.keys() == {backend}
         dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("backend", ["auto", "ring", "shared", "native"])
+def test_settings_are_those_of_every_reduction(backend: str, tmp_path: Path) -> None:
+    """Of reduce_scatter, too, with which FSDP averages; where the backend has phases it stays a reduce_scatter."""
+    settings: dict[str, Any] = {"check": "always", "trace": tmp_path / "trace.json"}
+    if backend != "native":  # which sums no 16-bit floats
+        settings["compress"] = "bfloat16"
+    group = dist.new_group(pg_options=allreduce.torch_backend.Options(backend, settings=settings))
+    fine = torch.full((10 * size(),), 1 + 2**-10)  # one more digit than bfloat16 has
+    output = torch.zeros(10)
+    dist.all_reduce(fine.clone(), group=group)
+    dist.reduce_scatter_tensor(output, fine, group=group)
+    rounded = backend != "native" and size() > 1
+    same(output, torch.full((10,), size() * (1 if rounded else 1 + 2**-10)))
+    assert {each.check for each in group._reducer._backends.values()} == {"always"}
+    dist.destroy_process_group(group)
+    if dist.get_rank() == 0:
+        calls = {
+            event["name"].partition(",")[0]
+            for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        }
+        wanted = {"all_reduce"} if backend == "native" else {"all_reduce", "reduce_scatter"}
+        assert wanted <= calls
+        assert backend != "native" or "reduce_scatter" not in calls
 
 
 def test_an_unknown_backend_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra "torch")')
 import torch.distributed as dist  # noqa: E402
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import allreduce.torch_backend  # noqa: E402, F401
@@ -266,6 +267,15 @@ def test_compiled_ddp() -> None:
         model(x).square().sum().backward()
         for one, parameter in zip(got, plain.parameters(), strict=True):
             torch.testing.assert_close(one, parameter.grad)
+
+
+def test_builtin_comm_hooks_are_refused_by_name() -> None:
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    with pytest.raises(NotImplementedError, match=r'backend "allreduce" does not offer the built-in comm hook .*FP16'):
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    model.register_comm_hook(None, fp16_compress_hook)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.module.bias.grad.item() == 1
 
 
 # DDP with fewer batches on some ranks
