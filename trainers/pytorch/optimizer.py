@@ -46,7 +46,10 @@ class MirroredOptimizer(Life, Optimizer):
     update: "replicated": every rank updates everything. "sharded": every rank updates its own slice, which
         divides the update's time and the optimizer's memory by the ranks; for optimizers that treat every
         element apart from the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then take PyTorch's
-        fused implementation, whose last bits may differ, unless they were made with fused= or foreach=.
+        fused implementation, whose last bits may differ, unless they were made with fused= or foreach=, or a trial on
+        a few elements, when this object is made, has given wrong numbers for this dtype and these options (PyTorch
+        2.13's fused SGD leaves 16-bit parameters as they are). fused=True is then replaced in `param_groups`, with a
+        warning.
     compress: "bfloat16" or "float16": gradients go to the other ranks with 16 bits and are added up in float32, which
         rounds them twice; parameters lose nothing, nor do sparse gradients. For networks between nodes.
     copies: 2, with update="sharded" and where ranks may be lost (mpirun --with-ft ulfm): after each step another rank,

@@ -13,6 +13,7 @@ from trainers.pytorch.checks import Options
 from trainers.pytorch.closures import mean_loss
 from trainers.pytorch.comparing import compare_replicas
 from trainers.pytorch.sharded import ShardedOptimizer
+from trainers.replicas.pytorch import fused
 
 
 class Stepper:
@@ -44,6 +45,7 @@ class Stepper:
 
     def _replicated(self, closure: Callable[[], Any] | None) -> Any:
         averager = self._averager
+        fused.replace_broken(self._optimizer)
         if closure is not None:
             averager.keeps_rows = True  # for all calls of the closure, which begins with zero_grad()
             try:
