@@ -8,6 +8,7 @@ from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
+from allreduce.arrays import dtypes
 from allreduce.messages import losses
 from allreduce.messages.agreement import combine, together
 from allreduce.topology import Topology
@@ -98,6 +99,11 @@ class Trainer(Ranks, ABC):
     def _fresh_gradients(self) -> Any:
         """The gradients that this rank has computed in this step, 1-D, while they are not averaged; None for none."""
         return None
+
+    @property
+    def _sent(self) -> np.dtype:
+        """The dtype in which gradients reach the other ranks. Local."""
+        return dtypes.parse(self.replica.gradient_dtype)
 
     @property
     def _fresh_measured(self) -> Any:

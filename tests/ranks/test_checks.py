@@ -173,6 +173,47 @@ def test_sums_that_overflow(update: str, flat: allreduce.Topology, world: MPI.In
         assert np.isfinite(fit(trainer, CheckGradients()).column("loss")).all()
 
 
+@pytest.mark.parametrize("check", ["raise", "skip"])
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+@pytest.mark.parametrize("compress", ["float16", "bfloat16"])
+def test_gradients_too_large_to_be_sent(
+    compress: str, update: str, check: str, flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    """Rank 1 brings, in the second step, what float16 does not hold; in the fourth, all bring what has no sum there."""
+    replica = NumpyNetwork([4, 8, 3], seed=1, lr=1e-9)
+    with MirroredTrainer(replica, "ring", flat, update=update, compress=compress) as trainer:
+        plain, calls = replica.gradients, []
+
+        def large(*batch: Any) -> Any:
+            values = plain(*batch)
+            calls.append(None)
+            if len(calls) == 2 and world.rank == 1:
+                replica._gradients[5] = 1e5
+            if len(calls) == 4:
+                replica._gradients[6] = -4e4
+            return values
+
+        replica.gradients = large  # type: ignore[method-assign]
+        if check == "raise" and compress == "float16":
+            text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients()))
+            assert text.startswith(
+                "in epoch 1, step 2, gradients can't be averaged: rank 1 has brought 1 gradient too la"
+            )
+            assert "too large for float16, the first in layer 1 weights (element 5)" in text
+            assert 'compress="bfloat16"' in text
+            calls[:] = [None, None]
+            text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients()))
+            assert text.startswith("in epoch 1, step 2, the sum of gradients overflows in layer 1 weights (element 6)")
+            assert 'compress="bfloat16"' in text
+            return
+        gradients = CheckGradients(check)
+        history = fit(trainer, gradients)
+        assert gradients.skipped == (2 if compress == "float16" else 0)
+        assert np.isfinite(history.column("loss")).all()
+        assert min(history.column("loss")) > 0.5
+        assert np.isfinite(replica.parameters).all()
+
+
 def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     with made(flat) as trainer:
         assert "on_bad='ignore'" in raised(world, ArgumentError, lambda: fit(trainer, CheckGradients("ignore")))

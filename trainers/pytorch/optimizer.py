@@ -66,7 +66,8 @@ class MirroredOptimizer(Life, Optimizer):
     on_divergence, source: what is done then. "raise": a DivergenceError on all ranks. "copy": all get those of
         `source` again, a rank, or the "majority" (the lowest rank's of the most frequent), and go on.
     check_gradients: look at every rank's gradients before they are averaged. "raise": NaN and infinite ones make all
-        ranks raise a NotFiniteError that names the rank that brought them; "skip": no rank takes that step (one with
+        ranks raise a NotFiniteError that names the rank that brought them, as do those that are too large to be sent
+        (65504 is the largest with compress="float16"); "skip": no rank takes that step (one with
         a closure raises), and the model's buffers, the running statistics of batch norm say, become what they were
         before it was called for that step. Costs one reading of the gradients, a small message, and with "skip" a copy
         of the buffers.
