@@ -1,5 +1,9 @@
 """The checks of replicas and gradients on one rank: what is counted and named, and the options that ask for them."""
 
+import json
+import math
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,13 +11,14 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from allreduce.errors import DisagreementError
-from trainers import MirroredTrainer, SpareReplicasTrainer, divergence, finite, options
+from trainers import MirroredTrainer, SpareReplicasTrainer, divergence, finite, options, results
 from trainers.admission import tell_who_divides
 from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.divergence import Divergence
 from trainers.errors import ArgumentError
 from trainers.finite import Findings, Place
 from trainers.watching import options as watching
+from trainers.watching.history import Epoch
 
 PLACES = [Place("weights", 0, 600_000), Place("bias", 600_000, 7)]
 
@@ -31,6 +36,15 @@ def test_what_is_no_number_is_counted_and_named(dtype: str) -> None:
     assert found.row().tolist() == [3, 1, 0, 0, 300_000]
     text, _ = finite.told(np.array([[0, 0, 0, -1, 0], found.row()]), PLACES, gradients.dtype)
     assert text.endswith("rank 1 has brought 3 NaN and 1 infinite gradients, the first in weights (element 300000)")
+
+
+def test_an_epoch_without_a_loss_is_written(tmp_path: Path) -> None:
+    epoch = Epoch(1, math.nan, {"accuracy": math.nan}, 1.0, 2.0, 0.5, staleness=(1, 2))
+    results.write_json(str(tmp_path / "result.json"), {"history": [epoch.as_dict()], "text": "nan"})
+    read = json.loads((tmp_path / "result.json").read_text())
+    assert read["text"] == "nan"
+    assert read["history"][0]["loss"] is None
+    assert read["history"][0]["staleness"] == [1, 2]
 
 
 def test_what_is_too_large_to_be_sent() -> None:

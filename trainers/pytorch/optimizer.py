@@ -91,9 +91,10 @@ class MirroredOptimizer(Life, Optimizer):
     has used go to the other ranks; `.grad` is a coalesced sparse tensor of all ranks' rows. Every rank updates such a
     parameter whole, with update="sharded" too: a step touches a few of its rows, which may all lie in one slice.
 
-    With update="sharded", between backward and step() `.grad` is averaged in this rank's slice only, and holds leftovers
-    elsewhere: call `synchronize()` before clipping or GradScaler, or a GradientError reminds of it; step() sets it to
-    None. After `synchronize()` gradients may be changed in place or replaced (`p.grad = ...`), the same on all ranks. And the parameters of all ranks of a node are the same memory: edit them inside of `editing()`.
+    With update="sharded", between backward and step() `.grad` is averaged in this rank's slice only, and holds
+    leftovers elsewhere: call `synchronize()` before clipping or GradScaler, or a GradientError reminds of it; step()
+    sets it to None. After `synchronize()` gradients may be changed in place or replaced (`p.grad = ...`), the same on
+    all ranks. And the parameters of all ranks of a node are the same memory: edit them inside of `editing()`.
 
     Raises on all ranks, before anything is changed: OptionError, DisagreementError (models that differ),
     UnavailableError, UnsupportedDtypeError.

@@ -16,6 +16,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.optim import Optimizer
 
+from allreduce import notices
 from allreduce.arrays import dtypes
 from allreduce.errors import OptionError
 from allreduce.messages.agreement import all_values, combine
@@ -68,7 +69,7 @@ class ShardedOptimizer:
         self._parts = [flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self._grads = [averager.flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self._begun: set[int] = set()  # parameters that have been updated before, by any rank
-        fused.replace_broken(plain)
+        self._replace_broken()
         self._dtypes: list[set[torch.dtype]] = [set() for _ in plain.param_groups]  # of the averaged parameters
         for group, parameter in zip(self._groups, averager.parameters, strict=True):
             self._dtypes[group].add(parameter.dtype)
@@ -81,6 +82,11 @@ class ShardedOptimizer:
     def _cuts(self) -> list[list[int]]:
         """For each bucket where the parts of all ranks begin, so that all nodes cut in the same places."""
         return [sorted({part.start for part in of_bucket}) for of_bucket in zip(*self._owned, strict=True)]
+
+    def _replace_broken(self) -> None:
+        """See that the plain optimizer asks for no fused implementation that is wrong. Local."""
+        if text := fused.replace_broken(self._plain):
+            notices.once(self._comm.rank, text)
 
     def _tried(self) -> set[fused.Key]:
         """What the fused implementation does right on all ranks, of what this optimizer needs. Collective."""
@@ -157,7 +163,7 @@ class ShardedOptimizer:
             part.grad = grad if used[piece.parameter] else None
         now = {int(index) for index in np.flatnonzero(used)}
         new = {self._groups[index] for index in now - self._begun}
-        fused.replace_broken(self._plain)  # a state that was loaded may ask for it again
+        self._replace_broken()  # a state that was loaded may ask for it again
         # Schedulers change the user's groups.
         for at, (mine, group) in enumerate(zip(self.optimizer.param_groups, self._plain.param_groups, strict=True)):
             mine.update(hyperparameters(group) | self._one_pass(at, group, mine["params"], begun=at not in new))

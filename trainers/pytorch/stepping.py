@@ -8,6 +8,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from allreduce import notices
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.checks import Options
 from trainers.pytorch.closures import mean_loss
@@ -45,7 +46,8 @@ class Stepper:
 
     def _replicated(self, closure: Callable[[], Any] | None) -> Any:
         averager = self._averager
-        fused.replace_broken(self._optimizer)
+        if text := fused.replace_broken(self._optimizer):
+            notices.once(averager.comm.rank, text)
         if closure is not None:
             averager.keeps_rows = True  # for all calls of the closure, which begins with zero_grad()
             try:

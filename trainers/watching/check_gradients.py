@@ -17,10 +17,10 @@ class CheckGradients(Callback):
     """Looks at every rank's own gradients in every step. Given on all ranks or on none.
 
     on_bad: "raise": all ranks raise the same NotFiniteError, which names the ranks that have brought gradients that
-        are no numbers, and the parameters. "skip": say so, and leave the step out on all ranks: nothing is updated,
-        its metrics are those of the ranks whose loss is a number, and a PyTorch module's buffers (batch norm's
-        statistics) are as before the batch. Where steps are not taken together (trainers with servers that do not
-        wait) the rank leaves its gradients out.
+        are no numbers, and the parameters. "skip": say so, and leave the step out on all ranks: nothing is updated, it
+        does not count in the means of its epoch (NaN where no step was taken), and a PyTorch module's buffers (batch
+        norm's statistics) are as before the batch. Where steps are not taken together (trainers with servers that do
+        not wait) the rank leaves its gradients out.
 
     Gradients that are too large for the dtype in which they are sent (65504 is the largest of compress="float16") count
     as those that are no numbers. Gradients that are numbers on every rank, but whose sum overflows, are told as that.
@@ -31,7 +31,7 @@ class CheckGradients(Callback):
     Raises ArgumentError on all ranks when the fit begins.
     """
 
-    collective = True
+    collective = agrees = True
     reads_batches = False
 
     def __init__(self, on_bad: str = "raise") -> None:

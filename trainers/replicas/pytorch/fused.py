@@ -4,13 +4,12 @@ PyTorch 2.13's fused SGD leaves bfloat16 and float16 parameters as they are, but
 """
 
 import inspect
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-
-from allreduce import notices
 
 KINDS: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}  # the classes that have one
 
@@ -43,15 +42,23 @@ def works(kind: type[Optimizer], group: dict[str, Any], dtype: torch.dtype) -> b
     return _tried[key]
 
 
-def replace_broken(optimizer: Optimizer) -> None:
+def replace_broken(optimizer: Optimizer) -> str:
     """Have groups that were made with fused=True take the plain implementation where the fused one is wrong. Local.
 
-    Only parameters on the CPU are tried. Says so once in each process that does it.
+    Only parameters on the CPU are tried. Returns what to tell the user, "" for nothing.
     """
+    text = ""
     for group in optimizer.param_groups:
         if group.get("fused") and (wrong := _wrong(type(optimizer), group)) is not None:
             group["fused"] = None
-            notices.once(0, REPLACED.format(type(optimizer).__name__, torch.__version__, wrong))
+            text = REPLACED.format(type(optimizer).__name__, torch.__version__, wrong)
+    return text
+
+
+def replace_and_warn(optimizer: Optimizer) -> None:
+    """As `replace_broken`, with a warning in each process."""
+    if text := replace_broken(optimizer):
+        warnings.warn(text, stacklevel=2)
 
 
 REPLACED = (

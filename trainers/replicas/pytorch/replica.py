@@ -163,7 +163,7 @@ class TorchReplica(Replica):
                 return
             self._whole_optimizer()
             self._take_statistics(self._buffer)
-            fused.replace_broken(self.optimizer)
+            fused.replace_and_warn(self.optimizer)
             self.optimizer.step()
 
     def refresh(self) -> None:

@@ -55,7 +55,7 @@ class SliceOptimizer:
 
     def step(self) -> None:
         """Update the slice; schedules have changed the user's groups, so their numbers come from there."""
-        fused.replace_broken(self._user)
+        fused.replace_and_warn(self._user)
         for own, group in zip(self._own.param_groups, self._user.param_groups, strict=True):
             own.update(hyperparameters(group))
         self._own.step()
