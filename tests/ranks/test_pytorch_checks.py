@@ -181,17 +181,29 @@ def test_gradients_too_large_to_be_sent(
             assert_mirrored(world, model)
 
 
-def test_a_closure_can_not_be_left_out(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+@both_updates
+@both_overlaps
+@pytest.mark.parametrize("check", ["raise", "skip"])
+def test_a_closure_can_not_be_left_out(
+    world: MPI.Intracomm, flat: allreduce.Topology, check: str, overlap: bool, update: str
+) -> None:
     model = network()
-    with mirrored(sgd(model), model, topology=flat, check_gradients="skip") as optimizer:
+    options: dict[str, Any] = {"topology": flat, "update": update, "overlap": overlap}
+    with mirrored(sgd(model), model, check_gradients=check, **options) as optimizer:
 
-        def closure() -> Any:
+        def closure(factor: float = 1.0) -> Any:
             optimizer.zero_grad()
-            loss = model[4].bias.sum() * (float("inf") if world.rank == 0 else 1.0)
+            loss = model[4].bias.sum() * factor
             loss.backward()
             return loss
 
-        assert "rank 0 has brought 3 inf" in raised_everywhere(world, NotFiniteError, lambda: optimizer.step(closure))
+        bad = partial(closure, float("inf") if world.rank == 0 else 1.0)
+        for _ in range(2):
+            text = raised_everywhere(world, NotFiniteError, lambda: optimizer.step(bad))
+            assert "rank 0 has brought 3 inf" in text
+            assert torch.isfinite(optimizer.step(closure))
+        assert (optimizer.steps, optimizer.steps_skipped) == (2, 0)
+        assert_mirrored(world, model)
 
 
 def test_bad_options(world: MPI.Intracomm, flat: allreduce.Topology) -> None:

@@ -88,7 +88,9 @@ class Averager:
         self._addresses = [view.data_ptr() for view in self.views]
         self.state = LOCAL
         self._in_charge = False  # of the model's gradients; see take_over
-        self.enabled, self.keeps_rows = True, False  # otherwise inside of no_sync(); of a step with a closure
+        self.enabled = True  # False inside of no_sync()
+        # During a step with a closure, which can't be left out, and keeps its rows: a closure begins with zero_grad().
+        self.in_closure = False
         self.check: GradientCheck | None = None  # of NaN, where it is asked for
         self.clock = Clock()
         self.rows: Rows | None = None  # of the batches of this step, where they were told
@@ -297,7 +299,7 @@ class Averager:
         """The gradients are used up. release: .grad of every parameter becomes None."""
         self.abandon()
         self.state = LOCAL
-        if self.rows is self._spent and not self.keeps_rows:  # not those that are told already for the next average
+        if self.rows is self._spent and not self.in_closure:  # not those that are told already for the next average
             self.rows = None
         if release:
             self.leftover = set()

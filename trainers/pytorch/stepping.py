@@ -39,8 +39,12 @@ class Stepper:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Average, update, and count; returns what a closure's losses are on average."""
-        sharded = self._sharded
-        loss = self._replicated(closure) if sharded is None else self._slices(sharded, closure)
+        averager, sharded = self._averager, self._sharded
+        averager.in_closure = closure is not None
+        try:
+            loss = self._replicated(closure) if sharded is None else self._slices(sharded, closure)
+        finally:
+            averager.in_closure = False
         self.stepped()
         return loss
 
@@ -49,11 +53,7 @@ class Stepper:
         if text := fused.replace_broken(self._optimizer):
             notices.once(averager.comm.rank, text)
         if closure is not None:
-            averager.keeps_rows = True  # for all calls of the closure, which begins with zero_grad()
-            try:
-                return self._optimizer.step(partial(mean_loss, averager, closure))
-            finally:
-                averager.keeps_rows = False
+            return self._optimizer.step(partial(mean_loss, averager, closure))
         averager.average()
         return None if averager.leaves_out() else averager.clock.update(self._optimizer.step)
 
