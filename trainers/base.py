@@ -9,6 +9,7 @@ from typing import Any, TextIO, TypeVar
 import numpy as np
 
 from allreduce.arrays import dtypes
+from allreduce.keywords import known_only
 from allreduce.messages import losses
 from allreduce.messages.agreement import combine, together
 from allreduce.topology import Topology
@@ -114,6 +115,7 @@ class Trainer(Ranks, ABC):
         """What was chosen for this job, by name. Collective."""
         return {}
 
+    @known_only
     @stops_at_sigterm
     def fit(
         self,

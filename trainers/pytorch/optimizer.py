@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from allreduce.base import AllReduce
 from allreduce.errors import OptionError
+from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
@@ -100,6 +101,7 @@ class MirroredOptimizer(Life, Optimizer):
     UnavailableError, UnsupportedDtypeError.
     """
 
+    @known_only
     def __init__(
         self,
         optimizer: Optimizer,
