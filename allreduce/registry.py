@@ -1,12 +1,12 @@
 """The names of the backends. A new backend is one file and one line here."""
 
-import difflib
 import importlib
 import inspect
 import os
 import zlib
 from typing import Any
 
+from allreduce import keywords
 from allreduce.base import AllReduce, Recipe
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
 from allreduce.messages.agreement import known
@@ -139,8 +139,7 @@ def _shown(value: object) -> str:
 def _load(name: str) -> type[AllReduce]:
     backends = {**BACKENDS, **OTHERS}
     if not isinstance(name, str) or name not in backends:
-        near = difflib.get_close_matches(str(name), backends, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = keywords.near(str(name), backends) or "."
         raise UnknownBackendError(f"no backend is called {name!r}{hint} The backends are: {', '.join(backends)}")
     module, _, attribute = backends[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -151,8 +150,9 @@ def _arguments(name: str, backend_class: type[AllReduce], check: str, options: d
     known = [each for each in inspect.signature(backend_class).parameters if each != "topology"]
     for option in options:
         if option not in known or option == "make":
-            offered = ", ".join(each for each in known if each != "make")
-            raise OptionError(f"backend {name!r} has no option {option!r}; its options are: {offered}")
+            offered = [each for each in known if each != "make"] + ["compress", "trace"]
+            hint = keywords.near(option, [*offered, "topology"]) or "."
+            raise OptionError(f"backend {name!r} has no option {option!r}{hint} Its options are: {', '.join(offered)}")
     parts = {"make": _part} if "make" in known else {}
     return {"check": check, **parts, **options}
 

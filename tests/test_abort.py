@@ -98,6 +98,33 @@ def test_frames_inside_of_the_library(
     assert ("frames inside of the library are left out; ALLREDUCE_TRACEBACK=full shows them" in told) != inside
 
 
+TRAINER = "from trainers import MirroredTrainer, NumpyNetwork\nmodel = NumpyNetwork([2, 2])\n"
+KEYWORDS = {
+    "trainer": (
+        f"{TRAINER}MirroredTrainer(model, updates='sharded')",
+        "TypeError: MirroredTrainer() got an unexpected keyword argument 'updates'; did you mean 'update'?",
+    ),
+    "fit": (
+        f"{TRAINER}MirroredTrainer(model).fit([], epoch=3)",
+        "TypeError: MirroredTrainer.fit() got an unexpected keyword argument 'epoch'; did you mean 'epochs'?",
+    ),
+    "create": (
+        "import allreduce\nallreduce.create('ring', compres='float16')",
+        "OptionError: backend 'ring' has no option 'compres'; did you mean 'compress'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", KEYWORDS)
+def test_a_wrong_keyword_is_told_once(mpirun: JobRunner, mpi: str, call: str) -> None:
+    """With its class and the nearest one."""
+    code, error = KEYWORDS[call]
+    job = mpirun(3, ["-c", code], mpi=mpi)
+    assert job.returncode != 0
+    assert (job.stdout + job.stderr).count(error) == 1
+    assert (job.stdout + job.stderr).count("Traceback") == 1
+
+
 def test_ranks_in_different_calls_are_told(mpirun: JobRunner, mpi: str) -> None:
     """Where nothing compares what they bring, no message of one call is taken for one of another."""
     code = (

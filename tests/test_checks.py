@@ -1,5 +1,9 @@
 """The checks of replicas and gradients on one rank: what is counted and named, and the options that ask for them."""
 
+import json
+import math
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,13 +11,14 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from allreduce.errors import DisagreementError
-from trainers import MirroredTrainer, SpareReplicasTrainer, divergence, finite, options
+from trainers import MirroredTrainer, SpareReplicasTrainer, divergence, finite, options, results
 from trainers.admission import tell_who_divides
 from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.divergence import Divergence
 from trainers.errors import ArgumentError
 from trainers.finite import Findings, Place
 from trainers.watching import options as watching
+from trainers.watching.history import Epoch
 
 PLACES = [Place("weights", 0, 600_000), Place("bias", 600_000, 7)]
 
@@ -28,9 +33,38 @@ def test_what_is_no_number_is_counted_and_named(dtype: str) -> None:
     gradients[[300_000, 600_001, 600_003]] = np.nan
     gradients[400_000] = -np.inf
     found.add(gradients, PLACES)
-    assert found.row().tolist() == [3, 1, 0, 300_000]
-    text = finite.told(np.array([[0, 0, -1, 0], found.row()]), PLACES)
+    assert found.row().tolist() == [3, 1, 0, 0, 300_000]
+    text, _ = finite.told(np.array([[0, 0, 0, -1, 0], found.row()]), PLACES, gradients.dtype)
     assert text.endswith("rank 1 has brought 3 NaN and 1 infinite gradients, the first in weights (element 300000)")
+
+
+def test_an_epoch_without_a_loss_is_written(tmp_path: Path) -> None:
+    epoch = Epoch(1, math.nan, {"accuracy": math.nan}, 1.0, 2.0, 0.5, staleness=(1, 2))
+    results.write_json(str(tmp_path / "result.json"), {"history": [epoch.as_dict()], "text": "nan"})
+    read = json.loads((tmp_path / "result.json").read_text())
+    assert read["text"] == "nan"
+    assert read["history"][0]["loss"] is None
+    assert read["history"][0]["staleness"] == [1, 2]
+
+
+def test_what_is_too_large_to_be_sent() -> None:
+    """Beside what is no number; and a sum that rounding makes too large."""
+    gradients = np.full(600_007, 1.0, np.float32)
+    gradients[[5, 7, 600_001]] = 65505, -1e30, np.nan
+    found, sent = Findings(), np.dtype(np.float16)
+    found.add(gradients, PLACES, most=finite.most(gradients.dtype, sent))
+    assert not found.finite
+    assert found.row().tolist() == [1, 0, 2, 0, 5]
+    text, advice = finite.told(found.row()[None], PLACES, sent)
+    assert text == (
+        "gradients can't be averaged: rank 0 has brought 1 NaN gradient and 2 too large for float16, "
+        "the first in weights (element 5)"
+    )
+    assert 'compress="bfloat16"' in advice
+    assert finite.most(gradients.dtype, gradients.dtype) == np.inf
+    assert finite.largest(np.dtype(ml_dtypes.bfloat16)) < finite.largest(gradients.dtype)
+    sums = np.full(600_007, 65500, np.float32)
+    assert finite.overflowing(MPI.COMM_SELF, sums, PLACES, sums.size, sent) == "weights (element 0)"
 
 
 def test_large_gradients_are_numbers() -> None:

@@ -8,6 +8,8 @@ from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
+from allreduce.arrays import dtypes
+from allreduce.keywords import known_only
 from allreduce.messages import losses
 from allreduce.messages.agreement import combine, together
 from allreduce.topology import Topology
@@ -100,6 +102,11 @@ class Trainer(Ranks, ABC):
         return None
 
     @property
+    def _sent(self) -> np.dtype:
+        """The dtype in which gradients reach the other ranks. Local."""
+        return dtypes.parse(self.replica.gradient_dtype)
+
+    @property
     def _fresh_measured(self) -> Any:
         """This rank's part of the metrics of this step, and what is behind them, while they are not added up."""
         return self.measured
@@ -108,6 +115,7 @@ class Trainer(Ranks, ABC):
         """What was chosen for this job, by name. Collective."""
         return {}
 
+    @known_only
     @stops_at_sigterm
     def fit(
         self,

@@ -2,12 +2,15 @@
 
 Afterwards nobody could say whose NaN it was. Each rank takes the norm of its own gradients, which costs one reading
 and is no number when one of them is none. The sum of the ranks' norms is a bound of every sum of gradients: as long
-as it is small, no sum can overflow, and nobody needs to look at the averages.
+as it is small, no sum can overflow, and nobody needs to look at the averages. Where gradients are sent with fewer bits
+(compress="float16" holds nothing above 65504), both are about the dtype in which they are sent.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
@@ -18,6 +21,7 @@ ANSWERS = ("raise", "skip")  # what may be done about gradients that are no numb
 BLOCK = 1 << 18  # elements that are looked at together, where they can't be in one go
 WAITS = "hear whether all gradients are numbers"
 ADVICE = "look at its rows of the batch, scale the features, or lower the learning rate"
+COLUMNS = 5  # of a rank's row of findings
 
 
 class Place(NamedTuple):
@@ -28,69 +32,94 @@ class Place(NamedTuple):
     size: int
 
 
+class Problem(NamedTuple):
+    """Why gradients can't be averaged, and what to do about it."""
+
+    text: str
+    advice: str
+
+
 class Findings:
-    """What a rank has found in its gradients. norm: of those that are numbers only if all are."""
+    """What a rank has found in its gradients. norm: of those that can be averaged only if all can.
+
+    nan, infinite, large: how many are that; large ones are finite, and too large for the dtype in which they are sent.
+    """
 
     def __init__(self) -> None:
         self.squares = 0.0
-        self.nan = self.infinite = 0
-        self.place, self.element = -1, 0  # of the first that is no number
+        self.nan = self.infinite = self.large = 0
+        self.place, self.element = -1, 0  # of the first that can't be averaged
 
-    def add(self, gradients: Any, places: Sequence[Place], first: int = 0) -> None:
-        """Look at a 1-D array, on the host or a GPU. places: of its parameters, of which `first` is the number."""
+    def add(self, gradients: Any, places: Sequence[Place], first: int = 0, most: float = math.inf) -> None:
+        """Look at a 1-D array, on the host or a GPU.
+
+        places: of its parameters, of which `first` is the number. most: the largest number that can be sent.
+        """
         squares = _squares(gradients)
-        if not np.isfinite(squares):
-            squares = self._look(gradients, places, first)
+        if not squares < most * most:
+            squares = self._look(gradients, places, first, most)
         self.squares += squares
 
     @property
     def finite(self) -> bool:
-        return not (self.nan or self.infinite)
+        """Whether all gradients can be averaged."""
+        return not (self.nan or self.infinite or self.large)
 
     @property
     def norm(self) -> float:
         return float(np.sqrt(self.squares))
 
-    def _look(self, gradients: Any, places: Sequence[Place], first: int) -> float:
-        """Count what is no number; the sum of squares, in float64."""
+    def _look(self, gradients: Any, places: Sequence[Place], first: int, most: float) -> float:
+        """Count what can't be averaged; the sum of squares, in float64."""
         squares = 0.0
         for number, (_, start, size) in enumerate(places, first):
             for begin in range(start, start + size, BLOCK):
                 block = _wide(gradients[begin : min(begin + BLOCK, start + size)])
-                good = np.isfinite(block)
+                good = np.isfinite(block) & (np.abs(block) <= most)
                 if good.all():
                     squares += float(np.dot(block, block))
                     continue
                 if self.finite:
                     self.place, self.element = number, begin - start + int(np.argmin(good))
-                nan = int(np.isnan(block).sum())
+                nan, infinite = int(np.isnan(block).sum()), int(np.isinf(block).sum())
                 self.nan += nan
-                self.infinite += int((~good).sum()) - nan
+                self.infinite += infinite
+                self.large += int((~good).sum()) - nan - infinite
         return squares
 
     def row(self) -> np.ndarray:
-        return np.array([self.nan, self.infinite, self.place, self.element], np.int64)
+        return np.array([self.nan, self.infinite, self.large, self.place, self.element], np.int64)
 
 
 def exchange(comm: MPI.Intracomm, own: Findings) -> tuple[np.ndarray | None, float]:
-    """The rows of all ranks' findings, None when all gradients are numbers; and the sum of the norms. Collective."""
+    """The rows of all ranks' findings, None when all can be averaged; and the sum of the norms. Collective."""
     sums = np.array([own.norm if own.finite else 0.0, not own.finite])
     wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, sums), WAITS)
     if not sums[1]:
         return None, float(sums[0])
-    rows = np.empty((comm.size, 4), np.int64)
+    rows = np.empty((comm.size, COLUMNS), np.int64)
     wait_for(comm, comm.Iallgather(own.row(), rows), WAITS)
     return rows, float(sums[0])
 
 
-def told(rows: np.ndarray, places: Sequence[Place]) -> str:
-    """Which ranks have brought gradients that are no numbers, and of which parameters."""
+def told(rows: np.ndarray, places: Sequence[Place], sent: np.dtype) -> Problem:
+    """Which ranks have brought gradients that can't be averaged, and of which parameters.
+
+    rows: of all ranks. sent: the dtype in which gradients are sent.
+    """
     texts = []
-    for rank, (nan, infinite, place, element) in enumerate(rows.tolist()):
-        if nan or infinite:
+    for rank, (nan, infinite, large, place, element) in enumerate(rows.tolist()):
+        if nan or infinite or large:
             where = f"the first in {places[place].name} (element {element})"
-            texts.append(f"rank {rank} has brought {_count(nan, infinite)}, {where}")
-    return f"gradients are no numbers: {'; '.join(texts)}"
+            texts.append(f"rank {rank} has brought {_count(nan, infinite, large, sent)}, {where}")
+    if rows[:, 2].any():
+        return Problem(f"gradients can't be averaged: {'; '.join(texts)}", _advice(sent))
+    return Problem(f"gradients are no numbers: {'; '.join(texts)}", ADVICE)
+
+
+def most(own: np.dtype, sent: np.dtype) -> float:
+    """The largest gradient of dtype `own` that is a number when it arrives as `sent`; infinity where all are."""
+    return math.inf if own == sent else largest(sent)
 
 
 def may_overflow(norms: float, dtype: np.dtype) -> bool:
@@ -99,22 +128,22 @@ def may_overflow(norms: float, dtype: np.dtype) -> bool:
 
 
 def largest(dtype: np.dtype) -> float:
-    """The largest number of a floating dtype."""
-    if dtype.kind == "f":
-        return float(np.finfo(dtype).max)
-    return float(np.finfo(np.float32).max)  # bfloat16 has the range of float32
+    """The largest number of a floating dtype, bfloat16 too."""
+    return float(ml_dtypes.finfo(dtype).max)
 
 
 def overflowing(comm: MPI.Intracomm, gradients: Any, places: Sequence[Place], length: int, dtype: np.dtype) -> str:
     """The parameter whose gradients are numbers on all ranks and whose sum may be none; "" for none. Collective.
 
     gradients: None on ranks that have none. Takes its time: every gradient is added up in float64, by absolute value.
+    dtype: of the sums, in which gradients are sent; rounding each of them to it may make the sum larger.
     """
+    bound = largest(dtype) * (1 - float(ml_dtypes.finfo(dtype).eps))
     for begin in range(0, length, BLOCK):
         end = min(begin + BLOCK, length)
         sums = np.zeros(end - begin) if gradients is None else np.abs(_wide(gradients[begin:end]))
         wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, sums), WAITS)
-        over = np.flatnonzero(sums > largest(dtype))
+        over = np.flatnonzero(sums > bound)
         if over.size:
             at = begin + int(over[0])
             place = next(each for each in places if each.start <= at < each.start + each.size)
@@ -122,16 +151,24 @@ def overflowing(comm: MPI.Intracomm, gradients: Any, places: Sequence[Place], le
     return ""
 
 
-def overflow_told(where: str) -> str:
-    return (
-        f"the sum of gradients overflows in {where}, and every rank's own are numbers: they are too large for the "
-        "dtype; lower the learning rate, or clip"
-    )
+def overflow_told(where: str, own: np.dtype, sent: np.dtype) -> Problem:
+    """own: the dtype of the gradients. sent: in which they are sent."""
+    text = f"the sum of gradients overflows in {where}, and every rank's own are numbers: they are too large for {sent}"
+    return Problem(text, "lower the learning rate, or clip" if own == sent else _advice(sent))
 
 
-def _count(nan: int, infinite: int) -> str:
+def _advice(sent: np.dtype) -> str:
+    other = 'take compress="bfloat16"' if sent == dtypes.FLOAT16 else "leave out compress"
+    return f"they are sent as {sent} (compress): {other}, scale the features, or lower the learning rate"
+
+
+def _count(nan: int, infinite: int, large: int, sent: np.dtype) -> str:
     parts = [f"{number} {what}" for number, what in ((nan, "NaN"), (infinite, "infinite")) if number]
-    return f"{' and '.join(parts)} gradient{'s' * (nan + infinite > 1)}"
+    text = f"{' and '.join(parts)} gradient{'s' * (nan + infinite > 1)}" if parts else ""
+    if large:
+        text += f" and {large}" if parts else f"{large} gradient{'s' * (large > 1)}"
+        text += f" too large for {sent}"
+    return text
 
 
 def _squares(gradients: Any) -> float:

@@ -1,12 +1,14 @@
 """One call of fit: its epochs, its callbacks and its checkpoints."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 
+from allreduce.messages.agreement import combine
 from trainers.data import Batches
 from trainers.files.checkpoint import Progress as Checkpointed
 from trainers.saving import Saver
@@ -113,6 +115,8 @@ class Fit(Steps):
             self._progress.say(f"resumed: {path}, {progress}{rest}")
         self.guarded(self._make_callbacks)
         self._agree(f"with callbacks that communicate: {', '.join(self.callbacks.collective) or 'none'}")
+        asks = np.array([self.callbacks.asks], np.int64)
+        self.asks = bool(combine(self.trainer._comm, asks, "learn who may leave steps out")[0])
         self.begun = True
 
     def take_up(self, progress: Checkpointed, measured: np.ndarray) -> None:
@@ -207,6 +211,8 @@ class Fit(Steps):
         self.logs = trainer._end_epoch()
         self.guarded(self.meter.look)
         self.logs |= self.meter.means()
+        if math.isnan(self.logs["loss"]) and trainer.rank == 0:
+            log.warning("trainers: epoch %d has no loss: all of its steps were left out", number + 1)
         self.logs |= {
             "seconds": seconds + self._resumed.seconds,
             "samples_per_second": (self.meter.rows - self._rows) / seconds,

@@ -16,7 +16,7 @@ def left_out(trainer: "Trainer", share: float, flags: tuple[float, ...], last: n
     """As `trainer._step(flags)`, without an update. Collective.
 
     share: this rank's of the batch, by which its metrics are weighted already. Ranks whose loss is no number do not
-    count; last: the metrics of the step before, which stand in where no rank has one.
+    count; last: the metrics of a step before, which stand in where no rank has one.
     """
     metrics = len(trainer.replica.metrics)
     measured = trainer._fresh_measured

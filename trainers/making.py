@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ParamSpec
 
-from allreduce import create, ending, newcomers
+from allreduce import create, ending, keywords, newcomers
 from allreduce.base import AllReduce
 from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere
@@ -29,9 +29,14 @@ def outlives_losses(init: Callable[P, None]) -> Callable[P, None]:
     """
     signature = inspect.signature(init)
 
+    @keywords.known_only
     @functools.wraps(init)
     def make(*args: P.args, **options: P.kwargs) -> None:
-        given = signature.bind(*args, **options)
+        try:
+            given = signature.bind(*args, **options)
+        except TypeError:
+            init(*args, **options)  # raises Python's own error, which names the class
+            raise
         trainer = given.arguments["self"]
         inside = trainer.being_made  # the constructor of a kind of trainer has called that of its base
         if inside or given.arguments.get("on_failure") not in GOING_ON or not losses.in_force():

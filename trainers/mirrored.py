@@ -247,6 +247,10 @@ class MirroredTrainer(Outliving):
         return self.buffer[: self.replica.gradient_length]
 
     @property
+    def _sent(self) -> np.dtype:
+        return self.allreduce.sent(super()._sent)
+
+    @property
     def _fresh_measured(self) -> Any:
         return self._measured
 

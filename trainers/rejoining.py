@@ -103,6 +103,7 @@ def told(fit: Fit) -> dict[str, Any]:
         "logs": fit.logs,
         "stop": [fit.stopped, fit.trainer.stop_training],
         "heard": fit.callbacks.heard(),
+        "asks": fit.callbacks.asks,
         "saver": None if fit.saver is None else fit.saver.told(),
     }
 
@@ -131,6 +132,7 @@ def catch_up(fit: Fit, sides: list[dict[str, Any]]) -> None:
         if place.stage != STEPS:
             fit.logs = ahead["logs"]
         fit.stopped, fit.trainer.stop_training = ahead["stop"]
+    fit.asks = any(side["asks"] for side in sides)
     fit.callbacks.tell_again((tuple(event), heard) for event, heard in (side["heard"] for side in sides))
 
 

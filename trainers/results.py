@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 from typing import Any
@@ -86,9 +87,18 @@ def result(
     }
 
 
+def without_nan(value: Any) -> Any:
+    """What JSON can hold: None in the place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: without_nan(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: str, written: dict[str, Any]) -> None:
-    """Write what a program reads to a file, or to the standard output. Raises ArgumentError."""
-    text = json.dumps(written, indent=2, allow_nan=False) + "\n"
+    """Write what a program reads to a file, or to the standard output; null for NaN. Raises ArgumentError."""
+    text = json.dumps(without_nan(written), indent=2, allow_nan=False) + "\n"
     try:
         if path == STANDARD_OUTPUT:
             sys.stdout.write(text)

@@ -20,7 +20,7 @@ from trainers.watching.meter import LOOK_EVERY
 if TYPE_CHECKING:
     from trainers.base import Trainer
 
-FLAGS = ("stop", "save", "failed")  # what travels behind the metrics in every step: on how many ranks it is so
+FLAGS = ("left_out", "stop", "save", "failed")  # behind the metrics of every step: on how many ranks it is so
 
 
 class Place(NamedTuple):
@@ -56,6 +56,7 @@ class Steps:
         self.place, self.taken = Place(), trainer.steps  # how far it is, and so many steps the trainer has taken there
         self.error: Exception | None = None  # this rank's, until the others have heard of it
         self.stopped = False  # all ranks know that one of them wants to stop
+        self.asks = False  # whether any rank has a callback whose wish to leave a step out the others have to hear
         self._asked = False  # all ranks know that it is time for a checkpoint
         self._share = 0.0  # of the batch that this rank has computed
         on_gpu = trainer.replica.device != "cpu"
@@ -96,8 +97,9 @@ class Steps:
             with trainer.span("agree"):
                 raise_together(trainer._comm, self.error)
         wants = self.saver is not None and self.saver.wants()
-        flags = float(trainer.stop_training), float(wants), float(self.error is not None)
-        if self.callbacks.before_update(number, step):
+        leaves_out = self._leaves_out(number, step)
+        flags = float(leaves_out), float(trainer.stop_training), float(wants), float(self.error is not None)
+        if leaves_out:
             trainer.replica.undo()
             trainer.measured = left_out(trainer, self._share, flags, self.meter.last())
         else:
@@ -105,6 +107,26 @@ class Steps:
         if (step + 1) % self._look_every == 0 or step + 1 == self.batches.steps:
             self.hear_flags()
         trainer.note_step()
+
+    def _leaves_out(self, number: int, step: int) -> bool:
+        """Whether all ranks leave this step out, since a callback of any rank wants that. Collective.
+
+        Costs a message only where a rank has a callback that does not say that all ranks come to the same.
+        """
+        if not self.asks:
+            return self.callbacks.before_update(number, step)
+        own, trainer = False, self.trainer
+        try:
+            own = self.callbacks.before_update(number, step)
+        except Exception as error:
+            if everywhere(error, trainer._comm) or losses.lost(error) is not None:
+                raise
+            self.error = self.error or error
+        wanted = np.array([own, self.error is not None], np.int64)
+        combine(trainer._comm, wanted, "hear whether a rank leaves a step out")
+        if wanted[1]:
+            raise_together(trainer._comm, self.error)
+        return bool(wanted[0])
 
     def _compute(self, shares: Iterator[Batch]) -> None:
         trainer = self.trainer
@@ -116,7 +138,7 @@ class Steps:
 
     def hear_flags(self) -> None:
         """What the ranks have told each other in the last step; what has failed is raised on all of them."""
-        stop, save, failed = self.trainer.measured[-len(FLAGS) :].tolist()
+        _, stop, save, failed = self.trainer.measured[-len(FLAGS) :].tolist()
         if failed:
             raise_together(self.trainer._comm, self.error)
         self.stopped, self._asked = bool(stop), bool(save)

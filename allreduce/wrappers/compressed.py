@@ -59,6 +59,9 @@ class Compressed(Wrapper):
     def exact(self) -> AllReduce:
         return self.inner.exact
 
+    def sent(self, dtype: np.dtype) -> np.dtype:
+        return self.compress if self.size > 1 and dtype in LONG else self.inner.sent(dtype)
+
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         if self._shut:
             self._check_open()

@@ -65,6 +65,9 @@ class Wrapper(AllReduce):
     def part_of(self, whole: AllReduce | None) -> None:
         self.inner.part_of = whole
 
+    def sent(self, dtype: np.dtype) -> np.dtype:
+        return self.inner.sent(dtype)
+
     # What users call
 
     def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:

@@ -1,6 +1,7 @@
 """Replicas that differ, and gradients that are no numbers, in real fits: who it was is told on all ranks."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,16 @@ from allreduce import notices
 from allreduce.errors import DisagreementError, DivergenceError
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.base import Trainer
-from trainers.callbacks import Callback, CheckDivergence, CheckGradients
+from trainers.callbacks import (
+    Callback,
+    CheckDivergence,
+    CheckGradients,
+    CSVLogger,
+    EarlyStopping,
+    ModelCheckpoint,
+    TensorBoard,
+)
+from trainers.checkpoints import Checkpoint
 from trainers.divergence import compare
 from trainers.errors import ArgumentError, DivergedError, NotFiniteError
 
@@ -171,6 +181,153 @@ def test_sums_that_overflow(update: str, flat: allreduce.Topology, world: MPI.In
         assert "the sum of gradients overflows in layer 1 weights (element 5), and every rank's own are numbers" in text
         replica.gradients = plain  # type: ignore[method-assign]
         assert np.isfinite(fit(trainer, CheckGradients()).column("loss")).all()
+
+
+@pytest.mark.parametrize("check", ["raise", "skip"])
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+@pytest.mark.parametrize("compress", ["float16", "bfloat16"])
+def test_gradients_too_large_to_be_sent(
+    compress: str, update: str, check: str, flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    """Rank 1 brings, in the second step, what float16 does not hold; in the fourth, all bring what has no sum there."""
+    replica = NumpyNetwork([4, 8, 3], seed=1, lr=1e-9)
+    with MirroredTrainer(replica, "ring", flat, update=update, compress=compress) as trainer:
+        plain, calls = replica.gradients, []
+
+        def large(*batch: Any) -> Any:
+            values = plain(*batch)
+            calls.append(None)
+            if len(calls) == 2 and world.rank == 1:
+                replica._gradients[5] = 1e5
+            if len(calls) == 4:
+                replica._gradients[6] = -4e4
+            return values
+
+        replica.gradients = large  # type: ignore[method-assign]
+        if check == "raise" and compress == "float16":
+            text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients()))
+            assert text.startswith(
+                "in epoch 1, step 2, gradients can't be averaged: rank 1 has brought 1 gradient too la"
+            )
+            assert "too large for float16, the first in layer 1 weights (element 5)" in text
+            assert 'compress="bfloat16"' in text
+            calls[:] = [None, None]
+            text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients()))
+            assert text.startswith("in epoch 1, step 2, the sum of gradients overflows in layer 1 weights (element 6)")
+            assert 'compress="bfloat16"' in text
+            return
+        gradients = CheckGradients(check)
+        history = fit(trainer, gradients)
+        assert gradients.skipped == (2 if compress == "float16" else 0)
+        assert np.isfinite(history.column("loss")).all()
+        assert min(history.column("loss")) > 0.5
+        assert np.isfinite(replica.parameters).all()
+
+
+class Poisons(Callback):
+    """Features that are no numbers in these steps of these epochs, on all ranks."""
+
+    def __init__(self, replica: Any, epochs: range, steps: range = range(3)) -> None:
+        self._plain, self._epochs, self._steps = replica.gradients, epochs, steps
+        self._epoch = self._step = 0
+        replica.gradients = self._gradients
+
+    def _gradients(self, x: np.ndarray, *rest: Any) -> Any:
+        bad = self._epoch in self._epochs and self._step in self._steps
+        return self._plain(np.full_like(x, np.nan) if bad else x, *rest)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._step = batch
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "spare"])  # its chief copies the replica
+def test_epochs_without_steps_have_no_loss(
+    kind: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
+) -> None:
+    """It is NaN, which nobody takes for the best; a resumed fit has the same history."""
+    folder = Path(world.bcast(str(tmp_path)))
+    with made(flat, kind) as trainer:
+        poisons = Poisons(trainer.replica, range(1))
+        stopping = EarlyStopping("loss", patience=5, restore_best_weights=True)
+        best = ModelCheckpoint(folder / "model-{epoch}.npz", "loss", save_best_only=True)
+        others = [CSVLogger(folder / "log.csv"), TensorBoard(folder / "logs", update_freq=1)]
+        history = trainer.fit(
+            X, Y, 3, 20, shuffle=False, progress=False, checkpoint=Checkpoint(str(folder / "written"), best="loss"),
+            callbacks=[poisons, CheckGradients("skip"), stopping, best, *others],
+        )  # fmt: skip
+        losses = history.column("loss")
+        assert np.isnan(losses[0])
+        assert np.isnan(history.column("accuracy")[0])
+        assert np.isfinite(losses[1:]).all()
+        assert stopping.best == min(losses[1:])
+    if world.rank == 0:
+        assert not (folder / "model-1.npz").exists()
+        assert (folder / "model-2.npz").exists()
+        assert (folder / "written" / "best.npz").exists()
+        assert np.isfinite(NumpyNetwork.load(str(folder / "written" / "best.npz")).parameters).all()
+    with made(flat, kind) as trainer:
+        again = trainer.fit(X, Y, 3, 20, shuffle=False, progress=False, checkpoint=str(folder / "written"), resume=True)
+        np.testing.assert_equal(again.column("loss"), losses)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "central", "sync"])
+def test_steps_that_are_left_out_do_not_count(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """In the means of an epoch, the first step too; also where the fit goes on from a checkpoint behind them."""
+    with made(flat, kind) as trainer:
+        poisons = Poisons(trainer.replica, range(2), range(2))
+        loss = fit(trainer, poisons, CheckGradients("skip")).column("loss")
+    with made(flat, kind) as trainer:
+        expected = trainer.fit(X[40:], Y[40:], 2, 20, shuffle=False, progress=False).column("loss")
+    assert loss == pytest.approx(expected)
+
+
+def test_a_checkpoint_behind_a_step_that_was_left_out(
+    flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
+) -> None:
+    folder = world.bcast(str(tmp_path))
+    losses = []
+
+    class Stops(Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.trainer.stop_training = batch == 1
+
+    for stops in ([], [Stops()], []):
+        with made(flat) as trainer:
+            poisons = Poisons(trainer.replica, range(1), range(1))
+            options: dict[str, Any] = {"checkpoint": folder, "resume": True} if losses else {}
+            options["callbacks"] = [poisons, CheckGradients("skip"), *stops]
+            losses.append(trainer.fit(X, Y, 2, 20, shuffle=False, progress=False, **options).column("loss"))
+    assert losses[2] == losses[0]
+
+
+class LeavesOut(Callback):
+    def __init__(self, raises: bool = False) -> None:
+        self._raises = raises
+
+    def before_update(self, epoch: int, batch: int) -> bool:
+        if self._raises and batch:
+            raise ArgumentError("on purpose")
+        return batch == 1
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "central", "sync"])
+def test_one_rank_leaves_a_step_out(kind: str, alone: bool, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """Then all do, as if there were no such batch; what its callback raises, all raise."""
+    with made(flat, kind) as trainer:
+        own = LeavesOut() if world.rank == 1 else Callback()
+        fit(trainer, *([own] if alone and world.rank == 1 else [] if alone else [own]), CheckGradients("skip"))
+        assert len(set(trainer.parameters_sha256())) == 1
+        skipped = trainer.evaluate(X, Y)["loss"]
+        wrong = [LeavesOut(raises=True)] if world.rank == 2 else []
+        assert "on purpose" in raised(world, ArgumentError, lambda: fit(trainer, *wrong))
+    with made(flat, kind) as trainer:
+        without = np.delete(X, slice(20, 40), axis=0), np.delete(Y, slice(20, 40), axis=0)
+        trainer.fit(*without, 2, 20, shuffle=False, progress=False)
+        assert skipped == trainer.evaluate(X, Y)["loss"]
 
 
 def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm) -> None:

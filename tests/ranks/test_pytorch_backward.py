@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
 
 from mpi4py import MPI  # noqa: E402
+from together import raised_everywhere  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from trained import (  # noqa: E402
@@ -27,6 +28,7 @@ from trained import (  # noqa: E402
 )
 
 import allreduce  # noqa: E402
+from trainers.pytorch.errors import GradientError  # noqa: E402
 
 
 @both_updates
@@ -101,6 +103,98 @@ def test_clipping(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -
             optimizer.step()
             torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6)
     assert_close(model, reference)
+
+
+def assign(parameter: Any) -> None:
+    parameter.grad = parameter.grad / 4
+
+
+def assign_data(parameter: Any) -> None:
+    parameter.grad.data = parameter.grad.data / 4
+
+
+def scale(parameter: Any) -> None:
+    parameter.grad.mul_(0.25)
+
+
+def scale_data(parameter: Any) -> None:
+    parameter.grad.data.mul_(0.25)
+
+
+def scale_array(parameter: Any) -> None:
+    array = parameter.grad.numpy()
+    array *= 0.25
+
+
+EDITS = {edit.__name__: edit for edit in (assign, assign_data, scale, scale_data, scale_array)}
+
+UNSEEN = ("scale_data", "scale_array")  # on one rank, where they are right
+
+
+@both_updates
+@pytest.mark.parametrize("early", [False, True], ids=["synchronized", "early"])
+@pytest.mark.parametrize("how", EDITS)
+def test_gradients_that_are_edited(
+    world: MPI.Intracomm, flat: allreduce.Topology, how: str, early: bool, update: str
+) -> None:
+    """All edits of averages count; those of a part of them, before synchronize(), are refused on all ranks."""
+    model, reference = network(), network()
+    plain = OPTIMIZERS["momentum"](reference.parameters())
+    with mirrored(OPTIMIZERS["momentum"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        for number, (x, y) in enumerate(zip(*data(), strict=True)):
+            plain.zero_grad()
+            functional.cross_entropy(reference(x), y).backward()
+            optimizer.zero_grad()
+            functional.cross_entropy(model(mine(x)), mine(y)).backward()
+            if update == "sharded" and not early:
+                optimizer.synchronize()
+            for net in (model, reference):
+                for parameter in [*net.parameters()][number % 3 :]:
+                    EDITS[how](parameter)
+            if update == "sharded" and early and (SIZE > 1 or how not in UNSEEN):
+                go_on = optimizer.step if number % 2 else optimizer.synchronize
+                text = raised_everywhere(world, GradientError, go_on)
+                assert "optimizer.synchronize() first" in text
+                return
+            plain.step()
+            optimizer.step()
+        assert_close(model, reference, 1e-4)
+        assert_mirrored(world, model)
+
+
+@both_updates
+def test_gradients_that_are_given(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """Also of a parameter that had none; of another shape, on one rank, they are refused on all."""
+    model = network()
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        before = [each.detach().clone() for each in model.parameters()]
+        model[4].weight.sum().backward()
+        optimizer.synchronize()
+        model[0].bias.grad = torch.ones(40)
+        optimizer.step()
+        torch.testing.assert_close(model[0].bias.data, before[1] - 0.1)
+        assert torch.equal(model[0].weight, before[0])
+        optimizer.zero_grad()
+        model[4].weight.sum().backward()
+        optimizer.synchronize()
+        if update == "sharded":
+            if world.rank == 0:
+                model[4].weight.grad.data = torch.ones(7)
+            text = raised_everywhere(world, GradientError, optimizer.step)
+            assert "4.weight has become (7,) torch.float32" in text
+
+
+@both_overlaps
+def test_memory_that_a_gradient_was_given(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+    """Its parameter is used on some ranks in the next step: the others bring zeros, and not what was there before."""
+    model = network()
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, overlap=overlap) as optimizer:
+        (model[4].bias.sum() * 8).backward()
+        model[4].bias.grad.data = torch.ones(3)
+        optimizer.step()
+        optimizer.zero_grad()
+        (model[4].bias if world.rank == 0 else model[2].bias).sum().backward()
+        assert model[4].bias.grad.tolist() == pytest.approx([1 / SIZE] * 3)
 
 
 def test_synchronize_early(world: MPI.Intracomm, flat: allreduce.Topology) -> None:

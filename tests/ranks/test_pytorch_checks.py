@@ -1,6 +1,7 @@
 """MirroredOptimizer: replicas that differ are copied again, and gradients that are no numbers are named or left out."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -131,17 +132,78 @@ def test_averages_that_overflow(world: MPI.Intracomm, flat: allreduce.Topology, 
         assert torch.isfinite(model[4].bias).all()
 
 
-def test_a_closure_can_not_be_left_out(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    model = network()
-    with mirrored(sgd(model), model, topology=flat, check_gradients="skip") as optimizer:
+SENT = {"float16": 65504, "bfloat16": 3.3895e38, "float32": 3.4028e38, "float64": 1.7e308}  # the largest of a dtype
 
-        def closure() -> Any:
+
+@both_updates
+@pytest.mark.parametrize("check", ["raise", "skip"])
+@pytest.mark.parametrize("compress", [None, "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gradients_too_large_to_be_sent(
+    world: MPI.Intracomm,
+    flat: allreduce.Topology,
+    dtype: torch.dtype,
+    compress: str | None,
+    check: str,
+    update: str,
+) -> None:
+    """They are finite on the rank that brings them, and infinite for the others."""
+    own = str(dtype).removeprefix("torch.")
+    sent = own if compress is None or dtype.itemsize == 2 else compress
+    for large in (1e5, 1e30):
+        model = nn.Linear(40, 1, bias=False).to(dtype)
+        nn.init.ones_(model.weight)
+        options: dict[str, Any] = {"topology": flat, "update": update, "compress": compress}
+        with mirrored(torch.optim.SGD(model.parameters(), lr=1e-35), model, check_gradients=check, **options) as both:
+
+            def step(factor: float) -> None:
+                both.zero_grad()
+                (model.weight[0, 7] * factor + model.weight.sum()).backward()  # noqa: B023
+                both.step()
+
+            step(1.0)
+            factor = large if world.rank == 1 else 1.0
+            if large < SENT[sent]:
+                step(factor)
+                assert both.steps_skipped == 0
+            elif check == "raise":
+                text = raised_everywhere(world, NotFiniteError, partial(step, factor))
+                count = "1 infinite gradient" if large > SENT[own] else f"1 gradient too large for {sent}"
+                assert f"rank 1 has brought {count}, the first in weight (element 7)" in text
+                assert "rank 0" not in text
+                assert ("compress" in text) == (large < SENT[own])
+            else:
+                step(factor)
+                assert both.steps_skipped == 1
+            step(1.0)
+            assert torch.isfinite(model.weight).all()
+            assert both.steps_skipped == (check == "skip" and large > SENT[sent])
+            assert_mirrored(world, model)
+
+
+@both_updates
+@both_overlaps
+@pytest.mark.parametrize("check", ["raise", "skip"])
+def test_a_closure_can_not_be_left_out(
+    world: MPI.Intracomm, flat: allreduce.Topology, check: str, overlap: bool, update: str
+) -> None:
+    model = network()
+    options: dict[str, Any] = {"topology": flat, "update": update, "overlap": overlap}
+    with mirrored(sgd(model), model, check_gradients=check, **options) as optimizer:
+
+        def closure(factor: float = 1.0) -> Any:
             optimizer.zero_grad()
-            loss = model[4].bias.sum() * (float("inf") if world.rank == 0 else 1.0)
+            loss = model[4].bias.sum() * factor
             loss.backward()
             return loss
 
-        assert "rank 0 has brought 3 inf" in raised_everywhere(world, NotFiniteError, lambda: optimizer.step(closure))
+        bad = partial(closure, float("inf") if world.rank == 0 else 1.0)
+        for _ in range(2):
+            text = raised_everywhere(world, NotFiniteError, lambda: optimizer.step(bad))
+            assert "rank 0 has brought 3 inf" in text
+            assert torch.isfinite(optimizer.step(closure))
+        assert (optimizer.steps, optimizer.steps_skipped) == (2, 0)
+        assert_mirrored(world, model)
 
 
 def test_bad_options(world: MPI.Intracomm, flat: allreduce.Topology) -> None:

@@ -21,6 +21,7 @@ from trained import (  # noqa: E402
 
 import allreduce  # noqa: E402
 from allreduce import errors  # noqa: E402
+from trainers import CentralStorageTrainer, NumpyNetwork, ParameterServerTrainer  # noqa: E402
 from trainers.pytorch import MirroredOptimizer, choices, placement  # noqa: E402
 from trainers.pytorch.averaging import GradientError  # noqa: E402
 
@@ -326,3 +327,17 @@ def test_threads_are_compared_with_the_cores_that_there_are(
     monkeypatch.setattr(flat, "cores", 2 * SIZE - 1)
     choices.tell_threads(flat)
     assert ["threads each on" in text for text in texts] == [True] * (SIZE > 1)
+
+
+def test_a_wrong_keyword(flat: allreduce.Topology) -> None:
+    """It names the class and the nearest one, or all where none is near."""
+    model = nn.Linear(2, 2)
+    text = r"MirroredOptimizer\(\) got an unexpected keyword argument 'updates'; did you mean 'update'\?"
+    with pytest.raises(TypeError, match=text):
+        MirroredOptimizer(sgd(model), model, topology=flat, updates="sharded")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"'zzz'; it takes: optimizer, model, allreduce, topology, update, "):
+        MirroredOptimizer(sgd(model), model, topology=flat, zzz=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"ParameterServerTrainer\(\) got an unexpected keyword argument 'update'"):
+        ParameterServerTrainer(NumpyNetwork([2, 2]), flat, update="sync")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"CentralStorageTrainer.__init__\(\) missing 1 required positional argument"):
+        CentralStorageTrainer()  # type: ignore[call-arg]

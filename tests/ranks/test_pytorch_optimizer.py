@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from trained import (  # noqa: E402
 import allreduce  # noqa: E402
 from allreduce.arrays.signature import ALLOCATED  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
+from trainers.replicas.pytorch import fused  # noqa: E402
 
 
 @both_updates
@@ -55,6 +57,57 @@ def test_as_one_rank(world: MPI.Intracomm, flat: allreduce.Topology, update: str
         for key, value in expected.items():
             if value is not None:
                 torch.testing.assert_close(here["state"][index][key], value, rtol=1e-3, atol=1e-4)
+
+
+KERNELS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=0.1),
+    "adamw": partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1, amsgrad=True),
+}
+
+
+@both_updates
+@pytest.mark.parametrize("asked", [False, True], ids=["free", "fused"])
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_fused_kernels_move_every_dtype(
+    flat: allreduce.Topology, dtype: torch.dtype, kind: str, asked: bool, update: str
+) -> None:
+    """As far as the plain implementation does, where the user asks for the fused one too."""
+    factors = (torch.arange(1000) % 7 + 1).to(dtype).reshape(1, 1000) / 8
+    models = [nn.Linear(1000, 1, bias=False) for _ in range(2)]
+    for model in models:
+        nn.init.ones_(model.weight)
+        model.to(dtype)
+    plain = KERNELS[kind](models[0].parameters(), foreach=False)
+    options: dict[str, Any] = {"fused": True} if asked else {}
+    with mirrored(KERNELS[kind](models[1].parameters(), **options), models[1], topology=flat, update=update) as other:
+        for _ in range(4):
+            for model, optimizer in zip(models, (plain, other), strict=True):
+                optimizer.zero_grad()
+                (model.weight * factors).sum().backward()
+                optimizer.step()
+        torch.testing.assert_close(models[1].weight, models[0].weight, rtol=0, atol=8 * torch.finfo(dtype).eps)
+    assert abs(models[0].weight.float().mean().item() - 1) > 0.1
+
+
+def test_a_fused_kernel_that_is_wrong_somewhere(
+    monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology
+) -> None:
+    """On one rank: then no rank uses it, since replicas must stay equal in bits."""
+    monkeypatch.setattr(fused, "_tried", {})
+    monkeypatch.setattr(fused, "_try", lambda *_: world.rank != 0)
+    model = network()
+    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
+        train(model, optimizer, mine, steps=3)
+        assert optimizer._sharded.optimizer.param_groups[0]["fused"] is None
+    monkeypatch.setattr(fused, "_tried", {})
+    monkeypatch.setattr(fused, "_try", lambda *_: True)
+    model = network()
+    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
+        train(model, optimizer, mine, steps=3)
+        assert optimizer._sharded.optimizer.param_groups[0]["fused"] is True
 
 
 BACKENDS: list[tuple[str, Any]] = [

@@ -59,7 +59,7 @@ def test_options_and_names(flat: Topology) -> None:
         array = np.full(4, reduce.rank)
         reduce(array, "max")
         assert set(array.tolist()) == {reduce.size - 1}
-    with pytest.raises(OptionError, match="its options are: backwards, check"):
+    with pytest.raises(OptionError, match="Its options are: backwards, check"):
         allreduce.create("toy", flat, forwards=True)
 
 

@@ -26,6 +26,7 @@ from trainers.pytorch.errors import SECOND, GradientError, changed
 from trainers.pytorch.family import Family
 from trainers.pytorch.gradient_check import GradientCheck
 from trainers.pytorch.layout import plan
+from trainers.pytorch.marks import Marks
 from trainers.pytorch.ownership import CLOSED, refuse, take_over
 from trainers.pytorch.report import Clock
 from trainers.pytorch.rows import Rows
@@ -87,7 +88,9 @@ class Averager:
         self._addresses = [view.data_ptr() for view in self.views]
         self.state = LOCAL
         self._in_charge = False  # of the model's gradients; see take_over
-        self.enabled, self.keeps_rows = True, False  # otherwise inside of no_sync(); of a step with a closure
+        self.enabled = True  # False inside of no_sync()
+        # During a step with a closure, which can't be left out, and keeps its rows: a closure begins with zero_grad().
+        self.in_closure = False
         self.check: GradientCheck | None = None  # of NaN, where it is asked for
         self.clock = Clock()
         self.rows: Rows | None = None  # of the batches of this step, where they were told
@@ -98,6 +101,7 @@ class Averager:
         self._of_others: list[int] = []  # parameters that other ranks have used, and this one has not
         self._backward: Backward | None = None  # the one under way, or what remains of one that raised
         self.versions: list[int] = []
+        self._marks = Marks(self.flats, self.plan, [owned(each.array.size) for each in self.buckets], device)
         self._hooks = [
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
             for index, each in enumerate(self._all)
@@ -216,7 +220,7 @@ class Averager:
         for slot in self.plan[bucket].slots:
             index = slot.parameter
             if self.parameters[index].grad is None:
-                self.views[index].zero_()
+                self._view(index).zero_()
                 unused.append(index)
             elif self._adopt(index, look=True) and index in self.leftover:
                 raise GradientError(f"{self.names[index]} {SECOND}")
@@ -240,10 +244,11 @@ class Averager:
         """
         parameter, view = self.parameters[index], self.views[index]
         grad = parameter.grad
+        if grad is view and not look:
+            return True
+        view = self._view(index)
         if grad is view:
-            if not look or view.data_ptr() == self._addresses[index]:
-                return True
-            view = self.views[index] = self.place(index, self.flats)
+            return True
         assert grad is not None
         if grad.dtype != view.dtype or grad.shape != view.shape:
             raise GradientError(changed(self.names[index], grad, tuple(view.shape), view.dtype))
@@ -252,20 +257,49 @@ class Averager:
         self.leftover.discard(index)
         return False
 
+    def _view(self, index: int) -> Tensor:
+        """The view into the buffer; a new one where the program gave the last one other memory (`grad.data = ...`)."""
+        if self.views[index].data_ptr() != self._addresses[index]:
+            self.views[index] = self.place(index, self.flats)
+        return self.views[index]
+
     def become(self, state: str) -> None:
         """What the buffers hold from now on. Local."""
         self.state = state
         self.leftover = set(range(len(self.parameters))) if state == SCATTERED else set()
+        if state == SCATTERED:
+            self._marks.put()
         self.versions = [each._version for each in self.flats.values()]
         if state == AVERAGED:
             for index in self._of_others:
-                self.parameters[index].grad = self.views[index]
+                self.parameters[index].grad = self._view(index)
+
+    def edited(self) -> bool:
+        """Whether the program has changed gradients since `become`, in place or by giving others. Local."""
+        if self.versions != [each._version for each in self.flats.values()]:
+            return True
+        return bool(self._given()) or (self.state == SCATTERED and not self._marks.there())
+
+    @torch.no_grad()
+    def take_given(self) -> None:
+        """Copy gradients that the program has given (`p.grad = ...`) to the buffers. Raises GradientError. Local."""
+        for index in self._given():
+            self._adopt(index, look=True)
+
+    def _given(self) -> list[int]:
+        """The parameters whose .grad is not in the buffers."""
+        own = zip(self.parameters, self.views, self._addresses, strict=True)
+        return [
+            index
+            for index, (parameter, view, address) in enumerate(own)
+            if (grad := parameter.grad) is not None and not _same(grad, view, address)
+        ]
 
     def forget(self, release: bool) -> None:
         """The gradients are used up. release: .grad of every parameter becomes None."""
         self.abandon()
         self.state = LOCAL
-        if self.rows is self._spent and not self.keeps_rows:  # not those that are told already for the next average
+        if self.rows is self._spent and not self.in_closure:  # not those that are told already for the next average
             self.rows = None
         if release:
             self.leftover = set()
@@ -297,3 +331,13 @@ class Averager:
         self.device.finish()
         for held in (self.views, self.flats, self.buckets):
             held.clear()
+        self._marks.clear()
+
+
+def _same(grad: Tensor, view: Tensor, address: int) -> bool:
+    """Whether a gradient is the view into the buffer, at its address, or another tensor of the same elements."""
+    if grad is not view and (
+        grad.is_sparse or (grad.dtype, grad.shape, grad.stride()) != (view.dtype, view.shape, view.stride())
+    ):
+        return False
+    return grad.data_ptr() == address

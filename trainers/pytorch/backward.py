@@ -172,7 +172,7 @@ class Backward:
             raise_together(comm, self._error)
         if (check := self.averager.check) is not None:
             try:
-                check.settle(comm, may_leave_out=not self.averager.keeps_rows)
+                check.settle(comm, may_leave_out=not self.averager.in_closure)
             except NotFiniteError:
                 self.averager.family.failed()
                 raise

@@ -21,10 +21,18 @@ def gather(averager: Averager, all_gather: Callable[[np.ndarray], object]) -> No
 
 
 def edited(averager: Averager) -> GradientError | None:
-    """What is wrong when SCATTERED gradients were edited: clipped by a norm of leftovers, for example."""
-    if averager.state != SCATTERED or averager.versions == [each._version for each in averager.flats.values()]:
-        return None
-    return GradientError(EDITED)
+    """Take in what the program has made of averaged gradients. Local.
+
+    Returns what is wrong: edits of SCATTERED gradients (clipped by a norm of leftovers, for example), or gradients of
+    another shape or dtype.
+    """
+    if averager.state == SCATTERED:
+        return GradientError(EDITED) if averager.edited() else None
+    try:
+        averager.take_given()
+    except GradientError as error:
+        return error
+    return None
 
 
 def _gather(averager: Averager, all_gather: Callable[[np.ndarray], object], error: GradientError | None) -> None:

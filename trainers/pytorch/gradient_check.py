@@ -23,6 +23,7 @@ class GradientCheck:
     on_bad: "raise" or "skip", as of MirroredOptimizer's check_gradients.
     names: of the parameters. sparse: the parameters beside them whose gradients are. owned: the slice of
         a bucket of this length that is averaged here, start and stop given.
+    sent: the dtype in which the backend sends gradients of a dtype; sparse ones go as they are.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class GradientCheck:
         buckets: Sequence[Memory],
         sparse: SparseGradients,
         owned: Callable[[int], slice],
+        sent: Callable[[np.dtype], np.dtype],
     ) -> None:
         self._on_bad, self._buckets, self._sparse, self._owned = on_bad, buckets, sparse, owned
         self._places = [
@@ -46,8 +48,11 @@ class GradientCheck:
         self._first = {
             (memory.bucket.dtype, memory.bucket.start): sum(counts[:at]) for at, memory in enumerate(buckets)
         }
-        dtypes = [memory.array.dtype for memory in buckets] + [numpy_dtype(each.dtype) for each in sparse.parameters]
-        self._largest = min(map(finite.largest, dtypes))
+        own = [memory.array.dtype for memory in buckets]
+        self._dtypes = [(each, sent(each)) for each in own]
+        self._dtypes += [(numpy_dtype(each.dtype), numpy_dtype(each.dtype)) for each in sparse.parameters]
+        self._most = {each: finite.most(each, sent(each)) for each in own}
+        self._largest = min(finite.largest(each) for _, each in self._dtypes)
         self._own = Findings()
         self.left_out = False  # the step of these gradients is left out on all ranks
         self.forwards: Forwards | None = None  # what is undone then
@@ -59,7 +64,8 @@ class GradientCheck:
     def look(self, memory: Memory) -> None:
         """Look at this rank's gradients, which are about to be averaged. Local."""
         first = self._first[memory.bucket.dtype, memory.bucket.start]
-        self._own.add(memory.fetched(), self._places[first : first + len(memory.bucket.slots)], first)
+        places = self._places[first : first + len(memory.bucket.slots)]
+        self._own.add(memory.fetched(), places, first, self._most[memory.array.dtype])
 
     def look_at_rows(self, number: int, indices: np.ndarray, values: np.ndarray) -> None:
         """As `look`, at a sparse gradient: of the parameter of this number, all of whose others are zeros. Local."""
@@ -75,17 +81,18 @@ class GradientCheck:
         may_leave_out: whether the step is one that can be left out; with a closure it can't.
         """
         rows, norms = finite.exchange(comm, self._own)
+        narrowest = min(self._dtypes, key=lambda each: finite.largest(each[1]))
         if rows is not None:
-            text = finite.told(rows, self._places)
+            problem = finite.told(rows, self._places, narrowest[1])
         elif norms < self._largest / 2 or not (where := self._overflow(comm)):
             return
         else:
-            text = finite.overflow_told(where)
+            problem = finite.overflow_told(where, *narrowest)
         if self._on_bad == "raise" or not may_leave_out:
-            raise known(NotFiniteError(f"{text}: {finite.ADVICE}"), comm)
+            raise known(NotFiniteError(f"{problem.text}: {problem.advice}"), comm)
         self.left_out = True
         if comm.rank == 0:
-            notices.log.warning("allreduce: %s; no rank takes this step", text)
+            notices.log.warning("allreduce: %s; no rank takes this step", problem.text)
 
     def _overflow(self, comm: MPI.Intracomm) -> str:
         """The first parameter whose average is no number, on any rank; "" for none. Collective."""

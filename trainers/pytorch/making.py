@@ -127,7 +127,7 @@ def _make(
             local.callback(hook.remove)
     if options.check_gradients is not None:
         averager.check = GradientCheck(
-            options.check_gradients, averager.names, averager.buckets, averager.sparse, averager.owned
+            options.check_gradients, averager.names, averager.buckets, averager.sparse, averager.owned, backend.sent
         )
     if options.check_gradients == "skip":
         assert averager.check is not None

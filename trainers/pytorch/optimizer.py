@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from allreduce.base import AllReduce
 from allreduce.errors import OptionError
+from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
@@ -46,7 +47,10 @@ class MirroredOptimizer(Life, Optimizer):
     update: "replicated": every rank updates everything. "sharded": every rank updates its own slice, which
         divides the update's time and the optimizer's memory by the ranks; for optimizers that treat every
         element apart from the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then take PyTorch's
-        fused implementation, whose last bits may differ, unless they were made with fused= or foreach=.
+        fused implementation, whose last bits may differ, unless they were made with fused= or foreach=, or a trial on
+        a few elements, when this object is made, has given wrong numbers for this dtype and these options (PyTorch
+        2.13's fused SGD leaves 16-bit parameters as they are). fused=True is then replaced in `param_groups`, with a
+        warning.
     compress: "bfloat16" or "float16": gradients go to the other ranks with 16 bits and are added up in float32, which
         rounds them twice; parameters lose nothing, nor do sparse gradients. For networks between nodes.
     copies: 2, with update="sharded" and where ranks may be lost (mpirun --with-ft ulfm): after each step another rank,
@@ -63,7 +67,8 @@ class MirroredOptimizer(Life, Optimizer):
     on_divergence, source: what is done then. "raise": a DivergenceError on all ranks. "copy": all get those of
         `source` again, a rank, or the "majority" (the lowest rank's of the most frequent), and go on.
     check_gradients: look at every rank's gradients before they are averaged. "raise": NaN and infinite ones make all
-        ranks raise a NotFiniteError that names the rank that brought them; "skip": no rank takes that step (one with
+        ranks raise a NotFiniteError that names the rank that brought them, as do those that are too large to be sent
+        (65504 is the largest with compress="float16"); "skip": no rank takes that step (one with
         a closure raises), and the model's buffers, the running statistics of batch norm say, become what they were
         before it was called for that step. Costs one reading of the gradients, a small message, and with "skip" a copy
         of the buffers.
@@ -87,14 +92,16 @@ class MirroredOptimizer(Life, Optimizer):
     has used go to the other ranks; `.grad` is a coalesced sparse tensor of all ranks' rows. Every rank updates such a
     parameter whole, with update="sharded" too: a step touches a few of its rows, which may all lie in one slice.
 
-    With update="sharded", between backward and step() `.grad` is averaged in this rank's slice only:
-    call `synchronize()` before clipping or GradScaler, or a GradientError reminds of it; step() sets it to
-    None. And the parameters of all ranks of a node are the same memory: edit them inside of `editing()`.
+    With update="sharded", between backward and step() `.grad` is averaged in this rank's slice only, and holds
+    leftovers elsewhere: call `synchronize()` before clipping or GradScaler, or a GradientError reminds of it; step()
+    sets it to None. After `synchronize()` gradients may be changed in place or replaced (`p.grad = ...`), the same on
+    all ranks. And the parameters of all ranks of a node are the same memory: edit them inside of `editing()`.
 
     Raises on all ranks, before anything is changed: OptionError, DisagreementError (models that differ),
     UnavailableError, UnsupportedDtypeError.
     """
 
+    @known_only
     def __init__(
         self,
         optimizer: Optimizer,

@@ -8,11 +8,13 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from allreduce import notices
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.checks import Options
 from trainers.pytorch.closures import mean_loss
 from trainers.pytorch.comparing import compare_replicas
 from trainers.pytorch.sharded import ShardedOptimizer
+from trainers.replicas.pytorch import fused
 
 
 class Stepper:
@@ -37,19 +39,21 @@ class Stepper:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Average, update, and count; returns what a closure's losses are on average."""
-        sharded = self._sharded
-        loss = self._replicated(closure) if sharded is None else self._slices(sharded, closure)
+        averager, sharded = self._averager, self._sharded
+        averager.in_closure = closure is not None
+        try:
+            loss = self._replicated(closure) if sharded is None else self._slices(sharded, closure)
+        finally:
+            averager.in_closure = False
         self.stepped()
         return loss
 
     def _replicated(self, closure: Callable[[], Any] | None) -> Any:
         averager = self._averager
+        if text := fused.replace_broken(self._optimizer):
+            notices.once(averager.comm.rank, text)
         if closure is not None:
-            averager.keeps_rows = True  # for all calls of the closure, which begins with zero_grad()
-            try:
-                return self._optimizer.step(partial(mean_loss, averager, closure))
-            finally:
-                averager.keeps_rows = False
+            return self._optimizer.step(partial(mean_loss, averager, closure))
         averager.average()
         return None if averager.leaves_out() else averager.clock.update(self._optimizer.step)
 

@@ -29,6 +29,7 @@ class Callback:
     trainer: Any = None
     collective = False  # True: it communicates, when an epoch or the fit begins or ends; given on all ranks or on none
     reads_batches = True  # False: on_train_batch_end does not look at logs
+    agrees = False  # True: before_update comes to the same on all ranks, so that these need not tell each other
 
     def set_trainer(self, trainer: Any) -> None:
         """The fit begins, or with None it is over."""
@@ -59,7 +60,9 @@ class Callback:
         """Keras' other name of on_train_batch_end."""
 
     def before_update(self, epoch: int, batch: int) -> bool:
-        """All ranks have computed their gradients, and nothing is averaged yet. True: all leave this step out.
+        """All ranks have computed their gradients, and nothing is averaged yet. True on any rank: all leave it out.
+
+        A step that is left out does not count in the means of its epoch, which are NaN where no step was taken.
 
         This and `between_steps` are called on all ranks, where these take every step together, also on one that has
         met an error, so a callback that is `collective` may communicate in them; what it raises, all ranks raise.
@@ -114,7 +117,10 @@ class Callbacks:
         ]
         self._batch_end = [each for each in self._all if _overrides_any(each, "on_train_batch_end", "on_batch_end")]
         ours = [each for each in self._all if isinstance(each, Callback)]  # Keras' own have no such events
-        self._before_update = [each for each in ours if _overrides(each, "before_update")]
+        asked = [each for each in ours if _overrides(each, "before_update")]
+        # Those that communicate first: an error of another one must not keep this rank from them.
+        self._before_update = sorted(asked, key=lambda each: not each.collective)
+        self.asks = any(not each.agrees for each in self._before_update)
         self._between_steps = [each for each in ours if _overrides(each, "between_steps")]
         self._unusable = [each for each in ours if _overrides(each, "unusable")]
         self._collective = [at for at, each in enumerate(self._all) if getattr(each, "collective", False)]
@@ -205,7 +211,10 @@ class Callbacks:
             callback.on_train_batch_end(batch, logs)
 
     def before_update(self, epoch: int, batch: int) -> bool:
-        return any(callback.before_update(epoch, batch) for callback in self._before_update)
+        leaves_out = False
+        for callback in self._before_update:  # all of them, since some communicate
+            leaves_out |= bool(callback.before_update(epoch, batch))
+        return leaves_out
 
     def between_steps(self, epoch: int, batch: int) -> None:
         for callback in self._between_steps:

@@ -17,20 +17,21 @@ class CheckGradients(Callback):
     """Looks at every rank's own gradients in every step. Given on all ranks or on none.
 
     on_bad: "raise": all ranks raise the same NotFiniteError, which names the ranks that have brought gradients that
-        are no numbers, and the parameters. "skip": say so, and leave the step out on all ranks: nothing is updated,
-        its metrics are those of the ranks whose loss is a number, and a PyTorch module's buffers (batch norm's
-        statistics) are as before the batch. Where steps are not taken together (trainers with servers that do not
-        wait) the rank leaves its gradients out.
+        are no numbers, and the parameters. "skip": say so, and leave the step out on all ranks: nothing is updated, it
+        does not count in the means of its epoch (NaN where no step was taken), and a PyTorch module's buffers (batch
+        norm's statistics) are as before the batch. Where steps are not taken together (trainers with servers that do
+        not wait) the rank leaves its gradients out.
 
-    Gradients that are numbers on every rank, but whose sum overflows, are told as that. It is counted by absolute
-    values, since the order in which a backend adds them decides whether huge ones that cancel overflow. Costs a message
-    of 16 bytes a step, and one reading of the gradients, a dot product: 1.1 ms for 10 million float32, whose average
-    over two ranks takes 12.
+    Gradients that are too large for the dtype in which they are sent (65504 is the largest of compress="float16") count
+    as those that are no numbers. Gradients that are numbers on every rank, but whose sum overflows, are told as that.
+    It is counted by absolute values, since the order in which a backend adds them decides whether huge ones that cancel
+    overflow. Costs a message of 16 bytes a step, and one reading of the gradients, a dot product: 1.1 ms for 10 million
+    float32, whose average over two ranks takes 12.
 
     Raises ArgumentError on all ranks when the fit begins.
     """
 
-    collective = True
+    collective = agrees = True
     reads_batches = False
 
     def __init__(self, on_bad: str = "raise") -> None:
@@ -48,21 +49,20 @@ class CheckGradients(Callback):
 
     def before_update(self, epoch: int, batch: int) -> bool:
         trainer, gradients = self.trainer, self.trainer._fresh_gradients
-        own = Findings()
+        own, dtype, sent = Findings(), dtypes.parse(trainer.replica.gradient_dtype), trainer._sent
         if gradients is not None:
-            own.add(gradients, self._places)
+            own.add(gradients, self._places, most=finite.most(dtype, sent))
         rows, norms = finite.exchange(trainer._comm, own)
-        text = "" if rows is None else finite.told(rows, self._places)
-        dtype = dtypes.parse(trainer.replica.gradient_dtype)
-        if rows is None and finite.may_overflow(norms, dtype):
+        problem = None if rows is None else finite.told(rows, self._places, sent)
+        if rows is None and finite.may_overflow(norms, sent):
             length = trainer.replica.gradient_length
-            where = finite.overflowing(trainer._comm, gradients, self._places, length, dtype)
-            text = finite.overflow_told(where) if where else ""
-        if not text:
+            where = finite.overflowing(trainer._comm, gradients, self._places, length, sent)
+            problem = finite.overflow_told(where, dtype, sent) if where else None
+        if problem is None:
             return False
-        text = f"in epoch {epoch + 1}, step {batch + 1}, {text}"
+        text = f"in epoch {epoch + 1}, step {batch + 1}, {problem.text}"
         if self.on_bad == "raise":
-            raise known(NotFiniteError(f"{text}: {finite.ADVICE}"), trainer._comm)
+            raise known(NotFiniteError(f"{text}: {problem.advice}"), trainer._comm)
         self.skipped += 1
         if trainer.rank == 0:
             notices.log.warning("allreduce: %s; no rank takes this step", text)
@@ -73,13 +73,13 @@ class CheckGradients(Callback):
         own.add(gradients, self._places)
         if own.finite:
             return False
-        rows = np.zeros((self.trainer.size, 4), np.int64)
+        rows = np.zeros((self.trainer.size, finite.COLUMNS), np.int64)
         rows[self.trainer.rank] = own.row()
-        text = finite.told(rows, self._places)
+        problem = finite.told(rows, self._places, self.trainer._sent)
         if self.on_bad == "raise":
-            raise NotFiniteError(f"{text}: {finite.ADVICE}")
+            raise NotFiniteError(f"{problem.text}: {problem.advice}")
         self.skipped += 1
-        notices.log.warning("allreduce: %s; it leaves them out", text)
+        notices.log.warning("allreduce: %s; it leaves them out", problem.text)
         return True
 
 

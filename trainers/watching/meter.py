@@ -15,7 +15,9 @@ LOOK_EVERY = 32  # steps; looking makes the host wait for a GPU
 class Meter(Callback):
     """One row of values a step, the loss first: the trainer's `measured` after each step.
 
-    metrics: the names of the columns that count; `measured` may have more behind them.
+    A step that all ranks have left out does not count: its row is NaN in `values`, and in no mean.
+
+    metrics: the names of the first columns of `measured`; behind them is whether the step was left out.
     sizes: the rows of each batch of an epoch.
     device: where the values are, "cpu" or "cuda".
     """
@@ -24,7 +26,7 @@ class Meter(Callback):
 
     def __init__(self, metrics: tuple[str, ...], sizes: np.ndarray, dtype: np.dtype, device: str) -> None:
         self._metrics, self._sizes = metrics, sizes
-        self._rows = (gpu.cupy() if device == "cuda" else np).empty((len(sizes), len(metrics)), dtype)
+        self._rows = (gpu.cupy() if device == "cuda" else np).empty((len(sizes), len(metrics) + 1), dtype)
         self._done = self._seen = self._epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -32,23 +34,32 @@ class Meter(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Keep the values; every LOOK_EVERY steps look at the loss. Raises DivergedError as `look` does."""
-        self._rows[batch] = self.trainer.measured[: len(self._metrics)]
+        self._rows[batch] = self.trainer.measured[: len(self._metrics) + 1]
         self._done = batch + 1
         if self._done % LOOK_EVERY == 0:
             self.look()
 
     def last(self) -> np.ndarray:
-        """The values of the step before, on the host; zeros before an epoch's first."""
-        return self._host(self._rows[self._done - 1]) if self._done else np.zeros(len(self._metrics))
+        """The values of the last step of the epoch that was taken, on the host; NaN where none was."""
+        rows = self._host(self._rows[: self._done])
+        taken = rows[rows[:, -1] == 0]
+        return taken[-1, :-1] if len(taken) else np.full(len(self._metrics), np.nan)
 
     def values(self) -> np.ndarray:
-        """The values of the epoch's steps so far, (steps, metrics), a copy on the host."""
-        return np.array(self._host(self._rows[: self._done]))
+        """The values of the epoch's steps so far, (steps, metrics), a copy on the host.
+
+        NaN is a step that was left out; a loss that became NaN is infinite here.
+        """
+        rows = self._host(self._rows[: self._done])
+        values, left_out = np.nan_to_num(rows[:, :-1], nan=np.inf, posinf=np.inf, neginf=-np.inf), rows[:, -1] > 0
+        values[left_out] = np.nan
+        return values
 
     def take_up(self, values: np.ndarray) -> None:
-        """The epoch has begun elsewhere, where its steps gave these values."""
+        """The epoch has begun elsewhere, where its steps gave these `values`."""
         self._done = self._seen = len(values)
-        self._rows[: self._done] = values if isinstance(self._rows, np.ndarray) else gpu.cupy().asarray(values)
+        rows = np.concatenate([values, np.isnan(values[:, :1])], axis=1).astype(self._rows.dtype)
+        self._rows[: self._done] = rows if isinstance(self._rows, np.ndarray) else gpu.cupy().asarray(rows)
 
     def step_back(self) -> None:
         """The last step is taken once more."""
@@ -62,8 +73,9 @@ class Meter(Callback):
 
     def look(self) -> None:
         """Raise DivergedError, on all ranks since all have the same values, when a new loss is no number."""
-        losses = self._host(self._rows[self._seen : self._done, 0])
-        wrong = np.flatnonzero(~np.isfinite(losses))
+        rows = self._host(self._rows[self._seen : self._done])
+        losses = rows[:, 0]
+        wrong = np.flatnonzero(~np.isfinite(losses) & (rows[:, -1] == 0))
         if wrong.size:
             error = _diverged(float(losses[wrong[0]]), self._epoch, self._seen + int(wrong[0]) + 1)
             raise known(error, self.trainer._comm)  # by the loss of the global batch: all ranks find it in this step
@@ -75,9 +87,11 @@ class Meter(Callback):
         return int(self._sizes[: self._done].sum())
 
     def means(self) -> dict[str, float]:
-        """The means over this epoch's steps so far, weighted by the steps' rows."""
-        weights = self._sizes[: self._done]
-        values = weights @ self._host(self._rows[: self._done]).astype(np.float64) / weights.sum()
+        """The means over this epoch's steps so far that were taken, weighted by their rows; NaN where none was."""
+        rows = self._host(self._rows[: self._done]).astype(np.float64)
+        taken = rows[:, -1] == 0
+        weights = self._sizes[: self._done][taken]
+        values = weights @ rows[taken, :-1] / weights.sum() if taken.any() else np.full(len(self._metrics), np.nan)
         return dict(zip(self._metrics, values.tolist(), strict=True))
 
     @staticmethod

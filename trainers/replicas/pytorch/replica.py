@@ -17,7 +17,7 @@ except ImportError as error:
 
 from torch import Tensor, nn
 
-from trainers.replicas.pytorch import devices, elementwise, parts
+from trainers.replicas.pytorch import devices, elementwise, fused, parts
 from trainers.replicas.pytorch.slices import SliceOptimizer
 from trainers.replicas.pytorch.state import TorchState
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, views
@@ -163,6 +163,7 @@ class TorchReplica(Replica):
                 return
             self._whole_optimizer()
             self._take_statistics(self._buffer)
+            fused.replace_and_warn(self.optimizer)
             self.optimizer.step()
 
     def refresh(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.alike import hyperparameters, optimizer_like
 from trainers.replicas.pytorch.tensors import flat_array
 
@@ -54,6 +55,7 @@ class SliceOptimizer:
 
     def step(self) -> None:
         """Update the slice; schedules have changed the user's groups, so their numbers come from there."""
+        fused.replace_and_warn(self._user)
         for own, group in zip(self._own.param_groups, self._user.param_groups, strict=True):
             own.update(hyperparameters(group))
         self._own.step()
