@@ -96,7 +96,8 @@ def make(ranks: int, of_node: int, shared: bool = True) -> tuple[Network, list[N
 
 def rounds(every: list[Notes], without: frozenset[int] = frozenset()) -> None:
     """Looks of the leaders, and of few other ranks, until nothing is new to any."""
-    looking = [notes for notes in every if (notes._neighbours or notes.rank % 64 > 61) and notes.rank not in without]
+    few = [notes for notes in every if notes._neighbours or notes.rank % 64 > 61 or len(every) < 64]
+    looking = [notes for notes in few if notes.rank not in without]
     known = -1
     while known != (known := sum(notes._version for notes in looking)):
         for notes in looking:
@@ -132,11 +133,11 @@ def test_all_ranks_hear_of_all_in_a_few_short_messages(job: tuple[Network, list[
     ]
 
 
-@pytest.mark.parametrize("job", [(1024, 1)], indirect=True)
+@pytest.mark.parametrize("job", [(800, 1)], indirect=True)
 def test_a_straggler_has_one_unread_message_of_each_neighbour(job: tuple[Network, list[Notes]]) -> None:
     """It computes with Python's lock held, say, while the others wait for it in each of many steps."""
     network, every = job
-    for step in range(20):
+    for step in range(5):
         all_wait(every, LATE, f"step {step}")
         for notes in every:
             if notes.rank != LATE:
