@@ -36,14 +36,16 @@ def nodes_left(
     return list(Counter(simulated_node(rank, ranks_per_node) for rank in left).values())
 
 
-def number_nodes(world: MPI.Intracomm, node: MPI.Intracomm) -> tuple[tuple[int, ...], int]:
-    """The sizes of all nodes, and which one is this rank's. Nodes are in the order of their leaders. Collective."""
+def number_nodes(world: MPI.Intracomm, node: MPI.Intracomm) -> tuple[list[list[int]], int]:
+    """The ranks of all nodes, and which node is this rank's. Nodes are in the order of their leaders. Collective."""
     leader = root_value(node, world.rank, "learn the leader of this node")
-    found = all_values(world, [leader, node.size, versions.digest()], "count the nodes")
-    versions.compare(world, [of_rank[2] for of_rank in found])
-    sizes = {of_rank[0]: of_rank[1] for of_rank in found}
-    leaders = sorted(sizes)
-    return tuple(sizes[each] for each in leaders), leaders.index(leader)
+    found = all_values(world, [leader, versions.digest()], "count the nodes")
+    versions.compare(world, [of_rank[1] for of_rank in found])
+    ranks: dict[int, list[int]] = {}
+    for rank, (of_rank, _) in enumerate(found):
+        ranks.setdefault(of_rank, []).append(rank)
+    leaders = sorted(ranks)
+    return [ranks[each] for each in leaders], leaders.index(leader)
 
 
 def bad_ranks_per_node(given: int | Sequence[int] | None, ranks: int) -> OptionError | None:

@@ -8,9 +8,9 @@ from mpi4py import MPI
 
 from allreduce import children, ending, launcher, machine, notices
 from allreduce.errors import ClosedError, OptionError
-from allreduce.messages import standing
+from allreduce.messages import processes, standing
 from allreduce.messages.agreement import agree, all_values, waiting, watched
-from allreduce.messages.board import Board
+from allreduce.messages.board import Board, shared_rows
 from allreduce.messages.reach import Reach
 from allreduce.messages.watch import TIMEOUT, Watch, seconds
 from allreduce.messages.worker import Worker
@@ -98,14 +98,18 @@ class Topology(Survival):
         self.former = tuple(range(self.size))
         real = self._own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
         self.board = Board(real, self.rank, self.size)
-        self.cores = len(set().union(*all_values(real, machine.cores(), "count the cores of this node")))
+        found = all_values(real, [machine.cores(), self.rank, processes.own()], "learn what this node has")
+        self.cores = len(set().union(*(cores for cores, *_ in found)))
         self.sharing = real.size
         if real.size > self.cores and not self.is_part:  # of which that was said
             text = f"{real.size} ranks share the {self.cores} cores of this node: expect no speed-up from more ranks, "
             notices.once(self.rank, text + "and times of communication that are mostly waits for a core")
         self.node: MPI.Intracomm = self._own(divide(real, self.rank, self._ranks_per_node), watch=True)
         self.reach = Reach(self.node)
-        self.node_sizes, self.node_index = number_nodes(self.world, self.node)
+        nodes, self.node_index = number_nodes(self.world, self.node)
+        self.node_sizes = tuple(map(len, nodes))
+        here = {rank: processes.of_json(process) for _, rank, process in found if process is not None}
+        self.watch.connect(nodes, self.node_index, shared_rows(self.node), here)
         self.cross: MPI.Intracomm = self._own(self.world.Split(self.node.rank, self.node_index), watch=True)
 
     @classmethod

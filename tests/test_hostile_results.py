@@ -5,7 +5,6 @@ import math
 import os
 import socket
 import stat
-import struct
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from made_runs import made_run
 from allreduce import decision_table
 from allreduce.errors import CommunicationError
 from allreduce.machine import identify
-from allreduce.messages.notes import ENDED
+from allreduce.messages.status import ENDED, WAITING
 from allreduce.replacing import replacing
 from allreduce.tracing import trace
 from benchmarks import compare, scaling, timeline
@@ -290,12 +289,14 @@ def test_a_trace_of_another_rank() -> None:
             trace._of_rank(1, text)
 
 
-def test_notes_of_another_version() -> None:
-    head = struct.pack("<4q", 0, 1, 1, 1)
-    table = peers.read_notes([b"", b"\x00" * 31, head + b"\x1b[2Jx", head + b"y" * 9999], Path())
-    assert "waits in [2Jx" in table
-    peers.read_notes([struct.pack("<4q", ENDED, 0, 0, 0) + text for text in (b"", b"1e9", b"9" * 500, b"2")], Path())
+def test_status_messages_of_another_version() -> None:
+    facts = [[WAITING, 1, 1, 1, "\x1b[2Jx" + "y" * 9999, [[1, 1]]], [9, 1, 1, 1, "", [[1, 1]]], [WAITING, "1"], 3]
+    assert "waits in [2Jx" in (table := peers.read_notes([json.dumps(facts).encode()], Path()))
     assert "\x1b" not in table
+    assert len(table) < 600
+    bad = [b"", b"\x00" * 31, b"[" * 9999, b"{}", json.dumps([[WAITING, 1, 1, 1, "x", [[0, 1 << 60]]]]).encode()]
+    assert "rank 1: has not come" in peers.read_notes(bad, Path())
+    peers.read_notes([json.dumps([[ENDED, 0, 1 << 99, 0, "", [[1, 1]]]]).encode()], Path())
 
 
 def test_a_store_of_one_machine_listens_to_no_other() -> None:

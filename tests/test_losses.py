@@ -12,7 +12,8 @@ from allreduce import NAMES, Topology
 from allreduce.errors import BrokenError, CommunicationError, RankLeftError, RankLostError, UnavailableError
 from allreduce.messages import losses
 from allreduce.messages.agreement import agree
-from allreduce.messages.notes import LEFT, Note, Said
+from allreduce.messages.notes import Said
+from allreduce.messages.status import LEFT, Fact
 from allreduce.nodes import nodes_left
 
 LOSSES = Path(__file__).parent / "faults" / "losses.py"
@@ -118,6 +119,36 @@ def test_an_exception_on_one_rank_ends_the_job_here_too(mpirun: JobRunner) -> No
     assert "ValueError: on one rank alone" in job.stderr
 
 
+ENDS_UNSEEN = """
+import os, sys
+import numpy as np
+import allreduce
+from allreduce.errors import RankLostError
+topology = allreduce.Topology.of_survivors(ranks_per_node=int(sys.argv[1]))
+reduce = allreduce.create("auto", topology)
+reduce(np.ones(10), "sum")
+if topology.rank == 1:
+    os._exit(3)
+try:
+    reduce(np.ones(10), "sum")
+except RankLostError:
+    left = topology.survivors()
+    with allreduce.create("auto", left) as reduce:
+        array = np.ones(10)
+        reduce(array, "sum")
+    print("former ranks", left.former, "sum", array[0], flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+def test_a_rank_that_ends_without_a_word_is_lost(mpirun: JobRunner, ranks_per_node: int) -> None:
+    """By os._exit with another code than 0, of which Open MPI's launcher tells nobody."""
+    job = mpirun(
+        4, ["-c", ENDS_UNSEEN, ranks_per_node], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"}
+    )
+    assert job.stdout.count("former ranks (0, 2, 3) sum 3.0") == 3, job.stdout + job.stderr
+
+
 LEAVES = """
 import os, sys, time
 from allreduce import Topology
@@ -152,7 +183,8 @@ def test_who_has_left_after_an_agreement_is_not_missed_in_it() -> None:
     with Topology(MPI.COMM_SELF) as topology:
         notes, finish, call = topology.watch.notes, topology._finish, Said("finished")
         notes.part_on(topology.world, finish)
-        notes.left[1, 0] = Note(LEFT, 0, 0, 1, "it has ended its program", 0.0)
+        notes._heard[1] = {Fact(LEFT, 0, 0, 1, "it has ended its program"): {1}}
+        notes._merge()
         finish.begin(call)
         notes.look_at_end(call)
         finish.begin(call)

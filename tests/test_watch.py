@@ -6,7 +6,8 @@ import pytest
 from mpi4py import MPI
 
 from allreduce.errors import RankLeftError
-from allreduce.messages.notes import LEFT, Note, Said
+from allreduce.messages.notes import Said
+from allreduce.messages.status import LEFT, Fact
 from allreduce.messages.watch import Watch
 
 
@@ -14,7 +15,9 @@ from allreduce.messages.watch import Watch
 def test_a_rank_leaves_one_place_or_all(number: int, ends: bool) -> None:
     """A failed call is the end of its backend, not of other backends' calls with the same rank."""
     watch = Watch(MPI.COMM_SELF, 100.0)
-    watch.notes.left[1, number] = Note(LEFT, number, 0, 0, "its call failed", time.monotonic() - 50)
+    watch.notes._heard[1] = {Fact(LEFT, number, text="its call failed"): {1}}
+    watch.notes._merge()
+    watch.notes._left = dict.fromkeys(watch.notes._left, time.monotonic() - 50)
     wait = watch.place(7, raises=True)
     wait.begin(Said("all_reduce"))
     watch._judge(wait, Said("all_reduce"), time.monotonic())

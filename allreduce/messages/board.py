@@ -14,6 +14,7 @@ from mpi4py import MPI
 from allreduce.arrays.signature import NUMBER
 from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import all_values
+from allreduce.messages.status_rows import FAR_ROWS, ROW_BYTES, StatusRows
 from allreduce.messages.window import CommonWindow
 
 USERS = 64  # of one topology at a time; any more do without
@@ -96,3 +97,14 @@ class Board:
     def abandon(self) -> None:
         """Let go of the memory. Local."""
         self._words = self._window = None
+
+
+def shared_rows(node: MPI.Intracomm) -> StatusRows | None:
+    """The rows of the ranks of `node`, which share memory; None on all of them when it is full. Collective."""
+    if node.size == 1:
+        return None
+    try:
+        memory = CommonWindow(node, ROW_BYTES * (node.size + FAR_ROWS), np.dtype(np.uint8)).array
+    except UnavailableError:
+        return None
+    return StatusRows(memory.reshape(-1, ROW_BYTES), node.rank)

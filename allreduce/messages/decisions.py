@@ -7,11 +7,14 @@ Sides = list[Any]  # by rank; None of a rank that has joined
 
 
 class Decision(NamedTuple):
-    """A call that is next. same, kin, nbytes: see named.Side. refusal: what the ranks brought, or why it can't be."""
+    """A call that is next. same, kin, nbytes: see named.Side. refusal: what the ranks brought, or why it can't be.
+
+    sides: None where no rank brings anything of its own.
+    """
 
     name: str
     same: Any
-    sides: Sides
+    sides: Sides | None
     refusal: list[str] | str | None
     kin: str
     nbytes: int

@@ -81,6 +81,46 @@ def end_without_later_ones() -> None:
         log.debug("no ompi_comm_num_dyncomm")
 
 
+class _Name(ctypes.Structure):
+    """Open MPI's name of a process, opal_process_name_t."""
+
+    _fields_ = (("job", ctypes.c_uint32), ("rank", ctypes.c_uint32))
+
+
+@functools.cache
+def name_in_job() -> tuple[int, int] | None:
+    """Open MPI's name of this process, for `declare_failed`; None where it can't be had. Local."""
+    if not in_force():
+        return None
+    try:
+        own = _Name.in_dll(ctypes.CDLL("libopen-pal.so.80", mode=os.RTLD_NOLOAD | os.RTLD_NOW), "opal_process_info")
+    except (OSError, ValueError):  # another Open MPI
+        return None
+    return (own.job, own.rank) if own.rank == MPI.COMM_WORLD.rank else None
+
+
+def declare_failed(name: tuple[int, int]) -> bool:
+    """Report a process that has ended as failed to MPI, which tells all ranks. False where this is not offered. Local.
+
+    Open MPI's launcher reports a process that a signal has ended, or one that ends with 0 before MPI does, but none
+    that ends with another exit code: the other ranks would wait for it for ever. name: as `name_in_job` there.
+    """
+    if not in_force():
+        return False
+    try:
+        library = ctypes.CDLL("libmpi.so.40", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        find, fail = library.ompi_proc_for_name, library.ompi_errhandler_proc_failed_internal
+    except (OSError, AttributeError):  # another Open MPI
+        return False
+    find.argtypes, find.restype = [_Name], ctypes.c_void_p
+    fail.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_bool]
+    process = find(_Name(*name))
+    if not process:
+        return False
+    fail(process, MPI.ERR_PROC_FAILED, True)
+    return True
+
+
 def lost(error: BaseException | None) -> RankLostError | None:
     """The RankLostError that `error` is, or comes from, or a new one where it comes from MPI's; else None. Local."""
     if not in_force():

@@ -5,10 +5,15 @@ side of it, and a call is next when all ranks have announced it, or have joined:
 any more, and stands in in those of the others. A decision brings every rank's side to all of them. What has become
 ready while other calls ran is decided together, and what is small and akin in that runs as one call. (The ideas are
 Horovod's: A. Sergeev, M. Del Balso, 2018.)
+
+Messages take a binomial tree with rank 0 at its root. A rank announces a call to its parent when all ranks of its
+subtree have announced it, or have joined; sides that are alike travel once. It hands decisions on to its children as
+they came. So each rank sends one announcement of a call, and log2 n decisions at most. A rank in which no call is open
+hands nothing on, but no call can be decided without it.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +24,7 @@ from allreduce.messages.agreement import disagreement, known
 from allreduce.messages.decisions import Decision, Sides, groups
 from allreduce.messages.lanes import Lane, Pending, Runs
 from allreduce.messages.notes import Said
+from allreduce.messages.tree import binomial, subtree
 
 Work = Callable[[Sides], object]
 StandIn = Callable[[Any], Work]
@@ -107,8 +113,10 @@ class NamedLane(Lane):
         self._waiting: dict[str, Named] = {}  # announced, and not decided
         self._open: set[str] = set()  # names of calls that have not ended
         self._first: Named | None = None  # which has waited longest
-        self._announced: dict[str, dict[int, Side]] = {}  # rank 0: name -> rank -> its side
-        self._joined: list[int] = []  # rank 0: in the order in which they came
+        self._parent, self._children = binomial(comm.rank, 0, comm.size)
+        self._subtree = subtree(comm.rank, comm.size)  # this rank, and those that announce through it
+        self._announced: dict[str, Announced] = {}  # by name; not told to the parent, or decided
+        self._joined: list[int] = []  # of the subtree, in the order in which they came
         self._decided: list[Decision] = []  # rank 0: and not told
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []  # messages on their way
 
@@ -148,13 +156,15 @@ class NamedLane(Lane):
     # What the worker calls, with its lock held
 
     def announce(self, pending: Named) -> None:
-        """Tell rank 0 of a call."""
+        """Tell rank 0 of a call, by way of this rank's parent."""
         self._waiting[pending.name] = pending
         self._mind()
-        if self._comm.rank == 0:
-            self._note(0, pending.name, pending.side)
-        else:
-            self._send([pending.name, *pending.side], 0)
+        side = pending.side
+        announced = Announced()
+        announced.add(
+            side._replace(same=json.dumps(side.same, sort_keys=True), own=None), [self._comm.rank], [side.own]
+        )
+        self._note(pending.name, announced)
 
     def take_back(self) -> list[Pending]:
         """The calls that wait, which are given up."""
@@ -169,59 +179,75 @@ class NamedLane(Lane):
         if not decided or self.broken is not None:
             return
         together = groups(decided, self._fuse_bytes)
-        for other in range(1, self._comm.size):
-            self._send(together, other)
+        self._send(together, self._children)
         self._follow(together)
 
-    def hear(self) -> list[tuple[int, list[Any]]]:
+    def hear(self) -> list[tuple[int, np.ndarray]]:
         """What has come since: of whom, and what. Without the lock."""
         heard, status = [], MPI.Status()
         while self._comm.Iprobe(status=status):
             text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             self._comm.Recv(text, status.source, status.tag)
-            heard.append((status.source, json.loads(text.tobytes())))
+            heard.append((status.source, text))
         return heard
 
-    def take_in(self, rank: int, message: list[Any]) -> None:
-        """What a rank has announced, or rank 0 has decided."""
-        if self._comm.rank == 0:
-            self._note(rank, message[0], Side(*message[1:]))
-        else:
+    def take_in(self, rank: int, text: np.ndarray) -> None:
+        """What a child has announced, or rank 0 has decided."""
+        message = json.loads(text.tobytes())
+        if rank == self._parent:
+            self._send_text(text, self._children)
             self._follow([[Decision(*decision) for decision in group] for group in message])
-
-    # Rank 0 decides
-
-    def _note(self, rank: int, name: str, side: Side) -> None:
-        if name == JOIN:
-            self._joined.append(rank)
-            for waiting in list(self._announced):
-                self._decide(waiting)
-            if len(self._joined) == self._comm.size:
-                self._decided.append(Decision(JOIN, None, [self._joined[-1]], None, "", 0))
-                self._joined.clear()
         else:
-            self._announced.setdefault(name, {})[rank] = side
-            self._decide(name)
+            name, sides = message
+            announced = Announced()
+            for side, ranks, owns in sides:
+                announced.add(Side(*side), ranks, owns)
+            self._note(name, announced)
 
-    def _decide(self, name: str) -> None:
-        """Let a call run, or refuse it, when all ranks have come to it or joined."""
-        sides = self._announced[name]
-        if len({*sides, *self._joined}) < self._comm.size:
+    # Announcements gather on the way to rank 0, which decides
+
+    def _note(self, name: str, announced: "Announced") -> None:
+        if name == JOIN:
+            self._joined += announced.ranks
+            if self._parent is not None:
+                self._send([JOIN, announced.sides], [self._parent])
+            for waiting in list(self._announced):
+                self._complete(waiting)
+            if self._parent is None and len(self._joined) == self._comm.size:
+                self._decided.append(Decision(JOIN, None, [self._joined[-1]], None, "", 0))
+        else:
+            self._announced.setdefault(name, Announced()).merge(announced)
+            self._complete(name)
+
+    def _complete(self, name: str) -> None:
+        """Announce a call to the parent, or decide it, when all ranks of the subtree have come to it or joined."""
+        announced = self._announced[name]
+        absent = len(self._subtree) - len(announced.ranks)
+        if absent and absent > sum(rank not in announced.ranks for rank in self._joined):
             return
         del self._announced[name]
-        first = next(iter(sides.values()))
+        if self._parent is None:
+            self._decided.append(self._decision(name, announced))
+        else:
+            self._send([name, announced.sides], [self._parent])
+
+    def _decision(self, name: str, announced: "Announced") -> Decision:
+        """Let a call run, or refuse it."""
+        sides = announced.by_rank()
+        first = sides[min(sides)]
         everyone = range(self._comm.size)
         kin = first.kin if len({side.kin for side in sides.values()}) == 1 else ""
         refusal: list[str] | str | None = None
-        if len({json.dumps(side.same, sort_keys=True) for side in sides.values()}) > 1:
+        if len({side.same for side in sides.values()}) > 1:
             refusal = [sides[rank].what if rank in sides else "has joined" for rank in everyone]
         elif len(sides) < self._comm.size and not first.joinable:
             joined = sorted({*everyone} - {*sides})
             refusal = f"{first.what}: ranks {joined} have joined, and can't stand in in this call"
         if refusal is not None:
             kin = ""
-        owns = [sides[rank].own if rank in sides else None for rank in everyone]
-        self._decided.append(Decision(name, first.same, owns, refusal, kin, first.nbytes))
+        owns = announced.owns
+        said = [owns.get(rank) for rank in everyone] if any(own is not None for own in owns.values()) else None
+        return Decision(name, json.loads(first.same), said, refusal, kin, first.nbytes)
 
     # All ranks follow
 
@@ -239,12 +265,15 @@ class NamedLane(Lane):
     def _called(self, decision: Decision) -> Named | None:
         """The call that was decided, or what stands in for it; None where it is refused and not this rank's."""
         name, same, sides, refusal, *_ = decision
+        if name == JOIN:
+            self._joined.clear()
         pending = self._waiting.pop(name, None)
         if pending is None:
             if refusal is not None:
                 return None
             pending = Named(name, Side(same, what=name), self._stand_in(same), self, self._stood_in)
-        pending.sides, pending.refused = sides, self._refused(refusal)
+        pending.sides = [None] * self._comm.size if sides is None else sides
+        pending.refused = self._refused(refusal)
         return pending
 
     def _refused(self, refusal: list[str] | str | None) -> AllReduceError | None:
@@ -267,8 +296,47 @@ class NamedLane(Lane):
             else:
                 self.wait.begin(Said(first.what))
 
-    def _send(self, message: list[Any], rank: int) -> None:
-        """Begin to send, and wait for nobody."""
+    def _send(self, message: list[Any], ranks: Sequence[int]) -> None:
+        """Begin to send to all of these ranks, and wait for nobody."""
+        if ranks:
+            self._send_text(np.frombuffer(json.dumps(message).encode(), np.uint8), ranks)
+
+    def _send_text(self, text: np.ndarray, ranks: Sequence[int]) -> None:
         self._sent = [pair for pair in self._sent if not pair[0].Test()]
-        text = np.frombuffer(json.dumps(message).encode(), np.uint8)
-        self._sent.append((self._comm.Isend(text, rank), text))
+        self._sent += [(self._comm.Isend(text, rank), text) for rank in ranks]
+
+
+class Announced:
+    """The sides of the ranks that have come to a call, grouped by those that are alike. Their `same` is a JSON text."""
+
+    def __init__(self) -> None:
+        self._alike: dict[Side, list[int]] = {}
+        self.owns: dict[int, Any] = {}  # by rank
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """The ranks that have come."""
+        return self.owns.keys()
+
+    @property
+    def sides(self) -> list[Any]:
+        """As JSON: [side without own, ranks, their owns or None where none has any] of those that are alike."""
+        found = []
+        for side, ranks in self._alike.items():
+            owns = [self.owns[rank] for rank in ranks]
+            found.append([side, ranks, None if owns.count(None) == len(owns) else owns])
+        return found
+
+    def add(self, side: Side, ranks: Sequence[int], owns: Sequence[Any] | None) -> None:
+        """These ranks have come with this side, whose `own` is left out."""
+        self._alike.setdefault(side, []).extend(ranks)
+        self.owns.update(zip(ranks, owns or [None] * len(ranks), strict=True))
+
+    def merge(self, other: "Announced") -> None:
+        """The ranks of `other` have come too."""
+        for side, ranks, owns in other.sides:
+            self.add(side, ranks, owns)
+
+    def by_rank(self) -> dict[int, Side]:
+        """Each rank's side."""
+        return {rank: side for side, ranks in self._alike.items() for rank in ranks}

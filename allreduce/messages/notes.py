@@ -1,26 +1,35 @@
-"""Notes: what the ranks of a topology tell each other of themselves when a wait is long.
+"""Status messages: what the ranks of a topology tell each other of themselves when a wait is long.
 
-A rank that has waited for a second sends every other rank a note that says where it is; who has sent none is not
-waiting. So every rank that waits knows where all of them are, without any of them having to answer.
+A rank that has waited for a second writes in its row of a table in its node's memory where it waits (status_rows.py).
+The leaders of the nodes form a binary tree, and tell their neighbours in it what is known on their side of it, when
+that has changed. So every rank knows where all ranks are, without any of them having to answer. A rank sends at most
+three messages for a change, and none where one node has all ranks. One message is on its way between two ranks at a
+time, so none pile up before a rank that reads none.
 
-A loss revokes what the notes travel on. Where ranks may be lost, those that leave say so on a communicator that no loss
-revokes: the others agree then who is left (`Topology.finished`), and nothing but the arrival of all would end that.
+A loss revokes the topology's communicators. Where ranks may be lost, status messages travel on one that no loss
+revokes: ranks that leave are then told of to all others, which agree who is left (`Topology.finished`).
 """
 
-import re
 import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-import numpy as np
 from mpi4py import MPI
 
 from allreduce import ending
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, RankLeftError
+from allreduce.messages import losses, processes, status
+from allreduce.messages.kept import keep
+from allreduce.messages.processes import Process
+from allreduce.messages.status import ENDED, LEFT, SILENT, STALLED, WAITING, Fact, State
+from allreduce.messages.status_rows import FAR_BYTES, OWN_BYTES, StatusRows
+from allreduce.messages.waiting import asleep
 
-HEAD_BYTES, TEXT_BYTES = 32, 512
-WAITING, WENT_ON, LEFT, STALLED, ENDED = range(5)
-NOT_COME = "has not come: it computes, is stopped, or waits for something else"
+SILENT_SECONDS = 5.0  # after which a neighbour that takes no message is told of
+GONE_SECONDS = 1.0  # how often a long wait looks whether the processes of the node live
+LAST_SECONDS = 0.3  # for the last messages of a rank that leaves
+NOTHING = status.encode({})
 
 
 class Call(Protocol):
@@ -58,7 +67,7 @@ class Wait:
         self._seen: tuple[int, Call | None] = (0, None)
         self.last: Call | None = None  # that was seen by a look, which most calls are not
         self.since = 0.0
-        self.noted = self.warned = False
+        self.warned = False
 
     def begin(self, call: Call) -> None:
         """This rank comes to `call`."""
@@ -83,112 +92,362 @@ class Wait:
         return True
 
 
-class Note(NamedTuple):
-    """What a rank has told of itself, and when this one heard of it."""
+class Sent(NamedTuple):
+    """A message on its way. since: by time.monotonic()."""
 
-    kind: int
-    number: int
-    turn: int
-    word: int
-    text: str
-    heard: float
+    request: MPI.Request
+    buffer: bytearray
+    since: float
+
+    def taken(self) -> bool:
+        """Whether its receiver has begun to receive it."""
+        try:
+            return bool(self.request.Test())
+        except MPI.Exception:  # the receiver is lost
+            return True
+
+
+class Neighbour(NamedTuple):
+    """A rank that this one tells what it knows, usually the leader of a node, and the ranks heard of through it."""
+
+    leader: int
+    ranks: tuple[int, ...]
+
+
+def tree(nodes: Sequence[Sequence[int]], own: int) -> list[Neighbour]:
+    """The neighbours of the node `own` in the tree. nodes: the ranks of each, the leader first."""
+
+    def below(node: int) -> list[int]:
+        found, left = [], [node]
+        while left:
+            node = left.pop()
+            found.append(node)
+            left += [child for child in (2 * node + 1, 2 * node + 2) if child < len(nodes)]
+        return found
+
+    def side(node: int, of: Iterable[int]) -> Neighbour:
+        return Neighbour(nodes[node][0], tuple(sorted(rank for each in of for rank in nodes[each])))
+
+    found = [side(child, below(child)) for child in (2 * own + 1, 2 * own + 2) if child < len(nodes)]
+    if own:
+        found.append(side((own - 1) // 2, {*range(len(nodes))} - {*below(own)}))
+    return found
 
 
 class Notes:
-    """The notes of one topology's ranks.
+    """What the ranks of one topology tell of themselves.
 
-    comm: a communicator of their own.
+    comm: a communicator of their own. Until `connect` this rank knows of itself alone.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self.heard: dict[tuple[int, int], Note] = {}  # the last of each rank and place
-        # Ranks that wait for nobody any more, in one place, or, as number 0, in any.
-        self.left: dict[tuple[int, int], Note] = {}
-        self.stalled: dict[int, Note] = {}  # the ranks that ask for everybody's stacks
+        self.state: State = {}  # all that is known
         self.ended: int | None = None  # the exit code of a rank that ends the job
+        self.lost = False  # a rank was lost: only who leaves is told, to all ranks
+        self._own: dict[Fact, set[int]] = {}  # what this rank tells
+        self._connected = False
+        self._rows: StatusRows | None = None
+        self._node: tuple[int, ...] = (self.rank,)
+        self._of_node: dict[int, State] = {}  # by index on the node
+        self._neighbours: list[Neighbour] = []
+        self._processes: dict[int, Process] = {}  # of this machine's other ranks
+        self._looked = 0.0  # at them
+        self._heard: dict[int, State] = {}  # by the rank that has sent it
+        self._version = 0  # of what is known
+        self._told: dict[int, tuple[int, bytes]] = {}  # the version that was told, and the message
+        self._sent: dict[int, Sent] = {}  # on their way
+        self._last: list[Sent] = []  # sent although others were on their way
+        self._left: dict[Fact, float] = {}  # since when it is known
+        self._asks: set[tuple[int, int]] = set()  # for stacks, which were heard
         self._partings: MPI.Intracomm | None = None
         self._finish = Wait(-1)
-        self._sent: list[tuple[MPI.Request, bytearray]] = []
+
+    def connect(
+        self, nodes: Sequence[Sequence[int]], own: int, rows: StatusRows | None, found: Mapping[int, Process]
+    ) -> None:
+        """Share what is told with the other ranks. Local; on all ranks.
+
+        nodes: the ranks of each node, the leader first; own: this one's index. rows: of this node, or None where its
+        ranks share no memory: they tell their leader by messages. found: the processes of ranks of this machine.
+        """
+        members, self._connected = nodes[own], True
+        if members[0] == self.rank:
+            self._neighbours = tree(nodes, own)
+        if rows is not None:
+            self._rows, self._node = rows, tuple(members)
+        elif members[0] == self.rank:
+            self._neighbours += [Neighbour(rank, (rank,)) for rank in members[1:]]
+        else:
+            self._neighbours = [Neighbour(members[0], tuple(rank for rank in range(self.size) if rank != self.rank))]
+        self._processes = {rank: process for rank, process in found.items() if rank != self.rank}
+        numbers = ending.world_ranks(self.comm)
+        processes.know({numbers[rank]: process for rank, process in self._processes.items()})
+        self._write()
 
     def part_on(self, comm: MPI.Intracomm, finish: Wait) -> None:
-        """Have ranks that leave say so on `comm`, which no loss revokes. Local.
+        """Have messages travel on `comm`, which no loss revokes. Local.
 
         finish: where ranks agree on what is done. Who has left after an agreement is not missed in it.
         """
         self._partings, self._finish = comm, finish
 
-    def tell(self, kind: int, wait: Wait, text: str) -> None:
-        """Send a note to all other ranks."""
-        message = self._written(kind, wait, text)
-        for rank in range(self.size):
-            if rank != self.rank:
-                self._sent.append((self.comm.Isend([message, MPI.BYTE], rank), message))
+    # What this rank tells
 
-    def _written(self, kind: int, wait: Wait, text: str) -> bytearray:
-        head = np.array([kind, wait.number, wait.count, 0 if wait.call is None else wait.call.word], np.int64)
-        self._sent = [pair for pair in self._sent if not pair[0].Test()]
-        return bytearray(head.tobytes() + text.encode()[:TEXT_BYTES])
+    def waits(self, waits: Iterable[tuple[Wait, Call]]) -> None:
+        """These are the long waits of this rank."""
+        told = (status.fact(WAITING, wait.number, wait.count, call.word, str(call)) for wait, call in waits)
+        if (facts := list(dict.fromkeys(told))) != [each for each in self._own if each.kind == WAITING]:
+            self._tell([WAITING], facts)
+
+    def leaves(self, why: str, wait: Wait | None) -> None:
+        """This rank waits for nobody any more: in one place or, as its program ends, in any."""
+        if wait is not None:
+            word = 0 if wait.call is None else wait.call.word
+            self._tell([], [status.fact(LEFT, wait.number, wait.count, word, why)])
+        else:
+            passed = self._finish.count - (self._finish.call is not None)
+            self._tell([WAITING], [status.fact(LEFT, 0, ending.exit_code(), passed, why)])
+        self.listen()
+        self._spread_last()
+
+    def ends(self, code: int) -> None:
+        """This rank ends the job."""
+        self._tell([], [Fact(ENDED, turn=code)])
+        self._spread_last()
+
+    def asks_for_stacks(self, text: str) -> None:
+        """All ranks are to write their stacks down."""
+        asked = max((each.turn for each in self._own if each.kind == STALLED), default=0)
+        self._tell([STALLED], [status.fact(STALLED, 0, asked + 1, 0, text)])
+
+    def _tell(self, instead: Collection[int], facts: Iterable[Fact], ranks: Collection[int] | None = None) -> None:
+        """Facts of this rank, or of `ranks`, take the place of those of these kinds."""
+        own = {each: of for each, of in self._own.items() if each.kind not in instead}
+        self._own = {**own, **{each: {*(ranks or [self.rank])} for each in facts}}
+        self._write()
+
+    def _write(self) -> None:
+        newest_first = list(reversed(self._own))
+        facts = sorted(newest_first, key=lambda each: (each.kind == LEFT and each.number != 0, each.kind == WAITING))
+        if self._rows is not None:
+            self._rows.write(status.fitting({each: self._own[each] for each in facts}, OWN_BYTES))
+        self._of_node[self._rows.own if self._rows is not None else 0] = self._own
+        self._merge()
+
+    # What is heard
+
+    def exchange(self) -> None:
+        """Take what others tell, and tell the neighbours what has changed."""
+        self.listen()
+        self._see_silence()
+        self._spread()
 
     def listen(self) -> None:
-        """Take the notes that have arrived."""
-        self._take(self.comm)
-        self.hear_who_leaves()
-
-    def hear_who_leaves(self) -> None:
-        """Take the notes of ranks that have left, also when others were lost."""
-        if self._partings is not None:
+        """Take what others tell."""
+        changed = self._read()
+        if self._neighbours or self.lost or not self._connected:
             with suppress(MPI.Exception):  # another one is lost just now; so they are taken the next time
-                self._partings.Ack_failed()
-                self._take(self._partings)
+                if self._partings is not None:
+                    self._partings.Ack_failed()
+                if self._take(self._channel):
+                    self._pass_on()
+                    changed = True
+        if changed:
+            self._merge()
 
-    def _take(self, comm: MPI.Intracomm) -> None:
-        status = MPI.Status()
-        while (message := comm.Improbe(status=status)) is not None:
-            buffer = bytearray(status.Get_count(MPI.BYTE))
+    def _read(self) -> bool:
+        """See what the ranks of this node have written. True: something has changed."""
+        news = self._rows.changed() if self._rows is not None else []
+        for index, content in news:
+            self._of_node[index] = status.decode(content, self.size)
+        return bool(news)
+
+    def _pass_on(self) -> None:
+        """Show the other ranks of this node what was heard of other nodes."""
+        if self._rows is not None and not self.lost:
+            heard = status.limited(status.merged(self._heard.values()))
+            self._rows.write(status.fitting(heard, FAR_BYTES), far=True)
+
+    @property
+    def _channel(self) -> MPI.Intracomm:
+        return self._partings or self.comm
+
+    def _take(self, comm: MPI.Intracomm) -> bool:
+        envelope, taken = MPI.Status(), False
+        while (message := comm.Improbe(status=envelope)) is not None:
+            buffer = bytearray(envelope.Get_count(MPI.BYTE))
             message.Recv([buffer, MPI.BYTE])
-            if not HEAD_BYTES <= len(buffer) <= HEAD_BYTES + TEXT_BYTES:
-                continue  # of no rank that runs this version
-            kind, number, turn, word = np.frombuffer(buffer[:HEAD_BYTES], np.int64).tolist()
-            text = "".join(filter(str.isprintable, buffer[HEAD_BYTES:].decode(errors="replace")))
-            note = Note(kind, number, turn, word, text, time.monotonic())
-            if kind == LEFT:
-                self.left[status.source, number] = note
-            elif kind == ENDED:
-                self.ended = int(text) if re.fullmatch("-?[0-9]{1,9}", text) else 1
-            elif kind == STALLED:
-                self.stalled[status.source] = note
-            elif kind == WAITING:
-                self.heard[status.source, number] = note
-            else:
-                self.heard.pop((status.source, number), None)
+            self._heard[envelope.source] = status.decode(bytes(buffer), self.size)
+            taken = True
+        return taken
 
-    def tell_left(self, why: str, wait: Wait | None) -> None:
-        """Send a note that this rank waits for nobody any more: in one place, or, as its program ends, in any."""
-        if wait is not None:
-            self.tell(LEFT, wait, why)
+    def _merge(self) -> None:
+        self._version += 1
+        self.state = status.merged([*self._of_node.values(), *self._heard.values()])
+        now = time.monotonic()
+        for each, ranks in self.state.items():
+            if each.kind == LEFT and {*ranks} - {self.rank}:
+                self._left.setdefault(each, now)
+            elif each.kind == ENDED and {*ranks} - {self.rank}:
+                self.ended = each.turn if abs(each.turn) < 2**31 else 1
+
+    def asked_for_stacks(self) -> list[tuple[int, str]]:
+        """The ranks that have asked for all stacks since the last call, and where they wait."""
+        found = []
+        for each, ranks in list(self.state.items()):
+            for rank in [rank for rank in ranks if each.kind == STALLED and rank != self.rank]:
+                if (rank, each.turn) not in self._asks:
+                    self._asks = {pair for pair in self._asks if pair[0] != rank} | {(rank, each.turn)}
+                    found.append((rank, each.text))
+        return found
+
+    def look_for_gone_processes(self) -> None:
+        """While any rank waits long: a process of this node that has ended is a rank that is lost, or has left."""
+        now = time.monotonic()
+        if now - self._looked < GONE_SECONDS or not any(each.kind == WAITING for each in self.state):
             return
-        wait = Wait(0)
-        wait.count = ending.exit_code()
-        wait.call = Said(why, word=self._finish.count - (self._finish.call is not None))
-        if self._partings is None:
-            self.tell(LEFT, wait, why)
+        self._looked = now
+        left = {rank for each, ranks in self.state.items() if each.kind == LEFT and each.number == 0 for rank in ranks}
+        for rank, process in list(self._processes.items()):
+            if rank not in left and processes.gone(process):
+                del self._processes[rank]
+                if not processes.declare(process):
+                    why = f"its process ({process.pid}) has ended without a word"
+                    self._tell([], [status.fact(LEFT, 0, 1, -1, why)], [rank])
+
+    # Messages
+
+    def _spread(self) -> None:
+        """Tell each neighbour what is known on this side, if that has changed and it has taken what it was told."""
+        for neighbour in self._told_to() if self._connected else []:
+            self._send(neighbour, False)
+
+    def _spread_last(self) -> None:
+        """The same, also where a message is on its way; and give them time to leave."""
+        neighbours = self._told_to()
+        for neighbour in neighbours:
+            self._send(neighbour, True)
+        if neighbours and losses.in_force():  # otherwise the end of MPI waits for all ranks, and passes them on
+            asleep(self._all_taken, LAST_SECONDS)
+
+    def _told_to(self) -> list[int]:
+        if self._connected and not self.lost:
+            return [each.leader for each in self._neighbours]
+        leaves = not self._connected or any(each.kind == LEFT and each.number == 0 for each in self.state)
+        return [rank for rank in range(self.size) if rank != self.rank] if leaves else []
+
+    def _send(self, neighbour: int, last: bool) -> None:
+        if neighbour in self._sent and self._sent[neighbour].taken():
+            del self._sent[neighbour]
+        if neighbour in self._sent and not last:
             return
-        message = self._written(LEFT, wait, why)
-        for rank in range(self.size):
-            with suppress(MPI.Exception):  # it is lost
-                if rank != self.rank:
-                    self._sent.append((self._partings.Isend([message, MPI.BYTE], rank), message))
+        version, before = self._told.get(neighbour, (-1, NOTHING))
+        if version == self._version:
+            return
+        heard = [state for source, state in self._heard.items() if source != neighbour]
+        far = self._rows.far if self._rows is not None else -1
+        near = [state for index, state in self._of_node.items() if index != far]
+        known = status.merged([*near, *heard])
+        if self.lost:
+            known = {each: ranks for each, ranks in known.items() if each.kind == LEFT}
+        message = status.encode(status.limited(known))
+        self._told[neighbour] = self._version, message
+        if message == before:
+            return
+        with suppress(MPI.Exception):  # it is lost
+            buffer = bytearray(message)
+            sent = Sent(self._channel.Issend([buffer, MPI.BYTE], neighbour), buffer, time.monotonic())
+            if neighbour not in self._sent:
+                self._sent[neighbour] = sent
+            else:
+                self._last.append(sent)
+
+    def _all_taken(self) -> bool:
+        return all(sent.taken() for sent in [*self._sent.values(), *self._last])
+
+    def _see_silence(self) -> None:
+        """Say which ranks can't be heard, because a neighbour takes no messages."""
+        silent: dict[Fact, set[int]] = {}
+        for leader, ranks in self._neighbours:
+            sent = self._sent.get(leader)
+            if sent is not None and time.monotonic() - sent.since > SILENT_SECONDS and not sent.taken():
+                text = f"can't be heard: rank {leader}, which passes their messages on, takes none"
+                if behind := {*ranks} - {leader}:
+                    silent[status.fact(SILENT, leader, 0, 0, text)] = behind
+        if silent != {each: ranks for each, ranks in self._own.items() if each.kind == SILENT}:
+            self._own = {**{each: of for each, of in self._own.items() if each.kind != SILENT}, **silent}
+            self._write()
+
+    def probe(self) -> None:
+        """Let MPI go on; it raises when a rank has died, or when another one says so."""
+        self.comm.Iprobe()
+
+    def drain(self, limit: float) -> None:
+        """Take all messages, so that the communicators can be freed. Collective.
+
+        limit: seconds after which a CollectiveTimeoutError is raised, when ranks don't come.
+        """
+        deadline = time.monotonic() + limit
+
+        def until(done: Callable[[], bool]) -> None:
+            while not done():
+                self.listen()
+                if time.monotonic() > deadline:
+                    raise CollectiveTimeoutError(f"waited {limit:.0f} s for other ranks to close a topology")
+                time.sleep(1e-5)
+
+        until(self._all_taken)
+        request = self.comm.Ibarrier()  # then nothing is on its way to anybody
+        try:
+            until(request.Test)
+        except CollectiveTimeoutError:
+            keep(request)
+            raise
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the memory that the node shares. Local."""
+        self._rows = None
+
+    # Judgement
+
+    @property
+    def left(self) -> bool:
+        """Whether a rank is known to have left."""
+        return bool(self._left)
 
     def gone(self, wait: Wait, before: float, call: Call) -> RankLeftError | None:
         """The error of `call`, to whose place a rank comes no more, as was heard before a time, by time.monotonic()."""
-        for (rank, place), note in list(self.left.items()):
-            has_come = wait is self._finish and place == 0 and note.word >= wait.count
-            if place in (0, wait.number) and note.heard < before and not has_come:
-                error = RankLeftError(f"rank {rank} has left: {note.text}, while this rank waits for it in {call}")
-                error.job_code = (note.turn if place == 0 else 0) or 1
+        for fact, heard in list(self._left.items()):
+            ranks = {*self.state.get(fact, ())} - {self.rank}
+            has_come = wait is self._finish and fact.number == 0 and fact.word >= wait.count
+            if fact.number in (0, wait.number) and heard < before and not has_come and ranks:
+                error = RankLeftError(
+                    f"rank {min(ranks)} has left: {fact.text}, while this rank waits for it in {call}"
+                )
+                error.job_code = (fact.turn if fact.number == 0 else 0) or 1
                 return error
         return None
+
+    def disagree(self, wait: Wait, call: Call) -> bool:
+        """Whether another rank has come to this place with another call."""
+        return any(
+            (each.kind, each.number, each.turn) == (WAITING, wait.number, wait.count) and each.word != call.word
+            for each in self.state
+        )
+
+    def speaker(self, wait: Wait, call: Call, most: int) -> bool:
+        """Whether this rank reports a wait: the lowest one that waits in this call, of at most so many calls."""
+        others = [each for each, ranks in self.state.items() if each.kind == WAITING and min(ranks) < self.rank]
+        here = wait.number, wait.count, call.word
+        return len(others) < most and here not in [(each.number, each.turn, each.word) for each in others]
+
+    def teller(self, wait: Wait, call: Call) -> int:
+        """The number in the job of the rank that reports an error of this call: the lowest one that waits in it."""
+        here = WAITING, wait.number, wait.count, call.word
+        ranks = {rank for each, of in self.state.items() if each[:4] == here for rank in of}
+        return ending.world_ranks(self.comm)[min({self.rank, *ranks})]
 
     def look_at_end(self, call: Call) -> None:
         """Raise what ends `call`, in which ranks agree on what is done, also after a loss. Costs little."""
@@ -196,36 +455,6 @@ class Notes:
         if error is not None:
             raise error
 
-    def probe(self) -> bool:
-        """Let MPI go on; it raises when a rank has died, or when another one says so. True: a note has come."""
-        return self.comm.Iprobe() or (self._partings is not None and self._partings.Iprobe())
-
-    def drain(self, limit: float) -> None:
-        """Take all notes, so that the communicator can be freed. Collective.
-
-        limit: seconds after which a CollectiveTimeoutError is raised, when ranks don't come.
-        """
-        request, deadline = self.comm.Ibarrier(), time.monotonic() + limit  # all have been sent when it is done
-        while not request.Test():
-            self.listen()
-            if time.monotonic() > deadline:
-                self._sent.append((request, bytearray()))
-                raise CollectiveTimeoutError(f"waited {limit:.0f} s for other ranks to close a topology")
-            time.sleep(1e-5)
-        self.listen()
-        for sent, _ in self._sent:
-            sent.Wait()
-
     def table(self, call: Call) -> str:
-        """Where all ranks are, as far as this one knows, which is in `call`."""
-        lines = []
-        for rank in range(self.size):
-            waits = [note.text for (other, _), note in self.heard.items() if other == rank]
-            if rank == self.rank:
-                where = f"waits in {call}"
-            elif (rank, 0) in self.left:
-                where = f"has left: {self.left[rank, 0].text}"
-            else:
-                where = f"waits in {' and in '.join(waits)}" if waits else NOT_COME
-            lines.append(f"  rank {rank}: {where}")
-        return "\n".join(lines)
+        """Where all ranks are, as far as this one knows, which is in `call`. At most 20 lines."""
+        return status.table(self.state, self.size, self.rank, str(call))

@@ -9,3 +9,8 @@ def binomial(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
     children = [(place + step + root) % size for step in reach if place + step < size]
     parent = (place - lowest + root) % size if place else None
     return parent, children
+
+
+def subtree(rank: int, size: int) -> range:
+    """This rank, and all to which it hands on what comes from rank 0."""
+    return range(rank, min(rank + (rank & -rank), size)) if rank else range(size)

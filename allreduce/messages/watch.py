@@ -1,8 +1,10 @@
 """Watches the waits of a rank: says who waits where and who has not come, and ends what would wait for ever.
 
-A rank that has waited for a second tells all others where it is, by a note; who has sent no note is not waiting.
-So every rank that waits knows where all of them are, without any of them having to answer. A note costs nothing
-while all is well, because nobody waits for a second.
+A rank that has waited for a second tells where it is (notes.py); a rank that tells nothing is not waiting. So every
+rank that waits knows where all of them are, without any of them having to answer. That costs nothing while all is
+well, because nobody waits for a second. One rank of those that wait in a call reports it.
+
+A rank whose process has ended without a word counts as lost where ranks may be lost, and else as one that has left.
 
 Waits in loops of ours (agreements, lanes of the worker) end in an error that is raised there. A wait inside of
 MPI can't be left: its error is printed, and the job ends.
@@ -21,15 +23,17 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from mpi4py import MPI
 
 from allreduce import ending
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError, OptionError, RankLostError
-from allreduce.messages import losses, stacks, watchdog
-from allreduce.messages.notes import ENDED, STALLED, WAITING, WENT_ON, Call, Notes, Wait
+from allreduce.messages import losses, processes, stacks, watchdog
+from allreduce.messages.notes import Call, Notes, Wait
+from allreduce.messages.processes import Process
+from allreduce.messages.status_rows import StatusRows
 from allreduce.notices import log
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
@@ -37,6 +41,7 @@ NOTE_SECONDS = 1.0  # a wait as long as this is told to the other ranks
 LOOK_SECONDS = watchdog.LOOK_SECONDS
 SOON_SECONDS = 1.0  # by then MPI has told of a rank that has died
 SHOWN = 8  # places in a report
+END_SECONDS = 1.0  # for another thread that looks while this one ends the job
 LEFT_SECONDS = 2.0  # the last messages of a rank that has left may still be on their way
 
 
@@ -75,12 +80,20 @@ class Watch:
         self._rank, ranks = ending.here() if lonely else (comm.rank, comm.size)
         self.active = ranks > 1
         self._waits: list[Wait] = []
-        self._lock = threading.Lock()
+        self._told_seconds = min(NOTE_SECONDS, self.stall / 2)
+        self._lock = threading.RLock()  # a rank may end the job while it looks
         self._from_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.closed = False
         if self.active and stacks.wanted():
             stacks.put_off(self.stall)
         watchdog.add(self)
+
+    def connect(
+        self, nodes: Sequence[Sequence[int]], own: int, rows: StatusRows | None, found: Mapping[int, Process]
+    ) -> None:
+        """See what other ranks tell, as Notes.connect. Local; on all ranks."""
+        with self._lock:
+            self.notes.connect(nodes, own, rows, found)
 
     def place(self, number: int, raises: bool = False) -> Wait:
         """A new Wait, looked at from now on."""
@@ -105,6 +118,7 @@ class Watch:
         with self._lock:
             self.closed = True
             self._waits.clear()
+            self.notes.release()
 
     def listen(self) -> None:
         """Hear whether a rank was lost; then nothing of the topology's communicates any more. From any thread."""
@@ -112,15 +126,16 @@ class Watch:
             return
         try:
             with self._lock:
-                if self.lost is not None:
-                    self.notes.hear_who_leaves()
-                elif not self.closed and self.notes.probe():
-                    self.notes.listen()
+                if self.lost is None and not self.closed:
+                    self.notes.probe()
+                if not self.closed:
+                    self.notes.exchange()
         except MPI.Exception as error:
             if losses.lost(error) is None:
                 raise
             self.lose()
         if self.notes.ended is not None:
+            self.notes.ends(self.notes.ended)  # its neighbours hear of it from this rank
             ending.follow(self.notes.ended)
 
     def lose(self) -> RankLostError:
@@ -128,6 +143,7 @@ class Watch:
         with self._lock:
             first = self.lost is None
             lost = self.lost = self.lost or losses.loss(None if self.closed else self.notes.comm)
+            self.notes.lost = True
         if first:
             self._revoke()
         return lost
@@ -186,35 +202,33 @@ class Watch:
             return
         try:
             with self._lock:
-                self.notes.tell_left(why, wait)
+                self.notes.leaves(why, wait)
         except MPI.Exception as error:  # the others hear of a lost rank by themselves
             if losses.lost(error) is None:
                 raise
 
     def end(self, code: int) -> None:
         """Tell the others that this rank ends the job. From any thread, also while it looks."""
-        if not self.closed and self.lost is None:
-            with suppress(MPI.Exception):  # ranks that were lost
-                self.notes.tell(ENDED, Wait(0), str(code))
+        if not self.closed and self.lost is None and self._lock.acquire(timeout=END_SECONDS):
+            try:
+                self.notes.ends(code)
+            finally:
+                self._lock.release()
 
     def _look(self, now: float, may_communicate: bool) -> None:
-        may_communicate = may_communicate and self.lost is None
+        long = []
         for wait in list(self._waits):
             call = wait.call
-            if wait.new(now) and wait.noted:
-                wait.noted = False
-                if may_communicate:
-                    self.notes.tell(WENT_ON, wait, "")
-            if call is None or now - wait.since < NOTE_SECONDS:
-                continue
-            if may_communicate:
-                if not wait.noted:
-                    wait.noted = True
-                    self.notes.tell(WAITING, wait, str(call))
-                self.notes.listen()
+            if not wait.new(now) and call is not None and now - wait.since >= self._told_seconds:
+                long.append((wait, call))
+        self.notes.waits(long)
+        if may_communicate and self.lost is None:
+            self.notes.exchange()
+        if long:
+            processes.declare_gone() if self._lonely else self.notes.look_for_gone_processes()
+        for wait, call in long:
             self._judge(wait, call, now)
-
-        if stacks.wanted() and may_communicate:
+        if stacks.wanted():
             self._give_stacks()
 
     # Stacks
@@ -223,16 +237,13 @@ class Watch:
         """Write this rank's down, and have all others do so."""
         log.warning("the stacks of all ranks are in %s", stacks.place())
         stacks.dump(f"waits in {wait}")
-        if self._from_threads:
-            self.notes.tell(STALLED, wait, str(wait))
+        self.notes.asks_for_stacks(str(wait))
 
     def _give_stacks(self) -> None:
         """Write this rank's down, whatever it does, when another one asks."""
         stacks.put_off(self.stall)
-        self.notes.listen()
-        for rank, note in self.notes.stalled.items():
-            stacks.dump(f"rank {rank} waits in {note.text}; here {self.standing() or 'nothing is waited for'}")
-        self.notes.stalled.clear()
+        for rank, text in self.notes.asked_for_stacks():
+            stacks.dump(f"rank {rank} waits in {text}; here {self.standing() or 'nothing is waited for'}")
 
     def standing(self) -> str:
         """Where this rank waits, then what it has called, newest first, on lines; "" before its first call. Local."""
@@ -251,14 +262,8 @@ class Watch:
         waited = now - wait.since
         error: AllReduceError | None = None
         patience = min(LEFT_SECONDS, self.timeout / 2)
-        here = wait.number, wait.count
         left = self.notes.gone(wait, now - patience, call)
-        other = [
-            rank
-            for (rank, _), note in self.notes.heard.items()
-            if (note.number, note.turn) == here and note.word != call.word
-        ]
-        if other:
+        if self.notes.disagree(wait, call):
             error = DisagreementError(
                 f"the ranks disagree about this call; it must be the same on all of them:\n{self.notes.table(call)}"
             )
@@ -269,7 +274,7 @@ class Watch:
                 f"waited {waited:.0f} s for other ranks in: {wait}{self._where(call)}\n"
                 f"  ({TIMEOUT} or Topology(timeout=seconds) sets how long a rank waits)"
             )
-        elif waited > self.stall and not wait.warned:
+        elif waited > self.stall and not wait.warned and self._speaks(wait, call):
             wait.warned = True
             log.warning(
                 "rank %d has waited %.0f s for other ranks in: %s%s", self._rank, waited, wait, self._where(call)
@@ -282,6 +287,12 @@ class Watch:
             wait.error = error
         else:
             ending.end_job(f"{type(error).__name__}: {error}\n", ending.code_of(error))
+
+    def _speaks(self, wait: Wait, call: Call) -> bool:
+        """Whether this rank reports a wait. Where ranks can't hear each other, few do: 0, 1, 2, 4, 8, ..."""
+        if self.notes.size > 1:
+            return self.notes.speaker(wait, call, SHOWN)
+        return self._rank & (self._rank - 1) == 0
 
     def _where(self, call: Call) -> str:
         """Where all ranks are, on lines of their own, if anybody tells."""

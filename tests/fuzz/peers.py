@@ -66,7 +66,7 @@ class _Post:
 
 def read_notes(value: list[bytes], _: Path) -> str:
     notes = Notes(_Post(value))  # type: ignore[arg-type]
-    notes.listen()
+    notes.listen()  # of ranks that are not connected, each may tell this one
     return notes.table(Said("a call"))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import struct
 import tempfile
 import zipfile
 from contextlib import suppress
@@ -364,17 +363,9 @@ def _randoms() -> "st.SearchStrategy[Any]":
 
 
 def _notes() -> "st.SearchStrategy[Any]":
-    head = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4).map(
-        lambda numbers: struct.pack("<4q", *numbers)
-    )
-    known = st.builds(lambda kind: struct.pack("<4q", kind, 1, 1, 1), st.integers(0, 3))
-    text = st.one_of(
-        st.text(max_size=20).map(lambda words: words.encode(errors="surrogatepass")),
-        st.binary(max_size=600),
-        st.just(b"\x1b[2J"),
-    )
-    whole = st.builds(bytes.__add__, st.one_of(head, known), text)
-    return st.lists(st.one_of(whole, mutated([bytes(40)])), max_size=3)
+    facts = [[kind, 1, 1, 1, "a call", [[0, 1]]] for kind in range(5)]
+    others = [[[0, 0, 10**30, -1, "\x1b[2J\ud800" * 400, [[0, 10**30], [1, 0], [-1, 1], [1, 1]]]]]
+    return st.lists(st.one_of(texts([facts, facts[:1], *others]), st.binary(max_size=600)), max_size=3)
 
 
 def _shapes() -> "st.SearchStrategy[Any]":

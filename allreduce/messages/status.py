@@ -1,0 +1,158 @@
+"""What ranks tell of themselves when a wait is long: facts, each with the ranks that it holds for. No MPI here.
+
+Ranks that wait in the same call bring the same fact, so the state of a whole job is a few facts with ranges of ranks,
+however many ranks it has.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+WAITING, LEFT, STALLED, ENDED, SILENT = range(5)
+NOT_COME = "has not come: it computes, is stopped, or waits for something else"
+SEVERAL = {NOT_COME: "have not come: they compute, are stopped, or wait for something else"}
+TEXT_BYTES = 300
+MOST_FACTS = 40  # in a message; calls of few ranks are put together beyond
+OTHERS = "other calls"
+MOST_BYTES = 1 << 20  # of a message; no state has as many
+LINES, RANGES = 18, 10  # of a table
+
+
+class Fact(NamedTuple):
+    """A fact about ranks.
+
+    WAITING: in the call `text`; number, turn: its place, and its count there; word: the call's fingerprint.
+    LEFT: for the reason `text`; number: of the place that they come to no more, 0: of any; turn: the exit code of
+        their program; word: how many agreements on what is finished they have passed.
+    STALLED: they ask for all stacks, for the turn-th time. ENDED: they end the job with the exit code `turn`.
+    SILENT: nothing can be heard of them, for the reason `text`.
+    """
+
+    kind: int
+    number: int = 0
+    turn: int = 0
+    word: int = 0
+    text: str = ""
+
+
+State = Mapping[Fact, Collection[int]]  # ranks, as numbers of the topology
+
+
+def fact(kind: int, number: int, turn: int, word: int, text: str) -> Fact:
+    """A Fact whose text is no longer than a message takes."""
+    cut = text.encode(errors="replace")[:TEXT_BYTES].decode(errors="ignore")
+    return Fact(kind, number, turn, word, "".join(filter(str.isprintable, cut)))
+
+
+def merged(states: Iterable[State]) -> dict[Fact, set[int]]:
+    """All facts of several states."""
+    found: dict[Fact, set[int]] = {}
+    for state in states:
+        for each, ranks in state.items():
+            found.setdefault(each, set()).update(ranks)
+    return found
+
+
+def limited(state: State) -> State:
+    """The same, with at most MOST_FACTS: calls of few ranks become OTHERS."""
+    if len(state) <= MOST_FACTS:
+        return state
+    order = sorted(state, key=lambda each: (each.kind == WAITING, -len(state[each]), min(state[each])))
+    kept: dict[Fact, Collection[int]] = {each: state[each] for each in order[:MOST_FACTS]}
+    rest = [state[each] for each in order[MOST_FACTS:] if each.kind == WAITING]
+    if rest:
+        kept[Fact(WAITING, text=OTHERS)] = {
+            *kept.get(Fact(WAITING, text=OTHERS), ()),
+            *(r for each in rest for r in each),
+        }
+    return kept
+
+
+def fitting(state: State, nbytes: int) -> bytes:
+    """A state as a message of at most so many bytes, without its last facts where that is necessary."""
+    facts = list(state)
+    while len(message := encode({each: state[each] for each in facts})) > nbytes:
+        facts.pop()
+    return message
+
+
+def encode(state: State) -> bytes:
+    """A state as a message."""
+    facts = [[*each, ranges(ranks)] for each, ranks in sorted(state.items())]
+    return json.dumps(facts, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def decode(message: bytes, ranks: int) -> dict[Fact, set[int]]:
+    """The state in a message, of `ranks` ranks; empty where no rank of this version has sent it."""
+    try:
+        facts = json.loads(message) if len(message) <= MOST_BYTES else None
+    except (ValueError, RecursionError):
+        return {}
+    found: dict[Fact, set[int]] = {}
+    for each in facts if isinstance(facts, list) else []:
+        match each:
+            case [int(kind), int(number), int(turn), int(word), str(text), list(pairs)] if kind in range(SILENT + 1):
+                members = {rank for pair in pairs for rank in _members(pair, ranks)}
+                if members:
+                    found.setdefault(fact(kind, number, turn, word, text), set()).update(members)
+    return found
+
+
+def _members(pair: Any, ranks: int) -> range:
+    match pair:
+        case [int(first), int(last)] if 0 <= first <= last < ranks:
+            return range(first, last + 1)
+    return range(0)
+
+
+def ranges(ranks: Iterable[int]) -> list[list[int]]:
+    """[first, last] of each run of consecutive ranks."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and found[-1][1] == rank - 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return found
+
+
+def listed(ranks: Collection[int]) -> str:
+    """Ranks for people: "rank 3", "ranks 0-2, 5"."""
+    runs = ranges(ranks)
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:RANGES]]
+    left_out = sum(last - first + 1 for first, last in runs[RANGES:])
+    more = f" and {left_out} more" if left_out else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}{more}"
+
+
+def table(state: State, size: int, rank: int, call: str) -> str:
+    """Where all ranks are, as this `rank` knows, which is in `call`: at most 20 lines, one for ranks in one place."""
+    waits: dict[int, list[str]] = {rank: [call]}
+    left, silent = {}, {}
+    for each, ranks in sorted(state.items()):
+        for other in ranks:
+            if each.kind == WAITING and other != rank and each.text not in waits.get(other, ()):
+                waits.setdefault(other, []).append(each.text)
+            elif each.kind == LEFT and each.number == 0:
+                left[other] = each.text
+            elif each.kind == SILENT:
+                silent[other] = each.text
+    places: dict[str, list[int]] = {}
+    for other in range(size):
+        if other in left and other != rank:
+            where = f"has left: {left[other]}"
+        elif other in waits:
+            where = f"waits in {' and in '.join(waits[other])}"
+        else:
+            where = silent.get(other, NOT_COME)
+        places.setdefault(where, []).append(other)
+    important = sorted(places, key=lambda where: (where.startswith("waits in "), -len(places[where])))[:LINES]
+    lines = [_line(ranks, where) for where, ranks in places.items() if where in important]
+    others = [other for where in places if where not in important for other in places[where]]
+    return "\n".join(lines + ([f"  {listed(others)}: wait in {len(places) - LINES} other places"] if others else []))
+
+
+def _line(ranks: list[int], where: str) -> str:
+    if len(ranks) > 1:
+        where = SEVERAL.get(where) or where.replace("waits in ", "wait in ", 1).replace("has left: ", "have left: ", 1)
+    return f"  {listed(ranks)}: {where}"
