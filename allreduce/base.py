@@ -34,15 +34,14 @@ class AllReduce(Sparse):
     """An AllReduce algorithm on the ranks of a topology.
 
     topology: a `Topology`; the backend takes a communicator of its own from it.
-    check: when the ranks compare what they were given. "first": in every call with those of the same node, on a
-        board in shared memory, and with all when a signature (length, dtype, op, memory) is new, by one small
-        all-reduce. "always": with all in every call. "never": not at all. Ranks that differ all raise a
-        DisagreementError, before anything is changed.
+    check: when the ranks compare what they were given (shape, dtype, op, memory). "first": in every call, on a board in
+        shared memory where all ranks share a node, and by one small all-reduce where they don't; when it is new, with
+        a message everywhere. "always": with a message in every call. "never": not at all, which saves that message
+        on several nodes. Ranks that differ all raise the same DisagreementError, before anything is changed.
 
     Creating, `allocate`, calling and `close` are collective: every rank does them, in the same order.
     """
 
-    tagged = False  # True: all messages have the tag of their call, so that none is taken for one of another call
     sums = True  # False: it has an operation of its own and no others, so it averages no gradients
     sums_half = True  # False: float16 and bfloat16 are refused by name
     by_array = False  # True: each array of a tree is reduced by itself, not all of them as one
@@ -68,7 +67,7 @@ class AllReduce(Sparse):
         """Make all that depends on the ranks; algorithms add theirs. Collective. `abandon` drops it."""
         self.topology = topology
         self.rank, self.size = topology.rank, topology.size
-        self._calls = Calls(topology, self, meet=self.check != "never", tagged=self.tagged)
+        self._calls = Calls(topology, self, compare=self.check != "never")
         self._comm = topology.private(self, self._calls.wait)  # data
         self.closed = False
 
@@ -93,8 +92,9 @@ class AllReduce(Sparse):
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         """Reduce `buffer` over all ranks, in place: afterwards all ranks hold the same bits. Collective.
 
-        buffer: a contiguous, writable NumPy or CuPy array of any shape, alike on all ranks. Arrays from
-            `allocate` are reduced where they are, others at the cost of a copy where the backend needs it.
+        buffer: a contiguous, writable NumPy or CuPy array of any shape, the same on all ranks: (2, 3) on one and
+            (3, 2) on another is a DisagreementError, alone as in a list. Arrays from `allocate` are reduced where they
+            are, others at the cost of a copy where the backend needs it.
             Or a list, tuple or dict of arrays, nested as you like: they are put together and reduced as one.
         op: "sum", "mean" or "average" (of floating dtypes), "max", "min" or "prod". float16 and bfloat16 are
             summed in float32 and rounded once; sums of integers wrap round; of truth values, sum and max are
@@ -105,8 +105,9 @@ class AllReduce(Sparse):
         """
         call = None
         if type(buffer) is np.ndarray and buffer.flags.carray:  # the usual case, at the cost of one look-up
+            shape = buffer.size if buffer.ndim == 1 else buffer.shape
             try:  # noqa: SIM105, suppress() would cost as much as the look-up
-                call = self._known.get((buffer.size, buffer.dtype, op, self._memory(buffer)))
+                call = self._known.get((shape, buffer.dtype, op, self._memory(buffer)))
             except TypeError:  # an op that can't be a key; _admit refuses it by name
                 pass
         if call is None:
@@ -243,9 +244,8 @@ class AllReduce(Sparse):
         assert signature is not None
         assert resolved is not None
         admitted = Call(signature, quiet(self._route(signature)), resolved)
-        if self.check != "always" and signature[4:] == ("C", "all_reduce"):
-            length, dtype, _, memory, *_ = signature
-            self._known[signature[:4]] = self._known[length, dtype, op, memory] = admitted
+        if self.check != "always" and (signature.layout, signature.call) == ("C", "all_reduce"):
+            self._known[signature.key()] = self._known[signature._replace(op=op).key()] = admitted  # by all names
         return admitted
 
     def _agree_once(self, key: Any, text: object, values: list[int], error: AllReduceError | None) -> None:

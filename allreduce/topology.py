@@ -94,7 +94,7 @@ class Topology(Survival):
         self._finish = self._place_to_finish()
         self.former = tuple(range(self.size))
         real = self._own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
-        self.board = Board(real, self.rank, self.size)
+        self.board = Board(real, self.size)
         self.cores = len(set().union(*all_values(real, machine.cores(), "count the cores of this node")))
         self.sharing = real.size
         if real.size > self.cores and not self.is_part:  # of which that was said
@@ -237,7 +237,7 @@ class Topology(Survival):
             nobody = copy._own(MPI.COMM_SELF.Dup())  # those made here are parts of a user, who meet on no board
         copy.world, copy.node, copy.cross = copies
         copy._control = copy.private()
-        copy.board = Board(nobody, self.rank, self.size)
+        copy.board = Board(nobody, self.size)
         return copy
 
     def close(self) -> None:

@@ -143,7 +143,7 @@ class Auto(AllReduce):
         def guarded(buffer: Any, op: Op) -> None:
             try:
                 reduce(buffer, op)
-                if (call := self._known.get(signature[:4])) is not None:
+                if (call := self._known.get(signature.key())) is not None:
                     call.reduce = lasting
             except UnavailableError as error:  # raised on all ranks, before anything was changed
                 self._lack(part.name, error)

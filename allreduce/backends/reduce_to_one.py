@@ -21,8 +21,6 @@ class ReduceToOne(AllReduce):
     root: the rank that adds.
     """
 
-    tagged = True
-
     def __init__(self, topology: Topology, *, root: int = 0, check: str = "first") -> None:
         if not (isinstance(root, int) and 0 <= root < topology.size):
             raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {topology.size - 1}")

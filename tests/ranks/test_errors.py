@@ -335,8 +335,12 @@ def test_an_intercommunicator_is_refused(world: MPI.Intracomm) -> None:
 
 
 def test_a_communicator_in_place_of_a_topology() -> None:
-    with pytest.raises(errors.OptionError, match=r"takes an allreduce\.Topology, not Intracomm"):
-        allreduce.create("ring", MPI.COMM_WORLD)  # type: ignore[arg-type]
+    remedy = r"create\('auto', topology=allreduce\.Topology\(comm\)\)"
+    with pytest.raises(errors.OptionError, match=rf"takes an allreduce\.Topology, not Intracomm: {remedy}"):
+        allreduce.create("auto", MPI.COMM_WORLD)  # type: ignore[arg-type]
+    if MPI.COMM_WORLD.rank == 0:  # alone: it makes no topology of all ranks, for which it would wait
+        with pytest.raises(errors.OptionError, match=rf"takes an allreduce\.Topology, not comm=: {remedy}"):
+            allreduce.create("auto", comm=MPI.COMM_SELF)
 
 
 def test_a_rule_that_is_none(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
