@@ -1,7 +1,7 @@
 """Seam 1: what a backend is. Everything that backends share is written once, here."""
 
 from abc import abstractmethod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -11,8 +11,8 @@ from allreduce.arrays import aligned, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, numbers
 from allreduce.arrays.workspace import Workspace
-from allreduce.calls import Call, Calls, Reduction, quiet
-from allreduce.errors import AllReduceError, ClosedError, OptionError, UnavailableError
+from allreduce.calls import Call, Calls, Reduction
+from allreduce.errors import AllReduceError, ClosedError, CopyError, OptionError, UnavailableError
 from allreduce.messages.kept import keep
 from allreduce.moves import nothing_to_do
 from allreduce.sparse import Sparse
@@ -176,6 +176,12 @@ class AllReduce(Sparse):
         if kind is None:  # after an exception the other ranks may not come to a collective close
             self.close()
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise CopyError(
+            f"the backend {self.name!r} can't be copied or pickled: its communicators belong to this process. "
+            "Keep `backend.recipe`: create(recipe.name, topology, **recipe.options) makes another, on all ranks"
+        )
+
     def __repr__(self) -> str:
         return f"<{self.name} on {self.topology}>"
 
@@ -243,7 +249,7 @@ class AllReduce(Sparse):
         self._agree_once(signature, signature, numbers(signature, resolved), error)
         assert signature is not None
         assert resolved is not None
-        admitted = Call(signature, quiet(self._route(signature)), resolved)
+        admitted = Call(signature, self._calls.quiet(self._route(signature)), resolved)
         if self.check != "always" and (signature.layout, signature.call) == ("C", "all_reduce"):
             self._known[signature.key()] = self._known[signature._replace(op=op).key()] = admitted  # by all names
         return admitted

@@ -1,12 +1,13 @@
 """The calls of one backend: all ranks see that they are in the same one, and one that fails half-way is the last."""
 
+import contextvars
 import os
 import time
-import warnings
 import zlib
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -26,6 +27,7 @@ from allreduce.messages.watch import LOOK_SECONDS
 from allreduce.topology import Closeable, Topology
 
 Reduction = Callable[[Any, Op], None]  # reduces a 1-D array in place
+CONTEXTS = int(np.__version__.partition(".")[0]) >= 2  # NumPy's handling of errors belongs to a context, not a thread
 TAGS = 32749  # the largest prime below the number that every MPI has at least
 LOOKS = 20  # at the board, in a row; then
 SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5  # how a rank waits for late ones: ever more lightly
@@ -58,26 +60,13 @@ class Call:
         return f"{self.signature}; {self.signature.length * self.signature.dtype.itemsize} bytes{tree}"
 
 
-def quiet(reduce: Reduction) -> Reduction:
-    """`reduce`, which raises nothing by what np.seterr and the filters of warnings say when it is asked for.
-
-    An overflow in the sum would be one rank's alone.
-    """
-    if not _overflows_raise():  # by default it costs nothing
-        return reduce
-
-    def quietly(buffer: Any, op: Op) -> None:
-        with np.errstate(all="ignore"):
-            reduce(buffer, op)
-
-    return quietly
+ReductionT = TypeVar("ReductionT", bound=Callable[..., None])
 
 
-def _overflows_raise() -> bool:
-    """Whether NumPy may raise for numbers: by np.seterr, or because warnings are errors (python -W error)."""
-    ways = set(np.geterr().values())
-    strict = any(way == "error" and issubclass(RuntimeWarning, kind) for way, _, kind, *_ in warnings.filters)
-    return bool({"raise", "call"} & ways) or ("warn" in ways and strict)
+def without_numpy(reduce: ReductionT) -> ReductionT:
+    """Mark a reduction in which NumPy computes nothing, so that it has no need of `Calls.quiet`."""
+    reduce.without_numpy = True  # type: ignore[attr-defined]
+    return reduce
 
 
 class Calls:
@@ -102,6 +91,8 @@ class Calls:
         self._looks, self._spin = range(1 if crowded else LOOKS), 0.0 if crowded else SPIN_SECONDS
         self._thread = 0  # the one that called last
         self._met = self._slot.met if self._slot else 0  # how often the ranks have met
+        self._silent = contextvars.Context()
+        self._silent.run(np.seterr, all="ignore")
         self._tree: Tree | None = None  # whose arrays the calls of one thread work on,
         self._tree_thread = 0  # this one
         self._parts: dict[tuple[int, int], Call] = {}  # the calls that have worked on trees
@@ -159,6 +150,22 @@ class Calls:
         if part is None:
             part = self._parts[key] = Call(call.signature, call.reduce, call.op, tree)
         return part
+
+    def quiet(self, reduce: Reduction) -> Reduction:
+        """`reduce`, which raises and warns of nothing, whatever np.seterr and the filters of warnings say in any call.
+
+        An overflow in the sum would be an error of one rank alone.
+        """
+        if getattr(reduce, "without_numpy", False):
+            return reduce
+        if CONTEXTS:
+            return partial(self._silent.run, reduce)  # type: ignore[call-arg]
+
+        def quietly(buffer: Any, op: Op) -> None:
+            with np.errstate(all="ignore"):
+                reduce(buffer, op)
+
+        return quietly
 
     def tag(self) -> int:
         """For messages of the call that is under way.

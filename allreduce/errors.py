@@ -88,5 +88,9 @@ class OptionError(AllReduceError, ValueError):
     """An option of a backend or a topology has a value that makes no sense."""
 
 
+class CopyError(AllReduceError, TypeError):
+    """Something that ranks use together, and that belongs to its process, was copied or pickled."""
+
+
 class ChildError(AllReduceError, RuntimeError):
     """A child process, which is no rank, called what needs MPI."""

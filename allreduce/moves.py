@@ -9,7 +9,7 @@ from mpi4py import MPI
 from allreduce import ending, trees
 from allreduce.arrays import chunks, dtypes, gpu, ops
 from allreduce.arrays.signature import FOREIGN, GPU, inspect, numbers
-from allreduce.calls import Call, Calls
+from allreduce.calls import Call, Calls, without_numpy
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.messages.parcels import overwrite
 
@@ -109,5 +109,6 @@ class Moves(ABC):
     def _agree_once(self, key: Any, text: object, values: list[int], error: AllReduceError | None) -> None: ...
 
 
+@without_numpy
 def nothing_to_do(buffer: Any, op: ops.Op) -> None:
     """The reduction of no element, of one rank's alone, and of a call that only moves."""

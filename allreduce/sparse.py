@@ -13,7 +13,7 @@ from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import FOREIGN, Signature, numbers
 from allreduce.arrays.workspace import Workspace
-from allreduce.calls import Call, quiet
+from allreduce.calls import Call
 from allreduce.errors import AllReduceError, NotAnArrayError, OptionError, UnsupportedOpError
 from allreduce.messages import parcels
 from allreduce.moves import Moves, nothing_to_do
@@ -61,7 +61,7 @@ class Sparse(Moves):
             found, sums = self._add_rows(*mine, op)
             results.append((found, sums.astype(values.dtype, copy=False).reshape(found.size, *values.shape[1:])))
 
-        self._calls.run(call, quiet(add), mine[1])
+        self._calls.run(call, self._calls.quiet(add), mine[1])
         found, sums = results[0]
         return (gpu.cupy().asarray(found), gpu.cupy().asarray(sums)) if gpu.is_gpu_array(values) else (found, sums)
 

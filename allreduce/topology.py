@@ -3,11 +3,12 @@
 import threading
 import zlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 from mpi4py import MPI
 
 from allreduce import children, ending, machine, notices
-from allreduce.errors import ClosedError, OptionError
+from allreduce.errors import ClosedError, CopyError, OptionError
 from allreduce.messages import standing
 from allreduce.messages.agreement import agree, all_values, waiting, watched
 from allreduce.messages.board import Board
@@ -286,6 +287,12 @@ class Topology(Survival):
         """Raise ClosedError after `close()`."""
         if self.closed:
             raise ClosedError("this topology is closed; make a new Topology()")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise CopyError(
+            "a Topology can't be copied or pickled: its communicators belong to this process. Topology(), or "
+            "`duplicate()` of this one, makes another, on all ranks"
+        )
 
     def __enter__(self) -> "Topology":
         return self

@@ -8,7 +8,7 @@ import numpy as np
 from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce
-from allreduce.calls import Call, Reduction, quiet
+from allreduce.calls import Call, Reduction
 from allreduce.moves import nothing_to_do
 
 
@@ -25,7 +25,7 @@ class TwoPhase(AllReduce):
         16-bit floats are summed in float32 and rounded once.
         """
         scatter = self._scatter_gpu if gpu.is_gpu_array(buffer) else self._scatter_rounded
-        self._phase(self._admit(buffer, op, "reduce_scatter"), quiet(scatter), buffer)
+        self._phase(self._admit(buffer, op, "reduce_scatter"), self._calls.quiet(scatter), buffer)
         return buffer[self.owned(buffer.size)]
 
     def all_gather(self, buffer: np.ndarray) -> None:

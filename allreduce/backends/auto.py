@@ -12,7 +12,7 @@ from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import ALLOCATED, GPU, Signature
 from allreduce.base import AllReduce
-from allreduce.calls import Reduction, quiet
+from allreduce.calls import Reduction
 from allreduce.decision_table import Rule, rule_for
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.messages.stage import LARGEST_BYTES
@@ -138,7 +138,7 @@ class Auto(AllReduce):
 
     def _guarded(self, part: AllReduce, reduce: Reduction, signature: Signature) -> Reduction:
         """`reduce`, and another choice should its first call tell that `part` can't work here after all."""
-        lasting = quiet(reduce)
+        lasting = self._calls.quiet(reduce)
 
         def guarded(buffer: Any, op: Op) -> None:
             try:

@@ -71,7 +71,7 @@ class Compressed(Wrapper):
                 short = self._rounded(flat)
                 with _overflowing():
                     self.inner(short.reshape(array.shape, order="C" if array.flags.c_contiguous else "F"), op)
-                flat[...] = short
+                    flat[...] = short
         else:
             self.inner(buffer, op)
 
