@@ -15,6 +15,7 @@ from allreduce.calls import Call, Calls, Reduction
 from allreduce.errors import AllReduceError, ClosedError, CopyError, OptionError, UnavailableError
 from allreduce.messages.kept import keep
 from allreduce.moves import nothing_to_do
+from allreduce.same_data import SameData
 from allreduce.sparse import Sparse
 from allreduce.topology import Topology
 
@@ -68,6 +69,7 @@ class AllReduce(Sparse):
         self.topology = topology
         self.rank, self.size = topology.rank, topology.size
         self._calls = Calls(topology, self, compare=self.check != "never")
+        self._same_data = SameData(self._calls, self.rank, looks=self.size > 1 and self.check != "never")
         self._comm = topology.private(self, self._calls.wait)  # data
         self.closed = False
 
@@ -250,6 +252,7 @@ class AllReduce(Sparse):
         assert signature is not None
         assert resolved is not None
         admitted = Call(signature, self._calls.quiet(self._route(signature)), resolved)
+        admitted.reduce = self._same_data.first(admitted, admitted.reduce)
         if self.check != "always" and (signature.layout, signature.call) == ("C", "all_reduce"):
             self._known[signature.key()] = self._known[signature._replace(op=op).key()] = admitted  # by all names
         return admitted

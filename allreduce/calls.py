@@ -17,7 +17,7 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import AGREEING, NUMBER, NUMBER_BITS, Signature, word
 from allreduce.errors import BrokenError, CommunicationError, OptionError, RankLostError
 from allreduce.messages import losses
-from allreduce.messages.agreement import Comparison, agree, everywhere
+from allreduce.messages.agreement import Comparison, agree, combine, everywhere
 from allreduce.messages.board import Slot
 from allreduce.messages.kept import keep
 from allreduce.messages.lanes import without_frames
@@ -200,6 +200,10 @@ class Calls:
             raise
         finally:
             wait.end()
+
+    def lowest(self, numbers: np.ndarray) -> np.ndarray:
+        """Overwrite a few numbers with the lowest of all ranks. Collective; inside of a call that they agree on."""
+        return combine(self._control, numbers, "compare arrays", MPI.MIN)
 
     def refuse(self) -> None:
         """Raise BrokenError after a call that failed half-way, OptionError while another thread is in a call."""

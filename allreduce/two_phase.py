@@ -25,7 +25,8 @@ class TwoPhase(AllReduce):
         16-bit floats are summed in float32 and rounded once.
         """
         scatter = self._scatter_gpu if gpu.is_gpu_array(buffer) else self._scatter_rounded
-        self._phase(self._admit(buffer, op, "reduce_scatter"), self._calls.quiet(scatter), buffer)
+        call = self._admit(buffer, op, "reduce_scatter")
+        self._phase(call, self._same_data.first(call, self._calls.quiet(scatter)), buffer)
         return buffer[self.owned(buffer.size)]
 
     def all_gather(self, buffer: np.ndarray) -> None:
