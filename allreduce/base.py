@@ -1,7 +1,7 @@
 """Seam 1: what a backend is. Everything that backends share is written once, here."""
 
 from abc import abstractmethod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -11,10 +11,11 @@ from allreduce.arrays import aligned, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, numbers
 from allreduce.arrays.workspace import Workspace
-from allreduce.calls import Call, Calls, Reduction, quiet
-from allreduce.errors import AllReduceError, ClosedError, OptionError, UnavailableError
+from allreduce.calls import Call, Calls, Reduction
+from allreduce.errors import AllReduceError, ClosedError, CopyError, OptionError, UnavailableError
 from allreduce.messages.kept import keep
 from allreduce.moves import nothing_to_do
+from allreduce.same_data import SameData
 from allreduce.sparse import Sparse
 from allreduce.topology import Topology
 
@@ -34,15 +35,14 @@ class AllReduce(Sparse):
     """An AllReduce algorithm on the ranks of a topology.
 
     topology: a `Topology`; the backend takes a communicator of its own from it.
-    check: when the ranks compare what they were given. "first": in every call with those of the same node, on a
-        board in shared memory, and with all when a signature (length, dtype, op, memory) is new, by one small
-        all-reduce. "always": with all in every call. "never": not at all. Ranks that differ all raise a
-        DisagreementError, before anything is changed.
+    check: when the ranks compare what they were given (shape, dtype, op, memory). "first": in every call, on a board in
+        shared memory where all ranks share a node, and by one small all-reduce where they don't; when it is new, with
+        a message everywhere. "always": with a message in every call. "never": not at all, which saves that message
+        on several nodes. Ranks that differ all raise the same DisagreementError, before anything is changed.
 
     Creating, `allocate`, calling and `close` are collective: every rank does them, in the same order.
     """
 
-    tagged = False  # True: all messages have the tag of their call, so that none is taken for one of another call
     sums = True  # False: it has an operation of its own and no others, so it averages no gradients
     sums_half = True  # False: float16 and bfloat16 are refused by name
     by_array = False  # True: each array of a tree is reduced by itself, not all of them as one
@@ -68,7 +68,8 @@ class AllReduce(Sparse):
         """Make all that depends on the ranks; algorithms add theirs. Collective. `abandon` drops it."""
         self.topology = topology
         self.rank, self.size = topology.rank, topology.size
-        self._calls = Calls(topology, self, meet=self.check != "never", tagged=self.tagged)
+        self._calls = Calls(topology, self, compare=self.check != "never")
+        self._same_data = SameData(self._calls, self.rank, looks=self.size > 1 and self.check != "never")
         self._comm = topology.private(self, self._calls.wait)  # data
         self.closed = False
 
@@ -93,8 +94,9 @@ class AllReduce(Sparse):
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         """Reduce `buffer` over all ranks, in place: afterwards all ranks hold the same bits. Collective.
 
-        buffer: a contiguous, writable NumPy or CuPy array of any shape, alike on all ranks. Arrays from
-            `allocate` are reduced where they are, others at the cost of a copy where the backend needs it.
+        buffer: a contiguous, writable NumPy or CuPy array of any shape, the same on all ranks: (2, 3) on one and
+            (3, 2) on another is a DisagreementError, alone as in a list. Arrays from `allocate` are reduced where they
+            are, others at the cost of a copy where the backend needs it.
             Or a list, tuple or dict of arrays, nested as you like: they are put together and reduced as one.
         op: "sum", "mean" or "average" (of floating dtypes), "max", "min" or "prod". float16 and bfloat16 are
             summed in float32 and rounded once; sums of integers wrap round; of truth values, sum and max are
@@ -105,8 +107,9 @@ class AllReduce(Sparse):
         """
         call = None
         if type(buffer) is np.ndarray and buffer.flags.carray:  # the usual case, at the cost of one look-up
+            shape = buffer.size if buffer.ndim == 1 else buffer.shape
             try:  # noqa: SIM105, suppress() would cost as much as the look-up
-                call = self._known.get((buffer.size, buffer.dtype, op, self._memory(buffer)))
+                call = self._known.get((shape, buffer.dtype, op, self._memory(buffer)))
             except TypeError:  # an op that can't be a key; _admit refuses it by name
                 pass
         if call is None:
@@ -179,6 +182,12 @@ class AllReduce(Sparse):
         if kind is None:  # after an exception the other ranks may not come to a collective close
             self.close()
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise CopyError(
+            f"the backend {self.name!r} can't be copied or pickled: its communicators belong to this process. "
+            "Keep `backend.recipe`: create(recipe.name, topology, **recipe.options) makes another, on all ranks"
+        )
+
     def __repr__(self) -> str:
         return f"<{self.name} on {self.topology}>"
 
@@ -246,10 +255,10 @@ class AllReduce(Sparse):
         self._agree_once(signature, signature, numbers(signature, resolved), error)
         assert signature is not None
         assert resolved is not None
-        admitted = Call(signature, quiet(self._route(signature)), resolved)
-        if self.check != "always" and signature[4:] == ("C", "all_reduce"):
-            length, dtype, _, memory, *_ = signature
-            self._known[signature[:4]] = self._known[length, dtype, op, memory] = admitted
+        admitted = Call(signature, self._calls.quiet(self._route(signature)), resolved)
+        admitted.reduce = self._same_data.first(admitted, admitted.reduce)
+        if self.check != "always" and (signature.layout, signature.call) == ("C", "all_reduce"):
+            self._known[signature.key()] = self._known[signature._replace(op=op).key()] = admitted  # by all names
         return admitted
 
     def _agree_once(self, key: Any, text: object, values: list[int], error: AllReduceError | None) -> None:

@@ -1,22 +1,23 @@
 """The calls of one backend: all ranks see that they are in the same one, and one that fails half-way is the last."""
 
+import contextvars
 import os
 import time
-import warnings
 import zlib
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce import ending
 from allreduce.arrays.ops import Op
-from allreduce.arrays.signature import AGREEING, NUMBER, NUMBER_BITS, Signature, unpacked, word
-from allreduce.errors import BrokenError, CommunicationError, DisagreementError, OptionError, RankLostError
+from allreduce.arrays.signature import AGREEING, NUMBER, NUMBER_BITS, Signature, word
+from allreduce.errors import BrokenError, CommunicationError, OptionError, RankLostError
 from allreduce.messages import losses
-from allreduce.messages.agreement import agree, everywhere
+from allreduce.messages.agreement import Comparison, agree, combine, everywhere
 from allreduce.messages.board import Slot
 from allreduce.messages.kept import keep
 from allreduce.messages.lanes import without_frames
@@ -26,74 +27,82 @@ from allreduce.messages.watch import LOOK_SECONDS
 from allreduce.topology import Closeable, Topology
 
 Reduction = Callable[[Any, Op], None]  # reduces a 1-D array in place
+CONTEXTS = int(np.__version__.partition(".")[0]) >= 2  # NumPy's handling of errors belongs to a context, not a thread
 TAGS = 32749  # the largest prime below the number that every MPI has at least
 LOOKS = 20  # at the board, in a row; then
 SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5  # how a rank waits for late ones: ever more lightly
 
 
+class Tree(Protocol):
+    """Arrays that are reduced as parts of one buffer: in words, and a number of 32 bits by which ranks compare them."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def number(self) -> int: ...
+
+
 class Call:
-    """A call that all ranks have been seen to agree on. reduce: what does it. word: by which other ranks know it."""
+    """A call that all ranks have been seen to agree on.
 
-    __slots__ = ("op", "reduce", "signature", "word")
+    reduce: what does it. word: by which other ranks know it. tree: whose arrays are in the buffer, if it is one.
+    """
 
-    def __init__(self, signature: Signature, reduce: Reduction, op: Op) -> None:
-        self.signature, self.reduce, self.op = signature, reduce, op
-        self.word = word(signature, op)
+    __slots__ = ("op", "reduce", "signature", "tree", "word")
+
+    def __init__(self, signature: Signature, reduce: Reduction, op: Op, tree: Tree | None = None) -> None:
+        self.signature, self.reduce, self.op, self.tree = signature, reduce, op, tree
+        self.word = word(signature) ^ (tree.number << NUMBER_BITS if tree else 0)
 
     def __str__(self) -> str:
-        return f"{self.signature}; {self.signature.length * self.signature.dtype.itemsize} bytes"
+        tree = f", of {self.tree.text}" if self.tree else ""
+        return f"{self.signature}; {self.signature.length * self.signature.dtype.itemsize} bytes{tree}"
 
 
-def quiet(reduce: Reduction) -> Reduction:
-    """`reduce`, which raises nothing by what np.seterr and the filters of warnings say when it is asked for.
-
-    An overflow in the sum would be one rank's alone.
-    """
-    if not _overflows_raise():  # by default it costs nothing
-        return reduce
-
-    def quietly(buffer: Any, op: Op) -> None:
-        with np.errstate(all="ignore"):
-            reduce(buffer, op)
-
-    return quietly
+ReductionT = TypeVar("ReductionT", bound=Callable[..., None])
 
 
-def _overflows_raise() -> bool:
-    """Whether NumPy may raise for numbers: by np.seterr, or because warnings are errors (python -W error)."""
-    ways = set(np.geterr().values())
-    strict = any(way == "error" and issubclass(RuntimeWarning, kind) for way, _, kind, *_ in warnings.filters)
-    return bool({"raise", "call"} & ways) or ("warn" in ways and strict)
+def without_numpy(reduce: ReductionT) -> ReductionT:
+    """Mark a reduction in which NumPy computes nothing, so that it has no need of `Calls.quiet`."""
+    reduce.without_numpy = True  # type: ignore[attr-defined]
+    return reduce
 
 
 class Calls:
     """What a backend does together with the other ranks. Creating it and `close` are collective.
 
-    In each call the ranks of a node meet on the topology's board: nobody begins before all have come, with the same
-    word. So ranks that differ find out before anything is changed, and wait where they can be told to stop.
+    In each call the ranks compare what they were called with, before anything is changed. Where all ranks share a node
+    they compare it on the topology's board, which costs next to nothing; elsewhere by one small all-reduce. Ranks that
+    differ all raise the same error, and can go on. Nobody begins a call before all have come to it.
 
-    meet: False leaves the meeting out. tagged: all messages have the tag of their call, so that no rank takes those of
-        another call; otherwise ranks that don't all see the board compare their calls by a message.
+    compare: False: the ranks compare nothing; the messages of a call have a tag of its own then.
     """
 
-    def __init__(self, topology: Topology, backend: Closeable, meet: bool, tagged: bool) -> None:
+    def __init__(self, topology: Topology, backend: Closeable, compare: bool) -> None:
         self._topology, self._backend = topology, backend
         self.broken: BaseException | None = None  # what ended a call half-way
         self.wait = topology.place()
         self._control = topology.private(wait=self.wait)
-        self._slot = topology.board.take() if meet else None
-        self._compares = meet and not tagged and topology.size > 1 and not (self._slot and self._slot.complete)
+        self._compares = compare and topology.size > 1
+        self._slot = topology.board.take() if compare else None
+        self._comparison = Comparison(self._control) if self._compares and self._slot is None else None
         crowded = topology.sharing > topology.cores  # then a late rank needs the core on which this one looks
         self._looks, self._spin = range(1 if crowded else LOOKS), 0.0 if crowded else SPIN_SECONDS
         self._thread = 0  # the one that called last
         self._met = self._slot.met if self._slot else 0  # how often the ranks have met
-        self._sees_all = self._slot is not None and self._slot.complete
+        self._silent = contextvars.Context()
+        self._silent.run(np.seterr, all="ignore")
+        self._tree: Tree | None = None  # whose arrays the calls of one thread work on,
+        self._tree_thread = 0  # this one
+        self._parts: dict[tuple[int, int], Call] = {}  # the calls that have worked on trees
 
     def run(self, call: Call, reduce: Reduction, flat: Any) -> None:
-        """Have `reduce` work on `flat`, when all ranks of the node have come to the same call."""
+        """Have `reduce` work on `flat`, when all ranks have come to the same call."""
         wait = self.wait
         if get_ident() != self._thread:
             self._notice_thread()
+            call = self._part(call)
         if wait.call is not None or self.broken is not None:
             self.refuse()
         try:
@@ -108,8 +117,8 @@ class Calls:
                         break
                 else:
                     self._meet(slot, words, mine, call)
-            if self._compares:
-                agree(self._control, [call.word], str(call), None)
+            elif self._comparison is not None:
+                self._comparison.agree(call)
             reduce(flat, call.op)
         except BaseException as error:
             self._break_off(call, error, flat)
@@ -118,21 +127,54 @@ class Calls:
             wait.call = None
 
     def _notice_thread(self) -> None:
-        self._thread = get_ident()
+        self._thread = get_ident() if self._tree is None else 0
         ending.communicates()
 
-    @property
-    def sees_all(self) -> bool:
-        """Whether all ranks meet on the board, which tells at once those that differ."""
-        return self._sees_all
+    def begin_tree(self, tree: Tree) -> None:
+        """Until `end_tree` this thread's calls work on arrays of `tree`, which has to be alike on all ranks too. Local.
+
+        Plain calls don't look for it: it is found as another thread is.
+        """
+        self._tree, self._tree_thread, self._thread = tree, get_ident(), 0
+
+    def end_tree(self) -> None:
+        self._tree = None
+
+    def _part(self, call: Call) -> Call:
+        """`call`, or the one that works on the tree of this thread."""
+        tree = self._tree
+        if tree is None or self._tree_thread != get_ident():
+            return call
+        key = call.word, tree.number
+        part = self._parts.get(key)
+        if part is None:
+            part = self._parts[key] = Call(call.signature, call.reduce, call.op, tree)
+        return part
+
+    def quiet(self, reduce: Reduction) -> Reduction:
+        """`reduce`, which raises and warns of nothing, whatever np.seterr and the filters of warnings say in any call.
+
+        An overflow in the sum would be an error of one rank alone.
+        """
+        if getattr(reduce, "without_numpy", False):
+            return reduce
+        if CONTEXTS:
+            return partial(self._silent.run, reduce)  # type: ignore[call-arg]
+
+        def quietly(buffer: Any, op: Op) -> None:
+            with np.errstate(all="ignore"):
+                reduce(buffer, op)
+
+        return quietly
 
     def tag(self) -> int:
-        """For messages of the call that is under way: ranks in different ones wait, until the watch tells them.
+        """For messages of the call that is under way.
 
-        Where all ranks see the board, which tells them at once, all messages have the same.
+        Where calls are not compared, ranks in different ones wait, until the watch tells them. Elsewhere all messages
+        have the same tag.
         """
         call = self.wait.call
-        return 0 if call is None or self._sees_all else ((call.word >> NUMBER_BITS) + self.wait.count) % TAGS
+        return 0 if call is None or self._compares else ((call.word >> NUMBER_BITS) + self.wait.count) % TAGS
 
     def agree(self, values: list[int], text: str, error: Exception | None = None) -> None:
         """Return when all ranks bring equal `values` and no error; otherwise raise on all of them.
@@ -159,6 +201,10 @@ class Calls:
         finally:
             wait.end()
 
+    def lowest(self, numbers: np.ndarray) -> np.ndarray:
+        """Overwrite a few numbers with the lowest of all ranks. Collective; inside of a call that they agree on."""
+        return combine(self._control, numbers, "compare arrays", MPI.MIN)
+
     def refuse(self) -> None:
         """Raise BrokenError after a call that failed half-way, OptionError while another thread is in a call."""
         if isinstance(self.broken, RankLostError):
@@ -180,17 +226,9 @@ class Calls:
         self._topology.release(self._control)
 
     def _meet(self, slot: Slot, board: memoryview, mine: int, call: Shown, error: Exception | None = None) -> None:
-        """Wait until all ranks of the board have come, and see that they came to the same call."""
-        words = self._come(board, mine & NUMBER)
-        if words.count(mine) == slot.size:
-            return
-        if slot.complete:  # all ranks see the same words, so all of them come here
+        """Wait until all ranks have come, and see that they came to the same call."""
+        if self._come(board, mine & NUMBER).count(mine) < slot.size:  # all ranks see the same words
             agree(self._control, [zlib.crc32(mine.to_bytes(8, "little"))], str(call), error)
-        if error is not None:
-            raise error
-        sides = [f"  rank {rank}: {unpacked(each)}" for rank, each in zip(slot.ranks, words, strict=True)]
-        table = "\n".join(sides)
-        raise DisagreementError(f"the ranks disagree about this call; it must be the same on all of them:\n{table}")
 
     def _come(self, board: memoryview, number: int) -> list[int]:
         """The words of all ranks, when all have come."""

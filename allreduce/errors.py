@@ -92,5 +92,9 @@ class LauncherError(AllReduceError, RuntimeError):
     """A launcher has started several processes, and MPI takes each of them for a job of one rank."""
 
 
+class CopyError(AllReduceError, TypeError):
+    """Something that ranks use together, and that belongs to its process, was copied or pickled."""
+
+
 class ChildError(AllReduceError, RuntimeError):
     """A child process, which is no rank, called what needs MPI."""

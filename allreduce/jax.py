@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import trees
-from allreduce.arrays import ops
+from allreduce.arrays import dtypes, ops
 from allreduce.base import AllReduce
 from allreduce.errors import OptionError, UnavailableError, UnsupportedOpError
 
@@ -36,6 +36,9 @@ except ImportError as error:
 
 _KNOWS_BUFFERS = find_spec("jax.experimental.buffer_callback") is not None  # functions on XLA's memory; JAX 0.6.2
 (_of_callbacks,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+
+
+_MOVES = ("all_gather", "broadcast")  # they take every dtype, and keys of random numbers
 
 
 class _Order(type(_of_callbacks)):  # type: ignore[misc]
@@ -85,8 +88,8 @@ class Collective(NamedTuple):
 
     def _run(self, arrays: tuple[np.ndarray, ...]) -> list[Any]:
         backend, kind = self.backend, self.kind
-        moves = kind in ("all_gather", "broadcast")
-        layout = trees.admit(backend, f"{kind} {self.names}", arrays, None if moves else kind, changes=False)
+        op = None if kind in _MOVES else kind
+        layout = trees.admit(backend, f"{kind} {self.names}", arrays, op, changes=False)
         if kind == "all_gather":
             return trees.collected(layout, backend, arrays)
         if kind == "broadcast":
@@ -115,12 +118,18 @@ def pmin(tree: Any, backend: AllReduce) -> Any:
 
 
 def all_gather(tree: Any, backend: AllReduce) -> Any:
-    """The arrays of all ranks, (ranks, *shape). Collective. Its gradient is this rank's part of the sum of all."""
+    """The arrays of all ranks, (ranks, *shape). Collective. Its gradient is this rank's part of the sum of all.
+
+    tree: of arrays of any dtype, keys of random numbers too.
+    """
     return _call(tree, backend, "all_gather")
 
 
 def broadcast(tree: Any, backend: AllReduce, root: int = 0) -> Any:
-    """The arrays of rank `root`. Collective. Its gradient is the sum of all ranks' on `root`, zero elsewhere."""
+    """The arrays of rank `root`. Collective. Its gradient is the sum of all ranks' on `root`, zero elsewhere.
+
+    tree: as of `all_gather`.
+    """
     if isinstance(root, bool) or not isinstance(root, int | np.integer) or not 0 <= root < backend.size:
         raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {backend.size - 1}")
     return _call(tree, backend, "broadcast", int(root))
@@ -154,17 +163,26 @@ def _call(tree: Any, backend: AllReduce, kind: str, root: int = 0) -> Any:
         raise UnavailableError("collectives of JAX run in a thread of XLA's, and this MPI was started for one thread")
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     arrays = [jax.numpy.asarray(leaf) for _, leaf in leaves]
+    keys = {}  # of random numbers: what they were made by
+    if kind in _MOVES:
+        for number, array in enumerate(arrays):
+            if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+                keys[number] = jax.random.key_impl(array)
+                arrays[number] = jax.random.key_data(array)
     names = ", ".join(jax.tree_util.keystr(path) or "*" for path, _ in leaves)  # addresses may be in `structure`
     for array in arrays:
-        backend._check_dtype(array.dtype)
-        ops.resolve("sum" if kind in ("all_gather", "broadcast") else kind, array.dtype, backend.size)
+        if kind in _MOVES:
+            dtypes.refuse_references(array.dtype)
+        else:
+            backend._check_dtype(array.dtype)
+            ops.resolve(kind, array.dtype, backend.size)
     made: list[Any] = [None] * len(arrays)
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         numbers = [number for number, array in enumerate(arrays) if array.dtype == dtype]
         collective = Collective(backend, kind, names, root)
         found = _primitive.bind(*(arrays[number] for number in numbers), collective=collective)
         for number, array in zip(numbers, found, strict=True):
-            made[number] = array
+            made[number] = jax.random.wrap_key_data(array, impl=keys[number]) if number in keys else array
     return jax.tree.unflatten(structure, made)
 
 

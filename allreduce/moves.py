@@ -1,6 +1,5 @@
 """What every backend can do besides reducing: arrays go from one rank to others as they are."""
 
-import zlib
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -9,8 +8,8 @@ from mpi4py import MPI
 
 from allreduce import ending, trees
 from allreduce.arrays import chunks, dtypes, gpu, ops
-from allreduce.arrays.signature import FOREIGN, GPU, inspect, move_word, numbers
-from allreduce.calls import Call, Calls
+from allreduce.arrays.signature import FOREIGN, GPU, inspect, numbers
+from allreduce.calls import Call, Calls, without_numpy
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.messages.parcels import overwrite
 
@@ -27,7 +26,7 @@ class Moves(ABC):
     def broadcast(self, array: Any, root: int = 0) -> None:
         """Overwrite `array` on every rank with what rank `root` has in it. Collective.
 
-        array: as for a call, of the same shape on all ranks.
+        array: as for a call, of the same shape on all ranks, and of any dtype without references to Python objects.
         """
         if isinstance(array, trees.KINDS):
             trees.broadcast(self, array, root)
@@ -42,13 +41,13 @@ class Moves(ABC):
     def collect(self, array: Any) -> Any:
         """All ranks' arrays, on every rank: a new array of shape (ranks, *array.shape). Collective.
 
-        array: an array, or a number, of the same shape and dtype on all ranks; or a tree of arrays, which gives a tree.
-            It stays as it is. The new one is NumPy's, of CuPy's arrays too.
+        array: an array, or a number, of the same shape and dtype on all ranks, of any dtype as in `broadcast`; or a
+            tree of arrays, which gives a tree. It stays as it is. The new one is NumPy's, of CuPy's arrays too.
         """
         if isinstance(array, trees.KINDS):
             return trees.collect(self, array)
         table = array.get() if gpu.is_gpu_array(array) else array
-        if isinstance(table, np.ndarray | np.generic | int | float):
+        if isinstance(table, np.ndarray | np.generic | int | float | complex):
             mine = np.asarray(table)
             table = np.empty((self.size, *mine.shape), mine.dtype)
             table[self.rank] = mine
@@ -60,7 +59,7 @@ class Moves(ABC):
     def all_gather(self, buffer: np.ndarray) -> None:
         """Fill `buffer` on every rank from the slices that the ranks own (see `owned`), in place. Collective.
 
-        buffer: a contiguous 1-D NumPy array of the same length on all ranks.
+        buffer: a contiguous 1-D NumPy array of the same length and dtype on all ranks, of any dtype as in `broadcast`.
         """
         call = self._admit_move(buffer, "all_gather")
         slices = [buffer[self.owned(buffer.size, rank)] for rank in range(self.size)]
@@ -70,33 +69,30 @@ class Moves(ABC):
         """The slice of a buffer of `length` elements that `rank` finishes, this rank when none is given."""
         return chunks.chunk(length, self.size, self.rank if rank is None else rank)
 
-    def _admit_move(self, array: Any, call: str, root: int = 0) -> Call:
-        """As `_admit`, for calls that move arrays and reduce nothing."""
+    def _admit_move(self, array: Any, call: str, root: int = 0, placed: bool = False) -> Call:
+        """As `_admit`, for calls that move arrays and reduce nothing.
+
+        placed: whether it matters in whose memory the arrays are.
+        """
         self._check_open()
         ending.communicates()
         error: AllReduceError | None = None
-        signature, details = None, [0, 0]
+        signature = None
         try:
             signature = inspect(array, "sum", self._where(array), call)
-            if signature.memory != GPU:
-                signature = signature._replace(memory=FOREIGN)  # it is all the same to what moves
-            if signature.dtype not in dtypes.TYPES:
-                raise dtypes.unsupported(signature.dtype)
-            if isinstance(root, bool) or not isinstance(root, int | np.integer) or not 0 <= root < self.size:
-                raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {self.size - 1}")
-            details = [int(root), zlib.crc32(repr(array.shape).encode())]
+            if signature.memory != GPU and not placed:
+                signature = signature._replace(memory=FOREIGN)
+            dtypes.refuse_references(signature.dtype)
+            if call == "broadcast":
+                if isinstance(root, bool) or not isinstance(root, int | np.integer) or not 0 <= root < self.size:
+                    raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {self.size - 1}")
+                signature = signature._replace(root=int(root))
         except AllReduceError as refused:
             error = refused
         op = ops.OPS["sum"] if error is None else None
-        text = f"{signature}, shape {array.shape}, root {root}" if error is None else ""
-        key = (signature, *details)
-        if not self._calls.sees_all:  # an MPI broadcast has no tag that would keep it from meeting another
-            self._agreed.discard(key)
-        self._agree_once(key, text, [*numbers(signature, op), *details], error)
+        self._agree_once(signature, signature, numbers(signature, op), error)
         assert signature is not None
-        move = Call(signature, nothing_to_do, ops.OPS["sum"])
-        move.word = move_word(signature, *details)
-        return move
+        return Call(signature, nothing_to_do, ops.OPS["sum"])
 
     def _hand_round(self, slices: list[np.ndarray]) -> None:
         """Every rank's slice, in turn, to all others."""
@@ -113,5 +109,6 @@ class Moves(ABC):
     def _agree_once(self, key: Any, text: object, values: list[int], error: AllReduceError | None) -> None: ...
 
 
+@without_numpy
 def nothing_to_do(buffer: Any, op: ops.Op) -> None:
     """The reduction of no element, of one rank's alone, and of a call that only moves."""

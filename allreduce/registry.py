@@ -54,14 +54,13 @@ def create(
     Raises on all ranks: UnknownBackendError, OptionError, UnavailableError (which says what is missing),
     DisagreementError when ranks ask for different backends.
     """
+    if "comm" in options or not isinstance(topology, Topology | None):  # before anything is made, on all ranks
+        given = "comm=" if "comm" in options else type(topology).__qualname__
+        remedy = f"create({name!r}, topology=allreduce.Topology(comm))"
+        raise OptionError(f"create({name!r}) takes an allreduce.Topology, not {given}: {remedy}")
     owned = topology is None
     if topology is None:
         topology = Topology()
-    if not isinstance(topology, Topology):
-        raise OptionError(
-            f"create({name!r}, topology) takes an allreduce.Topology, not {type(topology).__qualname__}: make one with "
-            "allreduce.Topology(comm)"
-        )
     topology.check_open()
     error: AllReduceError | None = None
     try:

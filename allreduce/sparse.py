@@ -3,7 +3,6 @@
 The gradient of an embedding is such a thing: of a million rows a batch touches some hundred.
 """
 
-import zlib
 from abc import abstractmethod
 from typing import Any
 
@@ -12,9 +11,9 @@ import numpy as np
 from allreduce import ending
 from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.ops import Op
-from allreduce.arrays.signature import FOREIGN, Signature, move_word, numbers
+from allreduce.arrays.signature import FOREIGN, Signature, numbers
 from allreduce.arrays.workspace import Workspace
-from allreduce.calls import Call, quiet
+from allreduce.calls import Call
 from allreduce.errors import AllReduceError, NotAnArrayError, OptionError, UnsupportedOpError
 from allreduce.messages import parcels
 from allreduce.moves import Moves, nothing_to_do
@@ -62,7 +61,7 @@ class Sparse(Moves):
             found, sums = self._add_rows(*mine, op)
             results.append((found, sums.astype(values.dtype, copy=False).reshape(found.size, *values.shape[1:])))
 
-        self._calls.run(call, quiet(add), mine[1])
+        self._calls.run(call, self._calls.quiet(add), mine[1])
         found, sums = results[0]
         return (gpu.cupy().asarray(found), gpu.cupy().asarray(sums)) if gpu.is_gpu_array(values) else (found, sums)
 
@@ -71,7 +70,7 @@ class Sparse(Moves):
         self._check_open()
         ending.communicates()
         error: AllReduceError | None = None
-        signature, resolved, details, text, mine = None, None, [0, 0], "", None
+        signature, resolved, mine = None, None, None
         try:
             given = _checked(indices, values, rows)
             accumulator = _dtype(values.dtype).accumulator
@@ -82,23 +81,17 @@ class Sparse(Moves):
             length = int(rows) * int(np.prod(shape, dtype=object))
             if length > LARGEST_TABLE:
                 raise OptionError(f"rows={rows!r} of shape {shape} are {length} elements; at most {LARGEST_TABLE}")
-            signature = Signature(length, values.dtype, resolved.name, FOREIGN, "C", "sparse")
-            details = [int(rows), zlib.crc32(repr(shape).encode())]
-            text = f"{signature}, {rows} rows of shape {shape}"
+            table = (int(rows), *shape)
+            signature = Signature(length, values.dtype, resolved.name, FOREIGN, "C", "sparse", table)
             with np.errstate(all="ignore"):  # an overflow would be this rank's alone
                 mine = _without_duplicates(*given, accumulator)
         except AllReduceError as refused:
             error = refused
-        key = (signature, *details)
-        if not self._calls.sees_all:  # gathering has no tag that would keep it from meeting another call
-            self._agreed.discard(key)
-        self._agree_once(key, text, [*numbers(signature, resolved), *details], error)
+        self._agree_once(signature, signature, numbers(signature, resolved), error)
         assert signature is not None
         assert resolved is not None
         assert mine is not None
-        call = Call(signature, nothing_to_do, resolved)
-        call.word = move_word(signature, *details)
-        return call, mine
+        return Call(signature, nothing_to_do, resolved), mine
 
     def _add_rows(self, indices: np.ndarray, values: np.ndarray, op: Op) -> Rows:
         """The sums of all ranks' rows. indices: ascending, each once. values: 2-D, of an accumulator's dtype."""

@@ -3,11 +3,12 @@
 import threading
 import zlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 from mpi4py import MPI
 
 from allreduce import children, ending, launcher, machine, notices
-from allreduce.errors import ClosedError, OptionError
+from allreduce.errors import ClosedError, CopyError, OptionError
 from allreduce.messages import processes, standing
 from allreduce.messages.agreement import agree, all_values, waiting, watched
 from allreduce.messages.board import Board, shared_rows
@@ -97,7 +98,7 @@ class Topology(Survival):
         self._finish = self._place_to_finish()
         self.former = tuple(range(self.size))
         real = self._own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
-        self.board = Board(real, self.rank, self.size)
+        self.board = Board(real, self.size)
         found = all_values(real, [machine.cores(), self.rank, processes.own()], "learn what this node has")
         self.cores = len(set().union(*(cores for cores, *_ in found)))
         self.sharing = real.size
@@ -246,7 +247,7 @@ class Topology(Survival):
             nobody = copy._own(MPI.COMM_SELF.Dup())  # those made here are parts of a user, who meet on no board
         copy.world, copy.node, copy.cross = copies
         copy._control = copy.private()
-        copy.board = Board(nobody, self.rank, self.size)
+        copy.board = Board(nobody, self.size)
         return copy
 
     def close(self) -> None:
@@ -295,6 +296,12 @@ class Topology(Survival):
         """Raise ClosedError after `close()`."""
         if self.closed:
             raise ClosedError("this topology is closed; make a new Topology()")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise CopyError(
+            "a Topology can't be copied or pickled: its communicators belong to this process. Topology(), or "
+            "`duplicate()` of this one, makes another, on all ranks"
+        )
 
     def __enter__(self) -> "Topology":
         return self

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from allreduce.arrays import gpu
+from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import refuse_other
-from allreduce.errors import AllReduceError, NotAnArrayError
+from allreduce.errors import AllReduceError, NotAnArrayError, UnsupportedDtypeError
 
 KINDS = (list, tuple, dict)
 LONGEST = 400  # characters of a tree in an error
@@ -26,6 +26,8 @@ class Backend(Protocol):
     by_array: bool
     packed: "dict[tuple[np.dtype, str], Any]"
     layouts: "dict[Any, Layout]"
+
+    _calls: Any
 
     def allocate(self, length: int, dtype: Any = ..., device: str | None = ...) -> Any: ...
 
@@ -50,9 +52,21 @@ class Group(NamedTuple):
         """Memory for all of them. Collective where it has to grow."""
         held = backend.packed.get((self.dtype, self.device))
         if held is None or held.size < self.length:
-            held = backend.allocate(self.length, self.dtype, self.device)
+            held = self._memory(backend)
             backend.packed[self.dtype, self.device] = held
         return held[: self.length]
+
+    def _memory(self, backend: Backend) -> Any:
+        """The backend's own for dtypes that it reduces; others are only moved."""
+        try:
+            backend._check_dtype(self.dtype)
+        except UnsupportedDtypeError:
+            return (
+                gpu.cupy().empty(self.length, self.dtype)
+                if self.device == "cuda"
+                else np.empty(self.length, self.dtype)
+            )
+        return backend.allocate(self.length, self.dtype, self.device)
 
     def pack(self, backend: Backend, arrays: Sequence[Any]) -> Any:
         """The arrays, copied one after the other into the backend's memory. Collective where that has to grow."""
@@ -132,7 +146,12 @@ def collected(layout: Layout, backend: Any, arrays: Sequence[Any]) -> list[Any]:
     """For each array those of all ranks, (ranks, *shape), views of new memory. Collective."""
     found: list[Any] = [None] * len(arrays)
     for group in layout.groups:
-        table = backend.collect(group.pack(backend, arrays))
+        buffer = group.pack(backend, arrays)
+        backend._calls.begin_tree(layout)
+        try:
+            table = backend.collect(buffer)
+        finally:
+            backend._calls.end_tree()
         for number, part, shape in group.places:
             found[number] = table[:, part].reshape(len(table), *shape)
     return found
@@ -146,10 +165,15 @@ def packed(
     apart: it is called with each array's part of the buffer, and not with all of it.
     """
     found: list[Any] = [None] * len(arrays)
+    calls = backend._calls
     for group in layout.groups:
         buffer = group.pack(backend, arrays)
-        for part in [part for _, part, _ in group.places] if apart else [slice(None)]:
-            call(buffer[part])
+        calls.begin_tree(layout)
+        try:
+            for part in [part for _, part, _ in group.places] if apart else [slice(None)]:
+                call(buffer[part])
+        finally:
+            calls.end_tree()
         for number, part, shape in group.places:
             found[number] = buffer[part].reshape(shape)
     return found
@@ -171,8 +195,10 @@ def admit(backend: Backend, structure: str, arrays: Sequence[Any], op: str | Non
             if changes and not gpu.is_gpu_array(array) and not array.flags.writeable:
                 raise NotAnArrayError("an array of this tree is read-only, and is changed in place: pass a copy of it")
         for group in layout.groups:
-            backend._check_dtype(group.dtype)
-            if op is not None:
+            if op is None:
+                dtypes.refuse_references(group.dtype)
+            else:
+                backend._check_dtype(group.dtype)
                 backend._resolve(op, group.dtype)
     except AllReduceError as refused:
         error = refused

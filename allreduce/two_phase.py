@@ -8,7 +8,7 @@ import numpy as np
 from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce
-from allreduce.calls import Call, Reduction, quiet
+from allreduce.calls import Call, Reduction
 from allreduce.moves import nothing_to_do
 
 
@@ -25,7 +25,8 @@ class TwoPhase(AllReduce):
         16-bit floats are summed in float32 and rounded once.
         """
         scatter = self._scatter_gpu if gpu.is_gpu_array(buffer) else self._scatter_rounded
-        self._phase(self._admit(buffer, op, "reduce_scatter"), quiet(scatter), buffer)
+        call = self._admit(buffer, op, "reduce_scatter")
+        self._phase(call, self._same_data.first(call, self._calls.quiet(scatter)), buffer)
         return buffer[self.owned(buffer.size)]
 
     def all_gather(self, buffer: np.ndarray) -> None:
@@ -34,7 +35,7 @@ class TwoPhase(AllReduce):
         buffer: as for `reduce_scatter`, of any dtype; what is outside of this rank's own slice is overwritten.
         """
         gather = self._gather_gpu if gpu.is_gpu_array(buffer) else self._all_gather
-        self._phase(self._admit(buffer, "sum", "all_gather"), lambda flat, _: gather(flat), buffer)
+        self._phase(self._admit_move(buffer, "all_gather", placed=True), lambda flat, _: gather(flat), buffer)
 
     def _phase(self, call: Call, reduction: Reduction, buffer: np.ndarray) -> None:
         self._calls.run(call, reduction if buffer.size and self.size > 1 else nothing_to_do, buffer)

@@ -127,7 +127,25 @@ def check_values(reduce: Any) -> None:
                 assert here.dtype == there.dtype
                 np.testing.assert_allclose(np.asarray(here, "float32"), np.asarray(there, "float32"), rtol=1e-2)
     assert ours.pmean({}, reduce) == {}
+    check_moves(reduce)
     assert float(ours.pmean(float(rank), reduce)) == (size - 1) / 2
+
+
+def check_moves(reduce: Any) -> None:
+    """What computes nothing takes every dtype: random keys are uint32, or of a kind of their own."""
+    for kind in ("uint16", "uint32", "int16", "complex64", "bool", "float8_e4m3fn"):
+        mine = {"moved": jnp.arange(4).astype(kind) * (rank % 2), "float": jnp.ones(2)}
+        found = jax.jit(partial(ours.broadcast, backend=reduce, root=size - 1))(mine)["moved"]
+        assert found.dtype == mine["moved"].dtype
+        np.testing.assert_array_equal(found, jnp.arange(4).astype(kind) * ((size - 1) % 2))
+        assert ours.all_gather(mine, reduce)["moved"].shape == (size, 4)
+    for key in (jax.random.PRNGKey(rank), jax.random.key(rank)):
+        first = ours.broadcast({"key": key}, reduce)["key"]
+        assert first.dtype == key.dtype
+        wanted = jax.random.PRNGKey(0) if key.dtype == "uint32" else jax.random.key(0)
+        np.testing.assert_array_equal(jax.random.normal(first, 3), jax.random.normal(wanted, 3))
+        assert ours.all_gather(key, reduce).shape == (size, *key.shape)
+    assert "uint32" in raised(errors.UnsupportedDtypeError, lambda: ours.psum(jax.random.PRNGKey(0), reduce))
 
 
 def check_derivatives(reduce: Any) -> None:

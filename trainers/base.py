@@ -4,11 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import numpy as np
 
 from allreduce.arrays import dtypes
+from allreduce.errors import CopyError
 from allreduce.keywords import known_only
 from allreduce.messages import losses
 from allreduce.messages.agreement import combine, together
@@ -49,6 +50,13 @@ class Trainer(Ranks, ABC):
     mirrors = "step"  # after what all ranks have the same parameters: each "step", or each "epoch"
     divides_state = True  # whether ranks may have parts of the model's state that others lack, until this is closed
     tells_errors = True  # whether `_step` sees on all ranks, before it updates, that one of them has failed
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise CopyError(
+            f"a {type(self).__name__} can't be copied or pickled: its communicators belong to this process. "
+            'Keep the model: `save("model.npz")` writes a file that loads on any number of ranks; '
+            'fit(checkpoint=Checkpoint("run")) writes one from which the training goes on'
+        )
 
     def __init__(self, replica: Replica, topology: Topology) -> None:
         self.replica = replica

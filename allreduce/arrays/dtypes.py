@@ -1,5 +1,6 @@
 """The one table of element types: NumPy dtype, NCCL type, dtype of the sum; MPI knows the rest by itself."""
 
+import zlib
 from typing import NamedTuple
 
 import ml_dtypes
@@ -46,6 +47,18 @@ def parse(dtype: DTypeLike) -> np.dtype:
     return parsed
 
 
+def code(dtype: np.dtype) -> int:
+    """A number by which ranks compare dtypes: that of the table, or a hash of one that is only moved."""
+    known = TYPES.get(dtype)
+    return known.code if known else zlib.crc32(repr(dtype).encode())
+
+
+def refuse_references(dtype: np.dtype) -> None:
+    """Raise UnsupportedDtypeError where elements are references to memory of this process, which can't be moved."""
+    if dtype.hasobject:
+        raise UnsupportedDtypeError(f"dtype {dtype} holds references to objects of this process, which can't be sent")
+
+
 def unsupported(dtype: object) -> UnsupportedDtypeError:
     names = ", ".join(str(known) for known in TYPES)
     order = " in this machine's byte order" if getattr(dtype, "isnative", True) is False else ""
@@ -58,6 +71,9 @@ def is_half(dtype: np.dtype) -> bool:
 
 
 def wire(array: np.ndarray) -> np.ndarray:
-    """The same memory as a dtype that MPI knows and reduces: 16-bit floats as uint16, truth values as bytes."""
-    kind = _WIRE.get(array.dtype)
+    """The same memory as a dtype that MPI knows: 16-bit floats as uint16, and as bytes truth values and other dtypes.
+
+    array: contiguous, 1-D.
+    """
+    kind = _WIRE.get(array.dtype, None if array.dtype in TYPES else _U8)
     return array if kind is None else array.view(kind)

@@ -1,11 +1,12 @@
 """What the ranks must pass alike in one call, read off an array or refused by name."""
 
+import hashlib
 import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from allreduce.arrays import dtypes, ops
+from allreduce.arrays import dtypes
 from allreduce.arrays.gpu import is_gpu_array
 from allreduce.arrays.ops import Op
 from allreduce.errors import NotAnArrayError, NotContiguousError
@@ -15,10 +16,7 @@ _MEMORY = {FOREIGN: "ordinary memory", ALLOCATED: "memory from allocate()", GPU:
 _CALLS = ("all_reduce", "reduce_scatter", "all_gather", "allocate", "broadcast", "collect", "sparse")
 _REDUCING = ("all_reduce", "reduce_scatter", "sparse")
 _FLAT = ("reduce_scatter", "all_gather")
-_MOVING = ("all_gather", "broadcast", "collect", "sparse")
-_BITS = (40, 5, 3, 2, 1, 4)  # of length, dtype, op, memory, layout and call in a word
-NUMBER_BITS = 8
-_WITHOUT_ARRAY = {0: "no call", 1: "allocate(), close(), or a call that it has not made before"}
+NUMBER_BITS, WORD_BITS = 8, 55  # of the number of a call, and of the hash of the call itself: 63 bits together
 AGREEING = 1 << NUMBER_BITS  # the word of all agreements, which find by themselves what differs
 NUMBER = (1 << NUMBER_BITS) - 1
 
@@ -31,13 +29,22 @@ class Signature(NamedTuple):
     op: str
     memory: int  # FOREIGN, ALLOCATED or GPU
     layout: str = "C"  # or "F": ranks that mix them would add wrong elements
-    call: str = "all_reduce"  # or a phase of it: reduce_scatter, all_gather
+    call: str = "all_reduce"  # or another of _CALLS
+    shape: tuple[int, ...] | None = None  # of the array; None: it does not matter here
+    root: int | None = None  # of a broadcast
+
+    def key(self) -> tuple:
+        """By which a backend looks up calls that it knows: with the length of a 1-D array, the shape of others."""
+        one = self.shape is None or len(self.shape) == 1
+        return self.length if one else self.shape, self.dtype, self.op, self.memory
 
     def __str__(self) -> str:
         order = "" if self.layout == "C" else ", Fortran order"
+        shape = "" if self.shape is None or len(self.shape) == 1 else f" of shape {self.shape}"
         memory = _MEMORY[self.memory]
+        root = "" if self.root is None else f", root {self.root}"
         op = f'op "{self.op}", ' if self.call in _REDUCING else ""
-        return f"{self.call}: length {self.length}, dtype {self.dtype}, {op}{memory}{order}"
+        return f"{self.call}: length {self.length}{shape}, dtype {self.dtype}, {op}{memory}{order}{root}"
 
 
 def inspect(buffer: Any, op: str, memory: int, call: str) -> Signature:
@@ -54,7 +61,8 @@ def inspect(buffer: Any, op: str, memory: int, call: str) -> Signature:
         raise NotAnArrayError("the array is read-only or not aligned; it is reduced in place, so pass a copy of it")
     if call in _FLAT and buffer.ndim != 1:
         raise NotAnArrayError(f"{call} takes a 1-D array, not one of shape {buffer.shape} in {_MEMORY[memory]}")
-    return Signature(buffer.size, buffer.dtype, op, memory, "C" if flags.c_contiguous else "F", call)
+    layout = "C" if flags.c_contiguous else "F"
+    return Signature(buffer.size, buffer.dtype, op, memory, layout, call, tuple(buffer.shape))
 
 
 def refuse_other(array: Any) -> None:
@@ -78,40 +86,19 @@ def _hint(buffer: Any) -> str:
 def numbers(signature: Signature | None, op: Op | None) -> list[int]:
     """A signature as the numbers that ranks compare."""
     if signature is None or op is None:
-        return [0] * len(Signature._fields)
-    length, dtype, _, memory, layout, call = signature
-    return [length, dtypes.TYPES[dtype].code, op.code, memory, layout == "F", _CALLS.index(call)]
+        return [0] * 7
+    length, dtype, _, memory, layout, call, *shape_and_root = signature
+    rest = zlib.crc32(repr(shape_and_root).encode())
+    return [length, dtypes.code(dtype), op.code, memory, layout == "F", _CALLS.index(call), rest]
 
 
-def word(signature: Signature, op: Op) -> int:
-    """All of a signature in 63 bits, of which the lowest (NUMBER) are left for the number of the call."""
-    packed = 0
-    for value, bits in zip(numbers(signature, op), _BITS, strict=True):
-        packed = packed << bits | value
-    return packed << NUMBER_BITS
+def word(signature: Signature) -> int:
+    """A hash of a signature, whose lowest bits (NUMBER) are left for the number of the call.
 
-
-def move_word(signature: Signature, *details: int) -> int:
-    """The word of a call that moves an array: which call it is, and a hash of what else has to be alike."""
-    rest = zlib.crc32(repr((signature, details)).encode())
-    return (rest << _BITS[-1] | _CALLS.index(signature.call)) << NUMBER_BITS
-
-
-def unpacked(packed: int) -> str:
-    """A word in plain words; 0 is that of a rank that has not come to any call."""
-    packed >>= NUMBER_BITS
-    if packed in _WITHOUT_ARRAY:
-        return _WITHOUT_ARRAY[packed]
-    moving = _CALLS[packed & ((1 << _BITS[-1]) - 1)]
-    if moving in _MOVING:
-        return f"{moving}, perhaps of another length, dtype, shape, op or root"
-    values = []
-    for bits in reversed(_BITS):
-        values.append(packed & ((1 << bits) - 1))
-        packed >>= bits
-    call, fortran, memory, op, code, length = values
-    dtype = next(dtype for dtype, kind in dtypes.TYPES.items() if kind.code == code)
-    return str(Signature(length, dtype, ops.NAMES[op], memory, "F" if fortran else "C", _CALLS[call]))
+    It is the same on all ranks, which Python's own hashes are not.
+    """
+    digest = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - WORD_BITS) << NUMBER_BITS
 
 
 def allocation_row(length: int, code: int, on_gpu: bool) -> list[int]:

@@ -39,7 +39,6 @@ class Adasum(AllReduce):
     Dot products are formed in float64; 16-bit floats are combined in float32 and rounded once.
     """
 
-    tagged = True
     sums = False
     by_array = True
 

@@ -12,7 +12,7 @@ from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import ALLOCATED, GPU, Signature
 from allreduce.base import AllReduce
-from allreduce.calls import Reduction, quiet
+from allreduce.calls import Reduction
 from allreduce.decision_table import Rule, rule_for
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.messages.stage import LARGEST_BYTES
@@ -138,12 +138,12 @@ class Auto(AllReduce):
 
     def _guarded(self, part: AllReduce, reduce: Reduction, signature: Signature) -> Reduction:
         """`reduce`, and another choice should its first call tell that `part` can't work here after all."""
-        lasting = quiet(reduce)
+        lasting = self._calls.quiet(reduce)
 
         def guarded(buffer: Any, op: Op) -> None:
             try:
                 reduce(buffer, op)
-                if (call := self._known.get(signature[:4])) is not None:
+                if (call := self._known.get(signature.key())) is not None:
                     call.reduce = lasting
             except UnavailableError as error:  # raised on all ranks, before anything was changed
                 self._lack(part.name, error)

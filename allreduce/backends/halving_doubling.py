@@ -25,8 +25,6 @@ class HalvingDoubling(TwoPhase):
     and 3 quarters; and rank 0 finishes quarter 0, rank 2 quarter 1, rank 1 quarter 2, rank 3 quarter 3.
     """
 
-    tagged = True
-
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self._tag)

@@ -43,7 +43,6 @@ class HierarchicalCopy(TwoPhase):
     ) -> None:
         self._made: list[Topology | AllReduce] = []
         self._make, self._parts = make, (node, cross)
-        self.tagged = cross in ("ring", "halving_doubling", "reduce_to_one")
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:

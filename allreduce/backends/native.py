@@ -9,6 +9,7 @@ from allreduce.arrays import chunks, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import Signature
 from allreduce.base import AllReduce, Reduction
+from allreduce.calls import without_numpy
 from allreduce.messages.operations import numpy_operation
 
 LARGEST_COUNT = 1 << 30  # elements in one call: an MPI count is a C int in Open MPI 5
@@ -34,6 +35,7 @@ class Native(AllReduce):
             return self._reduce_plain
         return route
 
+    @without_numpy
     def _reduce_plain(self, buffer: np.ndarray, op: Op) -> None:
         """What the MPI library does by itself: nothing is left to decide in each call."""
         self._comm.Allreduce(MPI.IN_PLACE, buffer, op.mpi)

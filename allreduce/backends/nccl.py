@@ -16,6 +16,7 @@ from allreduce.messages.agreement import all_values, raise_together, root_value,
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase
 
+BYTES = 1  # ncclUint8
 AVERAGE = 4  # ncclAvg in nccl.h, since NCCL 2.10
 AVERAGE_VERSION = 21000
 SHARED_GPU_VERSION = 23000  # since 2.30, NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU
@@ -100,13 +101,16 @@ class Nccl(TwoPhase):
             self._cupy.add(buffer[mine], lost[mine], out=buffer[mine])
 
     def _all_gather(self, buffer: np.ndarray) -> None:
+        if buffer.dtype not in dtypes.TYPES:  # nor may CuPy know it
+            self._hand_round([buffer[self.owned(buffer.size, rank)] for rank in range(self.size)])
+            return
         staged = self._on_gpu(buffer, buffer.dtype)
         self._gather_gpu(staged)
         np.copyto(buffer, staged.get())
 
     def _gather_gpu(self, buffer: Any) -> None:
         with self._settled_on(buffer):
-            self._call(self._gather, buffer, ops.OPS["sum"])
+            self._gather(buffer)
 
     def _on_gpu(self, buffer: np.ndarray, dtype: np.dtype) -> Any:
         """A copy of a NumPy array on this rank's GPU."""
@@ -153,7 +157,7 @@ class Nccl(TwoPhase):
         """The NaN that NCCL's maximum and minimum would lose, and 0 elsewhere; None where it would lose none."""
         return self._cupy.where(self._cupy.isnan(buffer), buffer, 0) if op.keeps_nan(buffer.dtype) else None
 
-    # What NCCL is asked for; each is called by `_call`
+    # What NCCL is asked for; `_all_reduce` and `_scatter` are called by `_call`
 
     def _all_reduce(self, buffer: Any, kind: int, op: int) -> None:
         pointer = buffer.data.ptr
@@ -171,15 +175,15 @@ class Nccl(TwoPhase):
             self._communicator.reduce(end, end, rest, kind, op, self.size - 1, self._stream.ptr)
         self._nccl.groupEnd()
 
-    def _gather(self, buffer: Any, kind: int, op: int) -> None:
-        part, rest = divmod(buffer.size, self.size)
-        pointer, end = buffer.data.ptr, buffer.data.ptr + (buffer.size - rest) * buffer.itemsize
+    def _gather(self, buffer: Any) -> None:
+        """As bytes, so of any dtype."""
+        part, rest = (count * buffer.itemsize for count in divmod(buffer.size, self.size))
+        pointer, end = buffer.data.ptr, buffer.data.ptr + part * self.size
         self._nccl.groupStart()
         if part:
-            mine = pointer + self.rank * part * buffer.itemsize
-            self._communicator.allGather(mine, pointer, part, kind, self._stream.ptr)
+            self._communicator.allGather(pointer + self.rank * part, pointer, part, BYTES, self._stream.ptr)
         if rest:
-            self._communicator.broadcast(end, end, rest, kind, self.size - 1, self._stream.ptr)
+            self._communicator.broadcast(end, end, rest, BYTES, self.size - 1, self._stream.ptr)
         self._nccl.groupEnd()
 
     def _call(self, launch: Callable[[Any, int, int], None], buffer: Any, op: Op, result: Any = None) -> None:

@@ -21,8 +21,6 @@ class ReduceToOne(AllReduce):
     root: the rank that adds.
     """
 
-    tagged = True
-
     def __init__(self, topology: Topology, *, root: int = 0, check: str = "first") -> None:
         if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < topology.size:
             raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {topology.size - 1}")

@@ -72,8 +72,6 @@ class Ring(TwoPhase):
     their partial sums have to travel as float32, or they would be rounded at each rank.
     """
 
-    tagged = True
-
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self._tag)

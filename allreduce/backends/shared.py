@@ -212,6 +212,9 @@ class Shared(TwoPhase):
         staged.end()
 
     def _all_gather_staged(self, buffer: np.ndarray) -> None:
+        if buffer.itemsize > self._stage.slot_bytes:  # a structure
+            self._hand_round([buffer[self.owned(buffer.size, rank)] for rank in range(self.size)])
+            return
         staged = self._staged(buffer, "all_gather")
         staged.put_own(0)
         self._meet(buffer, "all_gather", None)
@@ -241,7 +244,7 @@ class Shared(TwoPhase):
         place: from `_find`; None, for which nothing is returned, stands for ordinary arrays. Comparing a word
         in shared memory costs next to nothing, so here ranks that disagree are found in every call.
         """
-        code = dtypes.TYPES[buffer.dtype].code
+        code = dtypes.code(buffer.dtype)
         word = zlib.crc32(f"{place} {buffer.size} {code} {call}".encode())
         self._meetings += 1
         words = self._words[self._meetings % 2]  # a rank that is ahead is in the next call at the most

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -21,7 +21,7 @@ from mpi4py import MPI
 from allreduce import ending
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError
 from allreduce.messages.kept import keep
-from allreduce.messages.notes import Said, Wait
+from allreduce.messages.notes import Call, Said, Wait
 from allreduce.messages.waiting import Pause
 from allreduce.messages.watch import LOOK_SECONDS, Watch, lonely
 from allreduce.notices import log
@@ -31,6 +31,7 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 Portable = tuple[str, str, str]  # an error: its type's module and name, its text
 
 AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to different ones get a table too
+_REST = (0,) * (AGREED_VALUES - 1)
 LONE_SECONDS = 60.0  # how long a rank with an error waits for others to hear of it
 LARGEST_VALUES = 1 << 30  # bytes of JSON that are taken from other ranks
 EAGER_SECONDS, LONGEST_SLEEP = 1e-3, 1e-3  # of waits for small messages, which are seldom long
@@ -82,9 +83,9 @@ def agree(comm: MPI.Comm, values: Sequence[int], side: str, error: Exception | N
     values: at most AGREED_VALUES. side: this rank's in words, its line in the table of a
     DisagreementError. An agreement costs one small all-reduce; only a failed one exchanges text.
     """
-    mine = np.zeros(AGREED_VALUES + 1, dtype=np.int64)
-    mine[: len(values) + 1] = [error is not None, *values]
-    low = np.concatenate([mine, -mine])  # the minimum of -x is minus the maximum: one message gives both
+    row = [error is not None, *values, *[0] * (AGREED_VALUES - len(values))]
+    mine = np.array([*row, *[-each for each in row]], np.int64)  # the minimum of -x is minus the maximum
+    low = mine.copy()
     try:
         limit = LONE_SECONDS if error else math.inf
         wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), side, limit)
@@ -92,8 +93,32 @@ def agree(comm: MPI.Comm, values: Sequence[int], side: str, error: Exception | N
         if error is None:
             raise
         raise error from ended  # an error of this rank alone, for which the others do not come
-    if np.array_equal(low[: mine.size], -low[mine.size :]) and low[0] == 0:
-        return
+    if error is not None or not np.array_equal(low, mine):
+        _raise_difference(comm, side, error)
+
+
+class Comparison:
+    """Agreements on known calls, in memory that is kept. Making one is local.
+
+    An agreement of any other kind may meet one of these: all ranks get the table then.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+        self._low = np.zeros(2 * (AGREED_VALUES + 1), np.int64)
+
+    def agree(self, call: Call) -> None:
+        """As the function `agree`, for the word of a call and no error. Collective."""
+        low, word = self._low, call.word
+        low[:] = 0
+        low[1], low[AGREED_VALUES + 2] = word, -word
+        wait_for(self._comm, self._comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), "compare a call")
+        if low.tolist() != [0, word, *_REST, 0, -word, *_REST]:
+            _raise_difference(self._comm, str(call), None)
+
+
+def _raise_difference(comm: MPI.Comm, side: str, error: Exception | None) -> NoReturn:
+    """All ranks have seen that they differ, or that one of them has an error: raise that, on all of them."""
     sides = _exchange(comm, side, error)
     if any(side_error is not None for _, side_error in sides):
         raise _first_error(comm, [side_error for _, side_error in sides]) from error

@@ -3,7 +3,7 @@
 Comparing arguments by a message would cost as much as a small reduction. A word in shared memory costs next to
 nothing, so it is compared in every call. Nobody begins a call before all have come to it, so a rank can be one call
 ahead of another, not two: two words for each user and rank are enough.
-Ranks of other nodes are not on the board.
+There is a board where all ranks share a node. Elsewhere a message compares the calls (see allreduce.calls).
 """
 
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from mpi4py import MPI
 
 from allreduce.arrays.signature import NUMBER
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import all_values
 from allreduce.messages.status_rows import FAR_ROWS, ROW_BYTES, StatusRows
 from allreduce.messages.window import CommonWindow
 
@@ -25,38 +24,32 @@ class Slot(NamedTuple):
     """A user's part of the board.
 
     part: its number. met: how often ranks have met there before.
-    turns: for calls in turn, the words of all ranks. place: of this rank's.
-    ranks: the topology's ranks that are on the board, in the order of their words.
+    turns: for calls in turn, the words of all ranks. place: of this rank's. size: how many ranks there are.
     """
 
     part: int
     met: int
     turns: tuple[memoryview, memoryview]
     place: int
-    ranks: tuple[int, ...]
-    size: int  # of `ranks`
-    complete: bool  # all of the topology's ranks are on the board
+    size: int
 
 
 class Board:
-    """The board of one topology. Creating and closing are collective over the ranks of a node.
+    """The board of one topology. Creating and closing are collective.
 
-    node: the ranks that really share memory. rank, ranks: this one's number in the topology, and
-        how many that has.
+    node: the ranks that really share memory. ranks: how many the topology has.
     """
 
-    def __init__(self, node: MPI.Intracomm, rank: int, ranks: int) -> None:
+    def __init__(self, node: MPI.Intracomm, ranks: int) -> None:
         self._node = node
-        self._complete = node.size == ranks
-        self._ranks = tuple(all_values(node, rank, "make a board"))
         self.free = dict.fromkeys(range(USERS), 0)  # parts that no user has: how often ranks have met there
         self._window: CommonWindow | None = None
         self._words: memoryview | None = None
-        if node.size > 1:
+        if node.size == ranks > 1:
             try:
                 self._window = CommonWindow(node, USERS * TURNS * node.size, np.dtype(np.int64))
                 self._words = memoryview(self._window.array)  # type: ignore[arg-type]
-            except UnavailableError:  # on all ranks of the node: their memory is full, and they do without
+            except UnavailableError:  # on all ranks: their memory is full, and they do without
                 pass
 
     def take(self) -> Slot | None:
@@ -64,11 +57,11 @@ class Board:
         if self._words is None or not self.free:
             return None
         part = min(self.free)
-        size = len(self._ranks)
+        size = self._node.size
         even = part * TURNS * size
         odd = even + size
         turns = self._words[even:odd], self._words[odd : odd + size]
-        return Slot(part, self.free.pop(part), turns, self._node.rank, self._ranks, size, self._complete)
+        return Slot(part, self.free.pop(part), turns, self._node.rank, size)
 
     def give_back(self, part: int, met: int) -> None:
         """The user is closed. The next one goes on counting, so that it can't take old words for new ones."""
@@ -82,7 +75,7 @@ class Board:
     def _met(self, part: int) -> int:
         """How often ranks have met in a part, as far as anybody needs to know: by the words that this one has left."""
         assert self._words is not None
-        size = len(self._ranks)
+        size = self._node.size
         even, odd = (self._words[(part * TURNS + turn) * size + self._node.rank] & NUMBER for turn in range(TURNS))
         return odd if (odd - even) & NUMBER == 1 else even
 

@@ -13,7 +13,8 @@ def numpy_operation(combine: np.ufunc, dtype: np.dtype) -> MPI.Op:
 
     def call(before: Any, after: Any, _: MPI.Datatype) -> None:
         result = np.frombuffer(after, dtype)
-        combine(np.frombuffer(before, dtype), result, out=result)
+        with np.errstate(all="ignore"):  # MPI calls it in any thread
+            combine(np.frombuffer(before, dtype), result, out=result)
 
     # In the order of the ranks, so that of two NaNs, or of two zeros, all ranks take the same.
     return MPI.Op.Create(call, commute=False)

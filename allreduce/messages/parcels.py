@@ -30,7 +30,7 @@ def overwrite(comm: MPI.Intracomm, array: np.ndarray, root: int) -> None:
 
 def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     """A contiguous array's memory as bytes, in pieces that MPI can count."""
-    memory = array.reshape(-1).view(np.uint8)
+    memory = array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)  # elements may have no bytes
     for span in segments(slice(0, memory.size), PIECE):
         yield memory[span]
 

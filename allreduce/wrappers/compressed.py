@@ -73,8 +73,8 @@ class Compressed(Wrapper):
             with self._turn(flat):
                 short = self._rounded(flat)
                 with _overflowing():
-                    self.inner(short if array.flags.c_contiguous else short.reshape(array.shape, order="F"), op)
-                flat[...] = short
+                    self.inner(short.reshape(array.shape, order="C" if array.flags.c_contiguous else "F"), op)
+                    flat[...] = short
         else:
             self.inner(buffer, op)
 

@@ -31,7 +31,7 @@ class Wrapper(AllReduce):
     def __init__(self, topology: Topology, *, inner: AllReduce, owns_inner: bool = False) -> None:
         self.inner = inner  # first: attributes that are not here are looked up in it
         self.topology, self.rank, self.size = topology, topology.rank, topology.size
-        self.name, self.tagged = inner.name, inner.tagged
+        self.name = inner.name
         self.sums, self.sums_half, self.copies_foreign = inner.sums, inner.sums_half, inner.copies_foreign
         self.by_array = inner.by_array
         self._shut = self.owns_topology = False

@@ -12,6 +12,7 @@ from together import raised_everywhere, usable
 import allreduce
 from allreduce import errors
 from allreduce.base import AllReduce
+from allreduce.two_phase import TwoPhase
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
@@ -335,8 +336,12 @@ def test_an_intercommunicator_is_refused(world: MPI.Intracomm) -> None:
 
 
 def test_a_communicator_in_place_of_a_topology() -> None:
-    with pytest.raises(errors.OptionError, match=r"takes an allreduce\.Topology, not Intracomm"):
-        allreduce.create("ring", MPI.COMM_WORLD)  # type: ignore[arg-type]
+    remedy = r"create\('auto', topology=allreduce\.Topology\(comm\)\)"
+    with pytest.raises(errors.OptionError, match=rf"takes an allreduce\.Topology, not Intracomm: {remedy}"):
+        allreduce.create("auto", MPI.COMM_WORLD)  # type: ignore[arg-type]
+    if MPI.COMM_WORLD.rank == 0:  # alone: it makes no topology of all ranks, for which it would wait
+        with pytest.raises(errors.OptionError, match=rf"takes an allreduce\.Topology, not comm=: {remedy}"):
+            allreduce.create("auto", comm=MPI.COMM_SELF)
 
 
 def test_a_rule_that_is_none(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
@@ -450,3 +455,47 @@ def test_an_overflow_is_no_error_of_one_rank(name: str, way: Any) -> None:
             reduce(array, "sum")
             assert np.isinf(array).all() == (reduce.size > 1)
         reduce.close()
+
+
+NUMERIC = (*[name for name in allreduce.NAMES if name != "nccl"], "adasum")
+
+
+@pytest.mark.parametrize("compress", [None, "float16"])
+@pytest.mark.parametrize("name", NUMERIC)
+def test_numpy_told_to_raise_after_the_first_call(
+    name: str, compress: str | None, topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm
+) -> None:
+    """Overflow, underflow and invalid values are no error of any rank, whenever np.seterr was called."""
+    if compress and name in ("native", "adasum"):
+        pytest.skip("it sums no 16-bit floats, or rounds them by itself")
+    for ranks_per_node in {None, 1}:
+        if name == "shared" and ranks_per_node:
+            continue
+        reduce = allreduce.create(name, topology_of(ranks_per_node), compress=compress)
+        half = np.ones(300, np.float16) if name != "native" else np.ones(300)
+        arrays = [reduce.allocate(3000, "float32"), np.ones(3000, np.float32), np.ones((3, 2), np.float32), half]
+        _reduce_all(reduce, arrays, 1.0)
+        for how in ("raise", "warn"):
+            with warnings.catch_warnings(), np.errstate(all=how):  # type: ignore[call-overload]
+                warnings.simplefilter("error")
+                for value in (3e38, 1e-44, -np.inf, np.nan):
+                    _reduce_all(reduce, arrays, value)
+        reduce.close()
+
+
+def _reduce_all(reduce: AllReduce, arrays: list[np.ndarray], value: float) -> None:
+    """Every kind of call that computes, on arrays of a value."""
+
+    def filled(array: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            array[...] = value
+        return array
+
+    for op in ("adasum",) if reduce.name == "adasum" else ("sum", "mean", "prod", "max"):
+        for array in arrays:
+            reduce(filled(array), op)
+        reduce([filled(array) for array in arrays], op)
+        if isinstance(reduce, TwoPhase):
+            reduce.reduce_scatter(filled(arrays[1]), op)
+    if reduce.name != "adasum":
+        reduce.sparse(np.array([1, 1, 0]), filled(arrays[2]), 5, "sum")

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from allreduce.base import AllReduce
-from allreduce.errors import OptionError
+from allreduce.errors import CopyError, OptionError
 from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
@@ -270,4 +270,6 @@ class MirroredOptimizer(Life, Optimizer):
         return f"MirroredOptimizer({self.update} on {self.topology}, backend {self.backend.name}, {self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a MirroredOptimizer can't be copied or pickled; save its state_dict()")
+        raise CopyError(
+            "a MirroredOptimizer can't be copied or pickled, as its communicators can't; keep its state_dict()"
+        )

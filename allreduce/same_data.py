@@ -1,0 +1,75 @@
+"""Notices that all ranks train on the same data: a program that was made data-parallel, and goes on loading all of it.
+
+The averages are right then, and the training takes as long as that of one rank, and learns no more.
+"""
+
+import os
+import zlib
+from typing import Any
+
+import numpy as np
+
+from allreduce import notices
+from allreduce.arrays import gpu
+from allreduce.arrays.ops import Op
+from allreduce.calls import Call, Calls, Reduction
+
+SWITCH = "ALLREDUCE_SAME_DATA"  # "allow": nothing is said
+LEAST_LENGTH = 64  # of arrays that are looked at; metrics and counters are shorter
+EQUAL = 3  # different arrays, each of them equal on all ranks, before it is said
+LOOKS = 8  # calls, at most
+SAMPLES = 4096  # elements of an array that are compared
+TEXT = (
+    "all ranks have brought the same gradients, bit for bit, to the first averages: they seem to train on the same "
+    "batches, which takes as long as one rank alone and learns no more. Give each rank its share of the data: "
+    "sampler=DistributedSampler(dataset) for a DataLoader, or x[rank::size]; shares of different size are weighted by "
+    f"`rows` of MirroredOptimizer ({SWITCH}=allow leaves this warning out)"
+)
+
+
+class SameData:
+    """Compares the first arrays that a backend averages over all ranks. Local, but for the reductions that it gives.
+
+    Only means of at least LEAST_LENGTH elements count, and no array whose elements are all equal. The first array that
+    differs between ranks ends it: they have data of their own.
+    """
+
+    def __init__(self, calls: Calls, rank: int, looks: bool) -> None:
+        self._calls, self._rank = calls, rank
+        self._left = LOOKS if looks else 0
+        self._equal: set[int] = set()
+
+    def first(self, call: Call, reduce: Reduction) -> Reduction:
+        """`reduce`, and before it a look at the array, as long as that is due. Which it is on all ranks, or on none."""
+        if not self._left or call.op.scale is None or call.signature.length < LEAST_LENGTH:
+            return reduce
+        inner = reduce
+
+        def look(buffer: Any, op: Op) -> None:
+            nonlocal inner
+            if self._left:
+                self._look(buffer)
+            inner(buffer, op)
+            if call.reduce is not look:  # "auto" knows by now what it takes
+                inner = call.reduce
+            call.reduce = look if self._left else inner
+
+        call.reduce = look
+        return look
+
+    def _look(self, buffer: Any) -> None:
+        """Compare a 1-D array. Collective, inside of a call on which the ranks have agreed."""
+        self._left -= 1
+        sample = buffer[:: max(1, buffer.size // SAMPLES)]
+        content = (sample.get() if gpu.is_gpu_array(sample) else sample).tobytes()
+        mine = zlib.crc32(content)
+        varied = content != content[: buffer.itemsize] * (len(content) // buffer.itemsize)
+        low, minus_high, varied = self._calls.lowest(np.array([mine, -mine, varied])).tolist()
+        if low != -minus_high:
+            self._left = 0
+        elif varied:
+            self._equal.add(low)
+        if len(self._equal) == EQUAL:
+            self._left = 0
+            if os.environ.get(SWITCH) != "allow":
+                notices.once(self._rank, TEXT)
