@@ -4,7 +4,8 @@
 
 KIND: allreduce, torch (torch.distributed), horovod, or the name of a trainer. All ranks but the first LIVING ones are
 killed. WAY: how the others end: "meet" the loss without catching it; or by what the first of them does, while the
-rest wait for it: "raise", "interrupt", "exit" (all call sys.exit(5)), "thread", "killed" (all are), "end" (all end well).
+rest wait for it: "raise", "interrupt", "exit" (all call sys.exit(5)), "thread", "killed" (all are), "end" (all end
+well).
 """
 
 import functools
