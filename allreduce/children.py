@@ -100,20 +100,8 @@ def _note_fork() -> None:
     global _forked
     mpi = sys.modules.get("mpi4py.MPI")
     _forked = _forked or (mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized())
-    if _forked and not _taken_for_finalized():
+    if _forked:
         _note_exit_codes()
-
-
-def _taken_for_finalized() -> bool:
-    """Have Open MPI believe in this process that it was finalized, so that mpi4py lets it be. False for other MPIs."""
-    try:
-        library = ctypes.CDLL("libmpi.so.40", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        ctypes.c_int32.in_dll(library, "ompi_mpi_state").value = FINALIZE_COMPLETED
-    except (OSError, ValueError):
-        return False
-    from mpi4py import MPI
-
-    return MPI.Is_finalized()
 
 
 _exit_codes = [0]  # of a forked child: the last is what it ends with
@@ -136,12 +124,26 @@ def _note_exit_codes() -> None:
 
 @atexit.register  # one of the first, so that it runs behind those of the program
 def _end_child() -> None:
-    """End a forked child here: behind this mpi4py finalizes MPI."""
+    """Let a forked child end without MPI_Finalize, which mpi4py calls behind this. Open MPI is told that it was called;
+    under another MPI the child ends here.
+    """
     if _forked and not _taken_for_finalized():
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(_exit_codes[-1])
+
+
+def _taken_for_finalized() -> bool:
+    """Have Open MPI believe in this process that it was finalized; False for other MPIs. Local, at the end."""
+    try:
+        library = ctypes.CDLL("libmpi.so.40", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        ctypes.c_int32.in_dll(library, "ompi_mpi_state").value = FINALIZE_COMPLETED
+    except (OSError, ValueError):
+        return False
+    from mpi4py import MPI
+
+    return MPI.Is_finalized()
 
 
 os.register_at_fork(after_in_child=_note_fork)  # before those of guard()

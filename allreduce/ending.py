@@ -170,7 +170,8 @@ def _shorten(told: traceback.TracebackException, error: BaseException, chain: bo
     chain: out of those of the errors that it comes from, too.
     """
     left_out = 0
-    for cause_told, cause in ((told.__cause__, error.__cause__), (told.__context__, error.__context__)):
+    context = None if error.__suppress_context__ else error.__context__
+    for cause_told, cause in ((told.__cause__, error.__cause__), (told.__context__, context)):
         if chain and cause_told is not None and cause is not None:
             left_out += _shorten(cause_told, cause, chain)
             break
@@ -296,11 +297,13 @@ def _tells(error: BaseException) -> bool:
 
 def say(text: str) -> None:
     """Print an error's text, with the rank, behind what the program has printed."""
-    sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed: the job must end
+        sys.stdout.flush()
     # Not sys.stderr: torch.distributed wraps the hook and prints what it wrote there afterwards, too late.
     stderr = sys.__stderr__ or sys.stderr
-    stderr.write(_of_this_rank(text))
-    stderr.flush()
+    with contextlib.suppress(OSError, ValueError):
+        stderr.write(_of_this_rank(text))
+        stderr.flush()
 
 
 def write_down(text: str) -> None:
@@ -327,7 +330,8 @@ def on_ending(tell: Callable[[int], object]) -> None:
 
 def follow(code: int) -> NoReturn:
     """Another rank ends the job, and has said why. From any thread."""
-    sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+        sys.stdout.flush()
     os._exit(code)
 
 
@@ -350,6 +354,8 @@ def _all_others_failed() -> bool:
     False where ranks can't fail alone: MPI_Abort gives the code there.
     """
     world = MPI.COMM_WORLD
+    if "OMPI_MCA_mpi_ft_enable" not in os.environ:
+        return False
     try:
         with contextlib.suppress(MPI.Exception):  # it raises when a rank has failed
             world.Iprobe()  # MPI hears of failures inside of its calls

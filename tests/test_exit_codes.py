@@ -9,6 +9,7 @@ from conftest import JobRunner
 
 ENDS = Path(__file__).parent / "faults" / "ends.py"
 KILLED = 128 + 9
+TRAINERS = ("MirroredTrainer", "ParameterServerTrainer", "SpareReplicasTrainer")
 WAYS = {"end": 0, "raise": 1, "interrupt": 130, "exit": 5, "thread": 1}
 
 
@@ -36,7 +37,7 @@ def test_of_a_job_without_ulfm_that_loses_a_rank(mpirun: JobRunner, mpi: str, co
         *[("allreduce", 3, 2, way) for way in ("meet", *WAYS)],
         ("allreduce", 4, 1, "meet"),
         ("allreduce", 4, 1, "raise"),
-        *[(kind, 3, living, "meet") for kind in ("torch", "horovod") for living in (1, 2)],
+        *[(kind, 3, living, "meet") for kind in ("torch", "horovod", *TRAINERS) for living in (1, 2)],
     ],
 )
 def test_of_a_job_with_ulfm_that_loses_ranks(mpirun: JobRunner, kind: str, ranks: int, living: int, way: str) -> None:

@@ -2,11 +2,13 @@
 
     mpirun --with-ft ulfm -n 3 python ends.py KIND LIVING WAY
 
-KIND: allreduce, torch (torch.distributed) or horovod. All ranks but the first LIVING ones are killed. WAY: how the
-others end: "meet" the loss without catching it; or by what the first of them does, while the rest wait for it:
-"raise", "interrupt", "exit" (all call sys.exit(5)), "thread", "killed" (all are), "end" (all end well).
+KIND: allreduce, torch (torch.distributed), horovod, or the name of a trainer. All ranks but the first LIVING ones are
+killed. WAY: how the others end: "meet" the loss without catching it; or by what the first of them does, while the
+rest wait for it: "raise", "interrupt", "exit" (all call sys.exit(5)), "thread", "killed" (all are), "end" (all end
+well).
 """
 
+import functools
 import os
 import signal
 import sys
@@ -60,8 +62,17 @@ def horovod(living: int) -> tuple[int, Call, Call]:
     return hvd.rank(), lambda: hvd.allreduce(numbers, name="numbers"), int
 
 
+def training(name: str, living: int) -> tuple[int, Call, Call]:
+    import trainers
+
+    topology = allreduce.Topology()
+    trainer = getattr(trainers, name)(trainers.NumpyNetwork([4, 2]), topology=topology)
+    x, y = np.zeros((40, 4), np.float32), np.zeros(40, int)
+    return topology.rank, lambda: trainer.fit(x, y, batch_size=8, progress=False), int
+
+
 def main(kind: str, living: int, way: str) -> None:
-    rank, call, go_on = {"allreduce": backend, "torch": torch_distributed, "horovod": horovod}[kind](living)
+    rank, call, go_on = KINDS.get(kind, functools.partial(training, kind))(living)
     call()
     if rank >= living:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -86,6 +97,8 @@ def failing(call: Call) -> None:
     call()
     raise ValueError("on purpose")
 
+
+KINDS = {"allreduce": backend, "torch": torch_distributed, "horovod": horovod}
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
