@@ -137,7 +137,7 @@ class Topology(Survival):
 
     @staticmethod
     def _given(comm: MPI.Intracomm | None) -> MPI.Intracomm:
-        if comm is None or comm == MPI.COMM_WORLD:
+        if comm is None or comm is MPI.COMM_WORLD:
             launcher.check(MPI.COMM_WORLD.size)
         return checked(comm, MPI.COMM_WORLD)
 
