@@ -283,6 +283,7 @@ class Watch:
                 self._ask_for_stacks(wait)
         if error is None or wait.call is not call:
             return
+        self.notes.gives_up(wait, call)
         if self.notes.size > 1 and not ending.in_part():
             error.teller = self.notes.teller(wait, call)
         if wait.raises:
