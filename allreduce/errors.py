@@ -10,9 +10,11 @@ class AllReduceError(Exception):
 
     ranks: the ranks of MPI.COMM_WORLD that all raised this same error, so that one report of it is enough;
         None when it is this rank's alone.
+    teller: the rank of MPI.COMM_WORLD that reports it when nobody catches it; None: the lowest of `ranks`.
     """
 
     ranks: tuple[int, ...] | None = None
+    teller: int | None = None
 
 
 class DisagreementError(AllReduceError):
@@ -41,11 +43,9 @@ class RankLostError(AllReduceError, RuntimeError):
 
     lost: the ranks that are known to be lost, as numbers of the topology that was in use; empty on a rank that has
         heard of it from another one.
-    teller: the rank of MPI.COMM_WORLD that reports it when nobody catches it.
     """
 
     lost: tuple[int, ...] = ()
-    teller: int | None = None
 
 
 class BrokenError(AllReduceError, RuntimeError):

@@ -174,6 +174,22 @@ def test_ranks_behind_one_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch
     ]
 
 
+def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks give up at about the same time; the later one must not say that the other has not come."""
+    monkeypatch.setattr(ending, "world_ranks", lambda comm: range(comm.size))
+    _, every = make(3, 3)
+    wait = all_wait(every, 1)
+    every[2].gives_up(wait, Said("all_reduce", 5))
+    every[2].waits([])
+    every[0].exchange()
+    assert "  ranks 0, 2: wait in all_reduce" in every[0].table(Said("all_reduce", 5))
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+    every[2].waits([])
+    every[0].exchange()
+    assert "  ranks 1-2: have not come" in every[0].table(Said("all_reduce", 5))
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_every_rank_hears_which_one_has_left_and_which_differ(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the ranks of a node share no memory."""

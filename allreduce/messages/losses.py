@@ -96,7 +96,7 @@ def name_in_job() -> tuple[int, int] | None:
         own = _Name.in_dll(ctypes.CDLL("libopen-pal.so.80", mode=os.RTLD_NOLOAD | os.RTLD_NOW), "opal_process_info")
     except (OSError, ValueError):  # another Open MPI
         return None
-    return (own.job, own.rank) if own.rank == MPI.COMM_WORLD.rank else None
+    return (own.job, own.rank) if os.environ.get("PMIX_RANK") == str(own.rank) else None
 
 
 def declare_failed(name: tuple[int, int]) -> bool:

@@ -27,6 +27,7 @@ from allreduce.messages.status_rows import FAR_BYTES, OWN_BYTES, StatusRows
 from allreduce.messages.waiting import asleep
 
 SILENT_SECONDS = 5.0  # after which a neighbour that takes no message is told of
+GIVEN_UP_SECONDS = 5.0  # for which a wait that has ended in an error is still told of
 GONE_SECONDS = 1.0  # how often a long wait looks whether the processes of the node live
 LAST_SECONDS = 0.3  # for the last messages of a rank that leaves
 NOTHING = status.encode({})
@@ -147,6 +148,7 @@ class Notes:
         self.lost = False  # a rank was lost: only who leaves is told, to all ranks
         self._own: dict[Fact, set[int]] = {}  # what this rank tells
         self._connected = False
+        self._given_up: dict[Fact, float] = {}  # waits of this rank that have ended in an error, and when
         self._rows: StatusRows | None = None
         self._node: tuple[int, ...] = (self.rank,)
         self._of_node: dict[int, State] = {}  # by index on the node
@@ -196,9 +198,17 @@ class Notes:
 
     def waits(self, waits: Iterable[tuple[Wait, Call]]) -> None:
         """These are the long waits of this rank."""
-        told = (status.fact(WAITING, wait.number, wait.count, call.word, str(call)) for wait, call in waits)
-        if (facts := list(dict.fromkeys(told))) != [each for each in self._own if each.kind == WAITING]:
+        now = time.monotonic()
+        self._given_up = {each: since for each, since in self._given_up.items() if now - since < GIVEN_UP_SECONDS}
+        told = [_waiting(wait, call) for wait, call in waits]
+        if (facts := list(dict.fromkeys([*told, *self._given_up]))) != [
+            each for each in self._own if each.kind == WAITING
+        ]:
             self._tell([WAITING], facts)
+
+    def gives_up(self, wait: Wait, call: Call) -> None:
+        """A wait ends in an error. Others, who come to theirs a moment later, still see that this rank had come."""
+        self._given_up[_waiting(wait, call)] = time.monotonic()
 
     def leaves(self, why: str, wait: Wait | None) -> None:
         """This rank waits for nobody any more: in one place or, as its program ends, in any."""
@@ -458,3 +468,7 @@ class Notes:
     def table(self, call: Call) -> str:
         """Where all ranks are, as far as this one knows, which is in `call`. At most 20 lines."""
         return status.table(self.state, self.size, self.rank, str(call))
+
+
+def _waiting(wait: Wait, call: Call) -> Fact:
+    return status.fact(WAITING, wait.number, wait.count, call.word, str(call))

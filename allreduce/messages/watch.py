@@ -283,9 +283,13 @@ class Watch:
                 self._ask_for_stacks(wait)
         if error is None or wait.call is not call:
             return
+        self.notes.gives_up(wait, call)
+        if self.notes.size > 1 and not ending.in_part():
+            error.teller = self.notes.teller(wait, call)
         if wait.raises:
             wait.error = error
         else:
+            ending.leave_to_teller(error)
             ending.end_job(f"{type(error).__name__}: {error}\n", ending.code_of(error))
 
     def _speaks(self, wait: Wait, call: Call) -> bool:
