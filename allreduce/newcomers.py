@@ -33,8 +33,8 @@ NOTHING = np.empty(0, np.int64)
 START = "start a process in the place of a lost rank"
 ROOM = ("PMIX_MAPBY", "slot:OVERSUBSCRIBE")  # the launcher does not take a lost rank's slot for free
 LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_")  # variables that tell a process who it is
-# Beginnings of names: what a newcomer gets of rank 0's environment, which Python and libraries of numbers read. The rest of
-# it (tokens, passwords) has no business in a message.
+# Beginnings of names: what a newcomer gets of rank 0's environment, which Python and libraries of numbers read. The
+# rest of it (tokens, passwords) has no business in a message.
 HANDED = (
     *(
         "ALLREDUCE_",

@@ -1,6 +1,7 @@
 """Who is where: the world, the node and the cross communicators, their owner, and simulated nodes."""
 
 import threading
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import NoReturn
@@ -69,7 +70,8 @@ class Topology(Survival):
         try:
             with waiting(comm, asked):
                 first = self._own(comm.Dup())
-            self.watch = Watch(first, self.timeout, revoke=self._revoke)
+            revoke = weakref.WeakMethod(self._revoke)  # MPI keeps the watch with `first`; a topology can be dropped
+            self.watch = Watch(first, self.timeout, revoke=lambda: (call := revoke()) and call())
             watched(first, self.watch, self.place())
             with waiting(first, asked):
                 self._connect(first)

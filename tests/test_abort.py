@@ -125,6 +125,28 @@ def test_a_wrong_keyword_is_told_once(mpirun: JobRunner, mpi: str, call: str) ->
     assert (job.stdout + job.stderr).count("Traceback") == 1
 
 
+SAVES = """
+import sys
+import numpy as np
+from trainers import MirroredTrainer, NumpyNetwork
+trainer = MirroredTrainer(NumpyNetwork([4, 3]))
+if trainer.rank == 0:
+    trainer.save(sys.argv[1])
+{rest}
+"""
+
+
+@pytest.mark.parametrize("rest", ["", "trainer.close()", "trainer.predict(np.zeros((2, 4), 'float32'))"])
+def test_a_save_of_rank_0_alone_is_told_to_be_collective(
+    mpirun: JobRunner, tmp_path: Path, mpi: str, rest: str
+) -> None:
+    job = mpirun(2, ["-c", SAVES.format(rest=rest), tmp_path / "model.npz"], mpi=mpi)
+    text = job.stdout + job.stderr
+    assert job.returncode != 0
+    assert "save, by which rank 0 writes (collective: every rank calls it)" in text
+    assert ("RankLeftError: rank 1 has left" if not rest else "DisagreementError: the ranks disagree") in text
+
+
 def test_ranks_in_different_calls_are_told(mpirun: JobRunner, mpi: str) -> None:
     """Where nothing compares what they bring, no message of one call is taken for one of another."""
     code = (

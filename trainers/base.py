@@ -209,6 +209,8 @@ class Trainer(Ranks, ABC):
     def save(self, path: str) -> None:
         """Write the model, with the optimizer's state, to exactly `path`, by rank 0. Raises ModelFileError.
 
+        Collective, as all methods: every rank calls it, without an `if rank == 0`, and rank 0 alone writes.
+
         The file (.npz, no pickle) does not depend on the number of ranks; NumpyNetwork.load reads it without MPI.
         """
         self._call(Call("save", lambda: self._save(path)))
@@ -300,7 +302,7 @@ class Trainer(Ranks, ABC):
         return outputs
 
     def _save(self, path: str) -> None:
-        self._enter("save")
+        self._enter("save, by which rank 0 writes")
         self._complete()
         self._on_one(lambda: self.replica.save(path))
 

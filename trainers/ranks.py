@@ -110,7 +110,7 @@ class Ranks:
     def _enter(self, call: str) -> None:
         """Begin a method without data; a rank that came to another one is told instead of waited for."""
         self._check_open()
-        self._agree(call)
+        self._agree(f"{call} (collective: every rank calls it)")
 
     def _agree(self, row: str, error: Exception | None = None) -> None:
         agree(self._comm, [zlib.crc32(row.encode())], row, error)

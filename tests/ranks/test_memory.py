@@ -21,6 +21,7 @@ from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
 from allreduce.messages.stage import LARGEST_BYTES
 from allreduce.messages.window import CommonWindow
+from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork
 
 SIZE = MPI.COMM_WORLD.size
 LENGTH = 200_000
@@ -71,6 +72,32 @@ def test_arrays_outlive_their_backend(reduce: AllReduce) -> None:
 
 def _shared_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("rw-s")  # whatever made them
+
+
+def _trainer(kind: str) -> object:
+    network = NumpyNetwork([64, 32, 3])
+    return CentralStorageTrainer(network) if kind == "central" else MirroredTrainer(network, update=kind)
+
+
+DROPPED: dict[str, Callable[[], object]] = {
+    "replicated": lambda: _trainer("replicated"),
+    "sharded": lambda: _trainer("sharded"),
+    "central": lambda: _trainer("central"),
+    "backend": lambda: allreduce.create("shared").allocate(LENGTH, "float32")[:0].size,
+    "topology": lambda: allreduce.create("auto", allreduce.Topology()).allocate(LENGTH, "float32")[:0].size,
+}
+
+
+@pytest.mark.parametrize("kind", DROPPED)
+def test_what_is_dropped_with_its_topology_gives_its_memory_back(kind: str, world: MPI.Intracomm) -> None:
+    """Without close(), and with no other rank's help."""
+    mappings = []
+    for _ in range(4):
+        DROPPED[kind]()
+        gc.collect()
+        mappings.append(_shared_mappings())
+        world.Barrier()
+    assert mappings[1] == mappings[-1], mappings
 
 
 @pytest.mark.parametrize("name", ["shared", "auto", "hierarchical_copy"])
