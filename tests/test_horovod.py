@@ -25,6 +25,20 @@ def test_without_torch_the_extra_is_named() -> None:
 
 
 @needs_torch
+def test_other_imports_of_a_script() -> None:
+    import torch
+
+    import trainers.horovod as horovod
+    from trainers.horovod.torch import mpi_ops
+
+    assert horovod.torch is sys.modules["trainers.horovod.torch"]  # and not PyTorch
+    assert horovod.torch.mpi_ops is mpi_ops
+    for name in mpi_ops.__all__:
+        assert getattr(horovod.torch, name) is getattr(mpi_ops, name)
+    assert horovod.torch.gpu_available("torch") == torch.cuda.is_available()
+
+
+@needs_torch
 def test_objects_come_back_as_they_were() -> None:
     import numpy as np
     import torch

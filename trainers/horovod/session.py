@@ -212,6 +212,15 @@ def cuda_built() -> bool:
     return bool(torch.backends.cuda.is_built())
 
 
+def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:
+    """Whether PyTorch sees a GPU. ext_base_name: "torch", the one framework here. verbose: has no effect."""
+    import torch
+
+    if ext_base_name != "torch":
+        raise ArgumentError(f'hvd.gpu_available({ext_base_name!r}): "torch" is the one framework here')
+    return bool(torch.cuda.is_available())
+
+
 class ProcessSet:
     """Some ranks, of which this may be one.
 
