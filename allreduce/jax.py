@@ -122,7 +122,7 @@ def all_gather(tree: Any, backend: AllReduce) -> Any:
 def broadcast(tree: Any, backend: AllReduce, root: int = 0) -> Any:
     """The arrays of rank `root`. Collective. Its gradient is the sum of all ranks' on `root`, zero elsewhere."""
     if not isinstance(root, int | np.integer) or not 0 <= root < backend.size:
-        raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {backend.size - 1}")
+        raise OptionError(f"root must be a rank of this topology, 0 to {backend.size - 1}, got {root!r}")
     return _call(tree, backend, "broadcast", int(root))
 
 

@@ -83,7 +83,7 @@ class Moves(ABC):
             if signature.dtype not in dtypes.TYPES:
                 raise dtypes.unsupported(signature.dtype)
             if not isinstance(root, int | np.integer) or not 0 <= root < self.size:
-                raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {self.size - 1}")
+                raise OptionError(f"root must be a rank of this topology, 0 to {self.size - 1}, got {root!r}")
             details = [int(root), zlib.crc32(repr(array.shape).encode())]
         except AllReduceError as refused:
             error = refused

@@ -135,7 +135,7 @@ def test_ctrl_c_on_one_rank(tmp_path: Path, quiet: dict[str, str]) -> None:
 REFUSED = {
     "bandwidth -b 12Q": "'12Q' is not a size",
     f"bandwidth -b {'9' * 400}G": "is not a size",
-    "bandwidth -f inf": "give a number of at least 1.01",
+    "bandwidth -f inf": "must be a number >= 1.01, got 'inf'",
     "bandwidth -d complex64": "complex64 can't be reduced",
     "bandwidth -o median": "'median' is unknown",
     "bandwidth -n 0": "at least 1",

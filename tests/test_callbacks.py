@@ -184,7 +184,7 @@ def test_warm_up_alone_and_with_a_schedule() -> None:
 @pytest.mark.parametrize("rate", [-1.0, math.nan, math.inf, "0.1", None])
 def test_a_schedule_that_returns_no_rate(rate: Any) -> None:
     trainer = Trainer()
-    with pytest.raises(ArgumentError, match="which is no learning rate"):
+    with pytest.raises(ArgumentError, match="must return a number >= 0, got"):
         fit(LearningRateSchedule(lambda epoch, before: rate), losses(1), trainer)
     assert trainer.replica.learning_rates == [0.1]
 
@@ -249,7 +249,7 @@ def test_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match=r"other: this fit is recorded already, in .*/one; give one Timeline"):
         train(Timeline(tmp_path / "one"), Timeline(tmp_path / "other"))
     for most in (0, True, "9"):
-        with pytest.raises(ArgumentError, match="is no number of spans"):
+        with pytest.raises(ArgumentError, match="most must be an integer >= 1, got"):
             Timeline("trace.json", most)  # type: ignore[arg-type]
 
 

@@ -75,12 +75,12 @@ def compare(comm: MPI.Intracomm, held: Mapping[str, np.ndarray | str]) -> Diverg
 def refusal(every: Any, on_divergence: Any, source: Any, ranks: int) -> str:
     """What is wrong with such options; "" for nothing."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        return f"every={every!r}: give a number of steps, at least 1"
+        return f"every must be an integer >= 1, got {every!r}"
     if on_divergence not in ANSWERS:
         return f'on_divergence={on_divergence!r} is unknown; use "raise" or "copy"'
     rank = isinstance(source, int) and not isinstance(source, bool)
     if source != MAJORITY and not (rank and 0 <= source < ranks):
-        return f'source={source!r}: give "majority", or the rank whose replica is right, 0 to {ranks - 1}'
+        return f'source must be "majority", or a rank, 0 to {ranks - 1}, got {source!r}'
     return ""
 
 
