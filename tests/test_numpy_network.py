@@ -159,7 +159,7 @@ def test_initialisation(init: str, variance: float) -> None:
         ({"init": "zeros"}, "he, glorot"),
         ({"device": "tpu"}, 'use "cpu" or "cuda"'),
         ({"lr": 0.0}, r"lr must be a number > 0 and < .*, got 0\.0"),
-        ({"lr": float("nan")}, "lr=nan"),
+        ({"lr": float("nan")}, "lr must be a number > 0 and < inf, got nan"),
         ({"optimizer": numpy_optimizers.Adam(), "lr": 0.1}, "belongs to an optimizer"),
     ],
 )
