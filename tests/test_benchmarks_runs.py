@@ -138,7 +138,7 @@ REFUSED = {
     "bandwidth -f inf": "must be a number >= 1.01, got 'inf'",
     "bandwidth -d complex64": "complex64 can't be reduced",
     "bandwidth -o median": "'median' is unknown",
-    "bandwidth -n 0": "at least 1",
+    "bandwidth -n 0": "must be an integer >= 1, got '0'",
     "bandwidth --ranks-per-node 0": "one per node such as 3,1",
     "bandwidth --ranks-per-node 2,2": "can't describe 2 ranks",
     "bandwidth --backends shard": "did you mean 'shared'?",
