@@ -298,7 +298,7 @@ class AllReduce(Sparse):
             code = dtypes.TYPES[dtypes.parse(dtype)].code
             self._check_dtype(dtypes.parse(dtype))
             if isinstance(length, bool) or not isinstance(length, int | np.integer) or not 0 <= length <= LARGEST:
-                raise OptionError(f"length={length!r} is not a number of elements; give an integer from 0 to {LARGEST}")
+                raise OptionError(f"length must be an integer from 0 to {LARGEST}, got {length!r}")
             if device not in (None, "cpu", "cuda"):
                 raise OptionError(f'device={device!r} is unknown; use "cpu", "cuda" or None')
         except AllReduceError as refused:

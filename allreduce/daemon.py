@@ -61,7 +61,9 @@ def follow() -> None:
         _followed.append(os.pidfd_open(found[0]))
     except OSError:  # an older kernel, or a container that forbids it
         return
-    threading.Thread(target=_wait_for_its_end, args=(_followed[0], *found), name="allreduce daemon", daemon=True).start()
+    threading.Thread(
+        target=_wait_for_its_end, args=(_followed[0], *found), name="allreduce daemon", daemon=True
+    ).start()
 
 
 def _wait_for_its_end(descriptor: int, number: int, name: str) -> None:

@@ -131,7 +131,7 @@ def broadcast(tree: Any, backend: AllReduce, root: int = 0) -> Any:
     tree: as of `all_gather`.
     """
     if isinstance(root, bool) or not isinstance(root, int | np.integer) or not 0 <= root < backend.size:
-        raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {backend.size - 1}")
+        raise OptionError(f"root must be a rank of this topology, 0 to {backend.size - 1}, got {root!r}")
     return _call(tree, backend, "broadcast", int(root))
 
 

@@ -85,7 +85,7 @@ class Moves(ABC):
             dtypes.refuse_references(signature.dtype)
             if call == "broadcast":
                 if isinstance(root, bool) or not isinstance(root, int | np.integer) or not 0 <= root < self.size:
-                    raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {self.size - 1}")
+                    raise OptionError(f"root must be a rank of this topology, 0 to {self.size - 1}, got {root!r}")
                 signature = signature._replace(root=int(root))
         except AllReduceError as refused:
             error = refused

@@ -66,7 +66,7 @@ def _is_positive(number: object) -> bool:
 
 def bad_split(colour: int, on_error: str) -> OptionError | None:
     if isinstance(colour, bool) or not isinstance(colour, int) or not 0 <= colour < 2**31:
-        return OptionError(f"colour={colour!r}: give an integer of at least 0, the same on the ranks of a part")
+        return OptionError(f"colour must be an integer >= 0, the same on the ranks of a part, got {colour!r}")
     if on_error not in ("job", "part"):
         return OptionError(f'on_error={on_error!r} is unknown; use "job" or "part"')
     return None
@@ -80,7 +80,7 @@ def bad_timeout(timeout: float | None) -> OptionError | None:
         return error
     if timeout is None or (isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0):
         return None
-    return OptionError(f"timeout={timeout!r} is no time to wait: give seconds, more than 0")
+    return OptionError(f"timeout must be a number of seconds > 0, got {timeout!r}")
 
 
 def checked(comm: MPI.Intracomm | None, default: MPI.Intracomm) -> MPI.Intracomm:

@@ -89,7 +89,7 @@ def man(pool: Topology, spares: int) -> Topology | None:
     error: Exception | None = None
     if isinstance(spares, bool) or not isinstance(spares, int | np.integer) or not 0 < spares < pool.size:
         error = OptionError(
-            f"spares={spares!r}, and there are {pool.size} ranks: give an integer of at least 1 and below that"
+            f"spares must be an integer >= 1 and below the number of ranks, {pool.size}, got {spares!r}"
         )
     elif not losses.in_force():
         error = UnavailableError(

@@ -95,7 +95,7 @@ def nodes(text: str) -> int | list[int]:
     except ValueError:
         parts = [0]
     if min(parts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number of ranks, or one per node such as 3,1")
+        raise argparse.ArgumentTypeError(f"must be a number of ranks, or one per node such as 3,1, got {text!r}")
     return parts[0] if len(parts) == 1 else parts
 
 
@@ -108,7 +108,9 @@ def at_least(least: float, kind: Callable[[str], Any] = int) -> Callable[[str], 
         except ValueError:
             value = None
         if value is None or not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r}: give a number of at least {least}")
+            raise argparse.ArgumentTypeError(
+                f"must be {'an integer' if kind is int else 'a number'} >= {least}, got {text!r}"
+            )
         return value
 
     return parse

@@ -154,7 +154,7 @@ def _threshold(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 100:
-        raise argparse.ArgumentTypeError(f"{text!r}: write 10% or 0.1")
+        raise argparse.ArgumentTypeError(f"must be a share such as 10% or 0.1, got {text!r}")
     return value
 
 

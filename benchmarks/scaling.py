@@ -194,7 +194,7 @@ def _link(text: str) -> tuple[float, float]:
     """Bits per second and seconds of "100gbit" or "100gbit,2us"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit(?:,(\d+(?:\.\d+)?)(ns|us|ms))?", text.strip().lower())
     if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a rate and perhaps a latency, as in 10gbit or 100gbit,2us")
+        raise argparse.ArgumentTypeError(f"must be a rate such as 10gbit, or with a latency 100gbit,2us, got {text!r}")
     return float(match[1]) * _UNITS[match[2]], float(match[3]) * _TIMES[match[4]] if match[3] else LINK_LATENCY
 
 
@@ -205,7 +205,9 @@ def _number(kind: Any, least: float, most: float) -> Any:
         except ValueError:
             value = None
         if value is None or not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r}: give a number from {least:g} to {most:g}")
+            raise argparse.ArgumentTypeError(
+                f"must be {'an integer' if kind is int else 'a number'} from {least:g} to {most:g}, got {text!r}"
+            )
         return value
 
     return parse

@@ -78,9 +78,9 @@ def test_words() -> None:
     [
         (["docter"], "no command is called 'docter'; did you mean doctor?"),
         (["doctor", "--jsn=x"], "did you mean --json?"),
-        (["doctor", "--parameters", "-3"], "'-3' is no number of parameters such as 350M"),
-        (["doctor", "--parameters", "many"], "is no number of parameters"),
-        (["doctor", "--seconds", "nan"], "is no number of seconds"),
+        (["doctor", "--parameters", "-3"], "must be a number of parameters such as 350M, 1.5B or 25000000, got '-3'"),
+        (["doctor", "--parameters", "many"], "must be a number of parameters"),
+        (["doctor", "--seconds", "nan"], "must be a number of seconds from 0 to 3600, got 'nan'"),
         (["--versoin"], "did you mean --version?"),
     ],
 )

@@ -179,8 +179,8 @@ def test_seconds_that_are_no_number(mpirun: JobRunner) -> None:
     job = mpirun(2, ["-c", code, *LIMITS])
     assert job.returncode == 0, job.stderr
     for variable in LIMITS:
-        for value in ("abc", "nan"):
-            assert job.stdout.count(f"{variable}={value!r} is no number of seconds") == 2, job.stdout
+        assert job.stdout.count(f"{variable} must be a number of seconds such as") == 4, job.stdout
+        assert "got 'abc'" in job.stdout
 
 
 @BOTH

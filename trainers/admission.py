@@ -84,7 +84,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
     for name, least in (("epochs", 0), ("batch_size", 1), ("seed", 0)):
         value = settings.get(name, least)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-            raise ArgumentError(f"{name}={value!r} makes no sense: give an integer of at least {least}")
+            raise ArgumentError(f"{name} must be an integer >= {least}, got {value!r}")
 
 
 def _check_rows(x: np.ndarray, y: np.ndarray | None) -> None:

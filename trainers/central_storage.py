@@ -161,7 +161,7 @@ def _agree_on_arguments(ranks: Topology, replica: Replica, storage: Any, device:
     """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective."""
     error = holding.refusal(replica)
     if isinstance(storage, bool) or not isinstance(storage, int) or not 0 <= storage < ranks.size:
-        error = ArgumentError(f"storage={storage!r} is no rank of this training; give one from 0 to {ranks.size - 1}")
+        error = ArgumentError(f"storage must be a rank of this training, 0 to {ranks.size - 1}, got {storage!r}")
     elif device not in (None, *DEVICES):
         error = ArgumentError(f"device={device!r} is unknown; use one of {', '.join(DEVICES)}, or None")
     elif error is None and device not in (None, replica.device):

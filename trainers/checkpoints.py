@@ -50,9 +50,9 @@ class Checkpoint:
         object.__setattr__(self, "folder", os.fspath(self.folder))
         period(self.every)
         if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
-            raise ArgumentError(f"Checkpoint(keep={self.keep!r}): give how many of the newest stay, at least 1")
+            raise ArgumentError(f"Checkpoint: keep must be an integer >= 1, got {self.keep!r}")
         if not isinstance(self.same_data, bool):
-            raise ArgumentError(f"Checkpoint(same_data={self.same_data!r}): give True or False")
+            raise ArgumentError(f"Checkpoint: same_data must be True or False, got {self.same_data!r}")
         if self.mode not in MODES or not isinstance(self.best, str):
             raise ArgumentError(
                 f"Checkpoint(best={self.best!r}, mode={self.mode!r}): give a name in the history, and one of "

@@ -103,13 +103,13 @@ def compare(comm: MPI.Intracomm, held: Mapping[str, np.ndarray | str]) -> Diverg
 def refusal(every: Any, on_divergence: Any, source: Any, ranks: int | None) -> str:
     """What is wrong with such options; "" for nothing. ranks: None where it is not known how many there are."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        return f"every={every!r}: give a number of steps, at least 1"
+        return f"every must be an integer >= 1, got {every!r}"
     if on_divergence not in ANSWERS:
         return f'on_divergence={on_divergence!r} is unknown; use "raise" or "copy"'
     rank = isinstance(source, int) and not isinstance(source, bool)
     if source != MAJORITY and not (rank and source >= 0 and (ranks is None or source < ranks)):
         known = "" if ranks is None else f", 0 to {ranks - 1}"
-        return f'source={source!r}: give "majority", or the rank whose replica is right{known}'
+        return f'source must be "majority", or a rank{known}, got {source!r}'
     return ""
 
 

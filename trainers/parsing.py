@@ -52,7 +52,7 @@ def integer(least: int) -> Any:
 
     def convert(text: str) -> int:
         if not (text.isascii() and text.isdecimal() and len(text) <= 18) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least {least}")
+            raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {text!r}")
         return int(text)
 
     return convert
@@ -64,7 +64,7 @@ def positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"must be a number > 0, got {text!r}")
     return value
 
 
@@ -73,18 +73,18 @@ def layer_sizes(text: str) -> tuple[int, ...]:
         return ()
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f'{text!r} is no list of layer sizes such as 64,32, nor "none"')
+        raise argparse.ArgumentTypeError(f'must be a list of layer sizes such as 64,32, or "none", got {text!r}')
     return tuple(map(int, parts))
 
 
 def ranks_per_node(text: str) -> int | tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks such as 2, and no list such as 3,1")
+        raise argparse.ArgumentTypeError(f"must be a number of ranks such as 2, or a list such as 3,1, got {text!r}")
     return int(text) if len(parts) == 1 else tuple(map(int, parts))
 
 
 def table_file(text: str) -> str:
     if not text.endswith((".jsonl", ".csv")):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file that ends in .jsonl or .csv")
+        raise argparse.ArgumentTypeError(f"must be the name of a file that ends in .jsonl or .csv, got {text!r}")
     return text

@@ -76,10 +76,10 @@ def assign(
     config = together(topology.world, lambda: tf_config.read(environment.get(NAME)))
     error = None
     if servers is not None and (isinstance(servers, bool) or not isinstance(servers, int) or servers < 0):
-        servers, error = 0, RoleError(f"servers={servers!r}: give a number of ranks, or None")
+        servers, error = 0, RoleError(f"servers must be an integer >= 0, or None, got {servers!r}")
     trained = (0, 0, 0) if config is None else config.tasks[:3]
     if chief is not None and (isinstance(chief, bool) or not isinstance(chief, int) or not 0 <= chief < topology.size):
-        chief, error = 0, RoleError(f"chief={chief!r} is no rank of this job; give one from 0 to {topology.size - 1}")
+        chief, error = 0, RoleError(f"chief must be a rank of this job, 0 to {topology.size - 1}, got {chief!r}")
     asked = [-1 if each is None else int(each) for each in (servers, evaluator, chief)]
     text = f"roles: {servers} servers, evaluator {evaluator}, chief {chief}, {NAME}: {config or 'not set'}"
     topology.agree([config is not None, *trained, *asked], text, error)

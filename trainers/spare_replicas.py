@@ -64,8 +64,7 @@ class SpareReplicasTrainer(ServedTrainer):
         error = None
         if isinstance(spare, bool) or not isinstance(spare, int | np.integer) or not 0 <= spare < ranks.size:
             error = ArgumentError(
-                f"spare={spare!r}, and there are {ranks.size} ranks: give an integer of at least 0 and below that, so "
-                "that a step takes the gradients of at least one"
+                f"spare must be an integer from 0 to {ranks.size - 1}, one less than there are ranks, got {spare!r}"
             )
         if error is None and ranks.rank == CHIEF:
             error = _no_twin(replica)

@@ -79,7 +79,7 @@ class Auto(AllReduce):
         check: str = "first",
     ) -> None:
         if choose is not None and not callable(choose):
-            raise OptionError(f"choose={choose!r} is no rule: give a function of (topology, nbytes, dtype, memory)")
+            raise OptionError(f"choose must be a function of (topology, nbytes, dtype, memory), got {choose!r}")
         self._make, self._rule, self._table = make, choose, table
         self._parts: dict[str, AllReduce] = {}
         super().__init__(topology, check=check)

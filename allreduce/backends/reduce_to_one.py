@@ -23,7 +23,7 @@ class ReduceToOne(AllReduce):
 
     def __init__(self, topology: Topology, *, root: int = 0, check: str = "first") -> None:
         if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < topology.size:
-            raise OptionError(f"root={root!r} is no rank of this topology; give one from 0 to {topology.size - 1}")
+            raise OptionError(f"root must be a rank of this topology, 0 to {topology.size - 1}, got {root!r}")
         self.root = root
         super().__init__(topology, check=check)
 

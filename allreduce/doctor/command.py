@@ -79,7 +79,7 @@ def parameters(text: str) -> int:
     except ValueError:
         value = 0.0
     if not 1 <= value <= 10**15:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters such as 350M, 1.5B or 25000000")
+        raise argparse.ArgumentTypeError(f"must be a number of parameters such as 350M, 1.5B or 25000000, got {text!r}")
     return round(value)
 
 
@@ -90,5 +90,5 @@ def seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to 3600")
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to 3600, got {text!r}")
     return value

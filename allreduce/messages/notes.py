@@ -427,6 +427,13 @@ class Notes:
         """Whether a rank is known to have left."""
         return bool(self._left)
 
+    def departure(self, rank: int) -> tuple[Fact, float] | None:
+        """That a rank has ended its program, or closed the topology, and since when this is known here. Local."""
+        for fact, heard in list(self._left.items()):
+            if fact.number == 0 and rank in self.state.get(fact, ()):
+                return fact, heard
+        return None
+
     def gone(self, wait: Wait, before: float, call: Call) -> RankLeftError | None:
         """The error of `call`, to whose place a rank comes no more, as was heard before a time, by time.monotonic()."""
         for fact, heard in list(self._left.items()):

@@ -53,7 +53,7 @@ def seconds(variable: str, default: float) -> float:
     except ValueError:
         value = float("nan")
     if value != value:
-        raise OptionError(f"{variable}={given!r} is no number of seconds; give one such as {default:g}, or 0 for never")
+        raise OptionError(f"{variable} must be a number of seconds such as {default:g}, or 0 for never, got {given!r}")
     return value if value > 0 else float("inf")
 
 

@@ -64,10 +64,11 @@ class MessageWaits:
 
     def _has_left(self, what: str, peer: int) -> bool:
         """Raise RankLeftError when the peer has ended its program, and its last messages have had time to arrive."""
-        note = self._notes.left.get((peer, 0))
-        if note is not None and time.monotonic() - note.heard > LEFT_SECONDS:
-            error = RankLeftError(f"rank {peer} has left: {note.text}, while this rank waits for it in {what}")
-            error.job_code = note.turn or 1
+        departure = self._notes.departure(peer)
+        if departure is not None and time.monotonic() - departure[1] > LEFT_SECONDS:
+            fact = departure[0]
+            error = RankLeftError(f"rank {peer} has left: {fact.text}, while this rank waits for it in {what}")
+            error.job_code = fact.turn or 1
             raise error
         return False
 

@@ -143,7 +143,9 @@ def test_arguments_that_make_no_sense_leave_nothing_behind(
 ) -> None:
     topology = topology_of(size)
     owned = len(topology._owned)
-    with pytest.raises(ArgumentError, match=f"storage={topology.size} is no rank of this training; give one from 0 to"):
+    with pytest.raises(
+        ArgumentError, match=f"storage must be a rank of this training, 0 to {topology.size - 1}, got {topology.size}"
+    ):
         CentralStorageTrainer(network(), topology, storage=topology.size)
     with pytest.raises(ArgumentError, match="device='gpu' is unknown; use one of cpu, cuda, or None"):
         CentralStorageTrainer(network(), topology, device="gpu")

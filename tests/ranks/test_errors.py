@@ -183,9 +183,9 @@ def test_native_refuses_halves_by_name(flat: allreduce.Topology, world: MPI.Intr
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        ((-1, "float32"), errors.OptionError, "length=-1"),
-        ((2.5, "float32"), errors.OptionError, "length=2.5"),
-        (("many", "float32"), errors.OptionError, "length='many'"),
+        ((-1, "float32"), errors.OptionError, "got -1"),
+        ((2.5, "float32"), errors.OptionError, "got 2.5"),
+        (("many", "float32"), errors.OptionError, "got 'many'"),
         ((3, "float31"), errors.UnsupportedDtypeError, "float31"),
         ((3, "complex64"), errors.UnsupportedDtypeError, "complex64"),
         ((3, "float32", "tpu"), errors.OptionError, "device='tpu'"),
@@ -407,7 +407,7 @@ def test_parts_of_a_topology_are_on_their_own(world: MPI.Intracomm) -> None:
                     reduce(values, "median")
             reduce(values, "sum")
             assert (values == sum(range(topology.rank % 2, topology.size, 2))).all()
-        with pytest.raises(errors.OptionError, match="colour=-1"):
+        with pytest.raises(errors.OptionError, match=r"colour must be an integer >= 0, .* got -1"):
             topology.split(-1)
         with pytest.raises(errors.OptionError, match="on_error='rank' is unknown"):
             topology.split(0, on_error="rank" if topology.rank == SIZE - 1 else "part")

@@ -217,8 +217,10 @@ def test_cupy(monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology) -> None
 @pytest.mark.parametrize("check", ["first", "always"])
 def test_named_errors(check: str, flat: allreduce.Topology) -> None:
     with allreduce.create("ring", flat, check=check) as reduce:
-        assert "root=-1 is no rank" in raised_everywhere(WORLD, OptionError, lambda: reduce.broadcast(np.zeros(3), -1))
-        assert "root='0'" in raised_everywhere(WORLD, OptionError, lambda: reduce.broadcast(np.zeros(3), "0"))  # type: ignore[arg-type]
+        assert "root must be a rank of this topology, 0 to" in raised_everywhere(
+            WORLD, OptionError, lambda: reduce.broadcast(np.zeros(3), -1)
+        )
+        assert "got '0'" in raised_everywhere(WORLD, OptionError, lambda: reduce.broadcast(np.zeros(3), "0"))  # type: ignore[arg-type]
         raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.broadcast([1.0]))
         raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.collect([1.0]))
         raised_everywhere(WORLD, UnsupportedDtypeError, lambda: reduce.collect(np.zeros(3, object)))

@@ -213,7 +213,9 @@ def test_check_every(world: MPI.Intracomm, flat: allreduce.Topology, what: str, 
 def test_bad_check_every(world: MPI.Intracomm, flat: allreduce.Topology, bad: Any) -> None:
     model = network()
     make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, check_every=bad)  # noqa: E731
-    assert f"check_every={bad!r}: give a number of steps" in raised_everywhere(world, errors.OptionError, make)
+    assert f"check_every must be an integer >= 0 (0: never), got {bad!r}" in raised_everywhere(
+        world, errors.OptionError, make
+    )
 
 
 # Drops and refusals

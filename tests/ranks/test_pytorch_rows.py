@@ -131,7 +131,7 @@ def test_bad_rows(world: MPI.Intracomm, flat: allreduce.Topology, bad: Any) -> N
             optimizer.rows(bad if world.rank == SIZE - 1 else 2)
             model[4].bias.sum().backward()
 
-        assert f"rows({bad!r}): give the number" in raised_everywhere(world, errors.OptionError, step)
+        assert f"a number >= 0, got {bad!r}" in raised_everywhere(world, errors.OptionError, step)
         optimizer.zero_grad()
 
 

@@ -29,9 +29,9 @@ def test_by_options(flat: allreduce.Topology) -> None:
     assert roles.assign(flat, environment={}, chief=last) == roles.by_rank(flat.size, chief=last)
     with roles.training(flat, roles.by_rank(flat.size, chief=last)) as part:
         assert part.rank == (0 if flat.rank == last else flat.rank + 1)
-    with pytest.raises(RoleError, match=f"chief={flat.size} is no rank of this job; give one from 0 to {last}"):
+    with pytest.raises(RoleError, match=f"chief must be a rank of this job, 0 to {last}, got {flat.size}"):
         roles.assign(flat, environment={}, chief=flat.size)
-    with pytest.raises(RoleError, match="servers=-1: give a number of ranks"):
+    with pytest.raises(RoleError, match="servers must be an integer >= 0, or None, got -1"):
         roles.assign(flat, -1, environment={})
 
 

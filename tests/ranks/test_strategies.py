@@ -404,14 +404,14 @@ def test_an_mpi_without_threads(flat: allreduce.Topology, monkeypatch: pytest.Mo
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"servers": SIZE}, "leaves no worker"),
     ({"servers": SIZE + 1}, f"there are {SIZE} ranks"),
-    ({"servers": 0}, "at least 1"),
+    ({"servers": 0}, "servers must be an integer >= 1, got 0"),
     ({"servers": (0, SIZE)}, f"there are {SIZE} ranks"),
     ({"servers": (0, 0)}, "each of them once"),
     ({"servers": "all"}, "neither a number nor ranks"),
     ({"updates": "later"}, "use one of async, sync"),
     ({"stale": "burn"}, "use one of keep, drop, scale"),
     ({"stale": "drop"}, "needs max_staleness"),
-    ({"max_staleness": -1}, "at least 0"),
+    ({"max_staleness": -1}, "max_staleness must be an integer >= 0, got -1"),
     ({"updates": "sync", "warm_up": 1}, "no use"),
     ({"copies": 2}, "there is only one server; give servers=2 or more"),
     ({"copies": 3}, "copies=3: give 1, or 2"),
@@ -434,7 +434,9 @@ def test_options_that_make_no_sense_are_refused_on_all_ranks(
 
 @pytest.mark.parametrize("spare", [-1, SIZE, "one"])
 def test_as_many_spare_replicas_as_ranks_are_refused(spare: Any, flat: allreduce.Topology) -> None:
-    with pytest.raises(ArgumentError, match="at least 0") as caught:
+    with pytest.raises(
+        ArgumentError, match=f"spare must be an integer from 0 to {SIZE - 1}, .* got {spare!r}"
+    ) as caught:
         SpareReplicasTrainer(network(), flat, spare=spare)
     assert caught.value.ranks == tuple(range(SIZE))
 

@@ -185,8 +185,8 @@ def test_load_errors_are_equal_on_all_ranks(flat: allreduce.Topology, world: MPI
 
 
 BAD_FITS: dict[str, tuple[dict[str, Any], str]] = {
-    "batch": ({"batch_size": 0}, "batch_size=0"),
-    "epochs": ({"epochs": -1}, "epochs=-1"),
+    "batch": ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
+    "epochs": ({"epochs": -1}, "epochs must be an integer >= 0, got -1"),
     "lengths": ({"y": np.zeros(3, np.int64)}, "as many of one as of the other"),
     "features": ({"x": np.zeros((10, 3), np.float32)}, "64 features"),
     "labels": ({"y": np.full(10, 10)}, "expected 0 to 9"),

@@ -108,9 +108,9 @@ class WarmUp(keras.callbacks.Callback):
     def __init__(self, epochs: float = WARM_UP, *, scale: float | None = None, verbose: int = 0) -> None:
         super().__init__()
         if isinstance(epochs, bool) or not (isinstance(epochs, int | float) and epochs >= 0):
-            raise ArgumentError(f"epochs={epochs!r}: give a number of epochs, 0 or more")
+            raise ArgumentError(f"epochs must be a number >= 0, got {epochs!r}")
         if scale is not None and (isinstance(scale, bool) or not (isinstance(scale, int | float) and scale > 0)):
-            raise ArgumentError(f"scale={scale!r}: give a number above 0")
+            raise ArgumentError(f"scale must be a number > 0, got {scale!r}")
         self.epochs, self.scale, self.verbose = epochs, scale, verbose
         self._rate = 0.0  # for one rank's batch; known when the first fit begins
         self._begun = self._over = False

@@ -130,9 +130,11 @@ def _problems(optimizer: Optimizer, model: Module, options: Options, ranks: int)
     if overlap not in (True, False, "auto"):
         yield OptionError(f'overlap={overlap!r} is unknown; use True, False or "auto"')
     if not all(isinstance(each, int | float) and not isinstance(each, bool) and each > 0 for each in bucket_mb):
-        yield OptionError(f"first_bucket_mb={bucket_mb[0]!r}, bucket_mb={bucket_mb[1]!r}: give positive sizes in MiB")
+        yield OptionError(
+            f"first_bucket_mb and bucket_mb must be numbers > 0, got {bucket_mb[0]!r} and {bucket_mb[1]!r}"
+        )
     if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
-        yield OptionError(f"check_every={check_every!r}: give a number of steps, or 0 for never")
+        yield OptionError(f"check_every must be an integer >= 0 (0: never), got {check_every!r}")
     if wrong := divergence.refusal(1, options.on_divergence, options.source, ranks):
         yield OptionError(wrong)
     if options.check_gradients not in (None, *finite.ANSWERS):

@@ -35,7 +35,9 @@ class Rows:
         self._error: OptionError | None = None
         number = isinstance(mine, int | float | np.integer | np.floating) and not isinstance(mine, bool)
         if not number or not 0 <= mine < math.inf:
-            self._error = OptionError(f"rows({mine!r}): give the number of rows of this rank's batch, at least 0")
+            self._error = OptionError(
+                f"rows() takes the number of rows of this rank's batch, a number >= 0, got {mine!r}"
+            )
         self._pending = submit(lane, self._count, what)
 
     def wait(self) -> None:

@@ -15,7 +15,7 @@ def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], ArgumentErr
     """The ranks that are servers, or what is wrong with them."""
     if isinstance(servers, int | np.integer) and not isinstance(servers, bool):
         if servers < 1:
-            return (), ArgumentError(f"servers={servers!r} makes no sense: give an integer of at least 1")
+            return (), ArgumentError(f"servers must be an integer >= 1, got {servers!r}")
         chosen = tuple(range(max(0, ranks - int(servers)), ranks))
         missing = servers > ranks
     else:
@@ -41,7 +41,7 @@ def bad_options(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) ->
             return ArgumentError(f"{name}={value!r} is unknown; use one of {', '.join(known)}")
     for name, value in (("max_staleness", 0 if most is None else most), ("warm_up", warm_up)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-            return ArgumentError(f"{name}={value!r} makes no sense: give an integer of at least 0")
+            return ArgumentError(f"{name} must be an integer >= 0, got {value!r}")
     if stale == "drop" and most is None:
         return ArgumentError('stale="drop" needs max_staleness: how many updates behind is too many')
     given = [stale != "keep" and "stale", most is not None and "max_staleness", warm_up and "warm_up",

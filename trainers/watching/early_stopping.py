@@ -44,9 +44,9 @@ class EarlyStopping(Callback):
         self._monitor = Monitor(monitor, mode, min_delta)
         for name, number in (("patience", patience), ("start_from_epoch", start_from_epoch)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise ArgumentError(f"{name}={number!r} is no number of epochs")
+                raise ArgumentError(f"{name} must be an integer >= 0, got {number!r}")
         if baseline is not None and not is_number(baseline):
-            raise ArgumentError(f"baseline={baseline!r} is no number")
+            raise ArgumentError(f"baseline must be a finite number, got {baseline!r}")
         self.monitor, self.patience, self.verbose = monitor, patience, verbose
         self.baseline, self.start_from_epoch = baseline, start_from_epoch
         self.restore_best_weights = restore_best_weights

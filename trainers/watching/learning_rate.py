@@ -46,11 +46,11 @@ class LearningRateSchedule(Callback):
         verbose: int = 0,
     ) -> None:
         if schedule is not None and not callable(schedule):
-            raise ArgumentError(f"schedule={schedule!r} is no function of epoch and learning rate")
+            raise ArgumentError(f"schedule must be a function of epoch and learning rate, got {schedule!r}")
         if scale != "ranks" and not _positive(scale):
-            raise ArgumentError(f'scale={scale!r}: give a number above 0, or "ranks"')
+            raise ArgumentError(f'scale must be a number > 0, or "ranks", got {scale!r}')
         if warmup_epochs is not None and not (warmup_epochs == 0 or _positive(warmup_epochs)):
-            raise ArgumentError(f"warmup_epochs={warmup_epochs!r} is no number of epochs")
+            raise ArgumentError(f"warmup_epochs must be a number >= 0, got {warmup_epochs!r}")
         self.schedule, self.scale, self.warmup_epochs, self.verbose = schedule, scale, warmup_epochs, verbose
         self._before: list[float] = []  # the rates of the groups before the fit
         self._last = 0.0  # what the schedule is given when this epoch begins again
@@ -90,7 +90,7 @@ class LearningRateSchedule(Callback):
     def _scheduled(self, epoch: int) -> float:
         rate = self._rate if self.schedule is None else self.schedule(epoch, self._rate)
         if not is_number(rate) or rate < 0:
-            raise ArgumentError(f"schedule({epoch}, {self._rate:g}) returned {rate!r}, which is no learning rate")
+            raise ArgumentError(f"schedule({epoch}, {self._rate:g}) must return a number >= 0, got {rate!r}")
         return float(rate)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

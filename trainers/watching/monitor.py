@@ -26,7 +26,7 @@ class Monitor:
         if mode not in MODES:
             raise ArgumentError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
         if not is_number(min_delta):
-            raise ArgumentError(f"min_delta={min_delta!r} is no number")
+            raise ArgumentError(f"min_delta must be a finite number, got {min_delta!r}")
         self.name, self._min_delta = name, abs(float(min_delta))
         if mode == "auto":
             mode = "max" if name.removeprefix("val_").startswith(LARGER_IS_BETTER) else "min"

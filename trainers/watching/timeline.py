@@ -22,7 +22,7 @@ class Timeline(Callback):
 
     def __init__(self, path: str | os.PathLike[str], most: int = MOST_SPANS) -> None:
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise ArgumentError(f"most={most!r} is no number of spans")
+            raise ArgumentError(f"most must be an integer >= 1, got {most!r}")
         self.path, self.most = path, most
         self._trace: Trace | None = None
 

@@ -61,8 +61,9 @@ from trainers.horovod.session import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
-from trainers.horovod.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",

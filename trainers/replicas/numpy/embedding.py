@@ -33,7 +33,7 @@ class EmbeddingNetwork(NumpyNetwork):
         self, sizes: Sequence[int], *, words: int, table_lr: float = 0.1, seed: int = 0, **options: Any
     ) -> None:
         if isinstance(words, bool) or not isinstance(words, int | np.integer) or words < 1:
-            raise ArgumentError(f"words={words!r}: give the number of the table's rows, an integer of at least 1")
+            raise ArgumentError(f"words, the number of the table's rows, must be an integer >= 1, got {words!r}")
         super().__init__(sizes, seed=seed, **options)
         self.words, self.table_lr = int(words), table_lr
         self.tables = (Table(TABLE, self.words, (self.sizes[0],)),)

@@ -282,7 +282,7 @@ class NumpyNetwork(Replica):
     def _initial(self, init: str, seed: int) -> np.ndarray:
         draw = choose("init", init, INITIALISATIONS)
         if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-            raise ArgumentError(f"seed={seed!r} makes no sense: give an integer of at least 0")
+            raise ArgumentError(f"seed must be an integer >= 0, got {seed!r}")
         random = np.random.default_rng(seed)
         parameters = np.zeros(self.gradient_length, FLOAT)
         for weights, _ in self._views(parameters):

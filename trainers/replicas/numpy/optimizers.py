@@ -157,6 +157,6 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "momentum": Momentum, "ada
 def _within(name: str, value: float, low: float, high: float) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not (is_number and low <= value < high) or (name == "lr" and value == 0):
-        above = "above" if name == "lr" else "of at least"
-        raise ArgumentError(f"{name}={value!r} makes no sense: give a number {above} {low} and below {high}")
+        above = ">" if name == "lr" else ">="
+        raise ArgumentError(f"{name} must be a number {above} {low} and < {high}, got {value!r}")
     return float(value)
