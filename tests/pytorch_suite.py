@@ -139,7 +139,9 @@ def run(topology: allreduce.Topology, suite: Any, cls: Any, name: str, backend: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--backend", default="allreduce", help="default: allreduce")
     parser.add_argument("--only", nargs="*", help="names of tests")
     parser.add_argument("--json", type=Path, help="write how each test ended, with the tracebacks")

@@ -8,7 +8,7 @@ from made_runs import made_run
 
 from benchmarks.measuring import sizes
 from benchmarks.showing import table
-from benchmarks.showing.advice import advice
+from benchmarks.showing.advice import Choice, advice, choices
 from benchmarks.showing.results import MEMORIES, Run, summarize
 from benchmarks.showing.verdict import Range, competing, crossovers, ranges, runner_up, speedup, times_of, verdict
 from benchmarks.tune import steps
@@ -216,6 +216,17 @@ def test_advice_is_one_sentence(case: str) -> None:
     assert "\n" not in told
 
 
+def test_advice_names_a_backend_only_where_it_is_faster() -> None:
+    """Two backends that are fast at neighbouring sizes, and slow at each other's, are two choices."""
+    run = with_times({"auto": [100, 100, 100], "ring": [20, 900, 50], "native": [900, 10, 60]})
+    told = [choice._replace(gain=0) for choice in choices(run, "allocated", {"ring", "native"})]
+    sizes = sorted({each.size for each in run.results})
+    assert told == [
+        Choice("allocated", sizes[0], sizes[0], "ring", 0),
+        Choice("allocated", sizes[1], sizes[2], "native", 0),
+    ]
+
+
 def test_a_lead_that_only_the_median_has_is_no_advice() -> None:
     """A backend whose minimum is no better was lucky."""
     run = with_times({"auto": [100], "ring": [50], "native": [300]})
@@ -226,13 +237,13 @@ def test_a_lead_that_only_the_median_has_is_no_advice() -> None:
 def test_advice_of_noise_of_wrong_results_and_of_one_rank() -> None:
     times = {"auto": [100.0, 200.0], "ring": [50.0, 300.0]}
     noisy = with_times(times, spread=103)
-    noise = "Too noisy: p99 is 101 times the median or more in a quarter of the results"
+    noise = "Too noisy: in a quarter of the results p99 is at least 101 times the median"
     assert advice(noisy) == f"{noise}; run again when the machine is quiet."
     noisy.machine["cores"] = 1
     assert advice(noisy).endswith("is quiet, with at most 1 rank on a node, one for each core.")
     wrong = with_times(times)
     wrong.results[0] = replace(wrong.results[0], wrong=1)
-    assert advice(wrong) == 'Do not use "auto" here: there are wrong results, and no times count beside them.'
+    assert advice(wrong) == 'Do not use "auto" here: there are wrong results, so times were not compared.'
     assert advice(made_run(ranks=1)) == "Start at least 2 ranks (mpirun -n 2): one rank has nothing to reduce."
 
 

@@ -3,7 +3,8 @@
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -28,7 +29,8 @@ EXIT_SECONDS = 10.0  # how long the end of the program waits for sends that nobo
 class MessageWaits:
     """Where a rank waits for the messages of one group, so that stall reports name them. Creating it is collective.
 
-    group: the group's name. One wait at a time has the place; others, of further threads, wait without one.
+    group: the group's name. One wait at a time has the place. Waits of further threads end in the same errors, but are
+    not in the report.
     """
 
     def __init__(self, topology: Topology, group: str) -> None:
@@ -48,19 +50,26 @@ class MessageWaits:
         if asleep(done, min(limit, SHORT_SECONDS)):
             return
         table = ""
-        if limit > SHORT_SECONDS and self._taken.acquire(blocking=False):
+        if limit > SHORT_SECONDS:
             call = Said(f"{what} of process group {self._group}")
-            self._place.begin(call)
-            try:
+            with self._reported(call):
                 if asleep(lambda: done() or self._has_left(what, peer), deadline - time.monotonic()):
                     return
                 table = f"\n{self._notes.table(call)}"
-            finally:
-                self._place.end()
-                self._taken.release()
-        elif asleep(done, max(deadline - time.monotonic(), 0)):
-            return
         raise TimedOut(f"{what} was not done within {limit:g} s: the other rank did not do its part{table}")
+
+    @contextmanager
+    def _reported(self, call: Said) -> Iterator[None]:
+        """Have the place in the stall report, unless another thread has it."""
+        if not self._taken.acquire(blocking=False):
+            yield
+            return
+        self._place.begin(call)
+        try:
+            yield
+        finally:
+            self._place.end()
+            self._taken.release()
 
     def _has_left(self, what: str, peer: int) -> bool:
         """Raise RankLeftError when the peer has ended its program, and its last messages have had time to arrive."""

@@ -1,7 +1,6 @@
 """The one sentence that a run of the bandwidth benchmark comes to: which backend to use here. No MPI."""
 
 from collections.abc import Sequence
-from itertools import groupby
 from statistics import geometric_mean
 from typing import NamedTuple
 
@@ -33,13 +32,13 @@ def advice(run: Run) -> str:
     """One sentence."""
     if wrong := wrong_backends(run):
         names = ", ".join(f'"{name}"' for name in wrong)
-        return f"Do not use {names} here: there are wrong results, and no times count beside them."
+        return f"Do not use {names} here: there are wrong results, so times were not compared."
     if run.ranks == 1:
         return "Start at least 2 ranks (mpirun -n 2): one rank has nothing to reduce."
     if (times := spread(run)) > NOISY:
         cores, node = run.machine.get("cores", run.ranks), run.ranks if run.simulated else max(run.node_sizes)
         fewer = f", with at most {cores} rank{'s' * (cores != 1)} on a node, one for each core" if node > cores else ""
-        noise = f"p99 is {times:.0f} times the median or more in a quarter of the results"
+        noise = f"in a quarter of the results p99 is at least {times:.0f} times the median"
         return f"Too noisy: {noise}; run again when the machine is quiet{fewer}."
     own = {each.backend for each in run.of("allocated")}  # other software has no allocate()
     if len(own) < 2:
@@ -65,34 +64,37 @@ def _beside_auto(run: Run, others: set[str]) -> str:
 
 
 def choices(run: Run, memory: str, others: set[str]) -> list[Choice]:
-    """Where some of the others is worth being chosen instead of auto, by rising size."""
+    """Ranges of sizes, rising, at each size of which one of the other backends is worth a choice by hand."""
     by_size: dict[int, dict[str, Result]] = {}
     for each in run.of(memory):
         by_size.setdefault(each.size, {})[each.backend] = each
-    sizes = [size for size in sorted(by_size) if CHOOSER in by_size[size]]
-    found = []
-    for better, group in groupby(sizes, lambda size: any(_worth(by_size[size], name) for name in others)):
-        if better:
-            found.append(_best([by_size[size] for size in group], memory, others))
+    found: list[Choice] = []
+    span: list[dict[str, Result]] = []  # neighbouring sizes, at each of which all of `able` are worth it
+    able: set[str] = set()
+    for here in [*(by_size[size] for size in sorted(by_size) if CHOOSER in by_size[size]), {}]:
+        worth = {name for name in others if _worth(here, name)}
+        if span and not able & worth:
+            found.append(_best(span, memory, able))
+            span = []
+        if worth:
+            able = able & worth if span else worth
+            span.append(here)
     return found
 
 
 def _worth(here: dict[str, Result], name: str) -> bool:
-    auto, other = here[CHOOSER], here.get(name)
+    auto, other = here.get(CHOOSER), here.get(name)
     return (
-        other is not None
+        auto is not None
+        and other is not None
         and min(auto.time_us / other.time_us, auto.min_us / other.min_us) > WORTH
         and auto.time_us - other.time_us > LEAST_GAIN_US
     )
 
 
-def _best(span: Sequence[dict[str, Result]], memory: str, others: set[str]) -> Choice:
-    """The backend that is fastest over neighbouring sizes, of those that were measured at each."""
-    present = [name for name in sorted(others) if all(name in here for here in span)] or sorted(others & set(span[0]))
-    gains = {
-        name: geometric_mean(here[CHOOSER].time_us / here[name].time_us for here in span if name in here)
-        for name in present
-    }
+def _best(span: Sequence[dict[str, Result]], memory: str, able: set[str]) -> Choice:
+    """The backend of `able` that is fastest over neighbouring sizes."""
+    gains = {name: geometric_mean(here[CHOOSER].time_us / here[name].time_us for here in span) for name in sorted(able)}
     best = max(gains, key=lambda name: gains[name])
     return Choice(memory, span[0][CHOOSER].size, span[-1][CHOOSER].size, best, gains[best])
 

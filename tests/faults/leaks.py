@@ -75,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="a part of the turns (default: 1, all)")
     parser.add_argument("--cases", default="", metavar="NAME,...", help="those whose names begin so (default: all)")
     return parser.parse_args(arguments)

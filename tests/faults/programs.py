@@ -68,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     add = parser.add_argument
     add("--programs", type=int, default=100, metavar="N", help="how many (default: 100)")
     add("--seed", type=int, default=1, metavar="N", help="which ones: another number gives other programs (default: 1)")

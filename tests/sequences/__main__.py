@@ -40,7 +40,9 @@ def has_torch() -> bool:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("what", choices=["trainers", "loops", "backends", "found"], nargs="?", default="trainers")
     parser.add_argument("--seed", type=int, default=1, help="of the first sequence; the next ones count on")
     parser.add_argument("--sequences", type=int, default=100)

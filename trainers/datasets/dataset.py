@@ -72,7 +72,7 @@ class Dataset:
         """Classes whose names differ only in case or spaces."""
         groups: dict[str, list[int]] = {}
         for number, name in enumerate(self.classes):
-            groups.setdefault("".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(number)
+            groups.setdefault("".join(unicodedata.normalize("NFC", name).casefold().split()), []).append(number)
         return [group for group in groups.values() if len(group) > 1]
 
     def _told_alike(self, alike: list[list[int]], rows: list[int]) -> list[str]:
@@ -82,18 +82,24 @@ class Dataset:
         ]
 
     def _small(self, alike: list[list[int]], rows: list[int]) -> list[str]:
-        """Of classes that are not told already."""
+        """One sentence for each class that may be mistyped, and one for all others, but for those of `alike`."""
         told = {number for group in alike for number in group}
         small = [number for number, count in enumerate(rows) if 0 < count < FEW_ROWS and number not in told]
         named = self.classes != _numbers(len(self.classes))
         large = [_short(self.classes[number]) for number in np.argsort(rows)[-MOST_SHOWN:] if rows[number] >= FEW_ROWS]
-        found = []
-        for number in small[:MOST_WARNED]:
-            near = difflib.get_close_matches(_short(self.classes[number]), large if named else [], n=1)
-            doubt = f": is it a mistyped {near[0]!r}?" if near else " is too small to train and to test"
-            found.append(f"the class {self._quoted(number, rows)}{doubt}")
-        more = [f"{len(small) - MOST_WARNED} more classes have fewer than {FEW_ROWS} rows"]
-        return found + more * (len(small) > MOST_WARNED)
+        near = {  # of few of them: where most classes are small, none is a typo
+            number: found[0]
+            for number in small[:MOST_WARNED]
+            if (found := difflib.get_close_matches(_short(self.classes[number]), large if named else [], n=1))
+        }
+        others = [number for number in small if number not in near]
+        names = ", ".join(self._quoted(number, rows) for number in others[:MOST_WARNED])
+        more = f" and {len(others) - MOST_WARNED} more" * (len(others) > MOST_WARNED)
+        text = f"the class{'es' * (len(others) > 1)} {names}{more} {'are' if len(others) > 1 else 'is'} too small"
+        return [
+            *(f"the class {self._quoted(number, rows)}: is it a mistyped {name!r}?" for number, name in near.items()),
+            *[f"{text} to train and to test (fewer than {FEW_ROWS} rows)"][: len(others)],
+        ]
 
     def _empty(self, rows: list[int]) -> list[str]:
         empty = [name for name, count in zip(self.classes, rows, strict=True) if not count]

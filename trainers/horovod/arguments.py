@@ -1,4 +1,4 @@
-"""What users pass to collectives: understood or refused, before anything is sent."""
+"""Checks and conversions of the arguments of collectives, before anything is sent."""
 
 import enum
 import math

@@ -1,4 +1,4 @@
-"""A collective call, from its submission to its result: the ranks that make it, its name, its work, its handle."""
+"""A collective call from its submission to its result, in this order: the ranks that make it, its handle, its work."""
 
 import itertools
 import os
@@ -29,56 +29,71 @@ FUSION_BYTES = 1 << 20  # a call costs as much as moving some 100 KiB; larger te
 
 
 def fusion_bytes() -> int:
-    """Up to how many bytes are reduced in one call that stands for several. Raises ArgumentError."""
+    """The most bytes of small tensors that are reduced together in one call. Raises ArgumentError."""
     given = os.environ.get(FUSION_THRESHOLD, str(FUSION_BYTES))
     if not given.isdecimal():
         raise ArgumentError(f"{FUSION_THRESHOLD}={given!r} in the environment: give a number of bytes, or 0")
     return int(given)
 
 
-_Scales = tuple[float, float]  # before and after a reduction
+class Members:
+    """The ranks of one process set, on a topology of their own. Creating it and `close` are collective over them.
 
+    ranks: their numbers in the world, in the order of the topology.
+    """
 
-def all_reduce(members: "Members", tensors: Sequence[torch.Tensor], op: Op, scales: _Scales) -> None:
-    """Reduce tensors in place, those of one dtype together; by Adasum each by itself."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        group = [tensor for tensor in tensors if tensor.dtype == dtype]
-        for tensor in group:
-            _scale(tensor, scales[0])
-        if op == Op.Adasum:
-            for tensor in group:
-                members.reducer.adasum(tensor)
-        elif len(group) == 1:
-            members.reducer.all_reduce(group[0], reduction(op, dtype))
-        else:
-            members.reducer.all_reduce_many(group, reduction(op, dtype))
-        for tensor in group:
-            _scale(tensor, scales[1])
+    def __init__(self, topology: Topology, ranks: Sequence[int]) -> None:
+        fuse_bytes = fusion_bytes()
+        self.topology, self.ranks = topology, list(ranks)
+        self.rank, self.size = topology.rank, topology.size
+        made = topology.duplicate()  # for the worker's thread, while this thread may use `topology`
+        self._comm = made.private()
+        self.reducer, self.mover = Reducer(made, self._comm, Options()), Mover(self._comm)
+        names = topology.private()
+        self.lane = topology.worker.named("the calls of Horovod's API", names, self._join_proxy, fuse_bytes)
+        self._counts: Counter[str] = Counter()
 
+    def name(self, kind: str, given: str | None) -> str:
+        """A call's name; the n-th call of a kind without one has the same on all ranks."""
+        if given is not None:
+            return f"{kind}.{given}"
+        self._counts[kind] += 1
+        return f"{kind}.noname.{self._counts[kind]}"
 
-@dataclass(frozen=True)
-class Reducing:
-    """The work of an allreduce. single: the result is a tensor, not a tuple of them."""
+    def begin_numbers(self) -> None:
+        """Count calls without a name anew, on all ranks: those that had joined have made fewer. Local."""
+        self._counts.clear()
 
-    members: "Members"
-    tensors: Sequence[torch.Tensor]
-    op: Op
-    scales: _Scales
-    single: bool = False
+    def submit(self, name: str, side: Side, work: Callable[[Sides], object]) -> Pending:
+        """Have `work` called when all members have come to this name. Raises DuplicateNameError."""
+        try:
+            return self.lane.call(name, side, work)
+        except OptionError as error:
+            raise DuplicateNameError(str(error)) from None
 
-    def __call__(self, _: Sides) -> Any:
-        all_reduce(self.members, self.tensors, self.op, self.scales)
-        return self.result()
+    def _join_proxy(self, same: Any) -> Callable[[Sides], object]:
+        return join_proxy(self, same)
 
-    def result(self) -> Any:
-        """The tensors, which are reduced in place."""
-        return self.tensors[0] if self.single else tuple(self.tensors)
+    def close(self) -> None:
+        """Close the topology and all that was made on it, when the calls have ended. Local when one has stalled."""
+        if self.lane.broken is not None:
+            self.topology.abandon()
+            return
+        try:
+            self.submit(self.name("close", None), Side("close", what="hvd.shutdown"), lambda _: None).wait()
+        except AllReduceError as error:
+            self.topology.abandon()
+            raise internal(error) from error
+        self.lane.abandon()
+        self.reducer.close()
+        self.topology.close()
 
 
 class Run:
-    """A call as the worker runs it: between what the caller has on its GPU, into `result`. record: told when it began.
+    """A call as the worker's thread runs it, in order with the caller's GPU streams; `result` is what `work` returns.
 
-    Calls whose work is a Reducing, alike but for its tensors, can run as one.
+    record: called at the end, with the time of the begin. Calls whose work is a Reducing with the same members,
+    operation and scales can run as one.
     """
 
     def __init__(
@@ -113,125 +128,6 @@ class Run:
         self._streams.after()
         if self._record is not None:
             self._record(begin)
-
-
-def reduce_scatter(members: "Members", tensor: torch.Tensor, op: Op, scales: _Scales) -> torch.Tensor:
-    """This rank's rows of the reduced tensor: the first ranks have one more where they can't be shared evenly."""
-    source = tensor.clone() if scales[0] != 1.0 else tensor
-    _scale(source, scales[0])
-    parts = list(source.split(shares(len(tensor), members.size)))
-    output = torch.empty_like(parts[members.rank], memory_format=torch.contiguous_format)
-    members.reducer.reduce_scatter(output, parts, reduction(op, tensor.dtype))
-    _scale(output, scales[1])
-    return output
-
-
-def shares(rows: int, ranks: int) -> list[int]:
-    """How many rows each rank has of a tensor that is scattered."""
-    return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-
-
-def all_gather(members: "Members", tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """The ranks' tensors, `rows` of each, one after another."""
-    output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
-    with writable(output) as place:
-        members.mover.all_gather(list(place.split(list(rows))), tensor)
-    return output
-
-
-def all_to_all(
-    members: "Members", tensor: torch.Tensor, splits: Sequence[Sequence[int]]
-) -> tuple[torch.Tensor, list[int]]:
-    """What the ranks have sent to this one, and how many rows of each. splits[r][s]: rows from rank r to s."""
-    received = [row[members.rank] for row in splits]
-    output = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    width = tensor.element_size() * tensor.new_empty((1, *tensor.shape[1:]), device="meta").numel()
-    sizes = [[width * rows for rows in each] for each in (received, splits[members.rank])]
-    members.mover.all_to_all_single(output, readable(tensor)[: sum(splits[members.rank])], *sizes)
-    return output, received
-
-
-def stand_in(members: "Members", same: Any) -> Run:
-    """What a rank does that has joined: it brings what changes nothing. same: see operations.allreduce_async."""
-    _, layouts, op, *scales = same
-    tensors = [
-        torch.full(shape, _neutral(Op(op), getattr(torch, dtype)), dtype=getattr(torch, dtype))
-        for shape, dtype in layouts
-    ]
-    return Run(Reducing(members, tensors, Op(op), (scales[0], scales[1])), [])
-
-
-def _neutral(op: Op, dtype: torch.dtype) -> float | int:
-    if op not in (Op.Min, Op.Max):
-        return int(op == Op.Product)
-    least = dtype if dtype != torch.bool else torch.uint8
-    about = torch.finfo(least) if dtype.is_floating_point else torch.iinfo(least)
-    return about.max if op == Op.Min else about.min
-
-
-def _scale(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place: short floats by way of float32, integers of float64."""
-    if factor == 1.0:
-        return
-    tensor = tensor.detach()
-    if tensor.dtype in (torch.float32, torch.float64) or tensor.dtype.is_complex:
-        tensor.mul_(factor)
-    else:
-        wide = torch.float32 if tensor.dtype.is_floating_point else torch.float64
-        tensor.copy_(tensor.to(wide) * factor)
-
-
-class Members:
-    """On a topology of their own. Creating it and `close` are collective over them.
-
-    ranks: theirs in the world, in the order of the topology.
-    """
-
-    def __init__(self, topology: Topology, ranks: Sequence[int]) -> None:
-        fuse_bytes = fusion_bytes()
-        self.topology, self.ranks = topology, list(ranks)
-        self.rank, self.size = topology.rank, topology.size
-        made = topology.duplicate()  # what the worker's thread makes and calls while this one may make others
-        self._comm = made.private()
-        self.reducer, self.mover = Reducer(made, self._comm, Options()), Mover(self._comm)
-        names = topology.private()
-        self.lane = topology.worker.named("the calls of Horovod's API", names, self._stand_in, fuse_bytes)
-        self._counts: Counter[str] = Counter()
-
-    def name(self, kind: str, given: str | None) -> str:
-        """A call's name; the n-th call of a kind without one has the same on all ranks."""
-        if given is not None:
-            return f"{kind}.{given}"
-        self._counts[kind] += 1
-        return f"{kind}.noname.{self._counts[kind]}"
-
-    def begin_numbers(self) -> None:
-        """Count calls without a name anew, on all ranks: those that had joined have made fewer. Local."""
-        self._counts.clear()
-
-    def submit(self, name: str, side: Side, work: Callable[[Sides], object]) -> Pending:
-        """Have `work` called when all members have come to this name. Raises DuplicateNameError."""
-        try:
-            return self.lane.call(name, side, work)
-        except OptionError as error:
-            raise DuplicateNameError(str(error)) from None
-
-    def _stand_in(self, same: Any) -> Callable[[Sides], object]:
-        return stand_in(self, same)
-
-    def close(self) -> None:
-        """Close the topology and all that was made on it, when the calls have ended. Local when one has stalled."""
-        if self.lane.broken is not None:
-            self.topology.abandon()
-            return
-        try:
-            self.submit(self.name("close", None), Side("close", what="hvd.shutdown"), lambda _: None).wait()
-        except AllReduceError as error:
-            self.topology.abandon()
-            raise internal(error) from error
-        self.lane.abandon()
-        self.reducer.close()
-        self.topology.close()
 
 
 _numbers = itertools.count()
@@ -280,3 +176,111 @@ def _checked(handle: int) -> int:
 def forget() -> None:
     """Drop all handles: their session has ended."""
     _open.clear()
+
+
+_Scales = tuple[float, float]  # before and after a reduction
+
+
+@dataclass(frozen=True)
+class Reducing:
+    """The work of an allreduce. single: the result is a tensor, not a tuple of them."""
+
+    members: Members
+    tensors: Sequence[torch.Tensor]
+    op: Op
+    scales: _Scales
+    single: bool = False
+
+    def __call__(self, _: Sides) -> Any:
+        all_reduce(self.members, self.tensors, self.op, self.scales)
+        return self.result()
+
+    def result(self) -> Any:
+        """The tensors, which are reduced in place."""
+        return self.tensors[0] if self.single else tuple(self.tensors)
+
+
+def all_reduce(members: Members, tensors: Sequence[torch.Tensor], op: Op, scales: _Scales) -> None:
+    """Reduce tensors in place, those of one dtype together; by Adasum each by itself."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        group = [tensor for tensor in tensors if tensor.dtype == dtype]
+        for tensor in group:
+            _scale(tensor, scales[0])
+        if op == Op.Adasum:
+            for tensor in group:
+                members.reducer.adasum(tensor)
+        elif len(group) == 1:
+            members.reducer.all_reduce(group[0], reduction(op, dtype))
+        else:
+            members.reducer.all_reduce_many(group, reduction(op, dtype))
+        for tensor in group:
+            _scale(tensor, scales[1])
+
+
+def _scale(tensor: torch.Tensor, factor: float) -> None:
+    """Multiply in place: short floats by way of float32, integers of float64."""
+    if factor == 1.0:
+        return
+    tensor = tensor.detach()
+    if tensor.dtype in (torch.float32, torch.float64) or tensor.dtype.is_complex:
+        tensor.mul_(factor)
+    else:
+        wide = torch.float32 if tensor.dtype.is_floating_point else torch.float64
+        tensor.copy_(tensor.to(wide) * factor)
+
+
+def reduce_scatter(members: Members, tensor: torch.Tensor, op: Op, scales: _Scales) -> torch.Tensor:
+    """This rank's rows of the reduced tensor: the first ranks have one more where they can't be shared evenly."""
+    source = tensor.clone() if scales[0] != 1.0 else tensor
+    _scale(source, scales[0])
+    parts = list(source.split(shares(len(tensor), members.size)))
+    output = torch.empty_like(parts[members.rank], memory_format=torch.contiguous_format)
+    members.reducer.reduce_scatter(output, parts, reduction(op, tensor.dtype))
+    _scale(output, scales[1])
+    return output
+
+
+def shares(rows: int, ranks: int) -> list[int]:
+    """How many rows each rank has of a tensor that is scattered."""
+    return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+
+
+def all_gather(members: Members, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """The ranks' tensors, `rows` of each, one after another."""
+    output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+    with writable(output) as place:
+        members.mover.all_gather(list(place.split(list(rows))), tensor)
+    return output
+
+
+def all_to_all(
+    members: Members, tensor: torch.Tensor, splits: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, list[int]]:
+    """The rows that all ranks have sent to this one, and how many came from each. splits[r][s]: rows from r to s."""
+    received = [row[members.rank] for row in splits]
+    output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    width = tensor.element_size() * tensor.new_empty((1, *tensor.shape[1:]), device="meta").numel()
+    sizes = [[width * rows for rows in each] for each in (received, splits[members.rank])]
+    members.mover.all_to_all_single(output, readable(tensor)[: sum(splits[members.rank])], *sizes)
+    return output, received
+
+
+def join_proxy(members: Members, same: Any) -> Run:
+    """The call of a rank that has joined, with tensors that do not change the others' result.
+
+    same: the part of its Side that all ranks share; operations.py writes it, in `_reduce`.
+    """
+    _, layouts, op, *scales = same
+    tensors = [
+        torch.full(shape, _neutral(Op(op), getattr(torch, dtype)), dtype=getattr(torch, dtype))
+        for shape, dtype in layouts
+    ]
+    return Run(Reducing(members, tensors, Op(op), (scales[0], scales[1])), [])
+
+
+def _neutral(op: Op, dtype: torch.dtype) -> float | int:
+    if op not in (Op.Min, Op.Max):
+        return int(op == Op.Product)
+    least = dtype if dtype != torch.bool else torch.uint8
+    about = torch.finfo(least) if dtype.is_floating_point else torch.iinfo(least)
+    return about.max if op == Op.Min else about.min

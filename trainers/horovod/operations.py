@@ -1,4 +1,4 @@
-"""The asynchronous collectives: arguments understood, and submitted. What they do is in `working`.
+"""The asynchronous collectives: they check arguments and submit calls. calls.py does the work.
 
 All are local and return a handle at once. A name stands for the same call on all ranks of the process set, which may
 come to their names in any order; calls of a kind without a name are matched by their number. What a call reads must
@@ -100,9 +100,10 @@ def _reduce(
     scales = arguments.factors(kind, scales)
     layouts = [arguments.layout(tensor) for tensor in tensors]
     what = f"{arguments.shown(tensors)}; {op.name}, {scales}"
-    kin = f"{tensors[0].dtype} on {tensors[0].device.type}; {op.name}, {scales}" if single and op != Adasum else ""
+    alike = f"{tensors[0].dtype} on {tensors[0].device.type}; {op.name}, {scales}"
+    fusion_key = alike if single and op != Adasum else ""
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    side = Side([kind, layouts, int(op), *scales], None, True, what, kin, nbytes)
+    side = Side([kind, layouts, int(op), *scales], None, True, what, fusion_key, nbytes)
     work = calls.Reducing(members, tensors, op, scales, single)
     return submit(members, members.name(kind, name), side, tensors, work)
 

@@ -1,4 +1,4 @@
-"""From init to shutdown: the ranks, their process sets, and the calls that each set makes."""
+"""From init to shutdown: process sets, the session that holds them, and questions about ranks and the build."""
 
 import itertools
 import zlib
@@ -16,6 +16,49 @@ from trainers.horovod.calls import Members
 from trainers.horovod.errors import ArgumentError, NotInitializedError, ProcessSetError
 
 
+class ProcessSet:
+    """Some of the ranks, perhaps this one among them.
+
+    ranks_or_comm: their numbers, or a communicator of them. It can be used when it was given to `hvd.init`, or to
+    `hvd.add_process_set`. Raises ProcessSetError.
+    """
+
+    def __init__(self, ranks_or_comm: Sequence[int] | MPI.Comm) -> None:
+        self.process_set_id: int | None = None
+        self.ranks: list[int] | None = None
+        self.mpi_comm: MPI.Comm | None = None
+        if isinstance(ranks_or_comm, MPI.Comm):
+            self.mpi_comm = ranks_or_comm
+            return
+        try:
+            self.ranks = sorted(ranks_or_comm)
+        except TypeError:
+            self.ranks = None
+        if self.ranks is None or not all(isinstance(rank, int) for rank in self.ranks):
+            raise ProcessSetError(f"ProcessSet({ranks_or_comm!r}): give a list of ranks, or a communicator of mpi4py")
+
+    def size(self) -> int | None:
+        """How many ranks it has; None when it is not in use."""
+        return None if self.process_set_id is None else len(known(self).ranks)
+
+    def rank(self) -> int | None:
+        """This rank's number in it; None when it is not in use. Raises ProcessSetError on other ranks."""
+        return None if self.process_set_id is None else members(self).rank
+
+    def included(self) -> bool | None:
+        """Whether this rank is in it; None for one that is not in use, of a communicator."""
+        return None if self.ranks is None else world().rank in self.ranks
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+    __repr__ = __str__
+
+
+global_process_set = ProcessSet([])
+global_process_set.process_set_id = 0
+
+
 class Registered(NamedTuple):
     """A process set in use. members: None on ranks that are not in it."""
 
@@ -24,7 +67,7 @@ class Registered(NamedTuple):
 
 
 class Session:
-    """What lies between init and shutdown, on a topology. Creating it is collective."""
+    """The process sets in use between init and shutdown. Creating it is collective."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -45,8 +88,7 @@ _session: Session | None = None
 
 
 def begin(topology: Topology) -> None:
-    """Use a topology. Collective over its ranks."""
-
+    """Start a session on a topology. Collective over its ranks."""
     global _session
     _session = Session(topology)
     global_process_set.ranks = list(range(topology.size))
@@ -64,7 +106,7 @@ def world() -> Topology:
     return current().topology
 
 
-def known(process_set: "ProcessSet") -> Registered:
+def known(process_set: ProcessSet) -> Registered:
     """A process set in use. Raises ProcessSetError."""
     number = process_set.process_set_id
     held = None if number is None else current().sets.get(number)
@@ -73,8 +115,8 @@ def known(process_set: "ProcessSet") -> Registered:
     return held
 
 
-def members(process_set: "ProcessSet") -> Members:
-    """Those of a process set with this rank in it. Raises ProcessSetError."""
+def members(process_set: ProcessSet) -> Members:
+    """The members of a process set that has this rank in it. Raises ProcessSetError."""
     held = known(process_set)
     if held.members is None:
         raise ProcessSetError(f"rank {rank()} is not in {process_set}; only its ranks make calls of it")
@@ -82,14 +124,13 @@ def members(process_set: "ProcessSet") -> Members:
 
 
 def init(
-    comm: "Sequence[int] | MPI.Intracomm | None" = None, process_sets: "Sequence[ProcessSet] | str | None" = None
+    comm: Sequence[int] | MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] | str | None = None
 ) -> None:
     """Start, on all ranks or those of `comm`. Collective over them; does nothing when it was done before.
 
     comm: a communicator, or ranks of the world. process_sets: sets to be used beside the global one; "dynamic" is
     accepted too, as sets can be added and removed at any time here. When one can't be added, nothing has begun.
     """
-
     if _session is not None:
         return
     begin(_topology(comm))
@@ -102,7 +143,7 @@ def init(
         raise
 
 
-def _topology(comm: "Sequence[int] | MPI.Intracomm | None") -> Topology:
+def _topology(comm: Sequence[int] | MPI.Intracomm | None) -> Topology:
     if comm is None or (isinstance(comm, Sequence) and not comm):
         return Topology.of_survivors() if losses.in_force() else Topology()
     if isinstance(comm, MPI.Intracomm):
@@ -120,18 +161,57 @@ def shutdown() -> None:
         ending.close()
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record the calls from now on; rank 0 writes them to a file in `stop_timeline`. Local.
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a set of ranks ready for use. Collective over all ranks; returns the set.
 
-    Started again, the recording begins anew. Raises ArgumentError when the file can't be written.
+    Raises ProcessSetError, on all of them, when there is one of these ranks already, or they are none.
     """
-    timeline.start(file_path, rank(), mark_cycles)
+    given = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    here = current()
+    ranks = _ranks_of(here.topology, given)
+    number = next(here.numbers)
+    here.sets[number] = Registered(ranks, _make(here.topology, ranks))
+    given.process_set_id, given.ranks = number, ranks
+    return given
 
 
-def stop_timeline() -> None:
-    """Write the file, if there is a recording. Local."""
-    current()
-    timeline.stop()
+def _ranks_of(topology: Topology, given: ProcessSet) -> list[int]:
+    """The set's ranks, when all ranks mean the same and there is no such set yet. Collective."""
+    ranks, error = given.ranks, None
+    if given.mpi_comm is not None and ranks is None:
+        mine = given.mpi_comm.Get_group() if given.mpi_comm != MPI.COMM_NULL else None
+        everyone = topology.world.Get_group()
+        ranks = [] if mine is None else sorted(MPI.Group.Translate_ranks(mine, list(range(mine.size)), everyone))
+    assert ranks is not None
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(topology.size)):
+        error = ProcessSetError(f"{given}: give some of the ranks 0 to {topology.size - 1}, each of them once")
+    elif ranks in [each.ranks for each in current().sets.values()]:
+        error = ProcessSetError(f"{given}: there is a process set of the ranks {ranks} already")
+    topology.agree([zlib.crc32(repr(ranks).encode())], f"add_process_set of the ranks {ranks}", error)
+    return ranks
+
+
+def _make(topology: Topology, ranks: list[int]) -> Members | None:
+    """The members of a set of these ranks; None on other ranks. Collective over all ranks of the topology."""
+    part = topology.split(int(topology.rank in ranks))
+    if topology.rank in ranks:
+        return Members(part, ranks)
+    part.close()
+    return None
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a set. Collective over all ranks. False for the global one, and one that is not in use."""
+    here = current()
+    number: Any = process_set.process_set_id
+    here.topology.agree([-1 if number is None else number], f"remove_process_set({process_set})")
+    if not number:
+        return False
+    held = here.sets.pop(number)
+    process_set.process_set_id = None
+    if held.members is not None:
+        held.members.close()
+    return True
 
 
 def is_initialized() -> bool:
@@ -189,7 +269,7 @@ mpi_built = mpi_enabled
 
 
 def gloo_enabled() -> bool:
-    """False, as for all that is not used here."""
+    """False: gloo, DDL, CCL and ROCm are not used here."""
     return False
 
 
@@ -221,97 +301,15 @@ def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:
     return bool(torch.cuda.is_available())
 
 
-class ProcessSet:
-    """Some ranks, of which this may be one.
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record the calls from now on; rank 0 writes them to a file in `stop_timeline`. Local.
 
-    ranks_or_comm: their numbers, or a communicator of them. It can be used when it was given to `hvd.init`, or to
-    `hvd.add_process_set`. Raises ProcessSetError.
+    Started again, the recording begins anew. Raises ArgumentError when the file can't be written.
     """
-
-    def __init__(self, ranks_or_comm: "Sequence[int] | MPI.Comm") -> None:
-        self.process_set_id: int | None = None
-        self.ranks: list[int] | None = None
-        self.mpi_comm: MPI.Comm | None = None
-        if isinstance(ranks_or_comm, MPI.Comm):
-            self.mpi_comm = ranks_or_comm
-            return
-        try:
-            self.ranks = sorted(ranks_or_comm)
-        except TypeError:
-            self.ranks = None
-        if self.ranks is None or not all(isinstance(rank, int) for rank in self.ranks):
-            raise ProcessSetError(f"ProcessSet({ranks_or_comm!r}): give a list of ranks, or a communicator of mpi4py")
-
-    def size(self) -> int | None:
-        """How many ranks it has; None when it is not in use."""
-        return None if self.process_set_id is None else len(known(self).ranks)
-
-    def rank(self) -> int | None:
-        """This rank's number in it; None when it is not in use. Raises ProcessSetError on other ranks."""
-        return None if self.process_set_id is None else members(self).rank
-
-    def included(self) -> bool | None:
-        """Whether this rank is in it; None for one that is not in use, of a communicator."""
-        return None if self.ranks is None else world().rank in self.ranks
-
-    def __str__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
-
-    __repr__ = __str__
+    timeline.start(file_path, rank(), mark_cycles)
 
 
-global_process_set = ProcessSet([])
-global_process_set.process_set_id = 0
-
-
-def add_process_set(process_set: "ProcessSet | Sequence[int]") -> ProcessSet:
-    """Make a set of ranks ready for use. Collective over all ranks; returns the set.
-
-    Raises ProcessSetError, on all of them, when there is one of these ranks already, or they are none.
-    """
-    given = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    here = current()
-    ranks = _ranks_of(here.topology, given)
-    number = next(here.numbers)
-    here.sets[number] = Registered(ranks, _make(here.topology, ranks))
-    given.process_set_id, given.ranks = number, ranks
-    return given
-
-
-def _ranks_of(topology: Topology, given: ProcessSet) -> list[int]:
-    """The set's ranks, when all ranks mean the same and there is no such set yet. Collective."""
-    ranks, error = given.ranks, None
-    if given.mpi_comm is not None and ranks is None:
-        mine = given.mpi_comm.Get_group() if given.mpi_comm != MPI.COMM_NULL else None
-        everyone = topology.world.Get_group()
-        ranks = [] if mine is None else sorted(MPI.Group.Translate_ranks(mine, list(range(mine.size)), everyone))
-    assert ranks is not None
-    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(topology.size)):
-        error = ProcessSetError(f"{given}: give some of the ranks 0 to {topology.size - 1}, each of them once")
-    elif ranks in [each.ranks for each in current().sets.values()]:
-        error = ProcessSetError(f"{given}: there is a process set of the ranks {ranks} already")
-    topology.agree([zlib.crc32(repr(ranks).encode())], f"add_process_set of the ranks {ranks}", error)
-    return ranks
-
-
-def _make(topology: Topology, ranks: list[int]) -> Members | None:
-    """Its members; None on other ranks. Collective over all of them."""
-    part = topology.split(int(topology.rank in ranks))
-    if topology.rank in ranks:
-        return Members(part, ranks)
-    part.close()
-    return None
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a set. Collective over all ranks. False for the global one, and one that is not in use."""
-    here = current()
-    number: Any = process_set.process_set_id
-    here.topology.agree([-1 if number is None else number], f"remove_process_set({process_set})")
-    if not number:
-        return False
-    held = here.sets.pop(number)
-    process_set.process_set_id = None
-    if held.members is not None:
-        held.members.close()
-    return True
+def stop_timeline() -> None:
+    """Write the file, if there is a recording. Local."""
+    current()
+    timeline.stop()
