@@ -125,25 +125,36 @@ def test_a_wrong_keyword_is_told_once(mpirun: JobRunner, mpi: str, call: str) ->
     assert (job.stdout + job.stderr).count("Traceback") == 1
 
 
-SAVES = """
+ALONE = """
 import sys
 import numpy as np
 from trainers import MirroredTrainer, NumpyNetwork
 trainer = MirroredTrainer(NumpyNetwork([4, 3]))
+x = np.zeros((2, 4), "float32")
 if trainer.rank == 0:
-    trainer.save(sys.argv[1])
+    {call}
 {rest}
 """
 
 
-@pytest.mark.parametrize("rest", ["", "trainer.close()", "trainer.predict(np.zeros((2, 4), 'float32'))"])
-def test_a_save_of_rank_0_alone_is_told_to_be_collective(
-    mpirun: JobRunner, tmp_path: Path, mpi: str, rest: str
+@pytest.mark.parametrize(
+    ("call", "rest"),
+    [
+        ("trainer.save(sys.argv[1])", ""),
+        ("trainer.save(sys.argv[1])", "trainer.close()"),
+        ("trainer.save(sys.argv[1])", "trainer.predict(x)"),
+        ("trainer.predict(x)", ""),
+        ("trainer.evaluate(x, [0, 1])", ""),
+        ("trainer.fit(x, [0, 1])", ""),
+    ],
+)
+def test_a_call_of_rank_0_alone_is_told_to_be_collective(
+    mpirun: JobRunner, tmp_path: Path, mpi: str, call: str, rest: str
 ) -> None:
-    job = mpirun(2, ["-c", SAVES.format(rest=rest), tmp_path / "model.npz"], mpi=mpi)
+    job = mpirun(2, ["-c", ALONE.format(call=call, rest=rest), tmp_path / "model.npz"], mpi=mpi)
     text = job.stdout + job.stderr
     assert job.returncode != 0
-    assert "save, by which rank 0 writes (collective: every rank calls it)" in text
+    assert ("is collective: every rank calls it" if not rest else "are collective: every rank calls them") in text
     assert ("RankLeftError: rank 1 has left" if not rest else "DisagreementError: the ranks disagree") in text
 
 

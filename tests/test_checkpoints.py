@@ -144,6 +144,8 @@ def test_options_that_need_a_folder() -> None:
     with pytest.raises(ArgumentError, match=r"--checkpoint-every: every='5' makes no sense: say it as \"epoch\""):
         parse(["--checkpoint", "run", "--checkpoint-every", "5"], shown=False)
     assert parse(["--checkpoint", "run", "--resume"], shown=False).checkpoint == "run"
+    with pytest.raises(ArgumentError, match="--other-data is for a training that goes on: give --resume too"):
+        parse(["--checkpoint", "run", "--other-data"], shown=False)
 
 
 def fitted(folder: str, epochs: int, *callbacks: Callback, **options: Any) -> History:

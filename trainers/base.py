@@ -24,7 +24,7 @@ from trainers.forward import evaluated, predicted
 from trainers.prefetch import AHEAD, wanted
 from trainers.ranks import Ranks
 from trainers.rejoining import FitCall
-from trainers.replica import Hold, Replica
+from trainers.replica import Hold, Replica, Rows
 from trainers.samples import Collate
 from trainers.saving import make_saver
 from trainers.surviving import Call, Loss, Survival
@@ -108,6 +108,11 @@ class Trainer(Ranks, ABC):
     def _fresh_gradients(self) -> Any:
         """The gradients that this rank has computed in this step, 1-D, while they are not averaged; None for none."""
         return None
+
+    @property
+    def _fresh_rows(self) -> Sequence[Rows]:
+        """The same of the replica's `tables`, of each the rows that this rank has computed; empty for none."""
+        return ()
 
     @property
     def _sent(self) -> np.dtype:
@@ -302,7 +307,7 @@ class Trainer(Ranks, ABC):
         return outputs
 
     def _save(self, path: str) -> None:
-        self._enter("save, by which rank 0 writes")
+        self._enter("save")
         self._complete()
         self._on_one(lambda: self.replica.save(path))
 

@@ -60,6 +60,18 @@ class Findings:
             squares = self._look(gradients, places, first, most)
         self.squares += squares
 
+    def add_rows(self, table: Place, number: int, indices: Any, values: Any) -> None:
+        """Look at a sparse gradient, of the parameter `table` of this number: some of its rows, the others are zeros.
+
+        indices: the numbers of the rows. values: the rows, (len(indices), ...).
+        """
+        clean = self.finite
+        self.add(values.reshape(-1), [Place(table.name, 0, values.size)], number)
+        if clean and not self.finite:
+            width = values.size // len(values)
+            row, column = divmod(self.element, width)
+            self.element = int(indices[row]) * width + column
+
     @property
     def finite(self) -> bool:
         """Whether all gradients can be averaged."""

@@ -1,7 +1,7 @@
 """MirroredTrainer: average the gradients, then every replica applies them, so that replicas stay identical."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from trainers.backends import backend_for, own_memory, used_by
 from trainers.data import Batch
 from trainers.making import outlives_losses
 from trainers.outliving import Outliving
-from trainers.replica import Replica
+from trainers.replica import Replica, Rows
 from trainers.sharded import ShardedUpdate, Update
 from trainers.stepping import FLAGS
 from trainers.surviving import Call
@@ -245,6 +245,10 @@ class MirroredTrainer(Outliving):
     @property
     def _fresh_gradients(self) -> Any:
         return self.buffer[: self.replica.gradient_length]
+
+    @property
+    def _fresh_rows(self) -> Sequence[Rows]:
+        return self._tables.brought
 
     @property
     def _sent(self) -> np.dtype:

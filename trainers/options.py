@@ -43,6 +43,8 @@ def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
     for name in ("resume", "checkpoint_every"):
         if getattr(options, name) and not options.checkpoint:
             raise ArgumentError(f"--{name.replace('_', '-')} needs the folder of the checkpoints: --checkpoint DIR")
+    if options.other_data and not options.resume:
+        raise ArgumentError("--other-data is for a training that goes on: give --resume too")
     strategies.settle(options)
     watching.settle(options)
     defaults = {**FILE_DEFAULTS, **NETWORK, **DEFAULTS.get(options.data, {})}
@@ -134,6 +136,10 @@ def _add_files(group: Any) -> None:
     add(
         "--resume", action="store_true",
         help="go on from the newest good checkpoint, if there is one; --epochs counts from the beginning of training",
+    )  # fmt: skip
+    add(
+        "--other-data", action="store_true",
+        help="with --resume: go on with other rows, or in another order, which is an error without this option",
     )  # fmt: skip
     add(
         "--json", metavar="FILE",

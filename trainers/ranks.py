@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.errors import ClosedError, DisagreementError
+from allreduce.errors import ClosedError, DisagreementError, RankLeftError
 from allreduce.messages import losses
 from allreduce.messages.agreement import agree, everywhere, together, waiting
 from allreduce.topology import Topology
-from trainers.admission import look_at, tell_who_divides
+from trainers.admission import look_at, tell_collective, tell_who_divides
 from trainers.mirroring import mirror
 from trainers.replica import Replica
 from trainers.samples import Collate
@@ -96,7 +96,7 @@ class Ranks:
         self._check_open()
         data, row, error = look_at(self.replica, call, (x, y), settings or {}, collate)
         try:
-            self._agree(row, error)
+            self._begin(row, error)
         except DisagreementError as differ:
             tell_who_divides(differ, row, settings or {})
             raise
@@ -110,10 +110,23 @@ class Ranks:
     def _enter(self, call: str) -> None:
         """Begin a method without data; a rank that came to another one is told instead of waited for."""
         self._check_open()
-        self._agree(f"{call} (collective: every rank calls it)")
+        self._begin(call)
+
+    def _begin(self, row: str, error: Exception | None = None) -> None:
+        """As `_agree`, at the begin of a method, to which some ranks may never come."""
+        try:
+            self._agree(row, error)
+        except RankLeftError as left:
+            tell_collective(left, row)
+            raise
 
     def _agree(self, row: str, error: Exception | None = None) -> None:
-        agree(self._comm, [zlib.crc32(row.encode())], row, error)
+        """Raise on all ranks an error of any, or that they differ. row: this rank's side in words. Collective."""
+        try:
+            agree(self._comm, [zlib.crc32(row.encode())], row, error)
+        except DisagreementError as differ:
+            tell_collective(differ, row)
+            raise
 
     def _on_one(self, action: Callable[[], None]) -> None:
         """Do something on rank 0; its error, whatever it is, is raised on all ranks."""

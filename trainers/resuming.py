@@ -79,7 +79,7 @@ def check_data(path: str, saved: Saved, data: Fingerprint, rows: int) -> None:
     if differs:
         raise CheckpointError(
             f"{path} is of a training with other data: {differs}; give the same rows in the same order, or go on with "
-            "these on purpose: checkpoint=Checkpoint(folder, same_data=False)"
+            "these on purpose: checkpoint=Checkpoint(folder, same_data=False), --other-data"
         )
 
 

@@ -7,24 +7,27 @@ from trainers.replica import Replica, Rows, Table
 
 
 class Tables:
-    """The sparse gradients of a replica: `take` or `leave_out` in every step, then `reduce`."""
+    """The sparse gradients of a replica: `take` or `leave_out` in every step, then `reduce`.
+
+    brought: of each table the rows that this rank has computed in this step, while they are not added up.
+    """
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._brought: list[Rows] = []
+        self.brought: list[Rows] = []
 
     def take(self) -> None:
         """The replica has computed the gradients of a batch. Local."""
-        self._brought = self._replica.sparse_gradients()
+        self.brought = self._replica.sparse_gradients()
 
     def leave_out(self) -> None:
         """This rank has no batch in this step. Local."""
-        self._brought = [_nothing(table) for table in self._replica.tables]
+        self.brought = [_nothing(table) for table in self._replica.tables]
 
     def reduce(self, backend: AllReduce) -> None:
         """Give the replica the sums of all ranks' rows. Collective."""
         if tables := self._replica.tables:
-            brought = zip(tables, self._brought, strict=True)
+            brought = zip(tables, self.brought, strict=True)
             self._replica.take_sparse([backend.sparse(*rows, table.rows, "sum") for table, rows in brought])
 
 

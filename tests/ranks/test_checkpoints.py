@@ -1,6 +1,8 @@
 """fit with checkpoints on several ranks: a training that was stopped goes on as if it never was."""
 
+import csv
 import errno
+import json
 import os
 import random
 import shutil
@@ -11,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import event_files
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -24,8 +27,18 @@ from trainers import (
     ParameterServerTrainer,
     SpareReplicasTrainer,
 )
+from trainers import callbacks as shipped
 from trainers.base import Trainer
-from trainers.callbacks import EarlyStopping, LearningRateSchedule, ModelCheckpoint
+from trainers.callbacks import (
+    CheckDivergence,
+    CheckGradients,
+    CSVLogger,
+    EarlyStopping,
+    LearningRateSchedule,
+    ModelCheckpoint,
+    TensorBoard,
+    Timeline,
+)
 from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint as files
 from trainers.watching.callback import Callback
@@ -401,6 +414,54 @@ def test_callbacks_go_on(
         fit(Kill(*kill), checkpoint=Checkpoint(str(folder), every))
     assert fit(checkpoint=str(folder), resume=True) == expected
     assert fit(checkpoint=str(folder), resume=True) == expected  # it is over
+
+
+def every_callback(folder: Path) -> list[Callback]:
+    """Each that is shipped; what they write is in this folder."""
+    return [
+        CSVLogger(folder / "log.csv", append=True),
+        CheckDivergence(every=2, on_divergence="copy", source=SIZE - 1),
+        CheckGradients("skip"),
+        EarlyStopping("loss", patience=3, restore_best_weights=True),
+        LearningRateSchedule(lambda epoch, rate: 0.9 * rate, scale="ranks", warmup_epochs=2),
+        ModelCheckpoint(folder / "{epoch}.npz", "loss", save_best_only=True),
+        TensorBoard(folder / "logs", update_freq=2),
+        Timeline(folder / "trace.json"),
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+def test_every_shipped_callback_goes_on(
+    strategy: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm
+) -> None:
+    """In one fit: what they write, and what they make of the training, is as if it had never stopped."""
+    assert {type(each).__name__ for each in every_callback(folder)} == {*shipped.__all__} - {"Callback"}
+
+    def fit(where: str, *others: Callback, **options: Any) -> tuple[Any, ...]:
+        written = folder.parent / where
+        if world.rank == 0:
+            written.mkdir(exist_ok=True)
+        world.Barrier()
+        with TRAINERS[strategy](network(), flat) as trainer:
+            history = fitted(trainer, callbacks=[*every_callback(written), *others], **options)
+            result = bits(history), trainer.parameters_sha256(), trainer.replica.learning_rates
+        world.Barrier()
+        models = sorted(path.name for path in written.glob("*.npz"))
+        with open(written / "log.csv") as file:
+            lines = [(line["epoch"], line["loss"], line["val_accuracy"]) for line in csv.DictReader(file)]
+        of_batches = {
+            (value.tag, value.step, value.value)
+            for value in event_files.values(written / "logs" / "train")
+            if value.tag.startswith("batch_")
+        }
+        assert json.loads((written / "trace.json").read_text())["traceEvents"]
+        return *result, models, lines, of_batches
+
+    expected = fit("whole")
+    assert [line[0] for line in expected[-2]] == ["0", "1", "2", "3"]
+    with pytest.raises(KilledError):
+        fit("again", Kill(2, 4), checkpoint=Checkpoint(str(folder), "3 steps"))
+    assert fit("again", checkpoint=str(folder), resume=True) == expected
 
 
 @ONCE

@@ -183,6 +183,61 @@ def test_sums_that_overflow(update: str, flat: allreduce.Topology, world: MPI.In
         assert np.isfinite(fit(trainer, CheckGradients()).column("loss")).all()
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["nan", "large"])
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "central"])
+def test_sparse_gradients_are_looked_at(kind: str, large: bool, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """Of a table of vectors: NaN of one rank, and sums of all ranks that are infinite."""
+    words = np.random.default_rng(0).integers(0, 9, (24, 2))
+    for on_bad in ("raise", "skip"):
+        replica = trainers.EmbeddingNetwork([4, 8, 3], words=9, seed=1)
+        plain, calls = replica.gradients, []
+
+        def bad(*batch: Any, plain: Any = plain, calls: list[None] = calls, replica: Any = replica) -> Any:
+            values = plain(*batch)
+            calls.append(None)
+            if len(calls) == 2 and large:
+                replica._found[1][:] = 2e38
+            elif len(calls) == 2 and world.rank == 1:
+                replica._found[1][2, 1] = np.nan  # of the third word of this rank's rows
+            return values
+
+        replica.gradients = bad  # type: ignore[method-assign]
+        with KINDS[kind](replica, flat) as trainer:
+            check = CheckGradients(on_bad)
+
+            def run(trainer: Trainer = trainer, check: Callback = check) -> Any:
+                return trainer.fit(words, Y[:24], 2, 12, shuffle=False, callbacks=[check], progress=False)
+
+            if on_bad == "raise":
+                text = raised(world, NotFiniteError, run)
+                element = 4 * words[12:][4 + 1, 0] + 1
+                assert (
+                    "the sum of gradients overflows in table (element " in text
+                    if large
+                    else f"rank 1 has brought 1 NaN gradient, the first in table (element {element})" in text
+                )
+            else:
+                assert np.isfinite(run().column("loss")).all()
+                assert check.skipped == 1
+                assert np.isfinite(replica.table).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_that_was_left_out_has_no_loss(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """In what callbacks are told of batches, where no step was taken before."""
+    told: list[Any] = []
+
+    class Tells(Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            told.append(logs["loss"])
+
+    with made(flat, kind) as trainer:
+        history = fit(trainer, Tells(), CheckGradients("skip"), x=np.full_like(X, np.nan))
+    assert np.isnan(history.column("loss")).all()
+    assert np.isnan(told).all()
+    assert kind == "async" or told
+
+
 @pytest.mark.parametrize("check", ["raise", "skip"])
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 @pytest.mark.parametrize("compress", ["float16", "bfloat16"])
@@ -328,6 +383,17 @@ def test_one_rank_leaves_a_step_out(kind: str, alone: bool, flat: allreduce.Topo
         without = np.delete(X, slice(20, 40), axis=0), np.delete(Y, slice(20, 40), axis=0)
         trainer.fit(*without, 2, 20, shuffle=False, progress=False)
         assert skipped == trainer.evaluate(X, Y)["loss"]
+
+
+def test_an_heir_of_a_callback_that_agrees_is_heard(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """It has a before_update of its own, which comes to something else on each rank."""
+
+    class Heir(CheckGradients):
+        def before_update(self, epoch: int, batch: int) -> bool:
+            return super().before_update(epoch, batch) or batch == world.rank
+
+    with made(flat) as trainer:
+        assert np.isnan(fit(trainer, Heir()).column("loss")).all()
 
 
 def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm) -> None:

@@ -248,10 +248,17 @@ def test_one_rank_alone_in_a_call_is_told(digits: datasets.Dataset, flat: allred
     if flat.size == 1:
         pytest.skip("one rank agrees with itself")
     with MirroredTrainer(network(), "native", flat) as trainer:
+        rows = digits.x_test, digits.y_test
+        of_rank_0: dict[str, tuple[Any, ...]] = {"fit": rows, "evaluate": rows, "predict": rows[:1]}
         for call in ("save", "load"):
-            arguments = (str(tmp_path / "model.npz"),) if flat.rank == 0 else (digits.x_test, digits.y_test)
-            with pytest.raises(DisagreementError, match=rf"rank 0: {call}.* \(collective: every rank calls it\)\n"):
-                getattr(trainer, call if flat.rank == 0 else "evaluate")(*arguments)
+            of_rank_0[call] = (str(tmp_path / "model.npz"),)
+        for call, arguments in of_rank_0.items():
+            text = rf"rank 0: {call}[\s\S]*\n{call} and parameters_sha256 are collective: every rank calls them, "
+            with pytest.raises(DisagreementError, match=text):
+                getattr(trainer, call)(*arguments) if flat.rank == 0 else trainer.parameters_sha256()
+        with pytest.raises(DisagreementError) as raised:  # the same call
+            trainer.evaluate(digits.x_test[flat.rank :], digits.y_test[flat.rank :])
+        assert "collective" not in str(raised.value)
         with pytest.raises(DisagreementError, match="parameters_sha256"):
             trainer.parameters_sha256() if flat.rank == 0 else trainer.predict(digits.x_test)
         assert not (tmp_path / "model.npz").exists()

@@ -69,11 +69,7 @@ class GradientCheck:
 
     def look_at_rows(self, number: int, indices: np.ndarray, values: np.ndarray) -> None:
         """As `look`, at a sparse gradient: of the parameter of this number, all of whose others are zeros. Local."""
-        clean = self._own.finite
-        self._own.add(values.reshape(-1), [Place(self._places[number].name, 0, values.size)], number)
-        if clean and not self._own.finite:
-            row, column = divmod(self._own.element, values.shape[1])
-            self._own.element = int(indices[row]) * values.shape[1] + column
+        self._own.add_rows(self._places[number], number, indices, values)
 
     def settle(self, comm: MPI.Intracomm, may_leave_out: bool) -> None:
         """All buckets are averaged: raise on all ranks, or leave the step out, if any were no numbers. Collective.

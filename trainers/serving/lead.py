@@ -37,7 +37,7 @@ class Lead:
         self._desk, self._shard = desk, shard
         self._workers, self._spare = workers, spare
         self._tally, self._span = tally, span
-        self._means = np.zeros(0)
+        self._means = np.full(1, np.nan)  # of the last step that was taken; NaN stands for all metrics until then
         self._newest: Parcel | None = None  # what is sent to everyone until the next update
         self.counts = counts
         self.error: Exception | None = None
@@ -104,7 +104,7 @@ class Lead:
         if self._newest is None:
             self._newest = self._desk.parcel()
             self._newest.head = Head(kind, step, self._shard.version)
-            self._newest.measures[: self._means.size] = self._means
+            self._newest.measures[:-1] = self._means
             self._newest.body[:] = self._shard.parameters
         if kind == WORK:
             self._desk.clear(arrival)

@@ -120,7 +120,7 @@ class Callbacks:
         asked = [each for each in ours if _overrides(each, "before_update")]
         # Those that communicate first: an error of another one must not keep this rank from them.
         self._before_update = sorted(asked, key=lambda each: not each.collective)
-        self.asks = any(not each.agrees for each in self._before_update)
+        self.asks = any(not _agrees(each) for each in self._before_update)
         self._between_steps = [each for each in ours if _overrides(each, "between_steps")]
         self._unusable = [each for each in ours if _overrides(each, "unusable")]
         self._collective = [at for at, each in enumerate(self._all) if getattr(each, "collective", False)]
@@ -234,6 +234,13 @@ def _tell_trainer(callback: Any, trainer: Any) -> None:
     tell = getattr(callback, "set_trainer", None) or getattr(callback, "set_model", None)
     if tell is not None:
         tell(trainer)
+
+
+def _agrees(callback: Callback) -> bool:
+    """Whether a callback `agrees`, said by the class that has its before_update, or later: it may be another's heir."""
+    kinds = [vars(callback), *map(vars, type(callback).__mro__)]
+    places = [next(at for at, own in enumerate(kinds) if name in own) for name in ("agrees", "before_update")]
+    return callback.agrees and places[0] <= places[1]
 
 
 def _changes(value: Any) -> bool:

@@ -1,20 +1,21 @@
 """CheckGradients: NaN and infinite gradients are found before they are averaged, and their rank is named."""
 
+import math
 from typing import Any
 
 import numpy as np
 
 from allreduce import notices
-from allreduce.arrays import dtypes
+from allreduce.arrays import dtypes, gpu
 from allreduce.messages.agreement import known
 from trainers import finite
 from trainers.errors import ArgumentError, NotFiniteError
-from trainers.finite import Findings, Place
+from trainers.finite import Findings, Place, Problem
 from trainers.watching.callback import Callback, Logs
 
 
 class CheckGradients(Callback):
-    """Looks at every rank's own gradients in every step. Given on all ranks or on none.
+    """Looks at every rank's own gradients in every step, sparse ones of `tables` too. Given on all ranks or on none.
 
     on_bad: "raise": all ranks raise the same NotFiniteError, which names the ranks that have brought gradients that
         are no numbers, and the parameters. "skip": say so, and leave the step out on all ranks: nothing is updated, it
@@ -37,7 +38,8 @@ class CheckGradients(Callback):
     def __init__(self, on_bad: str = "raise") -> None:
         self.on_bad = on_bad
         self.skipped = 0  # steps that were left out
-        self._places: list[Place] = []
+        self._places: list[Place] = []  # of the dense gradients
+        self._tables: list[Place] = []  # of the sparse ones
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         trainer, error = self.trainer, None
@@ -46,18 +48,19 @@ class CheckGradients(Callback):
         trainer._agree(f"CheckGradients(on_bad={self.on_bad!r})", error)
         trainer.replica.undoable |= self.on_bad == "skip"
         self._places = _places(trainer.replica)
+        self._tables = [Place(each.name, 0, each.rows * math.prod(each.shape)) for each in trainer.replica.tables]
 
     def before_update(self, epoch: int, batch: int) -> bool:
         trainer, gradients = self.trainer, self.trainer._fresh_gradients
         own, dtype, sent = Findings(), dtypes.parse(trainer.replica.gradient_dtype), trainer._sent
         if gradients is not None:
             own.add(gradients, self._places, most=finite.most(dtype, sent))
+        for number, (table, brought) in enumerate(zip(self._tables, trainer._fresh_rows, strict=True)):
+            own.add_rows(table, len(self._places) + number, *brought)
         rows, norms = finite.exchange(trainer._comm, own)
-        problem = None if rows is None else finite.told(rows, self._places, sent)
-        if rows is None and finite.may_overflow(norms, sent):
-            length = trainer.replica.gradient_length
-            where = finite.overflowing(trainer._comm, gradients, self._places, length, sent)
-            problem = finite.overflow_told(where, dtype, sent) if where else None
+        problem = None if rows is None else finite.told(rows, [*self._places, *self._tables], sent)
+        if rows is None:
+            problem = self._overflow(norms, dtype, sent)
         if problem is None:
             return False
         text = f"in epoch {epoch + 1}, step {batch + 1}, {problem.text}"
@@ -67,6 +70,24 @@ class CheckGradients(Callback):
         if trainer.rank == 0:
             notices.log.warning("allreduce: %s; no rank takes this step", text)
         return True
+
+    def _overflow(self, norms: float, own: np.dtype, sent: np.dtype) -> Problem | None:
+        """What is wrong when every rank's gradients are numbers, and a sum of them may be none. Collective.
+
+        norms: the sum of the ranks'. own, sent: the dtypes of gradients, and in which they are sent.
+        """
+        trainer = self.trainer
+        if finite.may_overflow(norms, sent):
+            length, gradients = trainer.replica.gradient_length, trainer._fresh_gradients
+            if where := finite.overflowing(trainer._comm, gradients, self._places, length, sent):
+                return finite.overflow_told(where, own, sent)
+        for table, place, rows in zip(trainer.replica.tables, self._tables, trainer._fresh_rows, strict=True):
+            dtype = dtypes.parse(table.dtype)
+            if finite.may_overflow(norms, dtype):
+                whole = _whole(place.size, *rows)
+                if where := finite.overflowing(trainer._comm, whole, [place], place.size, dtype):
+                    return finite.overflow_told(where, dtype, dtype)
+        return None
 
     def unusable(self, gradients: Any) -> bool:
         own = Findings()
@@ -92,3 +113,12 @@ def _places(replica: Any) -> list[Place]:
     if start < replica.gradient_length:
         places.append(Place("statistics" if places else "parameters", start, replica.gradient_length - start))
     return places
+
+
+def _whole(size: int, indices: Any, values: Any) -> np.ndarray:
+    """The absolute values of a sparse gradient as a dense one, 1-D, of float64; a row may be there several times."""
+    if gpu.is_gpu_array(values):
+        indices, values = indices.get(), values.get()
+    whole = np.zeros((size // max(1, math.prod(values.shape[1:])), *values.shape[1:]))
+    np.add.at(whole, indices, np.abs(values.astype(np.float64)))
+    return whole.reshape(-1)
