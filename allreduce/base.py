@@ -11,7 +11,7 @@ from allreduce.arrays import aligned, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, numbers
 from allreduce.arrays.workspace import Workspace
-from allreduce.calls import Call, Calls, Reduction
+from allreduce.calls import Call, Calls, Find, Place, Reduction
 from allreduce.errors import AllReduceError, ClosedError, CopyError, OptionError, UnavailableError
 from allreduce.messages.kept import keep
 from allreduce.moves import nothing_to_do
@@ -207,6 +207,10 @@ class AllReduce(Sparse):
         """ALLOCATED for an array, or a slice of one, that `_allocate` gave and that is reduced where it is."""
         return FOREIGN
 
+    def _place(self, buffer: np.ndarray) -> Place | None:
+        """Where in memory from `allocate` the array begins; None for other arrays, and where it does not matter."""
+        return None
+
     def _resolve(self, op: str, dtype: np.dtype) -> Op:
         """The operation called `op` for arrays of `dtype`, or the error that says why there is none."""
         return ops.resolve(op, dtype, self.size)
@@ -218,6 +222,11 @@ class AllReduce(Sparse):
         if signature.memory == FOREIGN and self.copies_foreign and self.part_of is None:  # "auto" knows why
             notices.once(self.rank, self.copies_foreign)
         return self._reduce_gpu if signature.memory == GPU else self._reduce
+
+    def _finding(self, signature: Signature) -> Find | None:
+        """What tells the place of an array in memory from `allocate`, where `_reduce` needs the same place on all ranks
+        and does not itself compare it on all of them. Asked after `_route`."""
+        return None
 
     def _tag(self) -> int:
         """Of the messages of the call that is under way."""
@@ -255,7 +264,8 @@ class AllReduce(Sparse):
         self._agree_once(signature, signature, numbers(signature, resolved), error)
         assert signature is not None
         assert resolved is not None
-        admitted = Call(signature, self._calls.quiet(self._route(signature)), resolved)
+        reduction = self._calls.quiet(self._route(signature))
+        admitted = self._calls.admit(Call(signature, reduction, resolved, find=self._finding(signature)))
         admitted.reduce = self._same_data.first(admitted, admitted.reduce)
         if self.check != "always" and (signature.layout, signature.call) == ("C", "all_reduce"):
             self._known[signature.key()] = self._known[signature._replace(op=op).key()] = admitted  # by all names
