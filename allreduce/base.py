@@ -107,9 +107,8 @@ class AllReduce(Sparse):
         """
         call = None
         if type(buffer) is np.ndarray and buffer.flags.carray:  # the usual case, at the cost of one look-up
-            shape = buffer.size if buffer.ndim == 1 else buffer.shape
             try:  # noqa: SIM105, suppress() would cost as much as the look-up
-                call = self._known.get((shape, buffer.dtype, op, self._memory(buffer)))
+                call = self._known.get((buffer.shape, buffer.dtype, op, self._memory(buffer)))
             except TypeError:  # an op that can't be a key; _admit refuses it by name
                 pass
         if call is None:
