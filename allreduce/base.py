@@ -35,10 +35,10 @@ class AllReduce(Sparse):
     """An AllReduce algorithm on the ranks of a topology.
 
     topology: a `Topology`; the backend takes a communicator of its own from it.
-    check: when the ranks compare what they were given (shape, dtype, op, memory). "first": in every call, on a board in
-        shared memory where all ranks share a node, and by one small all-reduce where they don't; when it is new, with
-        a message everywhere. "always": with a message in every call. "never": not at all, which saves that message
-        on several nodes. Ranks that differ all raise the same DisagreementError, before anything is changed.
+    check: how the ranks compare shape, dtype, op and memory of their arrays. "first": in every call, on one node in
+        shared memory, on several nodes by one small all-reduce; the first call of each signature costs another message.
+        "always": each call costs that other message. "never": calls are not compared, and cost no message.
+        Ranks that differ all raise the same DisagreementError, before anything is changed.
 
     Creating, `allocate`, calling and `close` are collective: every rank does them, in the same order.
     """
