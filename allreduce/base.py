@@ -11,7 +11,7 @@ from allreduce.arrays import aligned, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import FOREIGN, GPU, Signature, allocation_row, inspect, numbers
 from allreduce.arrays.workspace import Workspace
-from allreduce.calls import Call, Calls, Reduction
+from allreduce.calls import Call, Calls, Find, Place, Reduction
 from allreduce.errors import AllReduceError, ClosedError, CopyError, OptionError, UnavailableError
 from allreduce.messages.kept import keep
 from allreduce.moves import nothing_to_do
@@ -35,10 +35,10 @@ class AllReduce(Sparse):
     """An AllReduce algorithm on the ranks of a topology.
 
     topology: a `Topology`; the backend takes a communicator of its own from it.
-    check: when the ranks compare what they were given (shape, dtype, op, memory). "first": in every call, on a board in
-        shared memory where all ranks share a node, and by one small all-reduce where they don't; when it is new, with
-        a message everywhere. "always": with a message in every call. "never": not at all, which saves that message
-        on several nodes. Ranks that differ all raise the same DisagreementError, before anything is changed.
+    check: how the ranks compare shape, dtype, op and memory of their arrays. "first": in every call, on one node in
+        shared memory, on several nodes by one small all-reduce; the first call of each signature costs another message.
+        "always": each call costs that other message. "never": calls are not compared, and cost no message.
+        Ranks that differ all raise the same DisagreementError, before anything is changed.
 
     Creating, `allocate`, calling and `close` are collective: every rank does them, in the same order.
     """
@@ -107,9 +107,8 @@ class AllReduce(Sparse):
         """
         call = None
         if type(buffer) is np.ndarray and buffer.flags.carray:  # the usual case, at the cost of one look-up
-            shape = buffer.size if buffer.ndim == 1 else buffer.shape
             try:  # noqa: SIM105, suppress() would cost as much as the look-up
-                call = self._known.get((shape, buffer.dtype, op, self._memory(buffer)))
+                call = self._known.get((buffer.shape, buffer.dtype, op, self._memory(buffer)))
             except TypeError:  # an op that can't be a key; _admit refuses it by name
                 pass
         if call is None:
@@ -207,6 +206,10 @@ class AllReduce(Sparse):
         """ALLOCATED for an array, or a slice of one, that `_allocate` gave and that is reduced where it is."""
         return FOREIGN
 
+    def _place(self, buffer: np.ndarray) -> Place | None:
+        """Where in memory from `allocate` the array begins; None for other arrays, and where it does not matter."""
+        return None
+
     def _resolve(self, op: str, dtype: np.dtype) -> Op:
         """The operation called `op` for arrays of `dtype`, or the error that says why there is none."""
         return ops.resolve(op, dtype, self.size)
@@ -218,6 +221,11 @@ class AllReduce(Sparse):
         if signature.memory == FOREIGN and self.copies_foreign and self.part_of is None:  # "auto" knows why
             notices.once(self.rank, self.copies_foreign)
         return self._reduce_gpu if signature.memory == GPU else self._reduce
+
+    def _finding(self, signature: Signature) -> Find | None:
+        """What tells the place of an array in memory from `allocate`, where `_reduce` needs the same place on all ranks
+        and does not itself compare it on all of them. Asked after `_route`."""
+        return None
 
     def _tag(self) -> int:
         """Of the messages of the call that is under way."""
@@ -255,7 +263,8 @@ class AllReduce(Sparse):
         self._agree_once(signature, signature, numbers(signature, resolved), error)
         assert signature is not None
         assert resolved is not None
-        admitted = Call(signature, self._calls.quiet(self._route(signature)), resolved)
+        reduction = self._calls.quiet(self._route(signature))
+        admitted = self._calls.admit(Call(signature, reduction, resolved, find=self._finding(signature)))
         admitted.reduce = self._same_data.first(admitted, admitted.reduce)
         if self.check != "always" and (signature.layout, signature.call) == ("C", "all_reduce"):
             self._known[signature.key()] = self._known[signature._replace(op=op).key()] = admitted  # by all names

@@ -27,6 +27,8 @@ from allreduce.messages.watch import LOOK_SECONDS
 from allreduce.topology import Closeable, Topology
 
 Reduction = Callable[[Any, Op], None]  # reduces a 1-D array in place
+Place = tuple[int, int]  # in memory from `allocate`: the number of the array, alike on all ranks, and bytes from there
+Find = Callable[[Any], Place | None]  # the place of a 1-D array
 CONTEXTS = int(np.__version__.partition(".")[0]) >= 2  # NumPy's handling of errors belongs to a context, not a thread
 TAGS = 32749  # the largest prime below the number that every MPI has at least
 LOOKS = 20  # at the board, in a row; then
@@ -47,17 +49,30 @@ class Call:
     """A call that all ranks have been seen to agree on.
 
     reduce: what does it. word: by which other ranks know it. tree: whose arrays are in the buffer, if it is one.
+    find: tells where a buffer lies in memory from `allocate`, where that must be compared too. place: what it told.
     """
 
-    __slots__ = ("op", "reduce", "signature", "tree", "word")
+    __slots__ = ("find", "op", "place", "reduce", "signature", "tree", "word")
 
-    def __init__(self, signature: Signature, reduce: Reduction, op: Op, tree: Tree | None = None) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        reduce: Reduction,
+        op: Op,
+        tree: Tree | None = None,
+        find: Find | None = None,
+        place: Place | None = None,
+    ) -> None:
         self.signature, self.reduce, self.op, self.tree = signature, reduce, op, tree
+        self.find, self.place = find, place
         self.word = word(signature) ^ (tree.number << NUMBER_BITS if tree else 0)
+        if place is not None:
+            self.word ^= zlib.crc32(f"{place}".encode()) << NUMBER_BITS
 
     def __str__(self) -> str:
+        place = f", array {self.place[0]} from allocate() at byte {self.place[1]}" if self.place else ""
         tree = f", of {self.tree.text}" if self.tree else ""
-        return f"{self.signature}; {self.signature.length * self.signature.dtype.itemsize} bytes{tree}"
+        return f"{self.signature}{place}; {self.signature.length * self.signature.dtype.itemsize} bytes{tree}"
 
 
 ReductionT = TypeVar("ReductionT", bound=Callable[..., None])
@@ -95,6 +110,7 @@ class Calls:
         self._silent.run(np.seterr, all="ignore")
         self._tree: Tree | None = None  # whose arrays the calls of one thread work on,
         self._tree_thread = 0  # this one
+        self._finds = False  # whether any call has `find`; then `run` looks for it, as for a tree
         self._parts: dict[tuple[int, int], Call] = {}  # the calls that have worked on trees
 
     def run(self, call: Call, reduce: Reduction, flat: Any) -> None:
@@ -102,7 +118,7 @@ class Calls:
         wait = self.wait
         if get_ident() != self._thread:
             self._notice_thread()
-            call = self._part(call)
+            call = self._part(call, flat)
         if wait.call is not None or self.broken is not None:
             self.refuse()
         try:
@@ -127,7 +143,7 @@ class Calls:
             wait.call = None
 
     def _notice_thread(self) -> None:
-        self._thread = get_ident() if self._tree is None else 0
+        self._thread = get_ident() if self._tree is None and not self._finds else 0
         ending.communicates()
 
     def begin_tree(self, tree: Tree) -> None:
@@ -140,10 +156,18 @@ class Calls:
     def end_tree(self) -> None:
         self._tree = None
 
-    def _part(self, call: Call) -> Call:
-        """`call`, or the one that works on the tree of this thread."""
-        tree = self._tree
-        if tree is None or self._tree_thread != get_ident():
+    def admit(self, call: Call) -> Call:
+        """`call`, which `run` will be given. Local."""
+        if call.find is not None:
+            self._finds, self._thread = True, 0
+        return call
+
+    def _part(self, call: Call, flat: Any) -> Call:
+        """`call`, or the one that works on the tree of this thread, or at the place of `flat`."""
+        tree = self._tree if self._tree_thread == get_ident() else None
+        if call.find is not None:
+            return Call(call.signature, call.reduce, call.op, tree, place=call.find(flat))
+        if tree is None:
             return call
         key = call.word, tree.number
         part = self._parts.get(key)

@@ -8,8 +8,8 @@ from mpi4py import MPI
 
 from allreduce import ending, trees
 from allreduce.arrays import chunks, dtypes, gpu, ops
-from allreduce.arrays.signature import FOREIGN, GPU, inspect, numbers
-from allreduce.calls import Call, Calls, without_numpy
+from allreduce.arrays.signature import FOREIGN, GPU, Signature, inspect, numbers
+from allreduce.calls import Call, Calls, Find, without_numpy
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.messages.parcels import overwrite
 
@@ -92,7 +92,8 @@ class Moves(ABC):
         op = ops.OPS["sum"] if error is None else None
         self._agree_once(signature, signature, numbers(signature, op), error)
         assert signature is not None
-        return Call(signature, nothing_to_do, ops.OPS["sum"])
+        find = self._finding(signature) if placed else None
+        return self._calls.admit(Call(signature, nothing_to_do, ops.OPS["sum"], find=find))
 
     def _hand_round(self, slices: list[np.ndarray]) -> None:
         """Every rank's slice, in turn, to all others."""
@@ -104,6 +105,9 @@ class Moves(ABC):
 
     @abstractmethod
     def _where(self, buffer: Any) -> int: ...
+
+    @abstractmethod
+    def _finding(self, signature: Signature) -> Find | None: ...
 
     @abstractmethod
     def _agree_once(self, key: Any, text: object, values: list[int], error: AllReduceError | None) -> None: ...

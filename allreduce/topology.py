@@ -112,7 +112,11 @@ class Topology(Survival):
         nodes, self.node_index = number_nodes(self.world, self.node)
         self.node_sizes = tuple(map(len, nodes))
         here = {rank: processes.of_json(process) for _, rank, process in found if process is not None}
-        self.watch.connect(nodes, self.node_index, shared_rows(self.node), here)
+        rows = shared_rows(self.node)
+        # A topology that is dropped leaves its communicators, with which MPI keeps the watch, and so the rows.
+        self._release_rows = weakref.finalize(self, rows.release if rows else bool)
+        self._release_rows.atexit = False
+        self.watch.connect(nodes, self.node_index, rows, here)
         self.cross: MPI.Intracomm = self._own(self.world.Split(self.node.rank, self.node_index), watch=True)
 
     @classmethod
@@ -277,6 +281,7 @@ class Topology(Survival):
         self.board.close()
         if self._origin is None:
             self.watch.close()
+            self._release_rows()
         for comm in reversed(list(self._owned)):
             self.release(comm)
 
@@ -293,6 +298,7 @@ class Topology(Survival):
         self._leave_owned()
         if self._origin is None:
             self.watch.abandon()
+            self._release_rows()
 
     def check_open(self) -> None:
         """Raise ClosedError after `close()`."""

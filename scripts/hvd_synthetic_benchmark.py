@@ -36,6 +36,7 @@ optimizer = hvd.DistributedOptimizer(
     groups=options.groups,
 )
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+torch.manual_seed(hvd.rank())
 x, y = torch.randn(options.batch_size, options.width), torch.randint(10, (options.batch_size,))
 
 

@@ -34,9 +34,8 @@ class Signature(NamedTuple):
     root: int | None = None  # of a broadcast
 
     def key(self) -> tuple:
-        """By which a backend looks up calls that it knows: with the length of a 1-D array, the shape of others."""
-        one = self.shape is None or len(self.shape) == 1
-        return self.length if one else self.shape, self.dtype, self.op, self.memory
+        """By which a backend looks up calls that it knows."""
+        return self.shape, self.dtype, self.op, self.memory
 
     def __str__(self) -> str:
         order = "" if self.layout == "C" else ", Fortran order"

@@ -12,7 +12,7 @@ from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import ALLOCATED, GPU, Signature
 from allreduce.base import AllReduce
-from allreduce.calls import Reduction
+from allreduce.calls import Find, Reduction
 from allreduce.decision_table import Rule, rule_for
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.messages.stage import LARGEST_BYTES
@@ -135,6 +135,12 @@ class Auto(AllReduce):
             return super()._reduce_gpu  # by way of the host, where _reduce decides again
         part = self._parts[name]
         return self._guarded(part, part._route(signature), signature)
+
+    def _finding(self, signature: Signature) -> Find | None:
+        length, dtype, _, memory, *_ = signature
+        if length == 0 or self.size == 1 or memory == GPU:
+            return None
+        return self._parts[self._decide(length * dtype.itemsize, dtype, memory, self._part)[0]]._finding(signature)
 
     def _guarded(self, part: AllReduce, reduce: Reduction, signature: Signature) -> Reduction:
         """`reduce`, and another choice should its first call tell that `part` can't work here after all."""

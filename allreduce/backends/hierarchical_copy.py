@@ -16,7 +16,9 @@ import numpy as np
 
 from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
+from allreduce.arrays.signature import ALLOCATED, Signature
 from allreduce.base import AllReduce
+from allreduce.calls import Find
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.messages.agreement import together
 from allreduce.messages.transfer import Transfer
@@ -79,6 +81,11 @@ class HierarchicalCopy(TwoPhase):
 
     def _memory(self, buffer: np.ndarray) -> int:
         return self._node._memory(buffer)
+
+    def _finding(self, signature: Signature) -> Find | None:
+        """The backend inside of a node compares places too, but what it finds is an error of that node alone."""
+        several = 1 < self.topology.nodes < self.size  # and one of them has several ranks
+        return self._node._place if several and signature.memory == ALLOCATED else None
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         self._reduce_into(buffer, buffer, op)

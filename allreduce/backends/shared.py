@@ -19,6 +19,7 @@ from allreduce.arrays import dtypes, float16
 from allreduce.arrays.chunks import segments
 from allreduce.arrays.ops import Op
 from allreduce.arrays.signature import ALLOCATED, FOREIGN
+from allreduce.calls import Place
 from allreduce.errors import UnavailableError
 from allreduce.messages.agreement import agree
 from allreduce.messages.stage import LEAST_BYTES, Stage, Staged, wanted_bytes
@@ -72,7 +73,7 @@ class Shared(TwoPhase):
         return next(iter(new.values())).give().view(dtype)
 
     def _memory(self, buffer: np.ndarray) -> int:
-        return FOREIGN if self._find(buffer) is None else ALLOCATED
+        return FOREIGN if self._place(buffer) is None else ALLOCATED
 
     def _close(self) -> None:
         """Let go of the memory; an array that is still in use keeps its own."""
@@ -82,7 +83,7 @@ class Shared(TwoPhase):
     # Arrays from allocate(): no staging, every rank reaches into every rank's array
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        place = self._find(buffer)
+        place = self._place(buffer)
         if place is None:
             if addresses := self._meet_outside(buffer, op.name):
                 self._reduce_reached(buffer, op, addresses)
@@ -101,7 +102,7 @@ class Shared(TwoPhase):
         self._reduce_scatter(buffer, op)  # _combine sums 16-bit floats in float32, so nothing is widened before
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        place, call = self._find(buffer), f"reduce_scatter {op.name}"
+        place, call = self._place(buffer), f"reduce_scatter {op.name}"
         if place is None:
             if addresses := self._meet_outside(buffer, call):
                 self._reduce_scatter_reached(buffer, op, addresses)
@@ -114,7 +115,7 @@ class Shared(TwoPhase):
         self._fence()
 
     def _all_gather(self, buffer: np.ndarray) -> None:
-        place = self._find(buffer)
+        place = self._place(buffer)
         if place is None:
             if addresses := self._meet_outside(buffer, "all_gather"):
                 self._all_gather_reached(buffer, addresses)
@@ -238,10 +239,10 @@ class Shared(TwoPhase):
 
     # Both
 
-    def _meet(self, buffer: np.ndarray, call: str, place: tuple[int, int] | None) -> list[np.ndarray]:
+    def _meet(self, buffer: np.ndarray, call: str, place: Place | None) -> list[np.ndarray]:
         """Wait for all ranks, see that they came with the same thing, and return everyone's array of it.
 
-        place: from `_find`; None, for which nothing is returned, stands for ordinary arrays. Comparing a word
+        place: from `_place`; None, for which nothing is returned, stands for ordinary arrays. Comparing a word
         in shared memory costs next to nothing, so here ranks that disagree are found in every call.
         """
         code = dtypes.code(buffer.dtype)
@@ -259,13 +260,12 @@ class Shared(TwoPhase):
         assert memory is not None  # this rank's array lies in it
         return list(memory[:, offset : offset + buffer.nbytes].view(buffer.dtype))
 
-    def _tell_difference(self, buffer: np.ndarray, call: str, place: tuple[int, int] | None) -> None:
+    def _tell_difference(self, buffer: np.ndarray, call: str, place: Place | None) -> None:
         where = f"array {place[0]} from allocate() at byte {place[1]}" if place else "ordinary memory"
         row = f"{call}: length {buffer.size}, dtype {buffer.dtype}, {where}"
         agree(self._comm, [zlib.crc32(row.encode())], row, None)
 
-    def _find(self, buffer: np.ndarray) -> tuple[int, int] | None:
-        """The number of the array from `allocate` that `buffer` lies in, and its place there in bytes."""
+    def _place(self, buffer: np.ndarray) -> Place | None:
         address = MPI.Get_address(buffer)
         for number, window in self._arrays.items():
             if window.address <= address < window.end and buffer.size and window.alive():

@@ -22,9 +22,16 @@ class StatusRows:
 
     def __init__(self, memory: np.ndarray, own: int) -> None:
         self.own, self.far = own, len(memory) - FAR_ROWS  # indices of rows
+        self._use(memory)
+        self._seen = np.zeros_like(self._heads)
+
+    def _use(self, memory: np.ndarray) -> None:
         self._bytes = memory.reshape(-1)
         self._heads = memory[: self.far + 1, :HEAD_BYTES].view(np.int64)  # length, checksum
-        self._seen = np.zeros_like(self._heads)
+
+    def release(self) -> None:
+        """Let go of the shared memory; a copy takes its place. Local, from any thread, at any time."""
+        self._use(self._bytes.reshape(-1, ROW_BYTES).copy())
 
     def write(self, content: bytes, far: bool = False) -> None:
         """Set this rank's row, of at most OWN_BYTES. far: the one of other nodes instead, of at most FAR_BYTES."""

@@ -4,6 +4,7 @@ On one host and on several, of every backend, for calls that are new and for cal
 """
 
 import itertools
+import re
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
@@ -137,3 +138,25 @@ def test_compressed(topology: allreduce.Topology) -> None:
             WORLD, DisagreementError, lambda: reduce(np.ones(shapes[reduce.rank == SIZE - 1]), "sum")
         )
         assert f"rank {SIZE - 1}: all_reduce: length 24 of shape (6, 4)" in text
+
+
+def test_places_in_allocated_memory(reduce: AllReduce) -> None:
+    """Of one array from `allocate`, and of two; of an array so large that "auto" takes the node's memory for it."""
+    length = 100_000
+    arrays = [reduce.allocate(2 * length, "float32") for _ in range(2)]
+    alone = reduce.topology.nodes == SIZE
+    calls: dict[str, Callable[[np.ndarray], object]] = {"a call": lambda array: reduce(array, _op(reduce))}
+    if isinstance(reduce, TwoPhase):
+        calls |= {"reduce_scatter": reduce.reduce_scatter, "all_gather": reduce.all_gather}
+    for call, odd in itertools.product(calls.values(), {0, SIZE - 1}):
+        mine = reduce.rank == odd
+        places = (arrays[0][:length], arrays[0][length:]), (arrays[0][:length], arrays[1][:length])
+        for same, other in places:
+            call(same)
+            call(other)
+            if reduce.name in ("shared", "hierarchical_copy", "auto") and not alone:
+                text = raised_everywhere(WORLD, DisagreementError, partial(call, other if mine else same))
+                assert re.search(r"array \d+ from allocate\(\) at byte", text)
+            else:  # each rank reduces in memory of its own
+                call(other if mine else same)
+            call(same)

@@ -63,7 +63,7 @@ def test_other_forms(flat: allreduce.Topology, caplog: pytest.LogCaptureFixture)
         "a list": lambda reduce, step: reduce([_gradients(step), _gradients(step, 1)]),
         "a phase": lambda reduce, step: reduce.reduce_scatter(_gradients(step)),  # type: ignore[attr-defined]
         "allocated": lambda reduce, step: reduce(_allocated(reduce, step)),
-        "one array of each size": lambda reduce, step: reduce(_gradients(step, length=100 + step)),
+        "layer by layer": lambda reduce, step: [reduce(_gradients(step, length=100 + layer)) for layer in range(20)],
         "between zeros": lambda reduce, step: (reduce(np.zeros(1000)), reduce(_gradients(step))),
     }
     for name, form in forms.items():
@@ -93,6 +93,7 @@ def test_no_false_alarm(flat: allreduce.Topology, caplog: pytest.LogCaptureFixtu
         "sums": (_gradients, "sum"),
         "few elements": (lambda step: _gradients(step, length=50), "mean"),
         "the first differs": (lambda step: _gradients(step, RANK if step == 0 else 0), "mean"),
+        "parameters, layer by layer": (lambda layer: _gradients(0, length=100 + layer), "mean"),
         "later steps": (lambda step: _gradients(step, RANK if step < 3 else 0), "mean"),
     }
     for name, (gradients, op) in legitimate.items():
