@@ -1,5 +1,6 @@
 """What ranks tell of themselves when a wait is long: at 4,096 ranks, simulated in one process, and in jobs."""
 
+import gc
 import math
 import os
 import subprocess
@@ -208,6 +209,20 @@ def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.Mon
     every[2].waits([])
     every[0].exchange()
     assert "  ranks 1-2: have not come" in every[0].table(Said("all_reduce", 5))
+
+
+def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI reads a message when its receiver takes it."""
+    kept: list[Any] = []
+    monkeypatch.setattr("allreduce.messages.notes.keep", kept.append)
+    monkeypatch.setattr(ending, "world_ranks", lambda comm: range(comm.size))
+    _, every = make(2, 1)
+    all_wait(every, 1)
+    every[0].exchange()
+    del every[0]
+    gc.collect()
+    assert len(kept) == 1
+    assert b"all_reduce" in kept[0].buffer
 
 
 @pytest.mark.parametrize("shared", [True, False])

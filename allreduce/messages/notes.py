@@ -11,6 +11,7 @@ revokes: ranks that leave are then told of to all others, which agree who is lef
 """
 
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
@@ -101,7 +102,7 @@ class Sent(NamedTuple):
     since: float
 
     def taken(self) -> bool:
-        """Whether its receiver has begun to receive it."""
+        """Whether its receiver has begun to receive it; before that MPI may still read the buffer."""
         try:
             return bool(self.request.Test())
         except MPI.Exception:  # the receiver is lost
@@ -162,6 +163,7 @@ class Notes:
         self._told: dict[int, tuple[int, bytes]] = {}  # the version that was told, and the message
         self._sent: dict[int, Sent] = {}  # on their way
         self._last: list[Sent] = []  # sent although others were on their way
+        weakref.finalize(self, _keep_sent, self._sent, self._last).atexit = False
         self._left: dict[Fact, float] = {}  # since when it is known
         self._asks: set[tuple[int, int]] = set()  # for stacks, which were heard
         self._partings: MPI.Intracomm | None = None
@@ -176,6 +178,7 @@ class Notes:
         ranks share no memory: they tell their leader by messages. found: the processes of ranks of this machine.
         """
         members, self._connected = nodes[own], True
+        self._of_node.clear()
         if members[0] == self.rank:
             self._neighbours = tree(nodes, own)
         if rows is not None:
@@ -432,6 +435,8 @@ class Notes:
         except CollectiveTimeoutError:
             keep(request)
             raise
+        self._sent.clear()
+        self._last.clear()
         self.release()
 
     def release(self) -> None:
@@ -493,6 +498,12 @@ class Notes:
     def table(self, call: Call) -> str:
         """Where all ranks are, as far as this one knows, which is in `call`. At most 20 lines."""
         return status.table(self.state, self.size, self.rank, str(call))
+
+
+def _keep_sent(sent: Mapping[int, Sent], last: Sequence[Sent]) -> None:
+    """A topology was dropped while its messages were on their way."""
+    for each in (*sent.values(), *last):
+        keep(each)
 
 
 def _silence(leader: int) -> Fact:
