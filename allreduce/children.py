@@ -3,6 +3,9 @@
 A child that is started anew (by multiprocessing or by subprocess) has inherited the environment by which the launcher
 told its parent which rank it is. If it started MPI, it would wait for ever for ranks that do not know it, or end the
 job. A forked child holds a copy of its parent's MPI, which no MPI allows it to use, nor to finalize.
+
+A rank that is killed can't end its children, which would keep the job's output open, and mpirun's reader waiting. So
+children of multiprocessing end by themselves when their rank has ended. Programs that a rank has started may go on.
 """
 
 import atexit
@@ -11,28 +14,37 @@ import ctypes
 import itertools
 import os
 import sys
+import threading
+import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 from allreduce import daemon
 from allreduce.errors import ChildError
 
 RANK_PROCESS = "ALLREDUCE_RANK_PROCESS"  # in the environment of a rank, and so of its children: see mark()
+FORKSERVER = "multiprocessing.forkserver import main"  # in the command line of the server, and of its children
 FINALIZE_COMPLETED = 5  # a state of Open MPI, from ompi_mpi_state_t
+POLL_SECONDS = 1.0  # until multiprocessing has told a child which process is its parent
+ORPHANED = 1  # an exit code; nobody is left to ask for it
 
 _forked = False  # this process has a copy of its parent's MPI
 
 
 def is_child() -> bool:
-    """True in a process that a rank started: by multiprocessing (in its server too, and while it still imports the
-    program), or in any way that has handed on the rank's environment.
+    """True in a process that a rank started: by multiprocessing, or in any way that has handed on the rank's
+    environment.
     """
-    if _environment_of_a_rank():
-        return True
-    process = sys.modules.get("multiprocessing.process")  # a child has it; nobody else needs it
+    return _environment_of_a_rank() or of_multiprocessing()
+
+
+def of_multiprocessing() -> bool:
+    """True in a process that multiprocessing started: in its server too, and while it still imports the program."""
+    process = sys.modules.get("multiprocessing.process")  # such a process has it; nobody else needs it
     if process is None:
         return False
     importing = getattr(process.current_process(), "_inheriting", False)
-    server = any("multiprocessing.forkserver import main" in argument for argument in sys.orig_argv)
+    server = any(FORKSERVER in argument for argument in sys.orig_argv)
     return bool(importing or server or process.parent_process() is not None)
 
 
@@ -86,7 +98,8 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
         raise ChildError(
             f"process {os.getpid()} was started by a rank (process {os.environ[RANK_PROCESS].partition(' ')[0]}), and "
             "is no rank of MPI itself, so it can't communicate: call allreduce in the ranks (to run a program as a job "
-            f"of its own, start it without {RANK_PROCESS} and the launcher's variables: OMPI_*, PMIX_*, PMI_*)"
+            f"of its own, start it with ALLREDUCE_ALONE=1, and without {RANK_PROCESS} and the launcher's variables: "
+            "OMPI_*, PMIX_*, PMI_*)"
         )
     raise ChildError(
         f"process {os.getpid()} is a child of process {os.getppid()}, and no rank of MPI, so it can't communicate: "
@@ -147,3 +160,40 @@ def _taken_for_finalized() -> bool:
 
 
 os.register_at_fork(after_in_child=_note_fork)  # before those of guard()
+
+
+def end_with_parent() -> None:
+    """From now on this child of multiprocessing ends when the process that started it does. Local.
+
+    The server of a forkserver ends by itself when it has no children left; so here its children are watched.
+    """
+    if _is_forkserver():
+        os.register_at_fork(after_in_child=_watch_parent)
+    else:
+        _watch_parent()
+
+
+def _is_forkserver() -> bool:
+    """Whether this is the server, not one of its children, which have its command line."""
+    command = _command_line("self")
+    return FORKSERVER.encode() in command and _command_line(os.getppid()) != command
+
+
+def _command_line(process: int | str) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _watch_parent() -> None:
+    threading.Thread(target=_end_after_parent, name="allreduce: end with the parent", daemon=True).start()
+
+
+def _end_after_parent() -> None:
+    from multiprocessing import process
+
+    while (parent := process.parent_process()) is None:  # while the child imports the program
+        time.sleep(POLL_SECONDS)
+    parent.join()
+    os._exit(ORPHANED)

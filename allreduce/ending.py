@@ -21,9 +21,7 @@ from allreduce import children
 TOLD_SECONDS = 2.0  # how long a rank leaves an error that many have to the lowest of them
 ALIKE_SECONDS = 1.0  # how long it leaves one of which nobody knows who has it to rank 0, which may have it too
 ERROR_FILE = "ALLREDUCE_ERROR_FILE"  # names a file for the error that ends the job: mpirun's own words follow ours
-# Names a file for the begin and the end of each rank's program: mpirun of a job with ULFM whose ranks were all killed
-# returns 0, as it does for a job that has ended well.
-LIFE_FILE = "ALLREDUCE_LIFE_FILE"
+LIFE_FILE = "ALLREDUCE_LIFE_FILE"  # names a file for the begin and the end of each rank's program
 TRACEBACK = "ALLREDUCE_TRACEBACK"  # "full": also the frames inside of the library
 LIBRARY = ("allreduce", "trainers")
 TITLE = "Traceback (most recent call last):\n"
@@ -108,7 +106,6 @@ def install() -> None:
     if _installed or hasattr(sys, "ps1"):
         return
     _installed.append(True)
-    _append(LIFE_FILE, "began")
     previous, previous_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -143,6 +140,21 @@ def install() -> None:
     sys.excepthook, threading.excepthook = hook, thread_hook
     sys.exit = _noting(sys.exit)
     atexit.register(_at_exit, hook)
+
+
+@functools.cache
+def note_life() -> None:
+    """Note in the file that the environment names, if it does, that this program has begun, and its end. Local, once.
+
+    mpirun of a job with ULFM whose ranks were all killed returns 0, as it does for a job that has ended well.
+    """
+
+    def ended() -> None:
+        if not children.forked():
+            _append(LIFE_FILE, "ended")
+
+    _append(LIFE_FILE, "began")
+    atexit.register(ended)
 
 
 def traceback_of(error: BaseException) -> str:
@@ -351,7 +363,7 @@ def end_job(text: str, code: int, written: bool = False) -> NoReturn:
 def _all_others_failed() -> bool:
     """Whether this rank is the last living one (ULFM): for MPI_Abort of such a one Open MPI's mpirun returns 0. Local.
 
-    False where ranks can't fail alone: MPI_Abort gives the code there.
+    So it is in a job of one rank. False where ranks can't fail alone: MPI_Abort gives the code there.
     """
     world = MPI.COMM_WORLD
     if "OMPI_MCA_mpi_ft_enable" not in os.environ:
@@ -360,7 +372,7 @@ def _all_others_failed() -> bool:
         with contextlib.suppress(MPI.Exception):  # it raises when a rank has failed
             world.Iprobe()  # MPI hears of failures inside of its calls
         failed = world.Get_failed()
-        alone = bool(failed.size == world.size - 1 > 0)
+        alone = bool(failed.size == world.size - 1)
         failed.Free()
     except (MPI.Exception, NotImplementedError):  # no ULFM
         return False
@@ -375,6 +387,5 @@ def _at_exit(hook: object) -> None:
     if died is not None and sys.excepthook is not hook and here()[1] > 1 and not in_part():
         leave_to_teller(died)
         end_job(f"{type(died).__name__}: {died}\n", code_of(died))
-    _append(LIFE_FILE, "ended")
     for tell in _leaving:
         tell("it has ended its program" if died is None else f"{type(died).__name__}: {died}")

@@ -1,7 +1,7 @@
 """The launcher of this process: how many processes it says that it has started, and whether MPI knows of them.
 
-MPI takes a process for a job of one rank when another MPI's launcher has started it, or torchrun, or srun without a
-plugin for this MPI. Then each process trains a model of its own, and all write the same files.
+MPI takes a process for a job of one rank when torchrun, horovodrun or another MPI's launcher has started it, or srun
+without a plugin for this MPI. Then each process trains a model of its own, and all write the same files.
 """
 
 import os
@@ -15,6 +15,7 @@ from allreduce.machine import mpi_library
 
 ALONE = "ALLREDUCE_ALONE"  # 1: processes that a launcher has started together are jobs of one rank each, on purpose
 TORCH, OPEN_MPI, PMI, STEP = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"
+HOROVOD = "HOROVOD_SIZE"
 SRUN = (
     "start it with srun --mpi=pmix (Open MPI) or srun --mpi=pmi2 (MPICH); srun --mpi=list shows the plugins that there "
     "are. Or start it with mpirun inside of sbatch or salloc"
@@ -39,7 +40,7 @@ def started(variables: Mapping[str, str], process: int) -> Launch | None:
     a step have SLURM_STEP_NUM_TASKS. A launcher inside of a step replaces it: mpirun starts its daemons by srun.
     """
     world, pmi, open_mpi, step = (_number(variables, name) for name in (TORCH, PMI, OPEN_MPI, STEP))
-    torch = Launch("torchrun", TORCH, world, "start it with mpirun in the place of torchrun: mpirun -n N python SCRIPT")
+    torch = Launch("torchrun", TORCH, world, _in_the_place_of("torchrun"))
     if world > 1 and "TORCHELASTIC_RUN_ID" in variables:
         return torch
     if pmi > 1:
@@ -48,6 +49,8 @@ def started(variables: Mapping[str, str], process: int) -> Launch | None:
         return Launch(by, PMI, pmi, SRUN if by_slurm else _mpirun())
     if open_mpi > 1:
         return Launch("Open MPI's mpirun", OPEN_MPI, open_mpi, _mpirun())
+    if (horovod := _number(variables, HOROVOD)) > 1:  # without MPI: it starts its processes by itself
+        return Launch("horovodrun", HOROVOD, horovod, _in_the_place_of("horovodrun"))
     if world > 1:  # after the others, whose number trainers and torch_backend may have copied there
         return torch._replace(launcher="a launcher of PyTorch's processes, such as torchrun,")
     if step > 1 and not ({PMI, OPEN_MPI} & set(variables)) and not _in_a_shell(variables, process):
@@ -78,6 +81,10 @@ def check(ranks: int) -> None:
             "MPI sees 1 rank in each: each would train a model of its own, and all would write the same files. "
             f"{launch.remedy[0].upper()}{launch.remedy[1:]}. Where each process is to be a job of its own: {ALONE}=1"
         )
+
+
+def _in_the_place_of(launcher: str) -> str:
+    return f"start it with mpirun in the place of {launcher}: mpirun -n N python SCRIPT"
 
 
 def _mpirun() -> str:

@@ -4,7 +4,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 readonly USAGE_ERROR=2 # the exit code of who is asked for what makes no sense: it would be the same next time
-readonly KILLED=137       # as of a process that SIGKILL has ended
+readonly KILLED=137 # as of a process that SIGKILL has ended
 readonly LOCK_SECONDS=30
 
 usage() {

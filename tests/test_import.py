@@ -9,7 +9,7 @@ from pathlib import Path
 import launch
 import pytest
 
-import allreduce
+from allreduce import start
 from allreduce.errors import OptionError
 
 BLOCK = """
@@ -100,10 +100,10 @@ def test_the_start_of_mpi_has_a_limit_where_ranks_may_die(
     monkeypatch.setenv("ALLREDUCE_START_SECONDS", given)
     monkeypatch.setenv("ALLREDUCE_TIMEOUT_SECONDS", "1")  # of waits later on
     monkeypatch.delenv("OMPI_MCA_mpi_ft_enable", raising=False)
-    allreduce._import_mpi()
+    start.import_mpi()
     assert limits == []
     monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
-    allreduce._import_mpi()
+    start.import_mpi()
     assert limits == ([] if limit is None else [limit, 0])
 
 
@@ -112,4 +112,4 @@ def test_a_limit_of_the_start_that_makes_no_sense(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ALLREDUCE_START_SECONDS", given)
     monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
     with pytest.raises(OptionError, match=f"ALLREDUCE_START_SECONDS must be a number of seconds.* got '{given}'"):
-        allreduce._import_mpi()
+        start.import_mpi()

@@ -22,6 +22,7 @@ OTHERS: dict[str, dict[str, str]] = {
     "Open MPI's mpirun": {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"},
     "Open MPI's mpirun, copied": {"OMPI_COMM_WORLD_SIZE": "2", "WORLD_SIZE": "2"},
     "the mpiexec of MPICH": {"PMI_SIZE": "2", "PMI_RANK": "1"},
+    "horovodrun": {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"},
     "srun": SLURM_TASK,
     "srun --mpi=pmi2": {**SLURM_TASK, "SLURM_MPI_TYPE": "pmi2", "PMI_SIZE": "2"},
     "srun --mpi=pmix": {**SLURM_TASK, "SLURM_MPI_TYPE": "pmix", "PMIX_RANK": "0"},
@@ -40,7 +41,7 @@ ALONE: dict[str, dict[str, str]] = {
     "a program in the shell of srun --pty": {**SLURM_TASK, **PTY, "SLURM_TASK_PID": "4700"},
     "no number": {"WORLD_SIZE": "two", "PMI_SIZE": "", "SLURM_STEP_NUM_TASKS": "-3"},
 }
-VARIABLES = ("WORLD_SIZE", "OMPI_", "PMI", "PRTE", "SLURM_")  # what may say how many processes there are
+VARIABLES = ("WORLD_SIZE", "OMPI_", "PMI", "PRTE", "SLURM_", "HOROVOD_")  # what may say how many processes there are
 TRAINS = "import allreduce; print(allreduce.Topology())"
 
 

@@ -1,5 +1,6 @@
 """What ranks tell of themselves when a wait is long: at 4,096 ranks, simulated in one process, and in jobs."""
 
+import gc
 import math
 import os
 import subprocess
@@ -18,7 +19,7 @@ from allreduce import ending
 from allreduce.messages import processes, status
 from allreduce.messages.notes import Neighbour, Notes, Said, Wait, tree
 from allreduce.messages.status import LEFT, WAITING, Fact
-from allreduce.messages.status_rows import FAR_ROWS, ROW_BYTES, StatusRows
+from allreduce.messages.status_rows import FAR_ROWS, HEAD_BYTES, ROW_BYTES, StatusRows
 
 LATE = 777  # the rank that does not come
 
@@ -174,6 +175,26 @@ def test_ranks_behind_one_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch
     ]
 
 
+def test_ranks_of_a_node_whose_leader_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hear nothing of other nodes, which is no reason to say that nobody there has come."""
+    monkeypatch.setattr(ending, "world_ranks", lambda comm: range(comm.size))
+    _, every = make(6, 2)
+    all_wait(every, 2)
+    rounds(every, without=frozenset([2]))
+    assert "  ranks 0-2, 4-5: have not come" in every[3].table(Said("all_reduce")), "not known yet"
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+    rounds(every, without=frozenset([2]))
+    assert every[3].table(Said("all_reduce")).splitlines() == [
+        "  ranks 0-1, 4-5: can't be heard: rank 2, which passes their messages on, takes none",
+        f"  rank 2: {status.NOT_COME}",
+        "  rank 3: waits in all_reduce",
+    ]
+    lines = ["  ranks 0-1, 3-5: wait in all_reduce", f"  rank 2: {status.NOT_COME}"]
+    rounds(every)  # it goes on
+    assert [notes.table(Said("all_reduce")).splitlines() for notes in (every[0], every[3], every[5])] == [lines] * 3
+
+
 def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks give up at about the same time; the later one must not say that the other has not come."""
     monkeypatch.setattr(ending, "world_ranks", lambda comm: range(comm.size))
@@ -188,6 +209,20 @@ def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.Mon
     every[2].waits([])
     every[0].exchange()
     assert "  ranks 1-2: have not come" in every[0].table(Said("all_reduce", 5))
+
+
+def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI reads a message when its receiver takes it."""
+    kept: list[Any] = []
+    monkeypatch.setattr("allreduce.messages.notes.keep", kept.append)
+    monkeypatch.setattr(ending, "world_ranks", lambda comm: range(comm.size))
+    _, every = make(2, 1)
+    all_wait(every, 1)
+    every[0].exchange()
+    del every[0]
+    gc.collect()
+    assert len(kept) == 1
+    assert b"all_reduce" in kept[0].buffer
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -222,7 +257,7 @@ def test_a_row_that_is_being_written_is_read_later() -> None:
     own, other = StatusRows(memory, 0), StatusRows(memory, 1)
     other.write(b"first")
     assert own.changed() == [(1, b"first")]
-    memory[1, 16] = 0  # a byte of the next content
+    memory[1, HEAD_BYTES] = 0  # a byte of the next content
     other._heads[1] = len(b"later"), 12345
     assert own.changed() == []
     other.write(b"later")

@@ -11,6 +11,7 @@ revokes: ranks that leave are then told of to all others, which agree who is lef
 """
 
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
@@ -26,7 +27,7 @@ from allreduce.messages.status import ENDED, LEFT, SILENT, STALLED, WAITING, Fac
 from allreduce.messages.status_rows import FAR_BYTES, OWN_BYTES, StatusRows
 from allreduce.messages.waiting import asleep
 
-SILENT_SECONDS = 5.0  # after which a neighbour that takes no message is told of
+SILENT_SECONDS = 5.0  # after which a rank that passes no messages on is told of
 GIVEN_UP_SECONDS = 5.0  # for which a wait that has ended in an error is still told of
 GONE_SECONDS = 1.0  # how often a long wait looks whether the processes of the node live
 LAST_SECONDS = 0.3  # for the last messages of a rank that leaves
@@ -101,7 +102,7 @@ class Sent(NamedTuple):
     since: float
 
     def taken(self) -> bool:
-        """Whether its receiver has begun to receive it."""
+        """Whether its receiver has begun to receive it; before that MPI may still read the buffer."""
         try:
             return bool(self.request.Test())
         except MPI.Exception:  # the receiver is lost
@@ -150,7 +151,9 @@ class Notes:
         self._connected = False
         self._given_up: dict[Fact, float] = {}  # waits of this rank that have ended in an error, and when
         self._rows: StatusRows | None = None
-        self._node: tuple[int, ...] = (self.rank,)
+        self._node: tuple[int, ...] = (self.rank,)  # the leader first
+        self._looks, self._looked_at = 0, 0.0  # of the leader: the last count, and since when it is that
+        self._unheard: State = {}  # of other nodes, while the leader does not look
         self._of_node: dict[int, State] = {}  # by index on the node
         self._neighbours: list[Neighbour] = []
         self._processes: dict[int, Process] = {}  # of this machine's other ranks
@@ -160,6 +163,7 @@ class Notes:
         self._told: dict[int, tuple[int, bytes]] = {}  # the version that was told, and the message
         self._sent: dict[int, Sent] = {}  # on their way
         self._last: list[Sent] = []  # sent although others were on their way
+        weakref.finalize(self, _keep_sent, self._sent, self._last).atexit = False
         self._left: dict[Fact, float] = {}  # since when it is known
         self._asks: set[tuple[int, int]] = set()  # for stacks, which were heard
         self._partings: MPI.Intracomm | None = None
@@ -174,10 +178,11 @@ class Notes:
         ranks share no memory: they tell their leader by messages. found: the processes of ranks of this machine.
         """
         members, self._connected = nodes[own], True
+        self._of_node.clear()
         if members[0] == self.rank:
             self._neighbours = tree(nodes, own)
         if rows is not None:
-            self._rows, self._node = rows, tuple(members)
+            self._rows, self._node, self._looked_at = rows, tuple(members), time.monotonic()
         elif members[0] == self.rank:
             self._neighbours += [Neighbour(rank, (rank,)) for rank in members[1:]]
         else:
@@ -249,6 +254,8 @@ class Notes:
 
     def exchange(self) -> None:
         """Take what others tell, and tell the neighbours what has changed."""
+        if self._rows is not None:
+            self._rows.count_look()
         self.listen()
         self._see_silence()
         self._spread()
@@ -294,7 +301,7 @@ class Notes:
 
     def _merge(self) -> None:
         self._version += 1
-        self.state = status.merged([*self._of_node.values(), *self._heard.values()])
+        self.state = status.merged([*self._of_node.values(), *self._heard.values(), self._unheard])
         now = time.monotonic()
         for each, ranks in self.state.items():
             if each.kind == LEFT and {*ranks} - {self.rank}:
@@ -377,17 +384,31 @@ class Notes:
         return all(sent.taken() for sent in [*self._sent.values(), *self._last])
 
     def _see_silence(self) -> None:
-        """Say which ranks can't be heard, because a neighbour takes no messages."""
-        silent: dict[Fact, set[int]] = {}
+        """Say which ranks can't be heard, because the one that passes their messages on does not."""
+        now, silent = time.monotonic(), {}
         for leader, ranks in self._neighbours:
             sent = self._sent.get(leader)
-            if sent is not None and time.monotonic() - sent.since > SILENT_SECONDS and not sent.taken():
-                text = f"can't be heard: rank {leader}, which passes their messages on, takes none"
-                if behind := {*ranks} - {leader}:
-                    silent[status.fact(SILENT, leader, 0, 0, text)] = behind
+            if sent is not None and now - sent.since > SILENT_SECONDS and not sent.taken():
+                silent[_silence(leader)] = {*ranks} - {leader}
+        silent = {each: ranks for each, ranks in silent.items() if ranks}
         if silent != {each: ranks for each, ranks in self._own.items() if each.kind == SILENT}:
             self._own = {**{each: of for each, of in self._own.items() if each.kind != SILENT}, **silent}
             self._write()
+        unheard = self._behind_a_silent_leader(now)
+        if unheard != self._unheard:
+            self._unheard = unheard
+            self._merge()
+
+    def _behind_a_silent_leader(self, now: float) -> State:
+        """The ranks of other nodes, when this node's leader no longer shows what it hears of them."""
+        leader = self._node[0]
+        if self._rows is None or leader == self.rank or len(self._node) == self.size:
+            return {}
+        if (looks := self._rows.looks(0)) != self._looks:
+            self._looks, self._looked_at = looks, now
+        if now - self._looked_at <= SILENT_SECONDS:
+            return {}
+        return {_silence(leader): {*range(self.size)} - {*self._node}}
 
     def probe(self) -> None:
         """Let MPI go on; it raises when a rank has died, or when another one says so."""
@@ -414,6 +435,8 @@ class Notes:
         except CollectiveTimeoutError:
             keep(request)
             raise
+        self._sent.clear()
+        self._last.clear()
         self.release()
 
     def release(self) -> None:
@@ -475,6 +498,18 @@ class Notes:
     def table(self, call: Call) -> str:
         """Where all ranks are, as far as this one knows, which is in `call`. At most 20 lines."""
         return status.table(self.state, self.size, self.rank, str(call))
+
+
+def _keep_sent(sent: Mapping[int, Sent], last: Sequence[Sent]) -> None:
+    """A topology was dropped while its messages were on their way."""
+    for each in (*sent.values(), *last):
+        keep(each)
+
+
+def _silence(leader: int) -> Fact:
+    return status.fact(
+        SILENT, leader, 0, 0, f"can't be heard: rank {leader}, which passes their messages on, takes none"
+    )
 
 
 def _waiting(wait: Wait, call: Call) -> Fact:

@@ -21,10 +21,12 @@ _installed: list[int] = []  # both ends of a pair of sockets, which are open to 
 
 
 def install() -> None:
-    """From now on uncaught errors end the job (`ending`), and SIGUSR1 prints where this rank stands. Local.
+    """From now on uncaught errors end the job and the program's life is noted (`ending`), and SIGUSR1 prints where this
+    rank stands. Local.
 
     Where the program has a handler for the signal, that stays.
     """
+    ending.note_life()
     if ending.here()[1] > 1:
         ending.install()
     free = hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

@@ -2,14 +2,15 @@
 
 The leader writes another, longer one: what it has heard of other nodes. Reading needs nothing of the rank that has
 written: it may compute, be stopped, or have ended. A row has a length and a checksum before its content, so a row that
-is being written is not taken for one that is there.
+is being written is not taken for one that is there. The row also counts the looks of its rank: a leader whose count
+stands still passes on nothing of other nodes.
 """
 
 import zlib
 
 import numpy as np
 
-ROW_BYTES, HEAD_BYTES = 4096, 16
+ROW_BYTES, HEAD_BYTES = 4096, 24
 FAR_ROWS = 8  # of memory, for what is heard of other nodes
 OWN_BYTES, FAR_BYTES = ROW_BYTES - HEAD_BYTES, FAR_ROWS * ROW_BYTES - HEAD_BYTES  # of content, at most
 
@@ -27,7 +28,8 @@ class StatusRows:
 
     def _use(self, memory: np.ndarray) -> None:
         self._bytes = memory.reshape(-1)
-        self._heads = memory[: self.far + 1, :HEAD_BYTES].view(np.int64)  # length, checksum
+        heads = memory[: self.far + 1, :HEAD_BYTES].view(np.int64)
+        self._heads, self._looks = heads[:, :2], heads[:, 2]  # length and checksum; looks
 
     def release(self) -> None:
         """Let go of the shared memory; a copy takes its place. Local, from any thread, at any time."""
@@ -40,6 +42,14 @@ class StatusRows:
         if tuple(self._heads[index].tolist()) != head:
             self._bytes[self._place(index, len(content))] = np.frombuffer(content, np.uint8)
             self._heads[index] = head
+
+    def count_look(self) -> None:
+        """This rank looks."""
+        self._looks[self.own] += 1
+
+    def looks(self, index: int) -> int:
+        """How often the rank with this index has looked."""
+        return int(self._looks[index])
 
     def changed(self) -> list[tuple[int, bytes]]:
         """The rows that have another content than at the last call: (index, content)."""
