@@ -198,7 +198,8 @@ class _End:
         with suppress(MPI.Exception):  # a rank of them was lost just now; the next call looks again
             self._comm.Ack_failed()
             if self._comm.Iprobe(MPI.ANY_SOURCE, ENDED, status):
-                self._comm.Recv(code, status.source, ENDED)
+                with waiting(self._comm, "hear the exit code of a job that ends"):
+                    self._comm.Recv(code, status.source, ENDED)
                 ending.follow(int(code[0]))
 
     def end(self, code: int) -> None:

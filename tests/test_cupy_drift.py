@@ -53,6 +53,7 @@ FILES = [
     "allreduce/doctor/gpus.py",
     "allreduce/sparse.py",
     "allreduce/torch_backend/gpu.py",
+    "allreduce/trees.py",
     "trainers/horovod/session.py",
     "trainers/backends.py",
     "trainers/leaving_out.py",

@@ -196,7 +196,9 @@ def test_program(mpirun: JobRunner, tmp_path: Path, program: str) -> None:
     job = mpirun(2, [name], cwd=tmp_path, timeout=120, env=quiet)
     assert job.returncode == 0, job.stdout + job.stderr
     assert re.search(PRINTS[name], job.stdout), job.stdout
-    assert job.stderr == "", job.stderr
+    # PyTorch's store has no names for addresses in a network of its own, in which scripts/test.sh runs.
+    said = [line for line in job.stderr.splitlines() if "hostname of the client socket" not in line]
+    assert said == [], job.stderr
 
 
 @pytest.mark.jobs

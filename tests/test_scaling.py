@@ -391,8 +391,8 @@ def test_published_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     ("arguments", "text"),
     [
         (["--model", "resnet51"], "unknown; use all, or some of resnet50"),
-        (["--link", "fast"], "as in 10gbit"),
-        (["--link", "0gbit"], "as in 10gbit"),
+        (["--link", "fast"], "such as 10gbit"),
+        (["--link", "0gbit"], "such as 10gbit"),
         (["--node-size", "0"], "from 1 to 1024"),
         (["--overlap", "1.5"], "from 0 to 1"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
