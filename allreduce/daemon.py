@@ -1,10 +1,10 @@
-"""The process that has started this rank: mpirun's or mpiexec's daemon on this host, or Slurm's.
+"""The launcher's daemon: the process of mpirun, mpiexec or Slurm on this host that has started this rank.
 
-When the daemon is gone without having ended its ranks (it was killed, or took the job for ended), nobody would ever end
-them: a rank in its own code goes on, a rank in a call of MPI waits for ever. So each rank ends by itself then.
+A daemon that is killed, or that takes the job for ended, leaves its ranks alone. Nobody would end them: a rank in its
+own code goes on, and a rank in a call of MPI waits for ever. So a rank ends by itself when its daemon is gone.
 
-The kernel's way for that, PR_SET_PDEATHSIG, is not for us: it looks at the parent's thread, of which Open MPI's daemon
-may end one that has started ranks, and the parent may be a shell or `timeout` between the daemon and the rank.
+PR_SET_PDEATHSIG would not do. The kernel sends that signal when the thread that has started this process ends, and Open
+MPI's daemon may end such threads. And the parent may be a shell, or `timeout`, between the daemon and the rank.
 """
 
 import os
@@ -51,8 +51,8 @@ def find() -> tuple[int, str] | None:
 def follow() -> None:
     """From now on this process ends, with exit code 1, when the daemon that has started it is gone. Local, once.
 
-    Nothing happens without a daemon (a program that was not started by a launcher outlives its shell), or where the
-    system can't tell (Linux 5.3 and later can).
+    Nothing happens without a daemon: a program that no launcher has started outlives its shell. Nor does it where the
+    system has no pidfd_open (Linux before 5.3).
     """
     found = find()
     if found is None or _followed or not hasattr(os, "pidfd_open"):

@@ -2,7 +2,7 @@
 
 A lane's calls are matched by their order. Here every rank announces the names of its calls to rank 0, each with its
 side of it, and a call is next when all ranks have announced it, or have joined: who has joined has no calls of its own
-any more, and stands in in those of the others. A decision brings every rank's side to all of them. What has become
+any more, and takes part in those of the others. A decision brings every rank's side to all of them. What has become
 ready while other calls ran is decided together, and what is small and akin in that runs as one call. (The ideas are
 Horovod's: A. Sergeev, M. Del Balso, 2018.)
 
