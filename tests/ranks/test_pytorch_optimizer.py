@@ -110,6 +110,29 @@ def test_a_fused_kernel_that_is_wrong_somewhere(
         assert optimizer._sharded.optimizer.param_groups[0]["fused"] is True
 
 
+@both_updates
+def test_a_fused_kernel_that_was_asked_for_and_is_wrong_somewhere(
+    monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology, update: str
+) -> None:
+    """On one rank, whose CPU is another: all ranks take the plain one, also for options that are loaded later."""
+    monkeypatch.setattr(fused, "_tried", {})
+    monkeypatch.setattr(fused, "_try", lambda *_: world.rank != 0)
+    model = network()
+    plain = torch.optim.AdamW(model.parameters(), fused=True)
+    with mirrored(plain, model, topology=flat, update=update) as optimizer:
+        train(model, optimizer, mine, steps=2)
+        assert world.allgather(plain.param_groups[0]["fused"]) == [None] * SIZE
+        state = optimizer.state_dict()
+        monkeypatch.setattr(fused, "_try", lambda *_: True)
+        state["param_groups"][0].update(fused=True, maximize=True)
+        optimizer.load_state_dict(state)
+        train(model, optimizer, mine, steps=2)
+        assert world.allgather(plain.param_groups[0]["fused"]) == [True] * SIZE
+        plain.param_groups[0].update(weight_decay=0.0)  # which was tried nowhere
+        train(model, optimizer, mine, steps=2)
+        assert world.allgather(plain.param_groups[0]["fused"]) == [None] * SIZE
+
+
 BACKENDS: list[tuple[str, Any]] = [
     ("auto", None), ("ring", None), ("halving_doubling", None), ("native", None),
     ("auto", 2), ("auto", (1, SIZE - 1)), ("ring", 2),

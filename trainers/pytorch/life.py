@@ -39,8 +39,9 @@ class Life:
         """Make all parts. Collective."""
         self.topology = topology
         self._parts = make(self.optimizer, self.model, self._options, topology, family)
-        self.backend, self._averager, self._sharded, self._trained, self._frozen, *_ = self._parts
-        self._stepper = Stepper(self.optimizer, self._averager, self._sharded, self._trained, self._options)
+        self.backend, self._averager, self._kernels, self._sharded, self._trained, self._frozen, *_ = self._parts
+        own = self._averager, self._kernels, self._sharded, self._trained
+        self._stepper = Stepper(self.optimizer, *own, self._options)
         self._averager.take_over(self)
         self._dropped = weakref.finalize(self, drop, family, self._averager, self._parts.made)
         self._dropped.atexit = False

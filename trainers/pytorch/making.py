@@ -26,6 +26,7 @@ from trainers.pytorch.buffers import own_gpu
 from trainers.pytorch.family import DROPPED, Family
 from trainers.pytorch.forwards import Forwards, OnForward
 from trainers.pytorch.gradient_check import GradientCheck
+from trainers.pytorch.kernels import Kernels
 from trainers.pytorch.placement import AfterLoading
 from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.sparse import SparseGradients, sparse_parameters, tell
@@ -39,13 +40,15 @@ MIB = 1 << 20
 class Parts(NamedTuple):
     """What a MirroredOptimizer is made of.
 
-    sharded: None with update="replicated". trained, frozen: the optimizer's parameters by name.
+    kernels: of the plain optimizer. sharded: None with update="replicated".
+    trained, frozen: the optimizer's parameters by name.
     made: what is given back in the end, by all ranks together. Nothing in it may hold on to the MirroredOptimizer.
     local: takes its hands off the model, on this rank alone: what a lost rank has a part in can't be given back.
     """
 
     backend: AllReduce
     averager: Averager
+    kernels: Kernels
     sharded: ShardedOptimizer | None
     trained: dict[str, Parameter]
     frozen: dict[str, Parameter]
@@ -114,11 +117,12 @@ def _make(
     local.callback(averager.let_go)
     if traced is not None:
         averager.clock = TracedClock(traced.trace, traced.calls)
-    sharded = None
+    kernels, sharded = Kernels(optimizer, comm), None
     if options.update == "sharded" and dense:
         assert isinstance(backend, TwoPhase)
         together(comm, partial(checks.copies_of_all, options, averager.sparse.names))
-        sharded = ShardedOptimizer(optimizer, averager, backend, comm, choices.copies_kept(topology, options.copies))
+        copies = choices.copies_kept(topology, options.copies)
+        sharded = ShardedOptimizer(optimizer, averager, backend, comm, kernels, copies)
         made.callback(sharded.close)
         local.callback(sharded.let_go)
         for module in model.modules():
@@ -136,7 +140,7 @@ def _make(
         made.callback(hook.remove)
         local.callback(hook.remove)
     family.add(averager)
-    return Parts(backend, averager, sharded, trained, frozen, made, local)
+    return Parts(backend, averager, kernels, sharded, trained, frozen, made, local)
 
 
 def _backend(options: checks.Options, topology: Topology, device: Host) -> AllReduce:

@@ -258,6 +258,7 @@ class MirroredOptimizer(Life, Optimizer):
         load = partial(load_of_root, self._averager.comm, self.optimizer, state_dict)
         with self._surviving():
             self._averager.together("loads the optimizer's state", load)
+            self._averager.together("tries fused kernels", partial(self._kernels.look, self._averager.comm))
             if self._sharded is not None:
                 self._sharded.load()
                 self._averager.together("keeps slices twice", self._sharded.keep)

@@ -16,14 +16,14 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.optim import Optimizer
 
-from allreduce import notices
 from allreduce.arrays import dtypes
 from allreduce.errors import OptionError
-from allreduce.messages.agreement import all_values, combine
+from allreduce.messages.agreement import all_values
 from allreduce.two_phase import TwoPhase
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.broadcast import broadcast_tensors
 from trainers.pytorch.gathering import edited
+from trainers.pytorch.kernels import Kernels
 from trainers.pytorch.layout import Piece, pieces
 from trainers.pytorch.placement import Placement
 from trainers.pytorch.plain import from_json, to_json
@@ -48,16 +48,23 @@ class ShardedOptimizer:
 
     plain: the user's optimizer: the source of the hyperparameters; it keeps the state of those parameters only that are
         frozen, or have sparse gradients.
-    comm: a communicator of all ranks. copies: how many ranks have each slice: 1 or 2.
+    comm: a communicator of all ranks. kernels: of `plain`. copies: how many ranks have each slice: 1 or 2.
 
     `update` is `placement.settle`, `step` and `placement.share`, and what is updated whole, on every rank: a parameter
     with sparse gradients is in no bucket, and a batch uses a few of its rows, which may all be of one slice.
     """
 
     def __init__(
-        self, plain: Optimizer, averager: Averager, backend: TwoPhase, comm: MPI.Intracomm, copies: int = 1
+        self,
+        plain: Optimizer,
+        averager: Averager,
+        backend: TwoPhase,
+        comm: MPI.Intracomm,
+        kernels: Kernels,
+        copies: int = 1,
     ) -> None:
-        self._plain, self.averager, self._comm = plain, averager, comm
+        self._plain, self.averager, self._comm, self._kernels = plain, averager, comm, kernels
+        kernels.replace_broken()
         self._groups = _groups(plain, averager)
         self.apart = dict(zip(averager.sparse.names, averager.sparse.parameters, strict=True))  # updated whole
         owned = [backend.owned(memory.array.size) for memory in averager.buckets]
@@ -69,11 +76,9 @@ class ShardedOptimizer:
         self._parts = [flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self._grads = [averager.flats[each.dtype][each.start : each.stop] for each in self.pieces]
         self._begun: set[int] = set()  # parameters that have been updated before, by any rank
-        self._replace_broken()
         self._dtypes: list[set[torch.dtype]] = [set() for _ in plain.param_groups]  # of the averaged parameters
         for group, parameter in zip(self._groups, averager.parameters, strict=True):
             self._dtypes[group].add(parameter.dtype)
-        self._fused = self._tried()
         self.optimizer = optimizer_like(plain, (self._of_group(at) for at in range(len(plain.param_groups))))
         self.twins = Twins(self, self._owned, backend.topology, comm) if copies == 2 else None
         self.load()
@@ -83,39 +88,18 @@ class ShardedOptimizer:
         """For each bucket where the parts of all ranks begin, so that all nodes cut in the same places."""
         return [sorted({part.start for part in of_bucket}) for of_bucket in zip(*self._owned, strict=True)]
 
-    def _replace_broken(self) -> None:
-        """See that the plain optimizer asks for no fused implementation that is wrong. Local."""
-        if text := fused.replace_broken(self._plain):
-            notices.once(self._comm.rank, text)
-
-    def _tried(self) -> set[fused.Key]:
-        """What the fused implementation does right on all ranks, of what this optimizer needs. Collective."""
-        kind = type(self._plain)
-        if kind not in fused.KINDS or self.averager.device.kind != "cpu":
-            return set()
-        needed = [
-            (group, dtype)
-            for group, of_group in zip(self._plain.param_groups, self._dtypes, strict=True)
-            for dtype in sorted(of_group, key=str)
-        ]
-        right = np.array([fused.works(kind, *each) for each in needed], np.int64)
-        combine(self._comm, right, "try the fused optimizer", MPI.MIN)
-        return {fused.key_of(kind, *each) for each, is_right in zip(needed, right, strict=True) if is_right}
-
     def _one_pass(self, at: int, group: dict[str, Any], parts: list[Tensor], begun: bool) -> dict[str, Any]:
         """The fused implementation, where the user has named none, it can do it, and every state has begun.
 
-        begun: whether that is so on all ranks, which must choose alike: their bits differ from the others'. So a kernel
-        whose results were wrong on any rank, or that was not tried with these options, is used by none.
+        begun: whether that is so on all ranks, which must choose alike: the bits of the two differ.
         """
         free = all(group.get(key) is None for key in ("fused", "foreach"))
         plain = not any(group.get(key) for key in ("differentiable", "capturable"))
         numbers = not any(isinstance(value, Tensor) for key, value in group.items() if key != "params")
         on_host = self.averager.device.kind == "cpu"  # the states of fused updates on a GPU are others
-        kind = type(self._plain)
-        if not (kind in fused.KINDS and free and plain and numbers and on_host):
+        if not (type(self._plain) in fused.KINDS and free and plain and numbers and on_host):
             return {}
-        begun &= all(fused.key_of(kind, group, dtype) in self._fused for dtype in self._dtypes[at])
+        begun &= all(self._kernels.right(group, dtype) for dtype in self._dtypes[at])
         states = [self.optimizer.state.get(part) for part in parts if part.grad is not None]
         begun &= all(state and all(value is not None for value in state.values()) for state in states)
         return {"fused": begun or None}
@@ -163,7 +147,7 @@ class ShardedOptimizer:
             part.grad = grad if used[piece.parameter] else None
         now = {int(index) for index in np.flatnonzero(used)}
         new = {self._groups[index] for index in now - self._begun}
-        self._replace_broken()  # a state that was loaded may ask for it again
+        self._kernels.replace_broken()  # a state that was loaded may ask for one again
         # Schedulers change the user's groups.
         for at, (mine, group) in enumerate(zip(self.optimizer.param_groups, self._plain.param_groups, strict=True)):
             mine.update(hyperparameters(group) | self._one_pass(at, group, mine["params"], begun=at not in new))

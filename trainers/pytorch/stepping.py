@@ -8,31 +8,32 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from allreduce import notices
 from trainers.pytorch.averaging import Averager
 from trainers.pytorch.checks import Options
 from trainers.pytorch.closures import mean_loss
 from trainers.pytorch.comparing import compare_replicas
+from trainers.pytorch.kernels import Kernels
 from trainers.pytorch.sharded import ShardedOptimizer
-from trainers.replicas.pytorch import fused
 
 
 class Stepper:
     """The steps of one MirroredOptimizer; see there. All methods are collective.
 
-    optimizer: the plain one. trained: its parameters by name. sharded: what updates slices; None where every rank
-        updates everything.
+    optimizer: the plain one. kernels: of this one. trained: its parameters by name. sharded: what updates slices; None
+        where every rank updates everything.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         averager: Averager,
+        kernels: Kernels,
         sharded: ShardedOptimizer | None,
         trained: dict[str, Parameter],
         options: Options,
     ) -> None:
         self._optimizer, self._averager, self._sharded, self._trained = optimizer, averager, sharded, trained
+        self._kernels = kernels
         self._every = options.check_every
         self._answer = options.on_divergence, options.source
         self.skipped = 0  # steps that all ranks have left out
@@ -50,8 +51,7 @@ class Stepper:
 
     def _replicated(self, closure: Callable[[], Any] | None) -> Any:
         averager = self._averager
-        if text := fused.replace_broken(self._optimizer):
-            notices.once(averager.comm.rank, text)
+        self._kernels.replace_broken()
         if closure is not None:
             return self._optimizer.step(partial(mean_loss, averager, closure))
         averager.average()

@@ -5,6 +5,8 @@ PyTorch 2.13's fused SGD leaves bfloat16 and float16 parameters as they are, but
 
 import inspect
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,17 +44,26 @@ def works(kind: type[Optimizer], group: dict[str, Any], dtype: torch.dtype) -> b
     return _tried[key]
 
 
-def replace_broken(optimizer: Optimizer) -> str:
+def replace_broken(optimizer: Optimizer, right: Callable[[dict[str, Any], torch.dtype], bool] | None = None) -> str:
     """Have groups that were made with fused=True take the plain implementation where the fused one is wrong. Local.
 
-    Only parameters on the CPU are tried. Returns what to tell the user, "" for nothing.
+    right: whether it is right, by parameter group and dtype; `works` by default. Asked of parameters on the CPU alone.
+    Returns what to tell the user, "" for nothing.
     """
-    text = ""
+    text, kind = "", type(optimizer)
     for group in optimizer.param_groups:
-        if group.get("fused") and (wrong := _wrong(type(optimizer), group)) is not None:
-            group["fused"] = None
-            text = REPLACED.format(type(optimizer).__name__, torch.__version__, wrong)
+        if group.get("fused") and kind in KINDS:
+            wrong = [each for each in dtypes_of(group) if not (right or partial(works, kind))(group, each)]
+            if wrong:
+                group["fused"] = None
+                text = REPLACED.format(kind.__name__, torch.__version__, wrong[0])
     return text
+
+
+def dtypes_of(group: dict[str, Any]) -> list[torch.dtype]:
+    """Those of the parameters of a group that a trial can say something of: floats on the CPU. Local."""
+    tried = {each.dtype for each in group["params"] if each.device.type == "cpu" and each.is_floating_point()}
+    return sorted(tried, key=str)
 
 
 def replace_and_warn(optimizer: Optimizer) -> None:
@@ -62,15 +73,9 @@ def replace_and_warn(optimizer: Optimizer) -> None:
 
 
 REPLACED = (
-    "{}(fused=True) of PyTorch {} updates {} parameters wrongly on this CPU (tried on a few elements); the plain "
-    "implementation is used"
+    "{}(fused=True) of PyTorch {} has not passed a trial with these options and {} parameters on this CPU, or on "
+    "another rank's, and may leave parameters as they are; the plain implementation is used"
 )
-
-
-def _wrong(kind: type[Optimizer], group: dict[str, Any]) -> torch.dtype | None:
-    """The first dtype of a group's parameters for which the fused implementation gives wrong numbers."""
-    dtypes = dict.fromkeys(each.dtype for each in group["params"] if each.device.type == "cpu")
-    return next((each for each in dtypes if kind in KINDS and not works(kind, group, each)), None)
 
 
 def _try(kind: type[Optimizer], used: dict[str, bool], dtype: torch.dtype) -> bool:
@@ -91,7 +96,7 @@ def _try(kind: type[Optimizer], used: dict[str, bool], dtype: torch.dtype) -> bo
 @torch.no_grad()
 def _moved(kind: type[Optimizer], options: dict[str, Any], dtype: torch.dtype) -> Tensor:
     """Where an optimizer's steps bring parameters, float64."""
-    at = torch.arange(ELEMENTS)
+    at = torch.arange(ELEMENTS, device="cpu")
     parameter = (at % 7 / 4 - 0.75).to(dtype)
     optimizer = kind([parameter], **options)
     for step in range(STEPS):
