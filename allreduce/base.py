@@ -218,14 +218,18 @@ class AllReduce(Sparse):
         """What reduces arrays of this signature; asked once for each."""
         if signature.length == 0 or self.size == 1:
             return nothing_to_do
-        if signature.memory == FOREIGN and self.copies_foreign and self.part_of is None:  # "auto" knows why
-            notices.once(self.rank, self.copies_foreign)
+        self._say_copies(signature)
         return self._reduce_gpu if signature.memory == GPU else self._reduce
 
     def _finding(self, signature: Signature) -> Find | None:
         """What tells the place of an array in memory from `allocate`, where `_reduce` needs the same place on all ranks
         and does not itself compare it on all of them. Asked after `_route`."""
         return None
+
+    def _say_copies(self, signature: Signature) -> None:
+        """Say once that arrays in such memory are copied, where they are. Local."""
+        if signature.memory == FOREIGN and self.copies_foreign and self.part_of is None:  # "auto" knows why
+            notices.once(self.rank, self.copies_foreign)
 
     def _tag(self) -> int:
         """Of the messages of the call that is under way."""

@@ -35,7 +35,10 @@ class TwoPhase(AllReduce):
         buffer: as for `reduce_scatter`, of any dtype; what is outside of this rank's own slice is overwritten.
         """
         gather = self._gather_gpu if gpu.is_gpu_array(buffer) else self._all_gather
-        self._phase(self._admit_move(buffer, "all_gather", placed=True), lambda flat, _: gather(flat), buffer)
+        call = self._admit_move(buffer, "all_gather", placed=True)
+        if buffer.size and self.size > 1:
+            self._say_copies(call.signature)
+        self._phase(call, lambda flat, _: gather(flat), buffer)
 
     def _phase(self, call: Call, reduction: Reduction, buffer: np.ndarray) -> None:
         self._calls.run(call, reduction if buffer.size and self.size > 1 else nothing_to_do, buffer)
