@@ -98,7 +98,7 @@ def test_own_rule(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
         run_grid(reduce, "float64", world, (0, 1, 1000))
         made = reduce._parts  # type: ignore[attr-defined]
         assert {"reduce_to_one", "halving_doubling"} <= set(made)
-    assert len(asked) < 60  # once for each signature, not in every call
+    assert len(asked) < 100  # once for each signature, not in every call
 
 
 def _no_shared_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
