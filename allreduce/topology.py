@@ -297,8 +297,8 @@ class Topology(Survival):
         self.board.abandon()
         self._leave_owned()
         if self._origin is None:
-            self.watch.abandon()
-            self._release_rows()
+            self.watch.abandon()  # it keeps the rows: other ranks may wait for this one, and must hear that it leaves
+            self._release_rows.detach()
 
     def check_open(self) -> None:
         """Raise ClosedError after `close()`."""
