@@ -1,5 +1,6 @@
 """Who is where: the world, the node and the cross communicators, their owner, and simulated nodes."""
 
+import contextlib
 import threading
 import weakref
 import zlib
@@ -14,6 +15,7 @@ from allreduce.messages import processes, standing
 from allreduce.messages.agreement import agree, all_values, waiting, watched
 from allreduce.messages.board import Board, shared_rows
 from allreduce.messages.reach import Reach
+from allreduce.messages.status_rows import StatusRows
 from allreduce.messages.watch import TIMEOUT, Watch, seconds
 from allreduce.messages.worker import Worker
 from allreduce.nodes import bad_ranks_per_node, bad_split, bad_timeout, checked, divide, number_nodes
@@ -21,6 +23,14 @@ from allreduce.ownership import Closeable
 from allreduce.survival import Survival
 
 TAGS = 1 << 15  # every MPI has at least this many
+
+
+def _leave_rows(watch: Watch, rows: StatusRows | None) -> None:
+    """A topology was closed or dropped: other ranks that wait in it hear that this one leaves, then its rows go."""
+    with contextlib.suppress(Exception):
+        watch.leave("it has dropped the topology")
+    if rows is not None:
+        rows.release()
 
 
 class Topology(Survival):
@@ -114,7 +124,7 @@ class Topology(Survival):
         here = {rank: processes.of_json(process) for _, rank, process in found if process is not None}
         rows = shared_rows(self.node)
         # A topology that is dropped leaves its communicators, with which MPI keeps the watch, and so the rows.
-        self._release_rows = weakref.finalize(self, rows.release if rows else bool)
+        self._release_rows = weakref.finalize(self, _leave_rows, self.watch, rows)
         self._release_rows.atexit = False
         self.watch.connect(nodes, self.node_index, rows, here)
         self.cross: MPI.Intracomm = self._own(self.world.Split(self.node.rank, self.node_index), watch=True)
