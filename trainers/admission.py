@@ -60,7 +60,7 @@ def tell_who_divides(error: DisagreementError, row: str, settings: dict[str, Any
 
 
 def tell_collective(error: DisagreementError | RankLeftError, row: str) -> None:
-    """Add to an error that every rank makes the call, where a rank has made another one, or none.
+    """Add to an error that calls are collective, where a rank has made another call, or none.
 
     row: this rank's side of the call in words.
     """

@@ -111,7 +111,7 @@ class Trainer(Ranks, ABC):
 
     @property
     def _fresh_rows(self) -> Sequence[Rows]:
-        """The same of the replica's `tables`, of each the rows that this rank has computed; empty for none."""
+        """For each of the replica's `tables` the sparse gradient of this rank and step, not averaged yet."""
         return ()
 
     @property

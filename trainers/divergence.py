@@ -18,9 +18,9 @@ LACKING = -1  # the sum of what a rank has none of
 
 
 class Source:
-    """Whose replica is copied when ranks differ: the same process also when others are lost, and ranks renumbered.
+    """Whose replica is copied when ranks differ. It stays the same process when ranks are lost and renumbered.
 
-    given: "majority", or a rank of `comm`. rank: the same of the communicator of the last `move`.
+    given: "majority", or a rank of `comm`. rank: "majority", or the rank of that process in the newest communicator.
     """
 
     def __init__(self, given: str | int, comm: MPI.Comm) -> None:
@@ -28,7 +28,7 @@ class Source:
         self.number = None if given == MAJORITY else ending.world_ranks(comm)[int(given)]  # in the job
 
     def move(self, comm: MPI.Comm) -> None:
-        """The ranks are those of `comm` now. When the source is lost, it is the majority, and rank 0 says so. Local."""
+        """Find the source in `comm`, the newest communicator; if it is lost, take the majority. Local."""
         if self.number is None:
             return
         ranks = ending.world_ranks(comm)
@@ -101,7 +101,7 @@ def compare(comm: MPI.Intracomm, held: Mapping[str, np.ndarray | str]) -> Diverg
 
 
 def refusal(every: Any, on_divergence: Any, source: Any, ranks: int | None) -> str:
-    """What is wrong with such options; "" for nothing. ranks: None where it is not known how many there are."""
+    """What is wrong with such options; "" for nothing. ranks: their number, None where it is not known."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         return f"every must be an integer >= 1, got {every!r}"
     if on_divergence not in ANSWERS:

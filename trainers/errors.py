@@ -59,7 +59,7 @@ class CheckpointError(ModelFileError):
 
 
 class UnusableError(CheckpointError):
-    """A checkpoint that nobody, or no trainer of this kind, can go on from; an older one may do."""
+    """A checkpoint is damaged, or this kind of trainer can't go on from it; an older checkpoint may be usable."""
 
 
 class DivergedError(TrainerError, ArithmeticError):

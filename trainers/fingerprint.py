@@ -1,4 +1,4 @@
-"""A fingerprint of data, to notice others: shapes, dtypes and checksums of a few rows. No MPI."""
+"""A fingerprint of data, by which other data are noticed: shapes, dtypes and checksums of a few rows. No MPI."""
 
 import zlib
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ Fingerprint = dict[str, dict[str, Any]]  # "x" and "y": "kind", dtype and shape 
 def take(x: Any, y: Any) -> Fingerprint:
     """The fingerprint of arrays x and y, or of Samples and None; something that JSON can hold. Raises DataError.
 
-    Reads some rows of arrays once, of a data set twice: it may augment them, so what it gives otherwise the second time
-    has no checksums. What it draws from generators that are not its own, the caller puts back.
+    Rows of arrays are read once. Rows of a data set are read twice, since it may augment them at random: x, or y, gets
+    no checksums when the two readings differ. The caller restores the global random generators that a data set used.
     """
     rows = _sampled(len(x), OF_SAMPLES if isinstance(x, Samples) else OF_ARRAYS)
     if not isinstance(x, Samples):
@@ -31,9 +31,9 @@ def take(x: Any, y: Any) -> Fingerprint:
 
 
 def difference(before: Any, now: Fingerprint, count: int) -> str:
-    """What differs between the data of a checkpoint and these, which have `count` rows, in words; "" for nothing.
+    """What differs between the data of a checkpoint and the data of now, in words; "" for nothing.
 
-    before: `take` of it as it was read from a file, where anything may have been written.
+    before: the fingerprint in the checkpoint, not validated yet. count: the number of rows of now.
     """
     for name, here in now.items():
         there = before.get(name) if isinstance(before, dict) else None

@@ -40,7 +40,7 @@ class Problem(NamedTuple):
 
 
 class Findings:
-    """What a rank has found in its gradients. norm: of those that can be averaged only if all can.
+    """What a rank has found in its gradients. norm: means something only while all gradients can be averaged.
 
     nan, infinite, large: how many are that; large ones are finite, and too large for the dtype in which they are sent.
     """
@@ -104,7 +104,8 @@ class Findings:
 
 
 def exchange(comm: MPI.Intracomm, own: Findings) -> tuple[np.ndarray | None, float]:
-    """The rows of all ranks' findings, None when all can be averaged; and the sum of the norms. Collective."""
+    """Returns the findings of all ranks, a row each, or None when all gradients can be averaged; and the sum of the
+    norms. Collective."""
     sums = np.array([own.norm if own.finite else 0.0, not own.finite])
     wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, sums), WAITS)
     if not sums[1]:
@@ -130,7 +131,7 @@ def told(rows: np.ndarray, places: Sequence[Place], sent: np.dtype) -> Problem:
 
 
 def most(own: np.dtype, sent: np.dtype) -> float:
-    """The largest gradient of dtype `own` that is a number when it arrives as `sent`; infinity where all are."""
+    """The largest gradient of dtype `own` that is still finite after the conversion to `sent`."""
     return math.inf if own == sent else largest(sent)
 
 

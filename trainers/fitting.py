@@ -172,7 +172,7 @@ class Fit(Steps):
         self._go_to(number + 1)
 
     def _conclude(self, number: int) -> None:
-        """All steps of an epoch are taken: what is left of its evaluation, and of its events. Collective."""
+        """Do the rest of an epoch whose steps are all taken: means, evaluation, events. Collective."""
         if self.place.stage == STEPS:
             with self.trainer.span("epoch"):
                 self._measure(number)
@@ -278,7 +278,7 @@ class Fit(Steps):
 
     @property
     def _cut_short(self) -> bool:
-        """Whether the epoch ended before its last step: there it was written, or nothing can be gone on from."""
+        """Whether the epoch ended before its last step. Then a checkpoint was written there, or none can be."""
         return self.trainer.cut_short or (self.stopped and self.meter.rows < self.batches.rows)
 
     def _save_after(self, number: int) -> None:

@@ -45,7 +45,7 @@ class FitCall(Call[History]):
         return self._fit.run()
 
     def open(self) -> bool:
-        self._trainer.rank = NEWCOMER  # until it joins, when `_connect` numbers it: no callback takes it for rank 0
+        self._trainer.rank = NEWCOMER  # until `_connect` numbers it: callbacks must not take it for rank 0
         self._fit = self._begin()
         self._fit.open_to_join()
         return True

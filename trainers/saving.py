@@ -287,7 +287,7 @@ def _taken(own: dict[str, np.ndarray], whose: str) -> dict[str, np.ndarray]:
 
 
 def _fingerprint(batches: Batches, replica: Replica) -> Fingerprint:
-    """That of the data, read so that the training draws the same random numbers after it. Raises DataError. Local."""
+    """The fingerprint of the data. Leaves the random generators as they were. Raises DataError. Local."""
     programs, own = random_state.take(), replica.local_state()
     try:
         return batches.fingerprint()

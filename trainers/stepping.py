@@ -56,7 +56,7 @@ class Steps:
         self.place, self.taken = Place(), trainer.steps  # how far it is, and so many steps the trainer has taken there
         self.error: Exception | None = None  # this rank's, until the others have heard of it
         self.stopped = False  # all ranks know that one of them wants to stop
-        self.asks = False  # whether any rank has a callback whose wish to leave a step out the others have to hear
+        self.asks = False  # whether a callback of any rank may leave out a step on its own decision
         self._asked = False  # all ranks know that it is time for a checkpoint
         self._share = 0.0  # of the batch that this rank has computed
         on_gpu = trainer.replica.device != "cpu"
@@ -109,9 +109,9 @@ class Steps:
         trainer.note_step()
 
     def _leaves_out(self, number: int, step: int) -> bool:
-        """Whether all ranks leave this step out, since a callback of any rank wants that. Collective.
+        """Whether all ranks leave this step out: a callback of at least one rank asks for it. Collective.
 
-        Costs a message only where a rank has a callback that does not say that all ranks come to the same.
+        Costs one small message, and nothing when all callbacks with a before_update are `agrees`.
         """
         if not self.asks:
             return self.callbacks.before_update(number, step)

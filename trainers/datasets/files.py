@@ -54,7 +54,7 @@ def seekable(path: str) -> Iterator[tuple[IO[bytes], int]]:
 def left(file: IO[bytes], enough: int) -> int:
     """The bytes from here to the end of an opened file, counted to one more than `enough`. Keeps none of them.
 
-    A gzipped file is unpacked for that, and once more by whoever reads it: what it says of its size may be a lie.
+    A gzipped file is unpacked for that, and a second time when it is read: the size in its header may be wrong.
     """
     if not isinstance(file, gzip.GzipFile):
         return regular.size(file) - file.tell()

@@ -21,7 +21,7 @@ def gather(averager: Averager, all_gather: Callable[[np.ndarray], object]) -> No
 
 
 def edited(averager: Averager) -> GradientError | None:
-    """Take in what the program has made of averaged gradients. Local.
+    """Take in the changes that the program has made to averaged gradients. Local.
 
     Returns what is wrong: edits of SCATTERED gradients (clipped by a norm of leftovers, for example), or gradients of
     another shape or dtype.

@@ -26,7 +26,7 @@ class Marks:
     def __init__(
         self, flats: Mapping[str, Tensor], plan: Sequence[Bucket], owned: Sequence[slice], device: Host
     ) -> None:
-        self._places: list[tuple[np.ndarray, np.ndarray, int]] = []  # memory as integers, where in it, and what
+        self._places: list[tuple[np.ndarray, np.ndarray, int]] = []  # memory as integers, indices, value
         if device.kind != "cpu":
             return
         found: dict[str, list[int]] = {dtype: [] for dtype in flats}

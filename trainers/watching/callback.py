@@ -29,7 +29,7 @@ class Callback:
     trainer: Any = None
     collective = False  # True: it communicates, when an epoch or the fit begins or ends; given on all ranks or on none
     reads_batches = True  # False: on_train_batch_end does not look at logs
-    agrees = False  # True: before_update comes to the same on all ranks, so that these need not tell each other
+    agrees = False  # True: before_update returns the same on all ranks, so the trainer sends no message for it
 
     def set_trainer(self, trainer: Any) -> None:
         """The fit begins, or with None it is over."""
@@ -60,7 +60,8 @@ class Callback:
         """Keras' other name of on_train_batch_end."""
 
     def before_update(self, epoch: int, batch: int) -> bool:
-        """All ranks have computed their gradients, and nothing is averaged yet. True on any rank: all leave it out.
+        """All ranks have computed their gradients, and nothing is averaged yet. If it returns True on any rank, all
+        ranks leave the step out.
 
         A step that is left out does not count in the means of its epoch, which are NaN where no step was taken.
 
@@ -118,7 +119,7 @@ class Callbacks:
         self._batch_end = [each for each in self._all if _overrides_any(each, "on_train_batch_end", "on_batch_end")]
         ours = [each for each in self._all if isinstance(each, Callback)]  # Keras' own have no such events
         asked = [each for each in ours if _overrides(each, "before_update")]
-        # Those that communicate first: an error of another one must not keep this rank from them.
+        # Callbacks that communicate come first, so that an error of another callback can't keep this rank from them.
         self._before_update = sorted(asked, key=lambda each: not each.collective)
         self.asks = any(not _agrees(each) for each in self._before_update)
         self._between_steps = [each for each in ours if _overrides(each, "between_steps")]
@@ -237,7 +238,7 @@ def _tell_trainer(callback: Any, trainer: Any) -> None:
 
 
 def _agrees(callback: Callback) -> bool:
-    """Whether a callback `agrees`, said by the class that has its before_update, or later: it may be another's heir."""
+    """Whether before_update returns the same on all ranks. An inherited `agrees` says nothing of an overridden one."""
     kinds = [vars(callback), *map(vars, type(callback).__mro__)]
     places = [next(at for at, own in enumerate(kinds) if name in own) for name in ("agrees", "before_update")]
     return callback.agrees and places[0] <= places[1]

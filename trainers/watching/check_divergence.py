@@ -38,7 +38,7 @@ class CheckDivergence(Callback):
     def __init__(self, every: int = 100, on_divergence: str = "raise", source: str | int = MAJORITY) -> None:
         self.every, self.on_divergence, self.source = every, on_divergence, source
         self._source: Source | None = None  # in a fit
-        self._joins = False  # this rank has not heard yet whose replica the others copy
+        self._joins = False  # this rank joins, and has not heard the others' source yet
         self.copies = 0  # how often replicas were copied again
         self._steps = 1  # of an epoch
 

@@ -18,7 +18,7 @@ KINDS: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.Adam, torch.optim.Ad
 ELEMENTS = 131  # of a trial: whole vectors of every instruction set, and a rest
 STEPS = 3  # of a trial: the first one makes the state, the others use it
 ROUNDINGS = 8  # by which the results may differ: times the dtype's epsilon, of parameters between -2 and 2
-# Stand in for the user's numbers, by which parameters may move too little, or too far, for a comparison.
+# Used instead of the user's numbers, which may move parameters too little, or too far, for a comparison.
 NUMBERS: dict[str, Any] = {
     "lr": 0.125, "momentum": 0.875, "dampening": 0.25, "weight_decay": 0.0625, "betas": (0.875, 0.96875), "eps": 1e-3,
 }  # fmt: skip
@@ -28,15 +28,15 @@ _tried: dict[Key, bool] = {}
 
 
 def key_of(kind: type[Optimizer], group: dict[str, Any], dtype: torch.dtype) -> Key:
-    """What decides how a kernel works: class, dtype, and which options of a parameter group are not zero. Local."""
+    """What decides which code a kernel runs: class, dtype, and which options of a group are not zero. Local."""
     options = ((name, bool(value)) for name, value in group.items() if name in NUMBERS or isinstance(value, bool))
     return (kind, dtype, *(each for each in options if each[0] not in ("lr", "fused", "foreach")))
 
 
 def works(kind: type[Optimizer], group: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Whether the fused implementation gives what the plain one gives, in this process's PyTorch on the CPU. Local.
+    """Whether the fused implementation gives the results of the plain one on this process's CPU. Local.
 
-    kind: of KINDS. group: a parameter group: which options are used. Tried once for each `key_of`.
+    kind: one of KINDS. group: a parameter group, for its options. Each `key_of` is tried once a process.
     """
     key = key_of(kind, group, dtype)
     if key not in _tried:
@@ -47,8 +47,8 @@ def works(kind: type[Optimizer], group: dict[str, Any], dtype: torch.dtype) -> b
 def replace_broken(optimizer: Optimizer, right: Callable[[dict[str, Any], torch.dtype], bool] | None = None) -> str:
     """Have groups that were made with fused=True take the plain implementation where the fused one is wrong. Local.
 
-    right: whether it is right, by parameter group and dtype; `works` by default. Asked of parameters on the CPU alone.
-    Returns what to tell the user, "" for nothing.
+    right: tells by group and dtype whether the fused one is right; `works` by default.
+    Returns a warning for the user, "" for none.
     """
     text, kind = "", type(optimizer)
     for group in optimizer.param_groups:
@@ -61,7 +61,7 @@ def replace_broken(optimizer: Optimizer, right: Callable[[dict[str, Any], torch.
 
 
 def dtypes_of(group: dict[str, Any]) -> list[torch.dtype]:
-    """Those of the parameters of a group that a trial can say something of: floats on the CPU. Local."""
+    """The dtypes of a group's floating-point parameters on the CPU; a trial says nothing of others. Local."""
     tried = {each.dtype for each in group["params"] if each.device.type == "cpu" and each.is_floating_point()}
     return sorted(tried, key=str)
 
@@ -95,7 +95,7 @@ def _try(kind: type[Optimizer], used: dict[str, bool], dtype: torch.dtype) -> bo
 
 @torch.no_grad()
 def _moved(kind: type[Optimizer], options: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    """Where an optimizer's steps bring parameters, float64."""
+    """The parameters after some steps of an optimizer, float64."""
     at = torch.arange(ELEMENTS, device="cpu")
     parameter = (at % 7 / 4 - 0.75).to(dtype)
     optimizer = kind([parameter], **options)
