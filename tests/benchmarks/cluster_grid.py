@@ -5,16 +5,15 @@ Each rank prints one line of JSON: its rank, host and topology, the backends, an
 
 import json
 import socket
-import sys
 import zlib
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent / "ranks"))
-from grid import compare, expected, run_grid, values
-from mpi4py import MPI
 
 import allreduce  # first, because it prepares the environment of MPI
+
+# isort: split
+from mpi4py import MPI
+
 from allreduce.base import AllReduce
+from tests.ranks.grid import compare, expected, run_grid, values
 
 DTYPES = ("float32", "bfloat16", "int64")
 LENGTHS = (0, 1, 5, 50_003)

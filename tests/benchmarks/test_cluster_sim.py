@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import lacking
 
 import allreduce
 from benchmarks.injecting import jobs, judging, plans, points
+from tests import launch
+from tests.conftest import lacking
 
 pytestmark = pytest.mark.jobs
 SCRIPT = launch.ROOT / "scripts" / "cluster_sim.sh"
@@ -87,7 +87,7 @@ def why_not(tmp_path_factory: pytest.TempPathFactory) -> str | None:
 
 @pytest.mark.parametrize(("hosts", "sizes"), [("2x2", (2, 2)), ("3+1", (3, 1))])
 def test_grid(rig: Rig, hosts: str, sizes: tuple[int, ...]) -> None:
-    job = rig(hosts, "10gbit", "--", "python", "tests/cluster_grid.py")
+    job = rig(hosts, "10gbit", "--", "python", "-m", "tests.benchmarks.cluster_grid")
     assert job.returncode == 0, job.stdout + job.stderr
     found = [json.loads(line) for line in job.stdout.splitlines()]
     assert [each["rank"] for each in found] == [0, 1, 2, 3]

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import made_run
 
 from benchmarks import compare
 from benchmarks.showing import outputs
 from benchmarks.showing.results import FileError, from_json, load, to_csv, to_json
+from tests.benchmarks.made_runs import made_run
 
 
 def save(path: Path, **options: float) -> Path:

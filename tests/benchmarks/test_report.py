@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import CURVES, made_run
 
 from benchmarks.showing import plot, report
 from benchmarks.showing.advice import advice
 from benchmarks.showing.results import MEMORIES, Run
 from benchmarks.showing.style import COLOURS, colour
 from benchmarks.showing.verdict import verdict
+from tests.benchmarks.made_runs import CURVES, made_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-from conftest import JobRunner, in_one_job, lacking
 
 from benchmarks.showing.results import load
+from tests import launch
+from tests.conftest import JobRunner, in_one_job, lacking
 
 pytestmark = pytest.mark.jobs
 QUICK = ["-n", "3", "-w", "1"]

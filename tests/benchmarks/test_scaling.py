@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import launch
 import numpy as np
 import pytest
 
@@ -19,6 +18,7 @@ from benchmarks.predicting.cost_parts import FITTED, SEGMENT, Machine, Place, on
 from benchmarks.predicting.fitting import Point
 from benchmarks.predicting.training_cost import MODELS, Prediction, _saturation, exposed, forecast, placed
 from benchmarks.showing.results import FileError, Run, summarize, to_json
+from tests import launch
 
 FREE = Machine(**dict.fromkeys(FITTED, 0.0), bus=0.0, cores=64)  # type: ignore[arg-type]
 ONE_NODE = [Place((n,)) for n in (2, 3, 4, 5, 8, 64)]

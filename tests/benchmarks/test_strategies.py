@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import JobRunner
 
 from benchmarks.comparing import findings
 from benchmarks.comparing.runs import VARIANTS, Outcome, lineup, spread
+from tests.conftest import JobRunner
 
 
 def outcome(variant: str, slow: bool = False, **values: float) -> Outcome:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made_runs import made_run
 
 from benchmarks.measuring import sizes
 from benchmarks.showing import table
@@ -12,6 +11,7 @@ from benchmarks.showing.advice import Choice, advice, choices
 from benchmarks.showing.results import MEMORIES, Run, summarize
 from benchmarks.showing.verdict import Range, competing, crossovers, ranges, runner_up, speedup, times_of, verdict
 from benchmarks.tune import steps
+from tests.benchmarks.made_runs import made_run
 
 
 @pytest.mark.parametrize(

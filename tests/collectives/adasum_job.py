@@ -134,7 +134,7 @@ def bad_input(reduce: allreduce.base.AllReduce) -> None:
 
 
 def in_trainers(reduce: allreduce.base.AllReduce) -> None:
-    """Refused when they are made, by whatever name and in whatever wrapper; PyTorch's: see sparse_gradients.py."""
+    """Refused when they are made, by whatever name and in whatever wrapper; PyTorch's: sparse_gradients_job.py."""
     makes = [
         partial(MirroredTrainer, NumpyNetwork([4, 2])),
         partial(MirroredTrainer, NumpyNetwork([4, 2]), update="sharded"),

@@ -1,8 +1,6 @@
 """A job of test_compressed.py: float32 and float64 that travel as 16 bits, with every backend and in training."""
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -13,12 +11,10 @@ import allreduce
 from allreduce import errors
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.compressed import Compressed
+from tests.ranks.counting import Counting
 from trainers import MirroredTrainer
 from trainers.pytorch import MirroredOptimizer
 from trainers.replicas.numpy.network import NumpyNetwork
-
-sys.path.insert(0, str(Path(__file__).parent / "ranks"))
-from counting import Counting
 
 topology = allreduce.Topology()
 rank, size = topology.rank, topology.size

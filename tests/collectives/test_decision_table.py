@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import JobRunner
 
 from allreduce import decision_table as tables
 from allreduce.arrays.signature import ALLOCATED, FOREIGN, GPU
 from allreduce.decision_table import Key, Step, TableError
 from allreduce.machine import identify, mpi_library
+from tests.conftest import JobRunner
 
 PAIR = Key((2,), False, "float32", "foreign")
 ENTRIES = {PAIR: [Step(4096, "native"), Step(None, "ring")], PAIR._replace(memory="allocated"): [Step(None, "shared")]}
@@ -129,8 +129,8 @@ def ask(
 @pytest.fixture
 def table_file(mpirun: JobRunner, tmp_path: Path) -> Path:
     """A table of the machine as Open MPI's environment sees it, whatever MPI runs these tests."""
-    code = "import sys; from test_decision_table import ENTRIES, tables; print(tables.dumps(ENTRIES))"
-    job = mpirun(1, ["-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); {code}"])
+    code = "from tests.collectives.test_decision_table import ENTRIES, tables; print(tables.dumps(ENTRIES))"
+    job = mpirun(1, ["-c", code])
     path = tmp_path / "table.json"
     path.write_text(job.stdout)
     return path

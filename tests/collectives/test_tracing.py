@@ -5,11 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from trace_schema import check_trace
 
 from allreduce.tracing import merging
 from allreduce.tracing.clocks import Comparison, aligned, comparison
 from allreduce.tracing.merging import Recorded, events, on_one_clock
+from tests.trace_schema import check_trace
 
 
 def test_a_clock_is_compared_in_the_middle_of_the_round_trip() -> None:

@@ -3,15 +3,15 @@
 import json
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import JobRunner, in_one_job
-from doctor_ranks import NEEDS, cluster, measured, worse
 
 from allreduce import __main__ as command_line
 from allreduce.doctor import command, examination, measuring, memory, report
 from allreduce.doctor.findings import OK, PROBLEM, Finding, exit_code, spans
 from allreduce.errors import OptionError
+from tests import launch
+from tests.conftest import JobRunner, in_one_job
+from tests.doctor.doctor_ranks import NEEDS, cluster, measured, worse
 
 
 def test_a_good_cluster_is_ok_in_few_lines() -> None:

@@ -5,12 +5,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-from doctor_ranks import GIB, LINK, NEEDS, cluster, only, worse
 
 from allreduce.doctor import clock, cores, examination, gpus, meeting, memory, mpi, network, versions
 from allreduce.doctor.findings import OK, PROBLEM, WARNING, Needs, Rank
+from tests import launch
+from tests.doctor.doctor_ranks import GIB, LINK, NEEDS, cluster, only, worse
 
 
 def test_mpi() -> None:

@@ -4,12 +4,12 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from doctor_ranks import NEEDS, cluster, measured, only
 from mpi4py import MPI
 
 from allreduce.doctor import measuring, network, pairs
 from allreduce.doctor.findings import OK, WARNING, exit_code
 from allreduce.doctor.pairs import Measured
+from tests.doctor.doctor_ranks import NEEDS, cluster, measured, only
 
 
 def test_64_ranks_with_one_slow_pair_name_it() -> None:

@@ -11,9 +11,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import lacking
+
+from tests import launch
+from tests.conftest import lacking
 
 BASH = shutil.which("bash") or "/bin/bash"
 SCRIPT = launch.ROOT / "scripts" / "keep_going.sh"

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import JobRunner
 from mpi4py import MPI
 
 from allreduce import NAMES, Topology
@@ -15,8 +14,9 @@ from allreduce.messages.agreement import agree
 from allreduce.messages.notes import Said
 from allreduce.messages.status import LEFT, Fact
 from allreduce.nodes import nodes_left
+from tests.conftest import JobRunner
 
-LOSSES = Path(__file__).parent / "faults" / "losses.py"
+LOSSES = Path(__file__).parents[1] / "faults" / "losses.py"
 sys.path.insert(0, str(LOSSES.parent))
 
 FLAT = (

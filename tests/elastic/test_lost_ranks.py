@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import event_files
 import numpy as np
 import pytest
-from conftest import JobRunner
+
+from tests import event_files
+from tests.conftest import JobRunner
 
 LOADING = """
 import os, sys
@@ -18,7 +19,7 @@ datasets.load = lambda name: os.kill(os.getpid(), 9) if MPI.COMM_WORLD.rank == 1
 sys.exit(command.main())
 """
 
-TRAINING = Path(__file__).parent / "faults" / "training.py"
+TRAINING = Path(__file__).parents[1] / "faults" / "training.py"
 pytestmark = pytest.mark.jobs
 
 

@@ -5,15 +5,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import launch
 import numpy as np
 import pytest
-from conftest import JobRunner
 from mpi4py import MPI
-from test_readme import blocks
 
 from allreduce import Topology
 from allreduce.errors import RankLostError
+from tests import launch
+from tests.conftest import JobRunner
+from tests.house.test_readme import blocks
 
 FAULTS = launch.ROOT / "tests" / "faults"
 

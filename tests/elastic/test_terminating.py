@@ -7,11 +7,11 @@ import signal
 import time
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import JobRunner
 from mpi4py import MPI
 
+from tests import launch
+from tests.conftest import JobRunner
 from trainers.terminating import Terminating
 
 PROGRAM = """

@@ -6,18 +6,18 @@ import os
 import sys
 from pathlib import Path
 
-import launch
 import numpy as np
 import pytest
-from conftest import JobRunner, lacking
 
 from benchmarks.injecting import drawing, jobs, judging, kinds, model, notes, plans, points, reasons, scenarios
+from tests import launch
+from tests.conftest import JobRunner, lacking
 
-sys.path.insert(0, str(Path(__file__).parent / "faults"))
+sys.path.insert(0, str(Path(__file__).parent))
 import programs
 import random_programs
 
-LEAKS = Path(__file__).parent / "faults" / "leaks.py"
+LEAKS = Path(__file__).with_name("leaks.py")
 
 
 def run_programs(mpi: str, *arguments: str) -> int:

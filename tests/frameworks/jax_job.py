@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from replica_checks import check_training
 
 import allreduce
 import allreduce.jax as ours
 from allreduce import errors
+from tests.frameworks.replica_checks import check_training
 from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.errors import ArgumentError
 from trainers.replicas.jax import JaxReplica

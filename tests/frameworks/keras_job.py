@@ -8,10 +8,10 @@ from typing import Any
 
 import keras
 import numpy as np
-from replica_checks import check_slices, check_training
 
 import allreduce
 from allreduce import errors
+from tests.frameworks.replica_checks import check_slices, check_training
 from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.keras import AverageMetrics, MirroredOptimizer, SaveOnFirstRank, StartFromFirstRank, WarmUp, shard

@@ -6,14 +6,14 @@ import runpy
 import sys
 from collections.abc import Iterator
 
-import launch
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import JobRunner, lacking
 
 from allreduce.errors import UnavailableError
 from allreduce.torch_backend import require
+from tests import launch
+from tests.conftest import JobRunner, lacking
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import JobRunner
 
-TESTS, SCRIPTS = launch.ROOT / "tests", launch.ROOT / "scripts"
+from tests import launch
+from tests.conftest import JobRunner
+
+SCRIPTS = launch.ROOT / "scripts"
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment"
 )
@@ -110,7 +111,7 @@ def test_which_calls_run_as_one() -> None:
 @needs_torch
 @pytest.mark.jobs
 def test_the_whole_of_it(mpirun: JobRunner) -> None:
-    job = mpirun(3, [TESTS / "horovod_job.py"], timeout=240)
+    job = mpirun(3, ["-m", "tests.frameworks.horovod_job"], timeout=240)
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.splitlines()[-1] == "never_comes"
     assert re.search(r"rank 0 has waited \d+ s for other ranks in: allreduce.never: float32 \[2\]", job.stderr)

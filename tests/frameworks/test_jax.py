@@ -7,9 +7,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import JobRunner, lacking
+
+from tests import launch
+from tests.conftest import JobRunner, lacking
 
 # What one rank or replica has compiled, the others take from there.
 QUICK = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
@@ -27,9 +28,9 @@ def jax_is_there() -> None:
 
 @pytest.mark.parametrize(("part", "ranks"), [("trainers", 2), ("calls", 3)])
 def test_job(mpirun: JobRunner, part: str, ranks: int) -> None:
-    """All that tests/jax_job.py asserts."""
+    """All that jax_job.py asserts."""
     environment = {**QUICK, "JAX_COMPILATION_CACHE_DIR": str(CACHE), "XLA_FLAGS": DEVICES}
-    job = mpirun(ranks, [launch.ROOT / "tests" / "jax_job.py", part], timeout=300, env=environment)
+    job = mpirun(ranks, ["-m", "tests.frameworks.jax_job", part], timeout=300, env=environment)
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.splitlines()) == [f"rank {rank} is done" for rank in range(ranks)]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replica_checks import check_slices
 
+from tests.frameworks.replica_checks import check_slices
 from trainers.errors import ArgumentError, ModelFileError
 
 try:
@@ -25,7 +25,7 @@ from trainers.replicas.jax import JaxReplica
 from trainers.replicas.jax.layout import Layout, own
 from trainers.replicas.jax.optimizer import Optimizer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "jax"))  # compiled once for all replicas
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -6,10 +6,11 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import JobRunner, lacking
-from test_jax import CACHE, QUICK, SILENT
+
+from tests import launch
+from tests.conftest import JobRunner, lacking
+from tests.frameworks.test_jax import CACHE, QUICK, SILENT
 
 JAX = {**QUICK, **SILENT, "KERAS_BACKEND": "jax", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
 TORCH = {**SILENT, "KERAS_BACKEND": "torch"}
@@ -27,8 +28,8 @@ def keras_is_there() -> None:
     ids=["torch", "jax"],
 )
 def test_job(mpirun: JobRunner, tmp_path: Path, environment: dict[str, str], parts: list[str]) -> None:
-    """All that tests/keras_job.py asserts, and with JAX a part of it; with TensorFlow it is run by hand."""
-    job = mpirun(2, [launch.ROOT / "tests" / "keras_job.py", *parts, tmp_path], timeout=300, env=environment)
+    """All that keras_job.py asserts, and with JAX a part of it; with TensorFlow it is run by hand."""
+    job = mpirun(2, ["-m", "tests.frameworks.keras_job", *parts, tmp_path], timeout=300, env=environment)
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
 

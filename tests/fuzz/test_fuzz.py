@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from fuzz.readers import READERS
-from fuzz.running import Reader, run
+
+from tests.fuzz.readers import READERS
+from tests.fuzz.running import Reader, run
 
 INPUTS, SEED = 12, 1
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz import files, peers
-from made_runs import made_run
 
 from allreduce import decision_table
 from allreduce.errors import CommunicationError
@@ -26,6 +24,8 @@ from benchmarks import compare, scaling, timeline
 from benchmarks.showing import outputs, plot, report, trace_file, trace_plot
 from benchmarks.showing.results import FileError, load, to_json
 from benchmarks.showing.trace_file import load as load_trace
+from tests.benchmarks.made_runs import made_run
+from tests.fuzz import files, peers
 from trainers import datasets, random_state, results, resuming
 from trainers.errors import CheckpointError, DataError
 from trainers.files import checkpoint, npz

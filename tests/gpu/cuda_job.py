@@ -1,27 +1,24 @@
 """Run by test_cuda.py on several ranks: what trains on a GPU, on a stand-in for CuPy, NCCL and PyTorch's streams.
 
 What is reduced and updated must be right, and no work on a stream may touch what another stream has not been waited
-for with; see tests/ranks/fake_gpu.py.
+for with; see fake_gpu.py.
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent / "ranks"))
-import fake_cupy
 import numpy as np
 import pytest
 import torch
-from cuda_training import compare, fitted, optimized
-from fake_gpu import Gpu, TorchCuda
-from grid import expected, numpy_dtype, values
 from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import NotAnArrayError, UnavailableError
 from allreduce.wrappers.background import Background
+from tests.gpu import fake_cupy
+from tests.gpu.cuda_training import compare, fitted, optimized
+from tests.gpu.fake_gpu import Gpu, TorchCuda
+from tests.ranks.grid import expected, numpy_dtype, values
 from trainers import MirroredTrainer
 from trainers.pytorch import MirroredOptimizer
 from trainers.pytorch.buffers import flat

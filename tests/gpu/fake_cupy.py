@@ -1,7 +1,7 @@
 """A CuPy for machines without a GPU: what `allreduce` uses of it, on arrays that NumPy must not touch.
 
 "Device" memory can't be reached but by `get` and `set`, as on a GPU; the counters tell who went that way. What is here
-must be in the real CuPy too, with the same names of arguments: tests/test_cupy_drift.py looks, where CuPy is installed.
+must be in the real CuPy too, with the same names of arguments: test_cupy_drift.py looks, where CuPy is installed.
 """
 
 import sys
@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_gpu import Gpu, Nccl, Streams
 from mpi4py import MPI
 
 from allreduce import arrays
+from tests.gpu.fake_gpu import Gpu, Nccl, Streams
 
 
 class Counters:

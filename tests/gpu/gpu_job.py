@@ -9,11 +9,11 @@ import os
 import cupy
 import numpy as np
 import torch
-from cuda_training import compare, fitted, networks, optimized
 
 import allreduce
 from allreduce.arrays import dtypes, ops
 from allreduce.backends.nccl import SHARED_GPU_VERSION
+from tests.gpu.cuda_training import compare, fitted, networks, optimized
 
 TOPOLOGY = allreduce.Topology()
 HOST = torch.device("cpu")

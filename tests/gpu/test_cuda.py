@@ -3,20 +3,16 @@
 import importlib.util
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
-import launch
 import pytest
-from conftest import JobRunner
 
 from allreduce.arrays import gpu
-
-sys.path.insert(0, str(Path(__file__).parent / "ranks"))
-from fake_gpu import Gpu, TorchCuda
+from tests import launch
+from tests.conftest import JobRunner
+from tests.gpu.fake_gpu import Gpu, TorchCuda
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed here")
 
@@ -104,6 +100,6 @@ def test_the_script_says_that_there_is_no_gpu() -> None:
 
 def test_on_two_ranks(mpirun: JobRunner) -> None:
     """See the program."""
-    job = mpirun(2, [Path(__file__).parent / "cuda_job.py"], timeout=240)
+    job = mpirun(2, ["-m", "tests.gpu.cuda_job"], timeout=240)
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout == "done\n"

@@ -10,21 +10,17 @@ import importlib.util
 import inspect
 import mmap
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from launch import ROOT
 
 from allreduce.arrays import dtypes, ops
 from allreduce.backends import nccl as backend
-
-sys.path.insert(0, str(ROOT / "tests" / "ranks"))
-import fake_cupy
-import fake_gpu
+from tests.gpu import fake_cupy, fake_gpu
+from tests.launch import ROOT
 
 # What our code calls the objects of CuPy, in files that name CuPy or are written for its arrays.
 ROOTS = {

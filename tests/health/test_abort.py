@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import JobRunner
+
+from tests import launch
+from tests.conftest import JobRunner
 
 pytestmark = pytest.mark.parametrize("mpi", launch.MPIS)
 

@@ -3,11 +3,12 @@
 import subprocess
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import JobRunner
 
-ENDS = Path(__file__).parent / "faults" / "ends.py"
+from tests import launch
+from tests.conftest import JobRunner
+
+ENDS = Path(__file__).parents[1] / "faults" / "ends.py"
 KILLED = 128 + 9
 TRAINERS = ("MirroredTrainer", "ParameterServerTrainer", "SpareReplicasTrainer")
 WAYS = {"end": 0, "raise": 1, "interrupt": 130, "exit": 5, "thread": 1}

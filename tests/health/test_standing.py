@@ -3,11 +3,11 @@
 import faulthandler
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import JobRunner
 
 from allreduce.messages import stacks
+from tests import launch
+from tests.conftest import JobRunner
 
 PROGRAM = """
 import ctypes, os, signal, threading, time

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import JobRunner
+
+from tests import launch
+from tests.conftest import JobRunner
 
 BOTH = pytest.mark.parametrize("mpi", launch.MPIS)
 LIMITS = {"ALLREDUCE_STALL_SECONDS": "2", "ALLREDUCE_TIMEOUT_SECONDS": "40"}  # no test waits for its end

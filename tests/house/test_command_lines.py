@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import launch
 import pytest
 
 from allreduce.__main__ import parse
 from allreduce.errors import OptionError
+from tests import launch
 from trainers.parsing import Parser
 
 PARSERS = {"trainers/parsing.py", "allreduce/__main__.py"}  # the only modules that derive from ArgumentParser

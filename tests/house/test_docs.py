@@ -6,9 +6,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import launch
 import pytest
-from test_readme import GUIDES
+
+from tests import launch
+from tests.house.test_readme import GUIDES
 
 
 def test_every_module_has_a_page(tmp_path: Path) -> None:

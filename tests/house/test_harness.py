@@ -5,9 +5,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import JobRunner
+
+from tests import launch
+from tests.conftest import JobRunner
 
 BOTH = pytest.mark.parametrize("mpi", launch.MPIS)
 Inner = Callable[..., tuple[int, str, list[dict[str, int]]]]

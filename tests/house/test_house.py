@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import launch
 import pytest
-from test_readme import GUIDES
 
 import allreduce
 from allreduce.registry import BACKENDS, OTHERS
+from tests import launch
+from tests.house.test_readme import GUIDES
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -7,9 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import launch
 import pytest
-from conftest import longest_first, seconds_by_file
+
+from tests import launch
+from tests.conftest import longest_first, seconds_by_file
+
+CHUNKS = "tests/collectives/test_chunks.py"
 
 
 def collected(*arguments: str, quick: bool) -> list[str]:
@@ -20,11 +23,11 @@ def collected(*arguments: str, quick: bool) -> list[str]:
 
 
 def test_a_quick_run_starts_three_jobs_under_one_mpi() -> None:
-    files = ["tests/test_ranks.py", "tests/test_abort.py", "tests/test_cluster_sim.py", "tests/test_chunks.py"]
+    files = ["tests/test_ranks.py", "tests/health/test_abort.py", "tests/benchmarks/test_cluster_sim.py", CHUNKS]
     tests = collected("-m", "not jobs", *files, quick=True)
     drivers = [f"tests/test_ranks.py::test_ranks[openmpi-{ranks}ranks]" for ranks in (1, 2, 3)]
     assert tests[-3:] == drivers
-    assert {test.partition("::")[0] for test in tests[:-3]} == {"tests/test_chunks.py"}
+    assert {test.partition("::")[0] for test in tests[:-3]} == {CHUNKS}
     assert len(collected("tests/test_ranks.py", quick=False)) == 10
 
 
@@ -49,7 +52,7 @@ def report(nodeid: str, when: str, duration: float, **properties: object) -> pyt
 
 def test_time_goes_to_files_and_to_files_within_jobs() -> None:
     job = "tests/test_ranks.py::test_ranks[openmpi-2ranks]"
-    inside = {"test_grid.py": 5.0, "test_errors.py": 3.0}
+    inside = {"collectives/test_grid.py": 5.0, "collectives/test_errors.py": 3.0}
     reports = [
         report("tests/test_a.py::test_one", "setup", 1.0),
         report("tests/test_a.py::test_two[x]", "call", 2.0),
@@ -59,7 +62,7 @@ def test_time_goes_to_files_and_to_files_within_jobs() -> None:
     spent = seconds_by_file({"passed": reports[1:], "": reports[:1], "warnings": [object()]})
     assert {name: seconds for name, seconds in spent.items() if seconds} == {
         "tests/test_a.py": 3.0,
-        "test_grid.py in test_ranks[openmpi-2ranks]": 5.0,
-        "test_errors.py in test_ranks[openmpi-2ranks]": 3.0,
+        "collectives/test_grid.py in test_ranks[openmpi-2ranks]": 5.0,
+        "collectives/test_errors.py in test_ranks[openmpi-2ranks]": 3.0,
         "test_ranks[openmpi-2ranks]: starting and ending": 2.0,
     }

@@ -12,12 +12,12 @@ import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import JobRunner, lacking
-from made_runs import made_run
 
 from benchmarks.showing.results import to_json
+from tests import launch
+from tests.benchmarks.made_runs import made_run
+from tests.conftest import JobRunner, lacking
 
 FOLDERS = ("allreduce", "trainers", "benchmarks", "scripts", "tests")
 BESIDE = sorted(path for folder in FOLDERS for path in (launch.ROOT / folder).rglob("README.md"))
@@ -54,18 +54,18 @@ SKIPPED = {
     "bash scripts/gpu_test.sh": "installs half a gigabyte, or needs a GPU; test_cuda.py runs it where there is none",
     "sbatch": "a cluster",
     "bash scripts/docs.sh": "installs; test_docs.py makes the pages",
-    "mpirun -n 4 python scripts/torch_ddp.py": "test_torch_backend_jobs.py runs it",
+    "mpirun -n 4 python scripts/torch_ddp.py": "torch_backend/test_jobs.py runs it",
     "mpirun -n 4 python scripts/torch_three_lines.py": "test_pytorch.py runs it",
-    "mpirun -n 2 python tests/pytorch_suite.py": "a minute or two; test_torch_backend_jobs.py runs some",
+    "mpirun -n 2 python -m tests.torch_backend.pytorch_suite": "a minute or two; torch_backend/test_jobs.py runs some",
     "mpirun -n 2 python scripts/with_": "test_frameworks.py runs it",
     "mpirun -n 2 python scripts/keras_digits.py": "test_keras.py runs it",
     "mpirun -n 4 python scripts/jax_digits.py": "test_jax.py runs it",
     "mpirun -n 4 python scripts/hvd_digits.py": "test_horovod.py runs it",
     "mpirun -n 2 python scripts/hvd_synthetic_benchmark.py": "test_horovod.py runs it",
-    "mpirun -n 3 python tests/sequences": "minutes; test_sequences.py runs some",
+    "mpirun -n 3 python -m tests.sequences": "minutes; test_sequences.py runs some",
     "python -m tests.fuzz": "minutes; test_fuzz.py runs a few",
     "mpirun -n 2 python -m benchmarks.jax_step": "half a minute; test_jax.py runs it",
-    "mpirun -n 2 python -m benchmarks.checkpoint": "half a minute; test_benchmarks_runs.py runs it",
+    "mpirun -n 2 python -m benchmarks.checkpoint": "half a minute; benchmarks/test_runs.py runs it",
     "mpirun -n 2 python -m benchmarks.training_step": "minutes; test_pytorch.py runs it",
     "mpirun --with-ft": "test_lost_ranks.py loses ranks",
     "mpirun -n 4 python -m allreduce doctor": "its exit code says what it finds; test_doctor.py runs it",

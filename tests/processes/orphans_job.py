@@ -1,6 +1,6 @@
 """A rank starts children by multiprocessing, writes their process numbers to a file, and is killed.
 
-python tests/orphans_job.py METHOD FILE [none]    (none: the forkserver imports nothing before it forks)
+python -m tests.processes.orphans_job METHOD FILE [none]    (none: the forkserver imports nothing before it forks)
 """
 
 import multiprocessing

@@ -8,11 +8,11 @@ import time
 import uuid
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import lacking
 
 from allreduce import daemon
+from tests import launch
+from tests.conftest import lacking
 
 # The daemon is killed when all ranks are in their own code, or when all but one wait for that one.
 PROGRAM = """

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import launch
 import pytest
 
 from allreduce import start
 from allreduce.errors import OptionError
+from tests import launch
 
 BLOCK = """
 import sys

@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import lacking
 
 from allreduce import launcher
+from tests import launch
+from tests.conftest import lacking
 
 PROCESS = 4711
 SLURM_TASK = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}

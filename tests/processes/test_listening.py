@@ -7,9 +7,10 @@ import time
 import uuid
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import lacking
+
+from tests import launch
+from tests.conftest import lacking
 
 pytestmark = pytest.mark.jobs
 SECONDS = 120

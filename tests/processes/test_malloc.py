@@ -3,8 +3,9 @@
 import os
 import subprocess
 
-import launch
 import pytest
+
+from tests import launch
 
 STEPS = """
 import resource

@@ -7,15 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import launch
 import pytest
+
+from tests import launch
 
 
 @pytest.mark.parametrize("options", [["spawn"], ["forkserver"], ["forkserver", "none"]], ids=" ".join)
 def test_children_end_with_a_killed_rank(tmp_path: Path, options: list[str]) -> None:
     method, *preloaded = options
     numbers = tmp_path / "numbers"
-    command = [sys.executable, str(launch.ROOT / "tests" / "orphans_job.py"), method, str(numbers), *preloaded]
+    command = [sys.executable, "-m", "tests.processes.orphans_job", method, str(numbers), *preloaded]
     env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         try:

@@ -3,16 +3,17 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-import launch
 import pytest
-from conftest import lacking
+
+from tests import launch
+from tests.conftest import lacking
 
 pytestmark = pytest.mark.jobs
 IN_A_SMALL_ONE = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
 START = """
-import sys, launch
+import sys
+from tests import launch
 job = launch.mpirun(int(sys.argv[1]), ["-c", sys.argv[2]], mpi=sys.argv[3], timeout=100)
 print(job.stdout, job.stderr)
 sys.exit(job.returncode)
@@ -31,7 +32,7 @@ def run(ranks: int, code: str, mpi: str) -> str:
     except launch.MissingEnvironmentError as error:
         lacking(error)
     command = [*enter, sys.executable, "-c", START, str(ranks), code, mpi]
-    job = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    job = subprocess.run(command, capture_output=True, text=True, cwd=launch.ROOT)
     assert job.returncode == 0, job.stdout + job.stderr
     return job.stdout
 

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import JobRunner, in_one_job
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.conftest import JobRunner, in_one_job
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_without_torch_the_extra_is_named() -> None:

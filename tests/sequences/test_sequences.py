@@ -2,15 +2,15 @@
 
 import json
 
-import launch
 import pytest
-from conftest import JobRunner
+
+from tests.conftest import JobRunner
 
 
 @pytest.mark.jobs
 def test_sequences_of_calls(mpirun: JobRunner) -> None:
     options = ["found", "--no-torch", "--seed", "7", "--sequences", "3"]
-    job = mpirun(3, [launch.ROOT / "tests" / "sequences", *options], timeout=200, ulfm=True)
+    job = mpirun(3, ["-m", "tests.sequences", *options], timeout=200, ulfm=True)
     assert job.returncode == 0, job.stdout + job.stderr
     *found, total = job.stdout.splitlines()
     assert len(found) == 7

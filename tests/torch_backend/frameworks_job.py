@@ -1,4 +1,4 @@
-"""A job for test_torch_backend_jobs.py: what is built on torch.distributed, over ours and over gloo.
+"""A job for test_jobs.py: what is built on torch.distributed, over ours and over gloo.
 
 Prints one line a check, "NAME same" or "NAME different ...". Run under mpirun.
 """

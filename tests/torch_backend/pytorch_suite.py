@@ -1,7 +1,7 @@
 """PyTorch's own tests of torch.distributed (in its wheel), over our backend or over gloo, on the ranks of one mpirun.
 
-    mpirun -n 3 python tests/pytorch_suite.py
-    mpirun -n 3 python tests/pytorch_suite.py --backend gloo
+    mpirun -n 3 python -m tests.torch_backend.pytorch_suite
+    mpirun -n 3 python -m tests.torch_backend.pytorch_suite --backend gloo
 
 The tests are written for gloo, MPI and NCCL and choose by a constant; here it says gloo, and the process groups that
 they make are of the backend under test. Each test gets a process group of its own. A test has passed when it has on

@@ -9,9 +9,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import JobRunner
 
-ROOT = Path(__file__).parent.parent
+from tests.conftest import JobRunner
+
+ROOT = Path(__file__).parents[2]
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason='PyTorch is not installed (the extra "torch")'
 )
@@ -29,7 +30,7 @@ def code(text: str) -> list[str]:
 @needs_torch
 def test_what_is_built_on_torch_distributed(mpirun: JobRunner) -> None:
     """With two ranks a sum has one order only, so gloo's results and ours are the same in bits."""
-    job = mpirun(2, [ROOT / "tests" / "torch_frameworks.py"], timeout=120)
+    job = mpirun(2, ["-m", "tests.torch_backend.frameworks_job"], timeout=120)
     assert job.returncode == 0, job.stderr
     lines = job.stdout.splitlines()
     assert len(lines) == 12
@@ -472,9 +473,11 @@ def test_an_older_pytorch_is_refused() -> None:
 
 
 def test_some_of_pytorchs_own_tests(mpirun: JobRunner) -> None:
-    """tests/pytorch_suite.py runs them all, in a minute or two."""
+    """pytorch_suite.py runs them all, in a minute or two."""
     names = ["DistributedDataParallelCPU", "all_reduce_coalesced_full_group_sum", "send_recv_any_source"]
     names += ["barrier_timeout_full_group", "get_backend"]  # one whose group is given up, and one that LIMITS names
-    job = mpirun(2, ["tests/pytorch_suite.py", "--only", *[f"test_{name}" for name in names]], timeout=120)
+    job = mpirun(
+        2, ["-m", "tests.torch_backend.pytorch_suite", "--only", *[f"test_{name}" for name in names]], timeout=120
+    )
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.splitlines()[-1] == "{'passed': 4, 'failed': 1}, not as expected: none"

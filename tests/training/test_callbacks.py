@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import event_files
 import numpy as np
 import pytest
 
+from tests import event_files
 from trainers import MirroredTrainer, NumpyNetwork, callbacks
 from trainers.callbacks import CSVLogger, EarlyStopping, LearningRateSchedule, ModelCheckpoint, TensorBoard, Timeline
 from trainers.errors import ArgumentError

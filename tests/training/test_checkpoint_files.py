@@ -8,10 +8,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import launch
 import numpy as np
 import pytest
 
+from tests import launch
 from trainers.errors import CheckpointError, ModelFileError
 from trainers.files import checkpoint, model_file, npz
 from trainers.files.checkpoint import Progress, Saved

@@ -8,10 +8,10 @@ import time
 import uuid
 from pathlib import Path
 
-import launch
 import pytest
-from conftest import JobRunner, lacking
 
+from tests import launch
+from tests.conftest import JobRunner, lacking
 from trainers.files import checkpoint
 
 JOB = ["-m", "trainers", "--data", "digits", "--epochs", "12", "--batch-size", "64", "--update", "sharded"]

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import launch
 import numpy as np
 import pytest
 
+from tests import launch
 from trainers import datasets
 from trainers.datasets import Dataset, making
 from trainers.datasets import __main__ as command_line

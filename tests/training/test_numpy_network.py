@@ -223,7 +223,7 @@ def test_models_load_without_mpi_and_without_pickle(tmp_path: Path) -> None:
         "print(NumpyNetwork.load('model.npz').predict(np.load('x.npy')).tolist())\n"
         "assert not any(name.split('.')[0] == 'allreduce' for name in sys.modules)\n"
     )
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     job = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=60
     )

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import JobRunner
 from mpi4py import MPI
 
 from allreduce import ending
@@ -20,6 +19,7 @@ from allreduce.messages import processes, status
 from allreduce.messages.notes import Neighbour, Notes, Said, Wait, tree
 from allreduce.messages.status import LEFT, WAITING, Fact
 from allreduce.messages.status_rows import FAR_ROWS, HEAD_BYTES, ROW_BYTES, StatusRows
+from tests.conftest import JobRunner
 
 LATE = 777  # the rank that does not come
 

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import launch
 import numpy as np
 import pytest
-from conftest import JobRunner, in_one_job, lacking
 
+from tests import launch
+from tests.conftest import JobRunner, in_one_job, lacking
 from trainers import NumpyNetwork, datasets, preparing
 from trainers.errors import ArgumentError
 from trainers.options import parse

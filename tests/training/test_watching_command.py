@@ -5,12 +5,11 @@ import json
 import re
 from pathlib import Path
 
-import event_files
-import launch
 import pytest
-from conftest import JobRunner
-from trace_schema import check_trace
 
+from tests import event_files, launch
+from tests.conftest import JobRunner
+from tests.trace_schema import check_trace
 from trainers import results
 from trainers.callbacks import CSVLogger, EarlyStopping, Timeline
 from trainers.errors import ArgumentError

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from grid import run_grid
 from mpi4py import MPI
 
 import allreduce
@@ -15,6 +14,7 @@ from allreduce import notices
 from allreduce.arrays.signature import ALLOCATED, FOREIGN, GPU
 from allreduce.backends import auto
 from allreduce.errors import UnavailableError
+from tests.ranks.grid import run_grid
 
 SIZE = MPI.COMM_WORLD.size
 FLOAT32, FLOAT16 = np.dtype("float32"), np.dtype("float16")

@@ -4,12 +4,12 @@ import sys
 
 import numpy as np
 import pytest
-from grid import numpy_dtype
 from mpi4py import MPI
 
 import allreduce
 from benchmarks.measuring.correctness import PERIOD, Checker
 from benchmarks.measuring.measure import Cell, Plan, measure
+from tests.ranks.grid import numpy_dtype
 
 DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16", "uint8", "int8")
 CASES = [

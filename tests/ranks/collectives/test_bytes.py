@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from counting import Counting
-from grid import numpy_dtype
 from mpi4py import MPI
 
 import allreduce
+from tests.ranks.counting import Counting
+from tests.ranks.grid import numpy_dtype
 
 SIZE = MPI.COMM_WORLD.size
 LENGTH = 12 * 1000  # divisible by 1 to 4 ranks

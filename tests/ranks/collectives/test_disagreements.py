@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hosts import Hosts
 from mpi4py import MPI
-from together import raised_everywhere, usable
 
 import allreduce
 from allreduce.base import AllReduce
 from allreduce.errors import DisagreementError
 from allreduce.two_phase import TwoPhase
+from tests.ranks.hosts import Hosts
+from tests.ranks.together import raised_everywhere, usable
 
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from together import raised_everywhere, usable
 
 import allreduce
 from allreduce import errors
 from allreduce.base import AllReduce
 from allreduce.two_phase import TwoPhase
+from tests.ranks.together import raised_everywhere, usable
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
-import fake_cupy
 import numpy as np
 import pytest
-from grid import OPS, expected, lengths, numpy_dtype, shapes, values
 from mpi4py import MPI
-from together import usable
 
 import allreduce
 from allreduce.arrays import dtypes
 from allreduce.errors import DisagreementError, NotAnArrayError, NotContiguousError, UnavailableError
 from allreduce.two_phase import TwoPhase
+from tests.gpu import fake_cupy
+from tests.ranks.grid import OPS, expected, lengths, numpy_dtype, shapes, values
+from tests.ranks.together import usable
 
 SIZE = MPI.COMM_WORLD.size
 ON_CPU = [name for name in allreduce.NAMES if name != "nccl"]

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grid import DTYPES, QUICK, compare, expected, lengths, numpy_dtype, run_grid, shapes, values
 from mpi4py import MPI
 
 import allreduce
 from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
 from allreduce.two_phase import TwoPhase
+from tests.ranks.grid import DTYPES, QUICK, compare, expected, lengths, numpy_dtype, run_grid, shapes, values
 
 SIZE = MPI.COMM_WORLD.size
 SHAPES = shapes(SIZE)

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from grid import expected, numpy_dtype, shapes, values
 from mpi4py import MPI
-from together import usable
 
 import allreduce
 from allreduce.arrays.signature import ALLOCATED
@@ -21,6 +19,8 @@ from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
 from allreduce.messages.stage import LARGEST_BYTES
 from allreduce.messages.window import CommonWindow
+from tests.ranks.grid import expected, numpy_dtype, shapes, values
+from tests.ranks.together import usable
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork
 
 SIZE = MPI.COMM_WORLD.size

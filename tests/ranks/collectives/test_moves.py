@@ -4,13 +4,10 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
-import fake_cupy
 import ml_dtypes
 import numpy as np
 import pytest
-from grid import shapes
 from mpi4py import MPI
-from together import raised_everywhere, usable
 
 import allreduce
 from allreduce import sparse
@@ -25,6 +22,9 @@ from allreduce.errors import (
 from allreduce.messages import parcels
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.wrapper import Wrapper
+from tests.gpu import fake_cupy
+from tests.ranks.grid import shapes
+from tests.ranks.together import raised_everywhere, usable
 
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size

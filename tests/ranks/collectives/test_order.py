@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hosts import Hosts
 from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import ClosedError, DisagreementError, NotAnArrayError, OptionError
 from allreduce.two_phase import TwoPhase
+from tests.ranks.hosts import Hosts
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")

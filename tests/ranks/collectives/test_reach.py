@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grid import expected, values
 from mpi4py import MPI
 
 import allreduce
@@ -18,6 +17,7 @@ from allreduce.backends import shared
 from allreduce.errors import CommunicationError
 from allreduce.messages import reach
 from allreduce.messages.reach import Reach
+from tests.ranks.grid import expected, values
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from grid import shapes
 from mpi4py import MPI
 
 import allreduce
@@ -13,6 +12,7 @@ from allreduce import machine, notices
 from allreduce.arrays.signature import NUMBER
 from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
 from allreduce.messages.agreement import known
+from tests.ranks.grid import shapes
 
 SIZE = MPI.COMM_WORLD.size
 NODES = {  # ranks -> the node sizes of each of grid.shapes

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from grid import run_grid, shapes
 from mpi4py import MPI
 
 import allreduce
@@ -15,6 +14,7 @@ from allreduce.arrays.ops import Op
 from allreduce.base import AllReduce
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
+from tests.ranks.grid import run_grid, shapes
 
 
 class Toy(AllReduce):

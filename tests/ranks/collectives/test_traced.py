@@ -1,7 +1,6 @@
 """Traces of several ranks: of a backend, and of a fit."""
 
 import json
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,13 +17,11 @@ from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers import traced
+from tests.trace_schema import check_trace
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback
 from trainers.watching.timeline import Timeline
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from trace_schema import check_trace
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank waits for nobody")

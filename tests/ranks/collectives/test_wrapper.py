@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grid import run_grid
 from mpi4py import MPI
-from together import raised_everywhere, usable
 
 import allreduce
 from allreduce import errors
@@ -20,6 +18,8 @@ from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.background import Background
 from allreduce.wrappers.compressed import Compressed
 from allreduce.wrappers.wrapper import Wrapper
+from tests.ranks.grid import run_grid
+from tests.ranks.together import raised_everywhere, usable
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")

@@ -9,9 +9,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
 
 from mpi4py import MPI  # noqa: E402
-from together import raised_everywhere  # noqa: E402
 from torch import nn  # noqa: E402
-from trained import (  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce import errors  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
     OPTIMIZERS,
     SIZE,
     SMALL_BUCKETS,
@@ -23,9 +25,7 @@ from trained import (  # noqa: E402
     network,
     train,
 )
-
-import allreduce  # noqa: E402
-from allreduce import errors  # noqa: E402
+from tests.ranks.together import raised_everywhere  # noqa: E402
 from trainers.errors import NotFiniteError  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
 

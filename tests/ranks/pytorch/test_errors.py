@@ -10,17 +10,17 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
 
 from mpi4py import MPI  # noqa: E402
-from together import raised_everywhere  # noqa: E402
 from torch import nn  # noqa: E402
-from trained import (  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce import errors  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
     SIZE,
     Raises,
     both_overlaps,
     several,
 )
-
-import allreduce  # noqa: E402
-from allreduce import errors  # noqa: E402
+from tests.ranks.together import raised_everywhere  # noqa: E402
 from trainers import CentralStorageTrainer, NumpyNetwork, ParameterServerTrainer  # noqa: E402
 from trainers.pytorch import MirroredOptimizer, choices, placement  # noqa: E402
 from trainers.pytorch.averaging import GradientError  # noqa: E402

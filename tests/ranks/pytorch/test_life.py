@@ -13,9 +13,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
 
 from mpi4py import MPI  # noqa: E402
-from together import raised_everywhere  # noqa: E402
 from torch import nn  # noqa: E402
-from trained import (  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce import errors, notices  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
     OPTIMIZERS,
     SIZE,
     Raises,
@@ -32,9 +34,7 @@ from trained import (  # noqa: E402
     sgd,
     train,
 )
-
-import allreduce  # noqa: E402
-from allreduce import errors, notices  # noqa: E402
+from tests.ranks.together import raised_everywhere  # noqa: E402
 from trainers.pytorch import MirroredOptimizer, family  # noqa: E402
 from trainers.pytorch.averaging import GradientError  # noqa: E402
 

@@ -15,7 +15,10 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed in this en
 from mpi4py import MPI  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
-from trained import (  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce.arrays.signature import ALLOCATED  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
     OPTIMIZERS,
     ROWS,
     SIZE,
@@ -31,9 +34,6 @@ from trained import (  # noqa: E402
     network,
     train,
 )
-
-import allreduce  # noqa: E402
-from allreduce.arrays.signature import ALLOCATED  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
 from trainers.replicas.pytorch import fused  # noqa: E402
 

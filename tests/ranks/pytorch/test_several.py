@@ -11,7 +11,10 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed in this en
 from mpi4py import MPI  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
-from trained import (  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce import errors  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
     OPTIMIZERS,
     SIZE,
     SMALL_BUCKETS,
@@ -23,9 +26,6 @@ from trained import (  # noqa: E402
     mine,
     network,
 )
-
-import allreduce  # noqa: E402
-from allreduce import errors  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
 
 STEPS = 12  # every rank has left out each of the models by then

@@ -1,7 +1,6 @@
 """MirroredOptimizer with a trace: what is recorded, and that nothing else changes."""
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -10,14 +9,11 @@ from mpi4py import MPI
 
 torch = pytest.importorskip("torch")
 
-from trained import OPTIMIZERS, SMALL_BUCKETS, assert_mirrored, mine, mirrored, network, train  # noqa: E402
-
 import allreduce  # noqa: E402
 from allreduce.errors import DisagreementError, OptionError  # noqa: E402
+from tests.ranks.pytorch.trained import OPTIMIZERS, SMALL_BUCKETS, assert_mirrored, mine, mirrored, network, train  # noqa: E402
+from tests.trace_schema import check_trace  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from trace_schema import check_trace  # noqa: E402
 
 SIZE = MPI.COMM_WORLD.size
 STEPS = 3

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,11 @@ from mpi4py import MPI
 import allreduce
 import trainers
 from allreduce.errors import DisagreementError
+from tests.trace_schema import check_trace
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.callbacks import CSVLogger, EarlyStopping, LearningRateSchedule, ModelCheckpoint, TensorBoard, Timeline
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.watching.history import History
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from trace_schema import check_trace
 
 SIZE = MPI.COMM_WORLD.size
 X = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")

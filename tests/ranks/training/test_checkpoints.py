@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import event_files
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import allreduce
+from tests import event_files
 from trainers import (
     CentralStorageTrainer,
     Checkpoint,
