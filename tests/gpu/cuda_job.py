@@ -21,7 +21,7 @@ from tests.gpu.fake_gpu import Gpu, TorchCuda
 from tests.ranks.grid import expected, numpy_dtype, values
 from trainers import MirroredTrainer
 from trainers.pytorch import MirroredOptimizer
-from trainers.pytorch.buffers import flat
+from trainers.pytorch.buckets import flat
 from trainers.replicas.pytorch import devices
 
 GPU = Gpu()

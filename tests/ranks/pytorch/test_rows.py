@@ -34,7 +34,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
-from trainers.pytorch.averaging import GradientError  # noqa: E402
+from trainers.pytorch.reducer import GradientError  # noqa: E402
 
 # Rows
 
