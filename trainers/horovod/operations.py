@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from allreduce.messages.named import Side
-from allreduce.torch_backend.reduce_ops import Reduction
-from allreduce.torch_backend.sparse import all_reduce
+from allreduce.torch_backend.reduce import Reduction, sparse_all_reduce
 from trainers.horovod import arguments, calls, session
 from trainers.horovod.arguments import Op
 from trainers.horovod.calls import Members, submit, synchronize
@@ -298,5 +297,5 @@ def sparse_allreduce(
 def _sum(members: Members, tensor: torch.Tensor, op: Op) -> torch.Tensor:
     """The sum or mean of all ranks' tensors. Collective."""
     result = tensor.clone()
-    all_reduce(members.reducer.backend(), result, Reduction("mean" if op == Average else "sum"))
+    sparse_all_reduce(members.reducer.backend(), result, Reduction("mean" if op == Average else "sum"))
     return result
