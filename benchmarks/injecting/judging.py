@@ -13,7 +13,7 @@ from benchmarks.injecting import model, notes, reasons
 from benchmarks.injecting.disagreements import DISAGREEMENTS
 from benchmarks.injecting.jobs import Ended
 from benchmarks.injecting.kinds import KINDS, TOLD_SECONDS
-from benchmarks.injecting.plans import BATCH, EPOCHS, ROWS, TWINS, Fault, Plan
+from benchmarks.injecting.plans import BATCH, EPOCHS, ROWS, Fault, Plan
 
 SURVIVED, REFUSED, ORDERLY, HUNG, WRONG, OF_MPI, ENDED = OUTCOMES = (
     "survived", "refused", "orderly", "hung", "wrong", "MPI's own", "ended",
@@ -127,9 +127,6 @@ def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
     workers = set(range(plan.ranks - plan.servers))
     remade = any(fault.point == "mirror" for fault in happened)  # perhaps in the making: then other ranks are servers
     left_alone = "RankLostError: all workers were lost|leaves no worker" if remade or workers <= lost else ""
-    if plan.program in TWINS:
-        both = remade or len(lost - workers) > 1  # of two servers one may have been the other's twin
-        return "|".join(words for words in ("RankLostError: a server was lost" * both, left_alone) if words)
     if plan.copies > 1 and len(lost) > 1 and not plan.checkpoint:  # one may have kept the other's slice
         return "RankLostError: a rank was lost in .* that alone had a part"
     if plan.program == "spare ranks" and set(range(plan.ranks - plan.spares)) <= lost:
