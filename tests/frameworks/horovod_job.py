@@ -14,7 +14,7 @@ import torch
 import trainers.horovod.torch as hvd
 from allreduce.errors import CollectiveTimeoutError, DisagreementError
 from allreduce.topology import Topology
-from allreduce.torch_backend.reducing import Reducer
+from allreduce.torch_backend.reduce import Reducer
 from trainers.horovod import session
 from trainers.horovod.errors import (
     AdasumError,

@@ -48,7 +48,7 @@ FILES = [
     "allreduce/base.py",
     "allreduce/doctor/gpus.py",
     "allreduce/sparse.py",
-    "allreduce/torch_backend/gpu.py",
+    "allreduce/torch_backend/reduce.py",
     "allreduce/trees.py",
     "trainers/horovod/session.py",
     "trainers/backends.py",
@@ -68,7 +68,7 @@ TORCH_ROOTS = {
     "event": "torch.cuda.Event",
 }
 NOT_LOOKED_AT = {"torch.cuda.Stream.cuda_stream", "torch.cuda.Stream.ptr"}  # not in builds for CPUs; of CuPy's streams
-TORCH_FILES = ["trainers/replicas/pytorch/devices.py", "allreduce/torch_backend/gpu.py"]
+TORCH_FILES = ["trainers/replicas/pytorch/devices.py", "allreduce/torch_backend/tensors.py"]
 
 
 class Use(NamedTuple):

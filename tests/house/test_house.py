@@ -22,7 +22,7 @@ PACKAGES = ("allreduce", "trainers", "benchmarks")
 FILES = [path for package in PACKAGES for path in sorted((launch.ROOT / package).rglob("*.py"))]
 CORE = {"numpy", "mpi4py", "ml_dtypes"}
 LAZY = {"cupy"}  # inside functions only
-TORCH = {"torch", "allreduce_torch_autoload"}  # in allreduce/torch_backend/, which nothing else imports
+TORCH = {"torch"}  # in allreduce/torch_backend/, which nothing else imports
 JAX = {"jax"}  # in allreduce/jax.py, which nothing else imports
 
 WORLD = ("allreduce/topology.py", "allreduce/ending.py")  # its default, and what ends the whole job

@@ -548,9 +548,9 @@ def test_what_is_not_offered_says_so() -> None:
 
 
 def test_counts_beyond_an_int_are_moved_in_larger_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    from allreduce.torch_backend import spans
+    from allreduce.torch_backend import move
 
-    monkeypatch.setattr(spans, "LARGEST", 24)
+    monkeypatch.setattr(move, "LARGEST", 24)
     places = [torch.zeros(12) for _ in range(size())]
     dist.all_gather(places, mine(12))
     for rank, place in enumerate(places):

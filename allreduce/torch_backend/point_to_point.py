@@ -17,66 +17,64 @@ from allreduce.messages.notes import Said
 from allreduce.messages.waiting import asleep
 from allreduce.messages.watch import LEFT_SECONDS
 from allreduce.topology import Topology
-from allreduce.torch_backend.spans import whole
+from allreduce.torch_backend.move import whole
 from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
-from allreduce.torch_backend.untraced import untraced
-from allreduce.torch_backend.work import TimedOut, Work, seconds
+from allreduce.torch_backend.work import TimedOut, Work, seconds, untraced
 
-SHORT_SECONDS = 0.5  # a wait as long as this gets a place in the stall report
+SHORT_SECONDS = 0.5  # a wait as long as this gets into the stall report
 EXIT_SECONDS = 10.0  # how long the end of the program waits for sends that nobody has waited for
 
 
 class MessageWaits:
-    """Where a rank waits for the messages of one group, so that stall reports name them. Creating it is collective.
+    """The waits of a rank for the messages of one group, for stall reports. Creating it is collective.
 
-    group: the group's name. One wait at a time has the place. Waits of further threads end in the same errors, but are
-    not in the report.
+    group: the group's name. The report shows one wait at a time; waits of further threads end in the same errors.
     """
 
     def __init__(self, topology: Topology, group: str) -> None:
-        self._place = topology.place()
-        self._place.raises = True
+        self._record = topology.place()
+        self._record.raises = True
         self._notes = topology.watch.notes
         self._group = group
         self._taken = threading.Lock()
 
-    def wait(self, done: Callable[[], bool], limit: float, what: str, peer: int) -> None:
+    def wait(self, done: Callable[[], bool], limit: float, message: str, peer: int) -> None:
         """Return when `done` is true; zero seconds look once.
 
-        what: the message, in words. peer: the rank at its other end, negative for any. Raises TimedOut after `limit`
-        seconds, with a table of where all ranks are when that is long, and RankLeftError when the peer has left.
+        message: in words. peer: the rank at its other end, negative for any. Raises TimedOut after `limit` seconds,
+        with a table of where all ranks are when that is long, and RankLeftError when the peer has left.
         """
         deadline = time.monotonic() + limit
         if asleep(done, min(limit, SHORT_SECONDS)):
             return
         table = ""
         if limit > SHORT_SECONDS:
-            call = Said(f"{what} of process group {self._group}")
+            call = Said(f"{message} of process group {self._group}")
             with self._reported(call):
-                if asleep(lambda: done() or self._has_left(what, peer), deadline - time.monotonic()):
+                if asleep(lambda: done() or self._has_left(message, peer), deadline - time.monotonic()):
                     return
                 table = f"\n{self._notes.table(call)}"
-        raise TimedOut(f"{what} was not done within {limit:g} s: the other rank did not do its part{table}")
+        raise TimedOut(f"{message} was not done within {limit:g} s: the other rank did not do its part{table}")
 
     @contextmanager
     def _reported(self, call: Said) -> Iterator[None]:
-        """Have the place in the stall report, unless another thread has it."""
+        """Show the wait in the stall report, unless it shows that of another thread."""
         if not self._taken.acquire(blocking=False):
             yield
             return
-        self._place.begin(call)
+        self._record.begin(call)
         try:
             yield
         finally:
-            self._place.end()
+            self._record.end()
             self._taken.release()
 
-    def _has_left(self, what: str, peer: int) -> bool:
+    def _has_left(self, message: str, peer: int) -> bool:
         """Raise RankLeftError when the peer has ended its program, and its last messages have had time to arrive."""
         departure = self._notes.departure(peer)
         if departure is not None and time.monotonic() - departure[1] > LEFT_SECONDS:
             fact = departure[0]
-            error = RankLeftError(f"rank {peer} has left: {fact.text}, while this rank waits for it in {what}")
+            error = RankLeftError(f"rank {peer} has left: {fact.text}, while this rank waits for it in {message}")
             error.job_code = fact.turn or 1
             raise error
         return False
@@ -84,31 +82,31 @@ class MessageWaits:
 
 @untraced
 class Message(Work):
-    """A message on its way. Any thread may ask for it; MPI is asked by one at a time.
+    """A message between two ranks. Any thread may ask for it; MPI is asked by one at a time.
 
-    kind: "send" or "recv", the name of its event in a profile. name: what it is, for errors.
+    kind: "send" or "recv", the name of its event in a profile. name: of the message, for errors.
     """
 
     def __init__(self, kind: str, name: str, tensor: torch.Tensor, limit: float, waits: MessageWaits) -> None:
         super().__init__(kind, [tensor], limit)
         self.name = name
         self._waits = waits
-        self._tensor = tensor
+        self._tensor = tensor.detach()
         self._request: MPI.Request | None = None
         self._status = MPI.Status()
 
     def send(self, comm: MPI.Intracomm, dest: int, tag: int) -> "Message":
         """Start sending the tensor."""
-        self._place = readable(self._tensor)
+        self._memory = readable(self._tensor)
         self._receives, self._peer = False, dest
-        return self._started(comm.Isend(whole(as_bytes(self._place)), dest, tag))
+        return self._started(comm.Isend(whole(as_bytes(self._memory)), dest, tag))
 
     def receive(self, comm: MPI.Intracomm, source: int, tag: int) -> "Message":
         """Start receiving into the tensor; `source` may be MPI.ANY_SOURCE."""
-        tensor = self._tensor.detach()
-        self._place = tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+        plain = is_plain(self._tensor)
+        self._memory = self._tensor if plain else torch.empty(self._tensor.shape, dtype=self._tensor.dtype)
         self._receives, self._peer = True, source
-        return self._started(comm.Irecv(whole(as_bytes(self._place)), source, tag))
+        return self._started(comm.Irecv(whole(as_bytes(self._memory)), source, tag))
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until the message has arrived, or until a sent tensor may be changed again."""
@@ -127,7 +125,7 @@ class Message(Work):
             try:
                 if not request.Test(self._status):
                     return False
-                error = self._finish()
+                error = self._take() if self._receives else None
             except MPI.Exception as raised:
                 error = losses.lost(raised) or RuntimeError(f"{self.name} failed: {raised}")
             self._request = None
@@ -161,14 +159,13 @@ class Message(Work):
         _in_flight.add(self)
         return self
 
-    def _finish(self) -> Exception | None:
-        if not self._receives:
-            return None
+    def _take(self) -> Exception | None:
+        """Fill the tensor from the message that has arrived."""
         arrived = self._status.Get_elements(MPI.BYTE)
         if arrived != self._tensor.nbytes:
             return RuntimeError(f"{self.name}: {arrived} bytes arrived and the tensor has {self._tensor.nbytes}")
-        if self._place.data_ptr() != self._tensor.data_ptr():
-            self._tensor.detach().copy_(self._place)
+        if self._memory.data_ptr() != self._tensor.data_ptr():
+            self._tensor.copy_(self._memory)
         return None
 
 
@@ -194,7 +191,7 @@ def barrier_tag(comm: MPI.Intracomm) -> int:
 
 
 class MonitoredBarrier:
-    """Every rank reports to rank 0 and waits for its answer. What is left of one that timed out is passed over."""
+    """Every rank reports to rank 0 and waits for its answer. Messages of an earlier one that timed out are ignored."""
 
     def __init__(self, comm: MPI.Intracomm, waits: MessageWaits) -> None:
         self._comm, self._waits = comm, waits
