@@ -9,7 +9,7 @@
 The mean of the gradients of all ranks, in memory that the backend chose, is the whole idea.
 """
 
-from allreduce import start
+from allreduce.process import start
 
 start.start()  # MPI, before anything that uses it is imported
 

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.errors import AllReduceError, OptionError
-from allreduce.messages.agreement import everywhere, raise_together, root_value
+from allreduce.transport.control import everywhere, raise_together, root_value
 from benchmarks.measuring import sizes
 from trainers.parsing import Parser
 

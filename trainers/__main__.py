@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, TextIO
 
-from allreduce import Topology, ending, spares
+from allreduce import Topology
+from allreduce.elastic import standby
 from allreduce.errors import (
     AllReduceError,
     BrokenError,
@@ -18,8 +19,9 @@ from allreduce.errors import (
     RankLeftError,
     RankLostError,
 )
-from allreduce.messages import losses
-from allreduce.messages.agreement import everywhere, known, raise_together, root_value, together, waiting
+from allreduce.health import abort
+from allreduce.transport import processes, ulfm
+from allreduce.transport.control import everywhere, known, raise_together, root_value, together, waiting
 from trainers import datasets, on_failure, preparing, results, roles, strategies
 from trainers.base import Trainer
 from trainers.checkpoints import Checkpoint
@@ -54,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AllReduceError, TrainerError) as error:
         if world.size > 1 and not everywhere(error, world.world):
             raise  # the other ranks don't know: the hook of Topology shows the traceback and ends the job
-        own = ending.world_ranks(world.world)
-        if ending.here()[0] == min(getattr(error, "ranks", None) or own) == own[0]:  # not one that has joined others
+        own = processes.world_ranks(world.world)
+        if processes.here()[0] == min(getattr(error, "ranks", None) or own) == own[0]:  # not one that has joined others
             _say(world, f"error: {error}", sys.stderr)
-            ending.write_down(str(error))
+            abort.write_down(str(error))
         code = FAILED if isinstance(error, FAULTS) else BAD_ARGUMENTS
         with waiting(world.world, "end together, after an error"):
             world.world.Barrier()  # the first rank to leave with a code ends the job, so let rank 0 print
@@ -98,7 +100,7 @@ def _train(job: _Job, topology: Topology) -> None:
     chosen, data, network, shown = job.chosen, job.data, job.network, job.shown
     make = strategies.STRATEGIES[chosen.strategy].make
     with make(chosen, network, topology, len(job.roles.servers)) as trainer:
-        if not isinstance(topology, spares.Joining):  # the others have said so
+        if not isinstance(topology, standby.Joining):  # the others have said so
             _introduce(job, trainer, topology)
         history = trainer.fit(
             data.x_train,
@@ -138,7 +140,7 @@ def _introduce(job: _Job, trainer: Trainer, topology: Topology) -> None:
     if job.roles.servers or job.roles.evaluator is not None:
         _say(topology, f"roles: {job.roles}", shown)
     _say(topology, results.how(trainer, chosen), shown)
-    if losses.in_force() or chosen.on_failure:
+    if ulfm.in_force() or chosen.on_failure:
         _say(topology, f"if a rank is lost: {on_failure.in_words(trainer)}", shown)
     _say(topology, f"data: {job.data}", shown)
     _say(topology, f"rows of each class: {job.data.classes_in_words()}", shown)
@@ -161,9 +163,9 @@ def _train_and_evaluate(job: _Job, world: Topology, topology: Topology) -> None:
     evaluator = together(world.world, lambda: _evaluator(job) if evaluates else None)
     error: Exception | Terminated | None = None
     try:
-        with Ending(world.private(), job.roles.chief, job.roles.evaluator) as ending:
+        with Ending(world.private(), job.roles.chief, job.roles.evaluator) as end:
             if evaluator is not None:
-                evaluator.run(ending.heard)
+                evaluator.run(end.heard)
             else:
                 _train(job, topology)
     except (Exception, Terminated) as met:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from trainers import holding, twins
 from trainers.backends import UPDATES, compression_twice

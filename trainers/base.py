@@ -11,10 +11,10 @@ import numpy as np
 from allreduce.arrays import dtypes
 from allreduce.errors import CopyError
 from allreduce.keywords import known_only
-from allreduce.messages import losses
-from allreduce.messages.agreement import combine, together
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
+from allreduce.transport import ulfm
+from allreduce.transport.control import combine, together
 from trainers.admission import NO_TARGETS
 from trainers.checkpoints import Checkpoint
 from trainers.data import Batch, Batches
@@ -262,7 +262,7 @@ class Trainer(Ranks, ABC):
             if self._has_replica:
                 self.replica.hold = Hold()
         except Exception as error:
-            if losses.lost(error) is None:
+            if ulfm.lost(error) is None:
                 raise
             self.abandon()
 

@@ -12,9 +12,9 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.backends.central import Central
-from allreduce.messages.agreement import everywhere, root_value
-from allreduce.spares import NEWCOMER, Joining
+from allreduce.elastic.standby import NEWCOMER, Joining
 from allreduce.topology import Topology
+from allreduce.transport.control import everywhere, root_value
 from trainers import holding
 from trainers.copied import CopiedUpdate
 from trainers.errors import ArgumentError

@@ -9,9 +9,9 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import gpu
-from allreduce.base import AllReduce
-from allreduce.messages.agreement import all_values, together
+from allreduce.backend import AllReduce
 from allreduce.tracing.trace import Series, Trace, now
+from allreduce.transport.control import all_values, together
 from allreduce.two_phase import TwoPhase
 from trainers.exchange import sent
 from trainers.replica import Replica

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import ending, notices
-from allreduce.messages.agreement import all_values, wait_for
+from allreduce import notices
+from allreduce.transport import processes
+from allreduce.transport.control import all_values, wait_for
 
 ANSWERS = ("raise", "copy")  # what may be done about ranks that differ
 MAJORITY = "majority"
@@ -25,13 +26,13 @@ class Source:
 
     def __init__(self, given: str | int, comm: MPI.Comm) -> None:
         self.rank = given
-        self.number = None if given == MAJORITY else ending.world_ranks(comm)[int(given)]  # in the job
+        self.number = None if given == MAJORITY else processes.world_ranks(comm)[int(given)]  # in the job
 
     def move(self, comm: MPI.Comm) -> None:
         """Find the source in `comm`, the newest communicator; if it is lost, take the majority. Local."""
         if self.number is None:
             return
-        ranks = ending.world_ranks(comm)
+        ranks = processes.world_ranks(comm)
         if self.number in ranks:
             self.rank = ranks.index(self.number)
             return

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.messages.agreement import waiting
+from allreduce.transport.control import waiting
 from trainers import forward
 from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint

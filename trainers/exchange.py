@@ -11,8 +11,8 @@ from mpi4py import MPI
 from allreduce.arrays.chunks import chunk
 from allreduce.arrays.dtypes import BFLOAT16
 from allreduce.errors import CommunicationError
-from allreduce.messages.agreement import all_values, known, root_value, waiting
-from allreduce.messages.parcels import LARGEST, broadcast, pieces
+from allreduce.transport.chunked import LARGEST, broadcast, pieces
+from allreduce.transport.control import all_values, known, root_value, waiting
 from trainers.rescue import Arrays, Piece
 
 # What `dtype.str` says of arrays of numbers, behind the order of bytes, and of texts, not of objects.

@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import dtypes
-from allreduce.messages.agreement import wait_for
+from allreduce.transport.control import wait_for
 
 ANSWERS = ("raise", "skip")  # what may be done about gradients that are no numbers
 BLOCK = 1 << 18  # elements that are looked at together, where they can't be in one go

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 
-from allreduce.messages.agreement import combine
+from allreduce.transport.control import combine
 from trainers.data import Batches
 from trainers.files.checkpoint import Progress as Checkpointed
 from trainers.saving import Saver

@@ -6,7 +6,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import gpu
-from allreduce.messages.agreement import wait_for
+from allreduce.transport.control import wait_for
 
 if TYPE_CHECKING:
     from trainers.base import Trainer

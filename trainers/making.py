@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ParamSpec
 
-from allreduce import create, ending, keywords
-from allreduce.base import AllReduce
-from allreduce.messages import losses
-from allreduce.messages.agreement import everywhere
-from allreduce.spares import Joining
+from allreduce import create, keywords
+from allreduce.backend import AllReduce
+from allreduce.elastic.standby import Joining
 from allreduce.topology import Topology
+from allreduce.transport import processes, ulfm
+from allreduce.transport.control import everywhere
 from trainers import surviving
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def outlives_losses(init: Callable[P, None]) -> Callable[P, None]:
             raise
         trainer = given.arguments["self"]
         inside = trainer.being_made  # the constructor of a kind of trainer has called that of its base
-        if inside or given.arguments.get("on_failure") != "continue" or not losses.in_force():
+        if inside or given.arguments.get("on_failure") != "continue" or not ulfm.in_force():
             init(*args, **options)
             return
         trainer.being_made = True
@@ -59,7 +59,7 @@ def _make(init: Callable[..., None], trainer: "Trainer", given: inspect.BoundArg
     else:
         owned = arguments.get("topology") is None
         ranks = arguments["topology"] = Topology.of_survivors() if owned else arguments["topology"]
-    before, first = ending.world_ranks(ranks.world), ranks
+    before, first = processes.world_ranks(ranks.world), ranks
     if isinstance(ranks, Joining):  # the others are in the middle of a fit
         init(*given.args, **given.kwargs)
         trainer._owns_topology |= owned
@@ -72,7 +72,7 @@ def _make(init: Callable[..., None], trainer: "Trainer", given: inspect.BoundArg
                 arguments["allreduce"] = create(recipe.name, ranks, **recipe.options)
             init(*given.args, **given.kwargs)
         except Exception as met:
-            error, lost = met, losses.lost(met)
+            error, lost = met, ulfm.lost(met)
             if lost is not None:
                 ranks.revoke()
             elif not everywhere(met, ranks.world):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from allreduce.messages.agreement import together
+from allreduce.transport.control import together
 from trainers.exchange import sent
 
 if TYPE_CHECKING:

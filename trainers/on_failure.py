@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from allreduce.base import AllReduce
-from allreduce.messages import losses
+from allreduce.backend import AllReduce
 from allreduce.topology import Topology
+from allreduce.transport import ulfm
 from trainers.errors import ArgumentError
 from trainers.replica import Replica
 
@@ -22,7 +22,7 @@ def refusal(
         return ArgumentError(f"on_failure={on_failure!r} is unknown; use one of {', '.join(CHOICES)}, or None")
     if on_failure != "continue" or ranks.size == 1:
         return None
-    if not losses.in_force():
+    if not ulfm.in_force():
         return ArgumentError(
             'on_failure="continue" needs an MPI that lets the others live when a rank is lost: Open MPI 5, '
             "started as mpirun --with-ft ulfm -n 4 python ...; otherwise leave it out, and go on from a checkpoint "
@@ -42,7 +42,7 @@ def in_words(trainer: "Trainer") -> str:
     """What happens when a rank is lost, for the start of a program."""
     if trainer.size == 1:
         return "there are no others to go on"
-    if not losses.in_force():
+    if not ulfm.in_force():
         return "the job ends (mpirun --with-ft ulfm lets the others live)"
     if not trainer.goes_on:
         return "the others stop (--on-failure continue: they go on)"

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from allreduce import create, notices
-from allreduce.base import AllReduce, Recipe
-from allreduce.messages import losses
-from allreduce.messages.agreement import all_values, together
-from allreduce.spares import NEWCOMER, Joining, Manned
+from allreduce.backend import AllReduce, Recipe
+from allreduce.elastic.standby import NEWCOMER, Joining, Manned
 from allreduce.topology import Topology
+from allreduce.transport import ulfm
+from allreduce.transport.control import all_values, together
 from trainers.backends import backend_for
 from trainers.base import Trainer
 from trainers.exchange import pieces_sent, sent
@@ -62,7 +62,7 @@ class Outliving(Trainer):
     def _outlives(self) -> bool:
         """Whether lost ranks leave the others alive, and this is made again on those."""
         remade = (self._asked is not None or self.remakes) and self.replica.device == "cpu"
-        return remade and losses.in_force()
+        return remade and ulfm.in_force()
 
     def _survive(self, on_failure: str | None) -> None:
         """Outlive lost ranks from now on, where that can be. Local, on all ranks."""
@@ -93,7 +93,7 @@ class Outliving(Trainer):
         try:
             self._survival.by_all(lambda: self._change(change, before))
         except Exception as error:
-            if losses.lost(error) is not None:
+            if ulfm.lost(error) is not None:
                 self._rescued = before or None
             raise
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.messages.agreement import everywhere
 from allreduce.topology import Topology
+from allreduce.transport.control import everywhere
 from trainers.base import Trainer
 from trainers.data import Batches
 from trainers.errors import ArgumentError

@@ -5,11 +5,12 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from allreduce import Topology, spares
+from allreduce import Topology
 from allreduce.arrays import gpu
+from allreduce.elastic import standby
 from allreduce.errors import RankLostError
-from allreduce.messages import losses
-from allreduce.messages.agreement import everywhere, together
+from allreduce.transport import ulfm
+from allreduce.transport.control import everywhere, together
 from trainers import datasets, options, results, roles, strategies
 from trainers.errors import ArgumentError
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -42,7 +43,7 @@ def begin(arguments: Sequence[str] | None, world: Topology) -> tuple[Start, Trai
         start = _prepare(arguments, world)
         begun = start, None if start.chosen.spares else trained(start, world)  # spare ranks wait in that
     except Exception as met:
-        error, lost = met, losses.lost(met)
+        error, lost = met, ulfm.lost(met)
         if lost is not None:
             world.revoke()
         elif world.size > 1 and not everywhere(met, world.world):
@@ -91,7 +92,7 @@ def trained(start: Start, world: Topology) -> Trained | None:
 def _training(chosen: argparse.Namespace, assigned: roles.Roles, world: Topology) -> Topology | None:
     """The ranks that train; spare ones wait here until they do, and None is for those that were not needed."""
     if chosen.spares:
-        return spares.man(world, chosen.spares)
+        return standby.man(world, chosen.spares)
     return roles.training(world, assigned, chosen.ranks_per_node)
 
 

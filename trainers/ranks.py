@@ -9,9 +9,9 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.errors import ClosedError, DisagreementError, RankLeftError
-from allreduce.messages import losses
-from allreduce.messages.agreement import agree, everywhere, together, waiting
 from allreduce.topology import Topology
+from allreduce.transport import ulfm
+from allreduce.transport.control import agree, everywhere, together, waiting
 from trainers.admission import look_at, tell_collective, tell_who_divides
 from trainers.mirroring import mirror
 from trainers.replica import Replica
@@ -148,7 +148,7 @@ class Ranks:
 
     def _in_step(self, error: BaseException) -> bool:
         """Whether all ranks leave a block by this error, so that they can go on together. Local."""
-        return isinstance(error, Exception) and everywhere(error, self._comm) and losses.lost(error) is None
+        return isinstance(error, Exception) and everywhere(error, self._comm) and ulfm.lost(error) is None
 
     def _parameters_sha256(self) -> list[str]:
         self._enter("parameters_sha256")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from allreduce.messages.agreement import all_values, root_value
-from allreduce.spares import NEWCOMER
+from allreduce.elastic.standby import NEWCOMER
+from allreduce.transport.control import all_values, root_value
 from trainers.errors import DivergedError
 from trainers.exchange import sent
 from trainers.fitting import Begun, Fit

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.messages.agreement import together, waiting
 from allreduce.topology import Topology
+from allreduce.transport.control import together, waiting
 from trainers import tf_config
 from trainers.errors import RoleError
 from trainers.tf_config import CHIEF, EVALUATOR, NAME, SERVER, TYPES, WORKER, Task, TFConfig

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from allreduce.messages.agreement import root_value, together
-from allreduce.messages.parcels import bytes_of_root, bytes_to_root
+from allreduce.transport.chunked import bytes_of_root, bytes_to_root
+from allreduce.transport.control import root_value, together
 from trainers import random_state, resuming
 from trainers.checkpoints import Checkpoint, period
 from trainers.data import Batches

@@ -17,11 +17,11 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import dtypes, gpu
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import combine, on_all, together
-from allreduce.messages.window import CommonWindow
 from allreduce.tracing.trace import Series, Trace, now
+from allreduce.transport.control import combine, on_all, together
+from allreduce.transport.shared_segment import CommonWindow
 from allreduce.two_phase import TwoPhase
 from trainers.backends import own_memory
 from trainers.errors import ArgumentError

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from allreduce.messages.agreement import root_value, together
+from allreduce.transport.control import root_value, together
 
 if TYPE_CHECKING:
     from trainers.base import Trainer

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.messages.agreement import all_values, everywhere
 from allreduce.topology import Topology
+from allreduce.transport.control import all_values, everywhere
 from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.fitting import Fit

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from allreduce.messages import losses
-from allreduce.messages.agreement import combine, everywhere, raise_together
+from allreduce.transport import ulfm
+from allreduce.transport.control import combine, everywhere, raise_together
 from trainers import prefetch
 from trainers.data import Batch, Batches
 from trainers.leaving_out import left_out
@@ -119,7 +119,7 @@ class Steps:
         try:
             own = self.callbacks.before_update(number, step)
         except Exception as error:
-            if everywhere(error, trainer._comm) or losses.lost(error) is not None:
+            if everywhere(error, trainer._comm) or ulfm.lost(error) is not None:
                 raise
             self.error = self.error or error
         wanted = np.array([own, self.error is not None], np.int64)
@@ -186,7 +186,7 @@ class Steps:
         try:
             return action()
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            if everywhere(error, self.trainer._comm) or losses.lost(error) is not None:
+            if everywhere(error, self.trainer._comm) or ulfm.lost(error) is not None:
                 raise
             self.error = error
             return None

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from allreduce import ending
+from allreduce.elastic.standby import NEWCOMER, Joining, Manned
 from allreduce.errors import RankLostError
-from allreduce.messages import losses
-from allreduce.messages.agreement import all_values, everywhere, known
-from allreduce.spares import NEWCOMER, Joining, Manned
 from allreduce.topology import Topology
+from allreduce.transport import processes, ulfm
+from allreduce.transport.control import all_values, everywhere, known
 
 if TYPE_CHECKING:
     from trainers.base import Trainer
@@ -126,7 +125,7 @@ class Survival:
         try:
             action()
         except Exception as met:
-            error, lost = met, losses.lost(met)
+            error, lost = met, ulfm.lost(met)
             if lost is not None:
                 topology.revoke()
             elif not everywhere(met, self._trainer._comm):
@@ -143,7 +142,7 @@ class Survival:
         try:
             return [call.run()], None, None
         except Exception as met:
-            lost = losses.lost(met)
+            lost = ulfm.lost(met)
             if lost is not None:
                 trainer.topology.revoke()
             elif not everywhere(met, trainer._comm):
@@ -153,7 +152,7 @@ class Survival:
     def _recover(self, call: Call[ResultT]) -> None:
         """Go on with those that are left, whoever is lost meanwhile. Collective over them."""
         trainer, begin = self._trainer, time.monotonic()
-        before, during = ending.world_ranks(trainer.topology.world), str(call)
+        before, during = processes.world_ranks(trainer.topology.world), str(call)
         arrives = isinstance(trainer.topology, Joining)
         while True:
             error: Exception | None = None
@@ -174,7 +173,7 @@ class Survival:
             except Exception as met:
                 error = met
                 if not everywhere(met, topology.world):  # or else they know that the state is lost, say
-                    lost = losses.lost(met)
+                    lost = ulfm.lost(met)
                     if lost is None:
                         raise
                     topology.revoke()
@@ -220,7 +219,7 @@ class Survival:
 
 def note(trainer: "Trainer", before: tuple[int, ...], during: str, seconds: float, goes_on: bool = True) -> None:
     """Note who of the ranks `before`, of MPI.COMM_WORLD, is lost, and say so where the others go on. Local."""
-    left = ending.world_ranks(trainer.topology.world)
+    left = processes.world_ranks(trainer.topology.world)
     gone = tuple(rank for rank in before if rank not in left)
     if gone:
         trainer.losses.append(Loss(gone, len(left), during, seconds))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from trainers.replica import Replica, Rows, Table
 
 

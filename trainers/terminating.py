@@ -18,8 +18,9 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import ending
-from allreduce.messages.agreement import combine
+from allreduce.health import abort
+from allreduce.transport import processes
+from allreduce.transport.control import combine
 from trainers.watching.callback import Callback, Logs
 
 CODE = 128 + signal.SIGTERM
@@ -172,8 +173,8 @@ def _terminated(trainer: Any, checkpoint: Any) -> Terminated:
     if folder is not None:
         kept = f"its newest checkpoint is in {folder}; resume=True (--resume) goes on from there"
     error = Terminated(f"SIGTERM: the training has been stopped; {kept}")
-    error.ranks = ending.world_ranks(trainer._comm)
+    error.ranks = processes.world_ranks(trainer._comm)
     if trainer.rank == 0:
         print(error, file=sys.stderr, flush=True)
-        ending.write_down(str(error))
+        abort.write_down(str(error))
     return error

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.messages.agreement import all_values, together, wait_for
-from allreduce.messages.kept import keep
 from allreduce.topology import Topology
+from allreduce.transport.control import all_values, together, wait_for
+from allreduce.transport.deferred_free import keep
 from trainers.errors import ArgumentError
 from trainers.exchange import pieces
 from trainers.replica import Replica

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.messages.agreement import all_values
 from allreduce.topology import Topology
+from allreduce.transport.control import all_values
 from benchmarks.comparing.counted import CountedComm, Traffic
 from trainers import NumpyNetwork, datasets, options, strategies
 from trainers.base import Trainer

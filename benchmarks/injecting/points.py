@@ -30,8 +30,8 @@ PLACES = {
     "backward": [("benchmarks.injecting.loop", "backward")],
     "push": [("trainers.serving.client:Client", "push")],
     "reply": [("trainers.serving.desk:Desk", "reply")],
-    "call": [("allreduce.calls:Calls", "run")],
-    "reduce": [("allreduce.calls:Calls", "run")],  # inside of a call, when the ranks have met
+    "call": [("allreduce.engine.engine:Calls", "run")],
+    "reduce": [("allreduce.engine.engine:Calls", "run")],  # inside of a call, when the ranks have met
     "middle of a reduction": [("allreduce.two_phase:TwoPhase", "_all_gather")],
     "update": [("trainers.replica:Replica", "update"), ("trainers.pytorch.optimizer:MirroredOptimizer", "step")],
     "end of a step": [("benchmarks.injecting.steps", "note")],
@@ -42,7 +42,7 @@ PLACES = {
     "checkpoint": [("trainers.saving:Saver", "save"), ("benchmarks.injecting.loop:Loop", "save")],
     "finished": [("allreduce.topology:Topology", "finished")],
     "survivors": [("allreduce.topology:Topology", "survivors")],
-    "rebuild": [("allreduce.base:AllReduce", "_connect")],
+    "rebuild": [("allreduce.backend:AllReduce", "_connect")],
 }
 Come = Callable[[bool, tuple[Any, ...]], None]
 CUT = "cut"  # the file that scripts/cluster_sim.sh waits for

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce import decision_table
+from allreduce.backends import decision_table
 from allreduce.machine import identify
 from benchmarks.showing.results import Run, summarize, to_json
 from trainers.files import checkpoint, model_file, npz

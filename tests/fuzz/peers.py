@@ -7,9 +7,10 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
-from allreduce.messages import parcels as sizes
-from allreduce.messages.notes import Notes, Said
+from allreduce.health.status_messages import Notes
 from allreduce.tracing import trace
+from allreduce.transport import chunked as sizes
+from allreduce.transport.wait import Said
 from trainers import exchange
 from trainers.serving.dealer import Dealer
 from trainers.serving.desk import Arrival

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from allreduce import decision_table
+from allreduce.backends import decision_table
 from allreduce.errors import AllReduceError, CommunicationError
 from allreduce.machine import identify
 from benchmarks import compare, scaling, timeline

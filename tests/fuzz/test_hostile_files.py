@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from allreduce import decision_table
+from allreduce.backends import decision_table
 from allreduce.machine import identify
 from trainers import datasets
 from trainers.datasets import table

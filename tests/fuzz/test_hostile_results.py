@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from allreduce import decision_table
+from allreduce.backends import decision_table
 from allreduce.errors import CommunicationError
+from allreduce.files import replacing
+from allreduce.health.status import ENDED, WAITING
 from allreduce.machine import identify
-from allreduce.messages.status import ENDED, WAITING
-from allreduce.replacing import replacing
 from allreduce.tracing import trace
 from benchmarks import compare, scaling, timeline
 from benchmarks.showing import outputs, plot, report, trace_file, trace_plot

@@ -45,7 +45,7 @@ ROOTS = {
 FILES = [
     "allreduce/arrays/gpu.py",
     "allreduce/backends/nccl.py",
-    "allreduce/base.py",
+    "allreduce/backend.py",
     "allreduce/doctor/gpus.py",
     "allreduce/sparse.py",
     "allreduce/torch_backend/reduce.py",

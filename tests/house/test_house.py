@@ -25,7 +25,7 @@ LAZY = {"cupy"}  # inside functions only
 TORCH = {"torch"}  # in allreduce/torch_backend/, which nothing else imports
 JAX = {"jax"}  # in allreduce/jax.py, which nothing else imports
 
-WORLD = ("allreduce/topology.py", "allreduce/ending.py")  # its default, and what ends the whole job
+WORLD = ("allreduce/topology.py", "allreduce/health/abort.py")  # its default, and what ends the whole job
 PYPROJECT = tomllib.loads((launch.ROOT / "pyproject.toml").read_text())
 
 
@@ -95,7 +95,7 @@ def test_no_pickle_and_no_path_of_one_machine(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_requests_are_completed_one_by_one(path: Path) -> None:
-    """See allreduce.messages.waiting.all_done."""
+    """See allreduce.transport.wait.all_done."""
     several = {"Waitall", "Waitsome", "Waitany", "Testall", "Testsome", "Testany"}
     assert not several & names(ast.parse(path.read_text()))
 

@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 from allreduce import Topology
-from allreduce.messages import kept
+from allreduce.transport import deferred_free
 from trainers import NumpyNetwork
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DataError, DivergedError
@@ -379,9 +379,9 @@ def test_what_a_loss_has_cut_off_goes_two_losses_later() -> None:
         desk.abandon()
         client.abandon()
         del desk, client
-        kept.repaired()  # this loss
+        deferred_free.repaired()  # this loss
         assert all(each() is not None for each in held)
-        kept.repaired()
-        kept.repaired()
+        deferred_free.repaired()
+        deferred_free.repaired()
         assert all(each() is None for each in held)
         unit.Free()

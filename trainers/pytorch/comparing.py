@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from allreduce import notices
 from allreduce.errors import DivergenceError
-from allreduce.messages.agreement import known, together
+from allreduce.transport.control import known, together
 from trainers.divergence import compare
 from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.state import broadcast_state, broadcast_tensors

@@ -12,13 +12,13 @@ from mpi4py import MPI
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import ClosedError, CopyError, OptionError
 from allreduce.keywords import known_only
-from allreduce.messages import losses
-from allreduce.messages.agreement import all_values
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
+from allreduce.transport import ulfm
+from allreduce.transport.control import all_values
 from allreduce.two_phase import TwoPhase
 from trainers import divergence, malloc
 from trainers.divergence import MAJORITY
@@ -87,10 +87,10 @@ class Life:
             try:
                 self._averager.together("closes the optimizer", lambda: None)
             except Exception as error:
-                if losses.lost(error) is None:
+                if ulfm.lost(error) is None:
                     raise
                 ok = False
-            if losses.in_force() and not family.topology.finished(ok):
+            if ulfm.in_force() and not family.topology.finished(ok):
                 lost = recover(family)  # others have not done their last step; they do it, or it is done already
                 if self.update == "sharded" and not self.kept_twice:
                     raise lost
@@ -127,7 +127,7 @@ class Life:
         try:
             self._make(family.topology, family)
         except Exception as error:
-            self.closed = losses.lost(error) is None  # or else it is made once more, by those that are left then
+            self.closed = ulfm.lost(error) is None  # or else it is made once more, by those that are left then
             raise
         self.closed = False
         new = self._averager

@@ -10,11 +10,11 @@ from mpi4py import MPI
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from allreduce.base import AllReduce, Recipe
+from allreduce.backend import AllReduce, Recipe
 from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
-from allreduce.messages.agreement import agree, raise_together
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
+from allreduce.transport.control import agree, raise_together
 from trainers import divergence, finite, twins
 from trainers.backends import UPDATES, compression_twice
 from trainers.divergence import MAJORITY

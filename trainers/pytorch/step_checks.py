@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import gpu
-from allreduce.messages.agreement import known, wait_for
+from allreduce.transport.control import known, wait_for
 from trainers import finite
 from trainers.errors import NotFiniteError
 from trainers.finite import Findings, Place

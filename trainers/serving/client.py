@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.messages.kept import keep
+from allreduce.transport.deferred_free import keep
 from trainers.serving.parcels import AGAIN, ASK, BYE, PUSH, REPLY, WORK, Head, Parcel
 from trainers.serving.waits import Waits
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.messages.kept import keep
-from allreduce.messages.waiting import all_done
+from allreduce.transport.deferred_free import keep
+from allreduce.transport.wait import all_done
 from trainers.serving.parcels import ASK, PUSH, REPLY, Head, Parcel
 from trainers.serving.waits import Waits
 

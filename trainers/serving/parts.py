@@ -3,7 +3,7 @@
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.messages.agreement import all_values, combine
+from allreduce.transport.control import all_values, combine
 from trainers.serving.staleness import Counts
 
 HOW_FAR = "hear how far the servers are"

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.messages.agreement import all_values, combine
+from allreduce.transport.control import all_values, combine
 from trainers.data import Batch
 from trainers.serving.parcels import GRADIENTS, MEET, PUSH, WORK, Head
 from trainers.serving.parts import HOW_FAR, Parts

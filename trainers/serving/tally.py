@@ -3,7 +3,7 @@
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.messages.agreement import combine, together
+from allreduce.transport.control import combine, together
 from trainers.errors import DivergedError
 from trainers.watching.callback import Callback, Logs
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
+from allreduce.engine.lane import Lane, Pending
 from allreduce.errors import RankLostError, UnavailableError
-from allreduce.messages import losses
-from allreduce.messages.agreement import everywhere, known, together, wait_for
-from allreduce.messages.lanes import Lane, Pending
-from allreduce.messages.parcels import pieces
 from allreduce.topology import Topology
+from allreduce.transport import ulfm
+from allreduce.transport.chunked import pieces
+from allreduce.transport.control import everywhere, known, together, wait_for
 from trainers import holding, malloc
 from trainers.base import Trainer
 from trainers.data import Batches
@@ -79,7 +79,7 @@ class ServedTrainer(Trainer):
         self._serves, self._lost_servers = (measures, dtype, thread), 0
         self._take_part()
         self._meet(measures, dtype, thread)
-        if losses.in_force() and self.size > 1:
+        if ulfm.in_force() and self.size > 1:
             self._survival = Survival(self, goes_on=on_failure == "continue")
 
     # When a rank was lost

@@ -4,10 +4,8 @@ from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
 
-from allreduce.messages.notes import Said
-from allreduce.messages.waiting import all_done, asleep
-from allreduce.messages.watch import LOOK_SECONDS
 from allreduce.topology import Topology
+from allreduce.transport.wait import LOOK_SECONDS, Said, all_done, asleep
 from trainers.watching.stopwatch import Stopwatch
 
 

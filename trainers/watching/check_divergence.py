@@ -7,7 +7,7 @@ import numpy as np
 
 from allreduce import notices
 from allreduce.errors import DivergenceError
-from allreduce.messages.agreement import known, root_value, together
+from allreduce.transport.control import known, root_value, together
 from trainers.divergence import LEARNING_RATES, MAJORITY, Divergence, Source, compare, refusal
 from trainers.errors import ArgumentError
 from trainers.mirroring import mirror

@@ -7,7 +7,7 @@ import numpy as np
 
 from allreduce import notices
 from allreduce.arrays import dtypes, gpu
-from allreduce.messages.agreement import known
+from allreduce.transport.control import known
 from trainers import finite
 from trainers.errors import ArgumentError, NotFiniteError
 from trainers.finite import Findings, Place, Problem

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from allreduce.arrays import gpu
-from allreduce.messages.agreement import known
+from allreduce.transport.control import known
 from trainers.errors import DivergedError
 from trainers.watching.callback import Callback, Logs
 

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import DisagreementError
-from allreduce.messages.agreement import known
+from allreduce.transport.control import known
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.samples import Samples
