@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from allreduce import Topology
 from allreduce.transport.control import root_value
-from trainers.parsing import Parser
+from trainers.cli.options import Parser
 from trainers.pytorch import MirroredOptimizer
 
 

@@ -14,16 +14,14 @@ from allreduce.transport.control import everywhere, together
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
 from trainers import malloc
-from trainers.arguments import Arguments
 from trainers.backends import backend_for, own_memory, used_by
 from trainers.data import Batch
-from trainers.making import outlives_losses
-from trainers.outliving import Outliving
+from trainers.recovery.calls import Call, outlives_losses
 from trainers.replica import Replica, Rows
-from trainers.sharded import ShardedUpdate, Update
-from trainers.stepping import FLAGS
-from trainers.surviving import Call
-from trainers.tables import Tables
+from trainers.strategies.interface import FLAGS, Update
+from trainers.strategies.mirrored import Outliving, Tables
+from trainers.strategies.sharded import ShardedUpdate
+from trainers.trainer import Arguments
 
 
 class MirroredTrainer(Outliving):

@@ -18,9 +18,9 @@ from trainers import (
     ParameterServerTrainer,
     SpareReplicasTrainer,
 )
-from trainers.base import Trainer
 from trainers.files import checkpoint
 from trainers.replica import Replica
+from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
 from trainers.watching.check_gradients import CheckGradients
 from trainers.watching.history import History

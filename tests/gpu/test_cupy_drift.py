@@ -52,11 +52,11 @@ FILES = [
     "allreduce/trees.py",
     "trainers/horovod/session.py",
     "trainers/backends.py",
-    "trainers/leaving_out.py",
+    "trainers/fit/loop.py",
     "trainers/mirrored.py",
     "trainers/replicas/pytorch/devices.py",
     "trainers/watching/meter.py",
-    "trainers/watching/stopwatch.py",
+    "trainers/stopwatch.py",
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "trainers/replicas/numpy").glob("*.py")),
 ]
 TORCH_ROOTS = {

@@ -11,7 +11,7 @@ from allreduce.transport import ulfm
 from tests.sequences.calls import Calls, FailureError, Folder, Side
 from tests.sequences.models import OPTIMIZERS, Model, State, numpy_network
 from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
-from trainers.base import Trainer
+from trainers.trainer import Trainer
 
 Make = Callable[..., Trainer]
 

@@ -33,7 +33,7 @@ from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
 from trainers.pytorch.step_checks import GradientCheck
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
-from trainers.twins import NOT_KEPT
+from trainers.state.backup import NOT_KEPT
 
 MIB = 1 << 20
 

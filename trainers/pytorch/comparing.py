@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from allreduce import notices
 from allreduce.errors import DivergenceError
 from allreduce.transport.control import known, together
-from trainers.divergence import compare
+from trainers.checks import compare
 from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.state import broadcast_state, broadcast_tensors
 from trainers.replicas.pytorch.alike import hyperparameters

@@ -20,8 +20,8 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
 from allreduce.transport.control import all_values
 from allreduce.two_phase import TwoPhase
-from trainers import divergence, malloc
-from trainers.divergence import MAJORITY
+from trainers import checks, malloc
+from trainers.checks import MAJORITY
 from trainers.pytorch import assembly
 from trainers.pytorch.assembly import drop, make
 from trainers.pytorch.comparing import compare_replicas
@@ -46,7 +46,7 @@ class Life:
         given = options.allreduce.topology if isinstance(options.allreduce, AllReduce) else options.topology
         family = family_of(given)
         self._make(given or family.topology, family)
-        self._source = divergence.Source(options.source, self.topology.world)
+        self._source = checks.Source(options.source, self.topology.world)
         said(self.topology)
 
     def _make(self, topology: Topology, family: Family) -> None:

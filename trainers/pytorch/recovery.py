@@ -23,7 +23,7 @@ from allreduce.transport.deferred_free import keep
 from trainers.pytorch.optimizer_group import Family
 from trainers.pytorch.state import broadcast_tensors, from_json, state_of, to_json
 from trainers.replicas.pytorch.tensors import as_bytes, shaped
-from trainers.twins import KEEPS, NEVER, TAG, keepers
+from trainers.state.backup import KEEPS, NEVER, TAG, keepers
 
 if TYPE_CHECKING:
     from trainers.pytorch.optimizer import MirroredOptimizer

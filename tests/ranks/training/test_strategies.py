@@ -12,9 +12,9 @@ import allreduce
 from allreduce.engine import queue
 from allreduce.errors import CollectiveTimeoutError, UnavailableError
 from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
-from trainers.base import Trainer
+from trainers.data import Samples
 from trainers.errors import ArgumentError, DataError, DivergedError
-from trainers.samples import Samples
+from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
 from trainers.watching.history import History
 
