@@ -75,7 +75,7 @@ class MirroredTrainer(Outliving):
             Open MPI 5, started as mpirun --with-ft ulfm. "continue": the call goes on with the ranks that are left, and
             `topology`, `allreduce`, `rank` and `size` of this trainer are new; with update="sharded" and one copy a fit
             goes back to its last checkpoint, and callbacks are told those epochs again. Where
-            standby ranks wait (allreduce.elastic.standby.man), they take the places of lost ones. "stop", which None stands for:
+            standby ranks wait (allreduce.spares.man), they take the places of lost ones. "stop", the default:
             where a fit writes checkpoints it writes one more, and all ranks raise RankLostError. Without such an MPI,
             the job ends, and "continue" is refused.
 
