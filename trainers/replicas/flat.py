@@ -57,7 +57,7 @@ class FlatOptimizer(ABC):
 
     @staticmethod
     @abstractmethod
-    def on_host(leaf: Any) -> np.ndarray:
+    def on_host(array: Any, /) -> np.ndarray:
         """One of the framework's arrays as a file can hold it; may be a view, and read-only."""
 
     @abstractmethod
