@@ -1,6 +1,6 @@
 """Faults that are not left to chance: one run of each kind, and of moments that a loss may come at.
 
-tests/test_faults.py runs those of SHORT; python -m benchmarks.faults --scenarios all of them.
+tests/faults/test_faults.py runs those of SHORT; python -m benchmarks.faults --scenarios all of them.
 """
 
 from benchmarks.injecting.plans import BETWEEN, START, Fault, Plan

@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import launch
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import random_programs
+
+from tests import launch
 
 OUTCOMES = ("right", "named", "refused", "raw", "wrong", "hang")
 BAD = ("refused", "raw", "wrong", "hang")

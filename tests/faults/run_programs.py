@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import random_programs
@@ -26,8 +26,9 @@ import allreduce
 from allreduce.errors import AllReduceError
 
 # isort: split
-from hosts import Hosts
 from mpi4py import MPI
+
+from tests.ranks.hosts import Hosts
 
 HUNG = 86  # the exit code of a rank that has waited longer than the limit
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allreduce.torch_backend.reduce_ops import Reduction, resolve
+from allreduce.torch_backend.reduce import Reduction, resolve
 from trainers.horovod.errors import ArgumentError, deprecated
 
 

@@ -15,11 +15,9 @@ from allreduce.errors import AllReduceError, OptionError
 from allreduce.messages.lanes import Pending
 from allreduce.messages.named import Side, Sides
 from allreduce.topology import Topology
-from allreduce.torch_backend import gpu
-from allreduce.torch_backend.moving import Mover
-from allreduce.torch_backend.options import Options
-from allreduce.torch_backend.reducing import Reducer
-from allreduce.torch_backend.tensors import readable, writable
+from allreduce.torch_backend.move import Mover
+from allreduce.torch_backend.reduce import Options, Reducer
+from allreduce.torch_backend.tensors import Streams, readable, writable
 from trainers.horovod import timeline
 from trainers.horovod.arguments import Op, reduction
 from trainers.horovod.errors import ArgumentError, DuplicateNameError, internal
@@ -106,7 +104,7 @@ class Run:
         tensors: Sequence[torch.Tensor],
         record: Callable[[float], object] | None = None,
     ) -> None:
-        self.work, self._record, self._streams = work, record, gpu.Streams(tensors)
+        self.work, self._record, self._streams = work, record, Streams(tensors)
         self.results: Sequence[Any] = ()
 
     def __call__(self, sides: Sides) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from allreduce.messages.named import Side
-from allreduce.torch_backend.reduce_ops import Reduction
-from allreduce.torch_backend.sparse import all_reduce
+from allreduce.torch_backend.reduce import Reduction, sparse_all_reduce
 from trainers.horovod import arguments, calls, session
 from trainers.horovod.arguments import Op
 from trainers.horovod.calls import submit, synchronize
@@ -395,7 +394,7 @@ def sparse_allreduce_async(
 
     def work(_: Any) -> list[torch.Tensor]:
         result = mine.clone()
-        all_reduce(members.reducer.backend(), result, Reduction("mean" if op == Average else "sum"))
+        sparse_all_reduce(members.reducer.backend(), result, Reduction("mean" if op == Average else "sum"))
         return [result]
 
     same = ["sparse", arguments.layout(tensor), tensor.sparse_dim(), int(op)]
