@@ -63,9 +63,9 @@ class Dying(Callback):
         self._step += 1
         if self._step != STEP:
             return
-        update = self._mine._sharded
+        update = self._mine.strategy.update
         assert isinstance(update, sharded.ShardedUpdate)
-        replica, kept = self._mine.replica, update._twins
+        replica, kept = self._mine.replica, update._backup
         assert kept is not None
         if self._moment == "batch":
             die()

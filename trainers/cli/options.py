@@ -12,7 +12,7 @@ from allreduce.wrappers.compressed import SHORT
 from trainers import checks, datasets
 from trainers.backends import UPDATES
 from trainers.errors import ArgumentError
-from trainers.recovery import calls
+from trainers.recovery.recovery import CHOICES
 from trainers.replica import Replica
 from trainers.replicas.numpy.layers import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
@@ -360,7 +360,7 @@ def add_options(group: Any) -> None:
         help=f"the last N ranks wait, and take the places of lost ones; with --on-failure continue ({_of('spares')})",
     )  # fmt: skip
     add(
-        "--on-failure", choices=calls.CHOICES,
+        "--on-failure", choices=CHOICES,
         help="when a rank is lost, and the job was started with mpirun --with-ft ulfm: continue: the others go on; "
         f"stop: they write a checkpoint where --checkpoint asks for some, and stop ({_of('on_failure')})",
     )  # fmt: skip
