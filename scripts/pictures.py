@@ -1,0 +1,76 @@
+"""Draws the pictures of CONTRIBUTING.md into docs/pictures: the way of a call, and the way of a training step.
+
+python scripts/pictures.py        (needs matplotlib, the extra "bench")
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
+WIDTH, HEIGHT, GAP = 9.0, 0.86, 0.34  # of a box and between two, in inches
+COLOURS = {"yours": "#f3e3bf", "trainers": "#d6e6cf", "allreduce": "#cfdff0", "MPI": "#e2e2e2"}
+
+
+class Box(NamedTuple):
+    """A stop on the way. house: a key of COLOURS. file: where to read it, "" for none."""
+
+    house: str
+    title: str
+    file: str
+    text: str
+
+
+CALL = [
+    Box("yours", 'reduce(grads, op="mean")', "", "On every rank. The backend has chosen the memory: grads = reduce.allocate(n)."),
+    Box("allreduce", "AllReduce.__call__", "allreduce/backend.py", "Makes the record of the call: kind, dtype, length, op."),
+    Box("allreduce", "Engine", "allreduce/engine/engine.py", "Compares the record with the other ranks' records."),
+    Box("allreduce", "Ring._reduce", "allreduce/backends/ring.py", "The algorithm, in place: the one method that a backend writes."),
+    Box("allreduce", "Transfer", "allreduce/transport/point_to_point.py", "Sends and receives chunks. The stall detector watches each wait."),
+    Box("MPI", "Isend, Irecv, Test", "", "The messages hold chunks of the gradients and nothing else."),
+]
+
+
+def draw(boxes: list[Box], name: str) -> None:
+    """Write docs/pictures/NAME.svg: the boxes, one below the other, with arrows between them."""
+    height = len(boxes) * (HEIGHT + GAP)
+    figure = Figure(figsize=(WIDTH + 0.2, height))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH + 0.2), ylim=(0, height))
+    axes.axis("off")
+    for number, box in enumerate(boxes):
+        top = height - GAP / 2 - number * (HEIGHT + GAP)
+        _draw_box(axes, box, top)
+        if number + 1 < len(boxes):
+            arrow = {"arrowstyle": "-|>", "color": "#555555", "lw": 1.4}
+            axes.annotate("", (0.8, top - HEIGHT - GAP), (0.8, top - HEIGHT), arrowprops=arrow)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
+
+
+def _draw_box(axes: Axes, box: Box, top: float) -> None:
+    outline = FancyBboxPatch(
+        (0.1, top - HEIGHT),
+        WIDTH,
+        HEIGHT,
+        boxstyle="round,pad=0,rounding_size=0.08",
+        fc=COLOURS[box.house],
+        ec="#555555",
+    )
+    axes.add_patch(outline)
+    axes.text(0.3, top - 0.3, box.title, fontsize=12, weight="bold", va="center")
+    axes.text(WIDTH - 0.1, top - 0.3, box.file or box.house, fontsize=10, family="monospace", va="center", ha="right")
+    axes.text(0.3, top - 0.62, box.text, fontsize=10.5, va="center")
+
+
+def main() -> None:
+    mpl.rcParams.update({"svg.hashsalt": "allreduce", "svg.fonttype": "none"})  # the same file each time; real text
+    draw(CALL, "call")
+    draw(STEP, "step")
+
+
+if __name__ == "__main__":
+    main()
