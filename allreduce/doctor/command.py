@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from allreduce import ending
 from allreduce.doctor import gpus, host, mpi, network, pairs
 from allreduce.doctor.findings import Finding, Needs, Rank, exit_code, grouped, named, problem, report
 from allreduce.errors import OptionError
-from allreduce.messages.agreement import all_values, root_value, together
-from allreduce.replacing import replacing
-from allreduce.terminal import on_terminal
+from allreduce.files import replacing
+from allreduce.health import abort
+from allreduce.notices import on_terminal
 from allreduce.topology import Topology
+from allreduce.transport.control import all_values, root_value, together
 
 ABOUT = "says whether this place is fit for training, and what to do where it is not"
 DEFAULT_PARAMETERS = 25_000_000  # a ResNet-50's
@@ -96,7 +96,7 @@ def run(chosen: argparse.Namespace, topology: Topology) -> int:
     together(topology.world, lambda: show(title, found, chosen.json) if topology.rank == 0 else None)
     code = exit_code(found.findings)
     if found.results.unreachable:  # messages to them are still under way, so MPI would not come to its end
-        ending.end_job("some ranks don't answer\n", code)
+        abort.end_job("some ranks don't answer\n", code)
     return code
 
 

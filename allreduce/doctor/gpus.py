@@ -159,31 +159,25 @@ def _devices(visible: str | None) -> tuple[int, list[dict[str, Any]]]:
 
     pynvml.nvmlInit()
     try:
-        number = pynvml.nvmlDeviceGetCount()
-        handles = {
-            pynvml.nvmlDeviceGetUUID(each): each for each in map(pynvml.nvmlDeviceGetHandleByIndex, range(number))
-        }
-        if visible is not None:
-            every, handles = handles, {}
-            for entry in visible.split(","):
-                uuids = [
-                    uuid for index, uuid in enumerate(every) if entry == str(index) or uuid.startswith(entry or "-")
-                ]
-                if entry.startswith("MIG-"):  # a part of a GPU
-                    handles[entry] = pynvml.nvmlDeviceGetHandleByUUID(entry)
-                elif len(uuids) == 1:
-                    handles[uuids[0]] = every[uuids[0]]
-                else:
-                    break
-        found = [
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        seen = handles if visible is None else []
+        for entry in [] if visible is None else visible.split(","):
+            meant = [index for index, uuid in enumerate(uuids) if entry in (str(index), uuid[: len(entry) or None])]
+            if entry.startswith("MIG-"):  # a part of a GPU
+                seen.append(pynvml.nvmlDeviceGetHandleByUUID(entry))
+            elif len(meant) == 1:
+                seen.append(handles[meant[0]])
+            else:
+                break
+        return pynvml.nvmlSystemGetCudaDriverVersion(), [
             {
-                "uuid": uuid,
+                "uuid": pynvml.nvmlDeviceGetUUID(handle),
                 "name": pynvml.nvmlDeviceGetName(handle),
                 "bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
             }
-            for uuid, handle in handles.items()
+            for handle in seen
         ]
-        return pynvml.nvmlSystemGetCudaDriverVersion(), found
     finally:
         pynvml.nvmlShutdown()
 

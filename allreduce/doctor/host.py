@@ -29,9 +29,8 @@ from allreduce.doctor.findings import (
     warning,
 )
 from allreduce.machine import cores
-from allreduce.messages.stage import LARGEST_BYTES
-from allreduce.messages.window import SHARED_MEMORY, SPARE_BYTES
 from allreduce.topology import Topology
+from allreduce.transport.shared_segment import LARGEST_BYTES, SHARED_MEMORY, SPARE_BYTES
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # a container's limits, which no library reads
 ELEMENT = 4  # bytes of a float32

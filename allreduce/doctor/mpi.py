@@ -11,7 +11,6 @@ from typing import Any
 from mpi4py import MPI
 
 import allreduce
-from allreduce import launcher
 from allreduce.doctor.findings import (
     PROBLEM,
     WARNING,
@@ -26,8 +25,9 @@ from allreduce.doctor.findings import (
     warning,
 )
 from allreduce.machine import identify, mpi_library
-from allreduce.messages import losses
+from allreduce.process import launcher
 from allreduce.topology import Topology
+from allreduce.transport import ulfm
 
 THREADS = {
     MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
@@ -47,7 +47,7 @@ def look_at_mpi(topology: Topology, first: str) -> dict[str, Any]:
     return {
         "library": mpi_library(),
         "threads": THREADS.get(MPI.Query_thread(), "unknown"),
-        "ulfm": losses.in_force(),
+        "ulfm": ulfm.in_force(),
         "launch": launch and launch._asdict(),
     }
 

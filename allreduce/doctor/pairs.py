@@ -13,8 +13,8 @@ from mpi4py import MPI
 
 from allreduce.doctor.findings import Finding, Needs, Rank, count, ok, plural, problem, some, warning
 from allreduce.doctor.host import ELEMENT
-from allreduce.messages.agreement import all_values, combine
 from allreduce.topology import Topology
+from allreduce.transport.control import all_values, combine
 
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
 TURNS = 20  # of the small message
