@@ -45,7 +45,7 @@ from benchmarks.injecting import drawing, jobs, judging, plans, scenarios  # noq
 from benchmarks.injecting.judging import Judged  # noqa: E402
 from benchmarks.injecting.plans import Plan  # noqa: E402
 from benchmarks.injecting.table import record, table  # noqa: E402
-from trainers.parsing import Parser  # noqa: E402
+from trainers.cli.options import Parser  # noqa: E402
 
 SEED_RUNS = 1_000_000  # numbers from one seed to the next
 

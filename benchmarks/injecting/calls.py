@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from allreduce import Topology, create
-from allreduce.messages import losses
-from allreduce.messages.agreement import all_values
+from allreduce.transport import ulfm
+from allreduce.transport.control import all_values
 from benchmarks.injecting import steps
 from benchmarks.injecting.notes import Notes
 from benchmarks.injecting.plans import STEPS, Plan
@@ -64,7 +64,7 @@ def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
             calls.attempt()
             done = True
         except Exception as error:
-            if losses.lost(error) is None:
+            if ulfm.lost(error) is None:
                 raise
             calls.topology.revoke()
             done = False

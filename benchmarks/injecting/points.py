@@ -22,27 +22,27 @@ from benchmarks.injecting.plans import START, Fault, Plan
 # The owner of a method or function, and its name. Of a class also the same method of those that inherit from it.
 PLACES = {
     "compute": [
-        ("trainers.base:Trainer", "_compute"),
+        ("trainers.trainer:Trainer", "_compute"),
         ("trainers.parameter_server:ParameterServerTrainer", "_compute_part"),
         ("trainers.spare_replicas:SpareReplicasTrainer", "_compute_part"),
         ("benchmarks.injecting.loop", "forward"),
     ],
     "backward": [("benchmarks.injecting.loop", "backward")],
-    "push": [("trainers.serving.client:Client", "push")],
-    "reply": [("trainers.serving.desk:Desk", "reply")],
-    "call": [("allreduce.calls:Calls", "run")],
-    "reduce": [("allreduce.calls:Calls", "run")],  # inside of a call, when the ranks have met
+    "push": [("trainers.strategies.servers.worker:Client", "push")],
+    "reply": [("trainers.strategies.servers.server:Desk", "reply")],
+    "call": [("allreduce.engine.engine:Calls", "run")],
+    "reduce": [("allreduce.engine.engine:Calls", "run")],  # inside of a call, when the ranks have met
     "middle of a reduction": [("allreduce.two_phase:TwoPhase", "_all_gather")],
     "update": [("trainers.replica:Replica", "update"), ("trainers.pytorch.optimizer:MirroredOptimizer", "step")],
     "end of a step": [("benchmarks.injecting.steps", "note")],
-    "evaluate": [("trainers.base", "evaluated")],
-    "predict": [("trainers.base", "predicted")],
-    "mirror": [("trainers.base:Trainer", "_mirror")],
+    "evaluate": [("trainers.trainer", "evaluated")],
+    "predict": [("trainers.trainer", "predicted")],
+    "mirror": [("trainers.trainer:Trainer", "_mirror")],
     "edit": [("benchmarks.injecting.training", "shift")],
-    "checkpoint": [("trainers.saving:Saver", "save"), ("benchmarks.injecting.loop:Loop", "save")],
+    "checkpoint": [("trainers.fit.checkpointing:Saver", "save"), ("benchmarks.injecting.loop:Loop", "save")],
     "finished": [("allreduce.topology:Topology", "finished")],
     "survivors": [("allreduce.topology:Topology", "survivors")],
-    "rebuild": [("allreduce.base:AllReduce", "_connect")],
+    "rebuild": [("allreduce.backend:AllReduce", "_connect")],
 }
 Come = Callable[[bool, tuple[Any, ...]], None]
 CUT = "cut"  # the file that scripts/cluster_sim.sh waits for

@@ -1,7 +1,7 @@
 """The end of a step, whatever the program is: a point of its own."""
 
-from allreduce import ending
 from allreduce.topology import Topology
+from allreduce.transport import processes
 from benchmarks.injecting.notes import Notes
 
 
@@ -12,4 +12,4 @@ def note(notes: Notes, step: int, topology: Topology) -> None:
 
 def members(topology: Topology) -> list[int]:
     """Those of the job's first ranks; who was started in the place of a lost one is not counted."""
-    return [rank for rank in ending.world_ranks(topology.world) if rank >= 0]
+    return [rank for rank in processes.world_ranks(topology.world) if rank >= 0]
