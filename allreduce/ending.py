@@ -10,9 +10,9 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from mpi4py import MPI
 
@@ -44,56 +44,19 @@ class Part(Protocol):
 _parts: "weakref.WeakSet[Part]" = weakref.WeakSet()
 
 
-class Processes(NamedTuple):
-    """Those that this rank knows of, and their numbers in the job: of processes that were started later too.
-
-    started: how many there ever were, as far as is known.
-    """
-
-    group: MPI.Group
-    numbers: tuple[int, ...]
-    started: int
-
-
-_numbered: list[Processes] = []  # the last is in force; none: the ranks of MPI.COMM_WORLD
-
-
-def processes() -> Processes:
-    """Those that this rank knows of. Local."""
-    if not _numbered:
-        _numbered.append(Processes(MPI.COMM_WORLD.Get_group(), tuple(range(MPI.COMM_WORLD.size)), MPI.COMM_WORLD.size))
-    return _numbered[-1]
-
-
-def know(comm: MPI.Comm, numbers: Sequence[int], started: int) -> None:
-    """These are the numbers of the ranks of `comm`, of which some were started behind MPI.COMM_WORLD. Local."""
-    group, known = comm.Get_group(), processes()
-    old = MPI.Group.Translate_ranks(group, range(group.size), known.group)
-    new = [number for number, rank in zip(numbers, old, strict=True) if rank == MPI.UNDEFINED]
-    _numbered.append(Processes(MPI.Group.Union(known.group, group), (*known.numbers, *new), started))
-    group.Free()
-    here.cache_clear()
-
-
-def become(number: int) -> None:
-    """This process was started later, and has this number in the job. Local; before it communicates."""
-    _numbered[:] = [Processes(MPI.COMM_SELF.Get_group(), (number,), number + 1)]
-    here.cache_clear()
-
-
 def world_ranks(comm: MPI.Comm) -> tuple[int, ...]:
-    """The numbers in the job of the ranks of `comm`: those of MPI.COMM_WORLD, or behind them. Local."""
-    group, known = comm.Get_group(), processes()
-    ranks = MPI.Group.Translate_ranks(group, range(group.size), known.group)
+    """The numbers in the job of the ranks of `comm`: their ranks in MPI.COMM_WORLD. Local."""
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = MPI.Group.Translate_ranks(group, range(group.size), world)
     group.Free()
-    return tuple(rank if rank == MPI.UNDEFINED else known.numbers[rank] for rank in ranks)
+    world.Free()
+    return tuple(ranks)
 
 
 @functools.cache
 def here() -> tuple[int, int]:
     """This rank's number in the job, and how many there are; after the end of MPI too. Local."""
-    known = processes()
-    return known.numbers[known.group.rank], known.started
+    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
 def install() -> None:

@@ -38,7 +38,6 @@ class Owner:
     _unrevoked: MPI.Intracomm | None = None  # of _owned; no loss revokes it
     closed: bool
     apart: bool  # a part that goes on when a rank of another one is lost
-    is_part: bool  # of the ranks of another topology
 
     def check_open(self) -> None:
         """Raise ClosedError after `close()`."""
@@ -123,20 +122,6 @@ class Owner:
                 child._revoke()
                 if "watch" in vars(child):  # it is not still being made
                     child.watch.lose()
-
-    @contextmanager
-    def ending_with(self, comm: MPI.Comm) -> Iterator[None]:
-        """Inside, what ends every wait of this topology ends those on `comm` too, which is not owned. Local."""
-        with self._guard:
-            self._owned.append(comm)  # type: ignore[arg-type]
-            if self._revoked:
-                comm.Revoke()
-        try:
-            yield
-        finally:
-            with self._guard:
-                if comm in self._owned:
-                    self._owned.remove(comm)  # type: ignore[arg-type]
 
     def _leave_owned(self) -> None:
         """Leave all communicators as they are: other ranks may use them, if they were not revoked."""

@@ -1,12 +1,11 @@
 """The start of MPI, which everything else in this package needs: it comes first when `allreduce` is imported."""
 
-import contextlib
 import faulthandler
 import os
 import sys
 
-from allreduce import children, daemon, program
-from allreduce.errors import AllReduceError, OptionError
+from allreduce import children, daemon
+from allreduce.errors import OptionError
 
 COMMANDS = ("allreduce", "benchmarks", "trainers")  # packages with command lines
 CANNOT_START = 2  # the exit code of a command
@@ -89,11 +88,10 @@ def _limit() -> float:
 
 def _end_a_command(error: Exception) -> None:
     """End `python -m` of one of our commands with what is missing, in place of a traceback. Return in a program."""
-    with contextlib.suppress(AllReduceError):  # an interactive session
-        kind, what = program.Program.parse(sys.orig_argv[1:])[1:3]
-        if kind == "-m" and what.partition(".")[0] in COMMANDS:
-            missing = f"no MPI library that mpi4py can load ({str(error).partition(chr(10))[0]})"
-            if isinstance(error, ModuleNotFoundError):
-                missing = f"no module {error.name}"
-            print(f"python -m {what}: error: there is {missing}. {INSTALL}", file=sys.stderr, flush=True)
-            sys.exit(CANNOT_START)
+    option, command = sys.orig_argv[-len(sys.argv) - 1 :][:2] if len(sys.orig_argv) > len(sys.argv) else ("", "")
+    if option.startswith("-") and option.endswith("m") and command.partition(".")[0] in COMMANDS:
+        missing = f"no MPI library that mpi4py can load ({str(error).partition(chr(10))[0]})"
+        if isinstance(error, ModuleNotFoundError):
+            missing = f"no module {error.name}"
+        print(f"python -m {command}: error: there is {missing}. {INSTALL}", file=sys.stderr, flush=True)
+        sys.exit(CANNOT_START)

@@ -86,7 +86,6 @@ class Survival(Owner):
             )
         self.revoke()
         made = type(self).of_survivors(self.world, self._ranks_per_node, self.timeout)
-        made.is_part = self.is_part
         if self.apart:
             made._stand_apart()
         self.abandon()

@@ -24,7 +24,7 @@ from allreduce.errors import NotAnArrayError, UnavailableError
 from allreduce.wrappers.background import Background
 from trainers import MirroredTrainer
 from trainers.pytorch import MirroredOptimizer
-from trainers.pytorch.buffers import flat
+from trainers.pytorch.buckets import flat
 from trainers.replicas.pytorch import devices
 
 GPU = Gpu()

@@ -132,7 +132,7 @@ def test_nothing_listens_for_other_machines(tmp_path: Path, mpi: str, ranks: int
 
 
 def test_ranks_in_a_network_of_their_own_may_start_others(tmp_path: Path) -> None:
-    """on_failure="replace" does; what MPI starts later is reached by TCP, which must not leave out the loopback."""
+    """A program of a user may (MPI_Comm_spawn); what MPI starts later is reached by TCP, which needs the loopback."""
     program = tmp_path / "program.py"
     program.write_text(SPAWNS)
     script = f'. "{launch.ROOT}/scripts/environment.sh"; run_apart "$@"'

@@ -37,7 +37,7 @@ def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatc
     """It is made once more; a rank that passed it over would keep the others waiting, or find it closed."""
     torch = pytest.importorskip("torch")
     from trainers.pytorch import MirroredOptimizer
-    from trainers.pytorch.life import Life
+    from trainers.pytorch.optimizer import Life
 
     def lost(*_: Any) -> None:
         raise RankLostError("rank 1 was lost")
@@ -47,7 +47,7 @@ def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatc
         optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=topology)
         family = optimizer._averager.family
         with monkeypatch.context() as patch:
-            patch.setattr("trainers.pytorch.life.losses.in_force", lambda: True)
+            patch.setattr("trainers.pytorch.optimizer.losses.in_force", lambda: True)
             patch.setattr(Life, "_make", lost)
             with pytest.raises(RankLostError):
                 optimizer._reconnect(family)
@@ -62,7 +62,7 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
     """Or else those of the replica that was overwritten would come back with the next loss."""
     torch = pytest.importorskip("torch")
     from trainers.pytorch import MirroredOptimizer, comparing
-    from trainers.pytorch.twins import Twins, collect
+    from trainers.pytorch.recovery import Twins, collect
 
     class Found:
         root, differing = staticmethod(lambda source: 0), staticmethod(lambda root: [1])

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("torch")
 
 from allreduce.arrays.chunks import chunk
-from trainers.pytorch.layout import pieces, plan
-from trainers.pytorch.twins import covers
+from trainers.pytorch.buckets import pieces, plan
+from trainers.pytorch.recovery import covers
 
 SINGLE, DOUBLE = ("float32", 4), ("float64", 8)
 SIZES = [(5, *SINGLE), (0, *SINGLE), (100, *DOUBLE), (1000, *SINGLE), (1, *SINGLE), (7, *DOUBLE)]

@@ -24,7 +24,7 @@ from trainers.serving.dealer import END, Dealer
 from trainers.serving.desk import Arrival, Desk
 from trainers.serving.parcels import AGAIN, ASK, BYE, GRADIENTS, NOTHING, PUSH, UNIT, WORK, Head, Parcel, unit_type
 from trainers.serving.parcels import END as NO_WORK
-from trainers.serving.parts import NONE, Parts, cut, joined
+from trainers.serving.parts import Parts
 from trainers.serving.rounds import collect
 from trainers.serving.rows import Rows
 from trainers.serving.shard import Shard
@@ -122,69 +122,19 @@ def test_what_becomes_of_stale_gradients() -> None:
 
 
 def test_what_becomes_of_parts_is_counted() -> None:
-    epoch = begun(0, 7, slice(0, 5))
+    epoch = begun(7)
     for part, outcome in enumerate((0, 2, parts.NOTHING, 2, 1, parts.DROPPED)):
         epoch.note(part, outcome)
     assert (epoch.counts().behind, epoch.counts().dropped) == ([1, 1, 2], 1)
-    assert epoch.done.tolist() == [True] * 6 + [False]
+    epoch.note(0, 4)  # of which there is a gradient already
+    assert (epoch.counts().behind, [epoch.has(part) for part in range(7)]) == ([1, 1, 2], [True] * 6 + [False])
 
 
-def begun(epoch: int, count: int, part: slice, done: str = "", fit: int = 1) -> Parts:
-    """The epoch of a server. done: the numbers of the parts that it has had."""
-    made = Parts(fit, part)
-    made.begin(epoch, count, part)
-    for number in map(int, done):
-        made.note(number, 3)
+def begun(count: int) -> Parts:
+    """The first epoch of a server."""
+    made = Parts()
+    made.begin(0, count)
     return made
-
-
-def test_servers_that_were_not_equally_far_go_on_with_what_each_lacks() -> None:
-    """Three servers of which the second is lost; its twin is behind. Two divide the parameters anew."""
-    whole = joined([begun(2, 4, slice(0, 4), "013"), begun(2, 4, slice(4, 8), "0"), begun(2, 4, slice(8, 12), "01")])
-    assert whole.bounds.tolist() == [0, 4, 8, 12]
-    first, second, worker = (cut(whole, part) for part in (slice(0, 6), slice(6, 12), NONE))
-    assert first.bounds.tolist() == [0, 4, 6]
-    assert second.bounds.tolist() == [6, 8, 12]
-    assert [first.dealt.tolist(), second.dealt.tolist(), worker.dealt.tolist()] == [[True, False, False, False]] * 3
-    assert [first.lacking(part) for part in range(4)] == [[], [slice(4, 6)], [], [slice(4, 6)]]
-    assert [second.lacking(part) for part in range(4)] == [[], [slice(6, 8)], [], []]
-    assert [first.has(part) for part in range(4)] == [True, False, False, False]
-    for part in (1, 2, 3):
-        first.note(part, 0)
-    assert first.counts().behind == [1, 0, 0, 3]  # each part once, as it was when it came first
-    assert joined([first, begun(2, 4, slice(6, 12), "0123")]).bounds.tolist() == [0, 12]
-
-
-@pytest.mark.parametrize("behind", [begun(0, 2, slice(4, 8), "01"), begun(1, 2, slice(4, 8), "01", fit=0)])
-def test_parts_of_another_epoch_or_fit_count_for_nothing(behind: Parts) -> None:
-    whole = joined([begun(1, 2, slice(0, 4), "1"), behind])
-    assert (whole.fit, whole.epoch) == (1, 1)
-    assert not whole.dealt.any()
-    assert whole.outcomes[1].tolist() == [parts.LEFT, parts.LEFT]
-
-
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_gradients_come_into_some_of_a_slice(optimizer: str) -> None:
-    def made() -> tuple[NumpyNetwork, Shard]:
-        network = NumpyNetwork([4, 3], optimizer=optimizer)
-        parameters, gradients = (np.zeros(network.gradient_length, np.float32) for _ in range(2))
-        network.bind_parameters(parameters)
-        network.bind(gradients)
-        return network, Shard(network, parameters, gradients, slice(2, 12))
-
-    (network, shard), (other, whole) = made(), made()
-    first, second = np.random.default_rng(2).normal(size=(2, 10)).astype(np.float32)
-    for each in (shard, whole):
-        each.apply(first, 1.0)
-    before = {name: np.array(array) for name, array in network.state().items()}
-    shard.apply_in([slice(2, 4), slice(7, 9)], second, 0.5)
-    whole.apply(second, 0.5)
-    for name in ("parameters", *network.elementwise):
-        expected = before[name]
-        for part in (slice(2, 4), slice(7, 9)):
-            assert not np.array_equal(expected[part], other.state()[name][part])
-            expected[part] = other.state()[name][part]
-        np.testing.assert_array_equal(network.state()[name], expected)
 
 
 @pytest.fixture
@@ -339,7 +289,7 @@ class Counter(desks.Desk):
 
 
 def none_yet() -> Parts:
-    return begun(0, 4, slice(0, 1))
+    return begun(4)
 
 
 def test_workers_that_rest_hear_that_the_others_go_on() -> None:
@@ -368,7 +318,7 @@ def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
     pushes = [(0, PUSH, Head(GRADIENTS, part)) for part in (1, 3)]
     desk = Counter([(0, ASK, Head()), (0, ASK, Head()), *pushes, (0, ASK, Head()), (0, PUSH, Head(BYE))])
     epoch = none_yet()
-    epoch.outcomes[0] = 0, parts.LEFT, 0, 0
+    epoch.outcomes[:] = 0, parts.LEFT, 0, 0
     shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
     applied: list[int] = []
     dealer = Dealer([1, 3], range(1))
@@ -378,7 +328,7 @@ def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
 
     Stream(desk, shard, Rule(), dealer, apply, bool, epoch).serve(range(1))
     assert applied == [1]
-    assert epoch.done.all()
+    assert all(map(epoch.has, range(4)))
     assert not dealer.cut_short
 
 

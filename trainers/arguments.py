@@ -7,7 +7,7 @@ from allreduce.topology import Topology
 from trainers import holding, twins
 from trainers.backends import UPDATES, compression_twice
 from trainers.errors import ArgumentError
-from trainers.on_failure import GOING_ON, refusal
+from trainers.on_failure import refusal
 from trainers.replica import Replica
 
 
@@ -43,6 +43,6 @@ class Arguments(NamedTuple):
             return ArgumentError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
         return (
             compression_twice(given, self.compress)
-            or twins.refusal(self.copies, ranks.size, self.on_failure in GOING_ON)
+            or twins.refusal(self.copies, ranks.size, self.on_failure == "continue")
             or refusal(self.on_failure, ranks, replica, None if remakes else given)
         )

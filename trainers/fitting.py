@@ -89,8 +89,6 @@ class Fit(Steps):
             self._begin()
         while self.place.epoch < self._epochs:
             self._epoch(self.place.epoch)
-            if self.place.epoch < self._epochs and self.trainer._survival is not None:
-                self.trainer._survival.renew()
         self.guarded(lambda: self.callbacks.train_end(self.logs))
         if self.saver is not None:
             self.guarded(self.saver.finish)

@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ParamSpec
 
-from allreduce import create, ending, keywords, newcomers
+from allreduce import create, ending, keywords
 from allreduce.base import AllReduce
 from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere
 from allreduce.spares import Joining
 from allreduce.topology import Topology
-from trainers import renewing, surviving
-from trainers.on_failure import GOING_ON
+from trainers import surviving
 
 if TYPE_CHECKING:
     from trainers.base import Trainer
@@ -25,7 +24,7 @@ MAKING = "the making of the trainer"
 def outlives_losses(init: Callable[P, None]) -> Callable[P, None]:
     """A trainer's constructor, called again by the ranks that are left when one is lost in it. Collective.
 
-    With on_failure="continue" or "replace", where MPI lets the others live; otherwise the constructor as it is.
+    With on_failure="continue", where MPI lets the others live; otherwise the constructor as it is.
     """
     signature = inspect.signature(init)
 
@@ -39,7 +38,7 @@ def outlives_losses(init: Callable[P, None]) -> Callable[P, None]:
             raise
         trainer = given.arguments["self"]
         inside = trainer.being_made  # the constructor of a kind of trainer has called that of its base
-        if inside or given.arguments.get("on_failure") not in GOING_ON or not losses.in_force():
+        if inside or given.arguments.get("on_failure") != "continue" or not losses.in_force():
             init(*args, **options)
             return
         trainer.being_made = True
@@ -47,8 +46,6 @@ def outlives_losses(init: Callable[P, None]) -> Callable[P, None]:
             _make(init, trainer, given)
         finally:
             trainer.being_made = False
-        if given.arguments["on_failure"] == "replace":
-            renewing.made.append(trainer.size)
 
     return make
 
@@ -62,13 +59,6 @@ def _make(init: Callable[..., None], trainer: "Trainer", given: inspect.BoundArg
     else:
         owned = arguments.get("topology") is None
         ranks = arguments["topology"] = Topology.of_survivors() if owned else arguments["topology"]
-    joins = newcomers.arriving() if arguments["on_failure"] == "replace" and not isinstance(ranks, Joining) else None
-    if joins is not None:
-        ranks, owned = joins, True
-        if recipe is None:
-            arguments["topology"] = ranks
-        else:
-            arguments["allreduce"] = create(recipe.name, ranks, **recipe.options)
     before, first = ending.world_ranks(ranks.world), ranks
     if isinstance(ranks, Joining):  # the others are in the middle of a fit
         init(*given.args, **given.kwargs)
@@ -102,6 +92,4 @@ def _make(init: Callable[..., None], trainer: "Trainer", given: inspect.BoundArg
     trainer._owns_topology = owned or remade
     if remade:
         trainer._owns_backend |= recipe is not None
-        if trainer._survival is not None and trainer._survival.renewal is not None:
-            trainer._survival.renewal.places = len(before)
         surviving.note(trainer, before, MAKING, time.monotonic() - begin)

@@ -9,14 +9,11 @@ from allreduce import create, notices
 from allreduce.base import AllReduce, Recipe
 from allreduce.messages import losses
 from allreduce.messages.agreement import all_values, together
-from allreduce.newcomers import Arriving
 from allreduce.spares import NEWCOMER, Joining, Manned
 from allreduce.topology import Topology
 from trainers.backends import backend_for
 from trainers.base import Trainer
 from trainers.exchange import pieces_sent, sent
-from trainers.on_failure import GOING_ON
-from trainers.renewing import Renewal
 from trainers.rescue import MEASURED, Choice, Piece, choose, joined
 from trainers.sharded import Update
 from trainers.surviving import Survival
@@ -71,11 +68,7 @@ class Outliving(Trainer):
         """Outlive lost ranks from now on, where that can be. Local, on all ranks."""
         if not self._outlives or (self.size == 1 and not isinstance(self.topology, Joining | Manned)):
             return
-        self._survival = Survival(self, goes_on=on_failure in GOING_ON)
-        if on_failure == "replace":
-            self._survival.renewal = Renewal(self, self.size, self._survival.earlier.results)
-        if isinstance(self.topology, Arriving):
-            self._survival.earlier.hear(self.topology.told)
+        self._survival = Survival(self, goes_on=on_failure == "continue")
 
     def _copies_kept(self) -> int:
         """How many ranks have each slice. Local."""
@@ -83,16 +76,6 @@ class Outliving(Trainer):
             notices.once(self.rank, NOT_KEPT)
             return 1
         return self._copies
-
-    def close(self) -> None:
-        if self._survival is not None:
-            self._survival.let_go()
-        super().close()
-
-    def abandon(self) -> None:
-        if self._survival is not None:
-            self._survival.let_go()
-        super().abandon()
 
     def note_step(self) -> None:
         super().note_step()

@@ -5,14 +5,13 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from allreduce import Topology, newcomers, spares
+from allreduce import Topology, spares
 from allreduce.arrays import gpu
 from allreduce.errors import RankLostError
 from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere, together
 from trainers import datasets, options, results, roles, strategies
 from trainers.errors import ArgumentError
-from trainers.on_failure import GOING_ON
 from trainers.replicas.numpy.network import NumpyNetwork
 
 log = logging.getLogger("trainers")
@@ -64,7 +63,7 @@ def begin(arguments: Sequence[str] | None, world: Topology) -> tuple[Start, Trai
 def _goes_on(arguments: Sequence[str] | None) -> bool:
     """Whether the others are to go on, as far as the arguments can be read."""
     try:
-        return options.parse(arguments, shown=False).on_failure in GOING_ON
+        return options.parse(arguments, shown=False).on_failure == "continue"
     except (Exception, SystemExit):
         return False
 
@@ -93,8 +92,6 @@ def _training(chosen: argparse.Namespace, assigned: roles.Roles, world: Topology
     """The ranks that train; spare ones wait here until they do, and None is for those that were not needed."""
     if chosen.spares:
         return spares.man(world, chosen.spares)
-    if (joins := newcomers.arriving()) is not None:
-        return joins
     return roles.training(world, assigned, chosen.ranks_per_node)
 
 
@@ -127,9 +124,8 @@ def check(chosen: argparse.Namespace, assigned: roles.Roles) -> None:
             f"--ranks-per-node {given}: this job has {ranks} rank{'s' * (ranks != 1)}, so no node has {given}; give at "
             f"most {ranks}, or start more ranks (mpirun -n {2 * given})"
         )
-    if chosen.on_failure in GOING_ON and (assigned.evaluator is not None or assigned.chief):
-        way = f"--on-failure {chosen.on_failure}"
-        raise ArgumentError(f"{way}: not with an evaluator or another --chief, whom nobody replaces")
+    if chosen.on_failure == "continue" and (assigned.evaluator is not None or assigned.chief):
+        raise ArgumentError("--on-failure continue: not with an evaluator or another --chief, whom nobody replaces")
     if chosen.spares and chosen.ranks_per_node:
         raise ArgumentError(f"--spares {chosen.spares}: not with --ranks-per-node")
     if chosen.spares and chosen.on_failure != "continue":

@@ -85,12 +85,6 @@ class FitCall(Call[History]):
         fits = all_values(self._trainer._comm, self._fit is not None and self._fit.begun, HOW_FAR)
         return all(fits) and self._fit is not None and self._fit.go_back()
 
-    def told(self, result: History) -> Any:
-        return history_told(result)
-
-    def heard(self, told: Any) -> History:
-        return History(map(Epoch.of_dict, told))
-
     def keep(self) -> None:
         if self._fit is not None:
             self._fit.save_now()

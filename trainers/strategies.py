@@ -61,7 +61,6 @@ def _parameter_server(chosen: argparse.Namespace, replica: Replica, topology: To
         max_staleness=chosen.max_staleness,
         warm_up=chosen.warm_up,
         learning_rate=chosen.lr_by_workers,
-        copies=chosen.copies,
         on_failure=chosen.on_failure,
     )
 
@@ -85,7 +84,7 @@ STRATEGIES = {
     ),
     "parameter_server": Strategy(
         "server ranks hold the parameters; workers fetch them and send gradients",
-        {"servers": None, "updates": "async", **ASYNC_ONLY, "copies": 1, "on_failure": None},
+        {"servers": None, "updates": "async", **ASYNC_ONLY, "on_failure": None},
         _parameter_server,
     ),
     "spare_replicas": Strategy(
@@ -117,8 +116,7 @@ def add_options(group: Any) -> None:
     )  # fmt: skip
     add(
         "--copies", type=integer(1), metavar="N",
-        help="2: what one rank alone would have (a slice with --update sharded, the storage, a server's slice where "
-        "there are at least 2 servers) another one keeps too, so "
+        help="2: what one rank alone would have (a slice with --update sharded, the storage) another one keeps too, so "
         f"that no checkpoint is needed when it is lost; costs a message a step (default: 1; {_of('copies')})",
     )  # fmt: skip
     add(
@@ -128,7 +126,6 @@ def add_options(group: Any) -> None:
     add(
         "--on-failure", choices=on_failure.CHOICES,
         help="when a rank is lost, and the job was started with mpirun --with-ft ulfm: continue: the others go on; "
-        "replace: they go on, and a process is started that takes its place after a coming epoch; "
         f"stop: they write a checkpoint where --checkpoint asks for some, and stop ({_of('on_failure')})",
     )  # fmt: skip
     add(

@@ -10,16 +10,14 @@ ended by a loss, and the outermost one goes on.
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from allreduce import ending
-from allreduce.errors import RankLostError, UnavailableError
+from allreduce.errors import RankLostError
 from allreduce.messages import losses
 from allreduce.messages.agreement import all_values, everywhere, known
 from allreduce.spares import NEWCOMER, Joining, Manned
 from allreduce.topology import Topology
-from trainers.earlier import Earlier
-from trainers.renewing import Renewal, RenewedError
 
 if TYPE_CHECKING:
     from trainers.base import Trainer
@@ -64,14 +62,6 @@ class Call(Generic[ResultT]):
     def rejoin(self) -> None:
         """The ranks are others now, and have equal states: those after `trainer.steps`. Collective."""
 
-    def told(self, result: ResultT) -> Any:
-        """What JSON can hold of what the call returns, for ranks that join in a later one. Local."""
-        return result
-
-    def heard(self, told: Any) -> ResultT:
-        """What the call returned, of what was `told`. Local."""
-        return cast(ResultT, told)
-
     def keep(self) -> None:
         """The job stops after this: write down what it can be gone on from. Collective."""
 
@@ -87,10 +77,8 @@ class Survival:
 
     def __init__(self, trainer: "Trainer", goes_on: bool) -> None:
         self._trainer, self.goes_on = trainer, goes_on
-        self.renewal: Renewal | None = None  # where new ranks take the places of lost ones
         self._busy = self._known = False  # inside of a call; all ranks know that it is to be made again
         self._again = False  # ranks that have waited could not find the call that these are in
-        self.earlier = Earlier()
         trainer.replica.undoable = True
 
     def run(self, call: Call[ResultT]) -> ResultT:
@@ -100,26 +88,15 @@ class Survival:
         """
         if self._busy:
             return call.run()
-        joins = isinstance(self._trainer.topology, Joining)
-        if joins and (answer := self.earlier.answer(call)):
-            return answer[0]
         self._busy = True
         try:
             self._say_who_comes(call)
-            if joins and call.open():
+            if isinstance(self._trainer.topology, Joining) and call.open():
                 self._recover(call)
-            result = self._made(call)
-            if self._places_are_filled():
-                self.earlier.note(call, result)
-            return result
-        except Exception as error:
-            self.earlier.fail(call, error)
-            raise
+            return self._made(call)
         finally:
             self._busy = False
-            if call.takes_newcomers:
-                self._again = True
-                self.let_go()
+            self._again |= call.takes_newcomers
 
     def _made(self, call: Call[ResultT]) -> ResultT:
         while True:
@@ -131,42 +108,14 @@ class Survival:
             self._known = False
             self._recover(call)
 
-    def _places_are_filled(self) -> bool:
-        return self.renewal is not None and not isinstance(self._trainer.topology, Joining)
-
     def _say_who_comes(self, call: Call[ResultT]) -> None:
         """Before a fit: why nobody takes the place of a rank that is lost in it, where that was asked for. Local."""
-        if not call.takes_newcomers or self._trainer.rank:
-            return
-        empty = "trainers: a rank that is lost in this fit leaves its place empty: %s"
-        if self._places_are_filled() and self.earlier.lacking:
-            log.warning(empty, f"a new rank runs the program from its beginning, and {self.earlier.lacking}")
-        elif self._again and isinstance(self._trainer.topology, Manned):
-            log.warning(empty, "ranks that wait take places in the first fit only")
-
-    def renew(self) -> None:
-        """Between two epochs: have ranks come in where lost ones have left places. Collective.
-
-        Raises RankLostError on all ranks when the call is to be made again, on other ranks.
-        """
-        renewal = self.renewal
-        if renewal is None or self.earlier.lacking or not renewal.wanted:
-            return
-        try:
-            self.by_all(renewal.look)
-        except UnavailableError as error:
-            renewal.give_up(error)
-        except RankLostError:
-            renewal.let_go()
-            raise
-        if renewal.comes:
-            self._known = True
-            raise RenewedError("ranks join")
-
-    def let_go(self) -> None:
-        """No ranks join this trainer any more. Local, on all ranks."""
-        if self.renewal is not None:
-            self.renewal.let_go()
+        again = call.takes_newcomers and self._again
+        if again and self._trainer.rank == 0 and isinstance(self._trainer.topology, Manned):
+            log.warning(
+                "trainers: a rank that is lost in this fit leaves its place empty: ranks that wait take places in the "
+                "first fit only"
+            )
 
     def by_all(self, action: Callable[[], object]) -> None:
         """Do a part of a call that no rank that is left may have done without the others. Collective.
@@ -210,7 +159,8 @@ class Survival:
             error: Exception | None = None
             lost = None
             trainer._let_go_of_ranks()
-            topology = trainer.topology = self._next_topology(call)
+            topology = next_topology(trainer.topology, call.takes_newcomers and not self._again)
+            trainer.topology = topology
             try:
                 self._find_newcomers(arrives)
                 trainer._reconnect(topology)
@@ -238,11 +188,6 @@ class Survival:
             why = trainer.losses[-1] if trainer.losses else f"ranks did not come together in {during}, but none is lost"
             raise known(RankLostError(f'{why}; the job stops (on_failure="stop")'), topology.world)
 
-    def _next_topology(self, call: Call[ResultT]) -> Topology:
-        if self.renewal is not None and self.renewal.comes:
-            return self.renewal.join(self._trainer.topology)
-        return next_topology(self._trainer.topology, call.takes_newcomers and not self._again)
-
     def _find_newcomers(self, arrives: bool) -> None:
         """Who has joined, and had nothing when another rank was lost, has nothing now. Collective."""
         topology = self._trainer.topology
@@ -254,15 +199,12 @@ class Survival:
         trainer = self._trainer
         if NEWCOMER not in trainer.topology.former:
             return before, during
-        places = None if self.renewal is None else self.renewal.places
-        told = [before, during, trainer.losses, places]
+        told = [before, during, trainer.losses]
         heard = all_values(trainer._comm, told, "tell ranks that join what was lost")
         sides = zip(heard, trainer.topology.former, strict=True)
-        ranks, during, lost, places = next(side for side, old in sides if old >= 0)
+        ranks, during, lost = next(side for side, old in sides if old >= 0)
         if trainer.topology.former[trainer.rank] == NEWCOMER:
             trainer.losses = [Loss(tuple(gone), *rest) for gone, *rest in lost]
-            if self.renewal is not None:
-                self.renewal.places = places
         return tuple(ranks), during
 
     def _incomplete(self, call: Call[ResultT]) -> RankLostError:

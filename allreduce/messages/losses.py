@@ -69,18 +69,6 @@ def end_alone() -> None:
         log.debug("no ompi_async_mpi_finalize")
 
 
-def end_without_later_ones() -> None:
-    """Don't have the end of MPI wait for each communicator with processes that were started later. Local, at the end.
-
-    Open MPI disconnects them then, and would wait for ranks of them that are lost.
-    """
-    try:
-        library = ctypes.CDLL("libmpi.so.40", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        ctypes.c_int.in_dll(library, "ompi_comm_num_dyncomm").value = 0
-    except (OSError, ValueError):  # another Open MPI
-        log.debug("no ompi_comm_num_dyncomm")
-
-
 class _Name(ctypes.Structure):
     """Open MPI's name of a process, opal_process_name_t."""
 

@@ -15,7 +15,7 @@ Some runs have another fault: SIGSTOP and SIGCONT, SIGTERM, an exception, sys.ex
                no rank has left (to float tolerance: batches do not depend on the number of ranks). Where the result
                depends on who is fast, as with servers that do not wait: with every update, and about the accuracy
     refused    ranks did different things, or one brought a NaN: all of them have raised the right named error
-    orderly    the job ended by a fault that has to end it, and told of it: an exception, or a server without twin
+    orderly    the job ended by a fault that has to end it, and told of it: an exception, or the loss of a server
     hung       no rank came any further for --limit seconds
     wrong      it ended well, with another result
     MPI's own  it ended in a known defect of Open MPI's (see DEFECTS_OF_MPI in judging.py)

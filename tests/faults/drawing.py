@@ -4,29 +4,21 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .plans import DISAGREEMENTS, EPOCHS, IN_TWO, PROGRAMS, STEPS, TWINS, Fault, Plan
+from .plans import DISAGREEMENTS, EPOCHS, IN_TWO, PROGRAMS, STEPS, Fault, Plan
 
 # Places in the code of the rank that is lost: before, in the middle of, and after them. See `points`.
 REDUCE_POINTS = ("call", "reduce", "middle of a reduction", "end of a step")
 STEP_POINTS = ("compute", "update", *REDUCE_POINTS)
 SERVED_POINTS = ("compute", "push", "reply", "update", "end of a step")
-TWIN_POINTS = ("send a twin",)
 CALL_POINTS = ("evaluate", "predict", "mirror")
 REPAIR_POINTS = ("finished", "survivors", "rebuild")
-TWIN_REPAIR_POINTS = (
-    "finished",
-    "survivors",
-    "restore",
-    "share again",
-)  # with turns that a program without losses does not come to
-
 DELAY_SECONDS = 0.01  # of a signal from outside, behind the step that it waits for: at most
 STOP_SECONDS = 1.0
 OTHERS = ("stop", "term", "raise", "exit")  # kinds of faults besides a loss
 OTHERS_SHARE = 0.15
 HOLDERS_STAY = 0.85  # how often nobody is lost without whom the others can't go on
 COPIED = ("sharded", "central storage")  # programs whose slices another rank can keep too
-EDITED = ("mirrored", "sharded", "central storage", "spare ranks", "replacement")
+EDITED = ("mirrored", "sharded", "central storage", "spare ranks")
 
 
 def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int = 5) -> Plan:
@@ -35,7 +27,7 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
     program = chance.choices(programs, [PROGRAMS[name].weight for name in programs])[0]
     kind = PROGRAMS[program]
     ranks = max(kind.least, min(most_ranks, chance.choice((2, 3, 3, 4, 5))))
-    nodes = () if program in ("spare ranks", "replacement") else chance.choice(_nodes(ranks))
+    nodes = () if program == "spare ranks" else chance.choice(_nodes(ranks))
     names = tuple(name for name in kind.backends if name != "shared" or not nodes)
     plan = Plan(
         number=number,
@@ -49,9 +41,7 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
     )
     if program in COPIED and chance.random() < 0.5:
         plan = replace(plan, copies=2, checkpoint=chance.choice((0, 0, 7)))
-    if program in TWINS:
-        plan = replace(plan, servers=chance.choice(range(2, ranks - 1)), copies=2)
-    elif program.endswith("servers"):
+    if program.endswith("servers"):
         plan = replace(plan, servers=chance.choice(range(1, ranks - 1)))
     if program.startswith("spare "):
         plan = replace(plan, spares=chance.randrange(program == "spare ranks", ranks - 1))
@@ -96,14 +86,14 @@ def _loss(chance: random.Random, plan: Plan, victim: int, first: bool) -> Fault:
         return Fault("kill", victim, turn=chance.randrange(STEPS), delay=chance.random() * DELAY_SECONDS)
     points = list(_points(plan))
     if not first:
-        points += (TWIN_REPAIR_POINTS if plan.program in TWINS else REPAIR_POINTS) * 2
+        points += REPAIR_POINTS * 2
     point = chance.choice(points)
     if point == "rebuild":
         return Fault("kill", victim, point, 2, after=chance.random() < 0.5)
     most = {
         "checkpoint": 8,
         "evaluate": EPOCHS + 1,
-        **dict.fromkeys((*STEP_POINTS, *SERVED_POINTS, *TWIN_POINTS), STEPS),
+        **dict.fromkeys((*STEP_POINTS, *SERVED_POINTS), STEPS),
     }
     return Fault("kill", victim, point, 1 + chance.randrange(most.get(point, 1)), after=chance.random() < 0.5)
 
@@ -114,8 +104,6 @@ def _points(plan: Plan) -> tuple[str, ...]:
     points = {"calls": REDUCE_POINTS, "loop": (*STEP_POINTS, "backward")}.get(module, STEP_POINTS)
     if not plan.kind.backends and plan.program != "central storage":
         points = SERVED_POINTS
-    if plan.program in TWINS:
-        points += TWIN_POINTS
     if module == "training":
         points += CALL_POINTS
     if plan.program in EDITED:

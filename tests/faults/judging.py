@@ -11,7 +11,7 @@ import numpy as np
 
 from . import notes
 from .jobs import Ended
-from .plans import BATCH, DISAGREEMENTS, EPOCHS, KINDS, ROWS, TOLD_SECONDS, TWINS, Fault, Plan
+from .plans import BATCH, DISAGREEMENTS, EPOCHS, KINDS, ROWS, TOLD_SECONDS, Fault, Plan
 from .programs import model
 
 SURVIVED, REFUSED, ORDERLY, HUNG, WRONG, OF_MPI, ENDED = OUTCOMES = (
@@ -126,9 +126,6 @@ def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
     workers = set(range(plan.ranks - plan.servers))
     remade = any(fault.point == "mirror" for fault in happened)  # perhaps in the making: then other ranks are servers
     left_alone = "RankLostError: all workers were lost|leaves no worker" if remade or workers <= lost else ""
-    if plan.program in TWINS:
-        both = remade or len(lost - workers) > 1  # of two servers one may have been the other's twin
-        return "|".join(words for words in ("RankLostError: a server was lost" * both, left_alone) if words)
     if plan.copies > 1 and len(lost) > 1 and not plan.checkpoint:  # one may have kept the other's slice
         return "RankLostError: a rank was lost in .* that alone had a part"
     if plan.program == "spare ranks" and set(range(plan.ranks - plan.spares)) <= lost:

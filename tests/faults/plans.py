@@ -40,18 +40,13 @@ PROGRAMS = {
     "central storage": Program(3, "training", checkpoints=(3, 7)),
     "synchronous servers": Program(3, "training", checkpoints=(0, 7), least=3),
     "asynchronous servers": Program(3, "training", checkpoints=(0, 7), exact=False, together=False, least=3),
-    "synchronous twin servers": Program(2, "training", checkpoints=(0, 7), least=4),
-    "asynchronous twin servers": Program(2, "training", checkpoints=(0, 7), exact=False, together=False, least=4),
     "spare replicas": Program(3, "training", checkpoints=(0, 7), exact=False, together=False),
     "spare ranks": Program(3, "training", BACKENDS, checkpoints=(0, 7), least=3),
-    "replacement": Program(2, "training", BACKENDS, checkpoints=(0, 7)),
     "optimizer": Program(3, "loop", BACKENDS, ("torch",)),
     "sharded optimizer": Program(2, "loop", TWO_PHASE, ("torch",), (3, 7)),
     "calls": Program(5, "calls", BACKENDS),
     "disagreement": Program(4, "disagreeing", BACKENDS),
 }
-
-TWINS = ("synchronous twin servers", "asynchronous twin servers")  # programs whose servers keep each other's slices
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ class Plan:
     """program: one of PROGRAMS. framework: of the model.
 
     goes_on: whether it goes on without ranks that are lost, under a launcher that lets it.
-    copies: in how many ranks every slice of a sharded update, or of a server, is kept.
+    copies: in how many ranks every slice of a sharded update is kept.
     checkpoint: steps between two; 0 for none. servers: how many of the last ranks are servers. spares: how many of the
     last ranks wait for a place; or for how many ranks a step of spare replicas does not wait.
     nodes: sizes of simulated nodes; empty for one real node.

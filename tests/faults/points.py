@@ -31,7 +31,6 @@ PLACES = {
     "backward": [(f"{PROGRAMS}.loop", "backward")],
     "push": [("trainers.serving.client:Client", "push")],
     "reply": [("trainers.serving.desk:Desk", "reply")],
-    "send a twin": [("trainers.serving.twin:Twin", "send")],
     "call": [("allreduce.calls:Calls", "run")],
     "reduce": [("allreduce.calls:Calls", "run")],  # inside of a call, when the ranks have met
     "middle of a reduction": [("allreduce.two_phase:TwoPhase", "_all_gather")],
@@ -44,8 +43,6 @@ PLACES = {
     "checkpoint": [("trainers.saving:Saver", "save"), (f"{PROGRAMS}.loop:Loop", "save")],
     "finished": [("allreduce.topology:Topology", "finished")],
     "survivors": [("allreduce.topology:Topology", "survivors")],
-    "restore": [("trainers.base:Trainer", "_restore")],
-    "share again": [("trainers.base:Trainer", "_share_again")],
     "rebuild": [("allreduce.base:AllReduce", "_connect")],
 }
 Come = Callable[[bool, tuple[Any, ...]], None]

@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from allreduce import Topology, newcomers, registry
+from allreduce import Topology, registry
 
 from . import points
 from .notes import Notes
@@ -24,13 +24,11 @@ def main(folder: Path) -> None:
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the driver asks a rank that hangs where it is
     plan = Plan.of_dict(json.loads((folder / "plan.json").read_text()))
     topology = Topology(ranks_per_node=plan.nodes or None)
-    first = not newcomers.started()
-    notes = Notes(folder, topology.rank if first else os.getpid())  # judged by what the others have of it
+    notes = Notes(folder, topology.rank)
     for name in plan.backend, "native":  # so that all classes are there when points are patched
         registry._load(name)
     program = importlib.import_module(f"{points.PROGRAMS}.{plan.kind.module}")
-    if first:
-        points.install(plan, notes)
+    points.install(plan, notes)
     notes.add("pid", pid=os.getpid())
     points.begin(plan, notes)
     topology.world.Barrier()

@@ -22,8 +22,8 @@ from trained import (  # noqa: E402
 import allreduce  # noqa: E402
 from allreduce import errors  # noqa: E402
 from trainers import CentralStorageTrainer, NumpyNetwork, ParameterServerTrainer  # noqa: E402
-from trainers.pytorch import MirroredOptimizer, choices, placement  # noqa: E402
-from trainers.pytorch.averaging import GradientError  # noqa: E402
+from trainers.pytorch import MirroredOptimizer, assembly, sharded  # noqa: E402
+from trainers.pytorch.reducer import GradientError  # noqa: E402
 
 
 def model_of(*sizes: int) -> nn.Sequential:
@@ -48,7 +48,7 @@ def test_memory_that_one_node_can_not_have(
         raise errors.UnavailableError("shared memory is too small")
 
     if world.rank == SIZE - 1:
-        monkeypatch.setattr(placement, "CommonWindow", full)
+        monkeypatch.setattr(sharded, "CommonWindow", full)
     model = model_of(3, 2)
     make = lambda: MirroredOptimizer(sgd(model), model, topology=topology_of(1), update="sharded")  # noqa: E731
     assert "shared memory is too small" in raised_everywhere(world, errors.UnavailableError, make)
@@ -319,13 +319,13 @@ def test_threads_are_compared_with_the_cores_that_there_are(
 ) -> None:
     """Not with those of the machine, of which a container or a job may have a few only."""
     texts: list[str] = []
-    monkeypatch.setattr(choices.notices, "once", lambda rank, text: texts.append(text))
+    monkeypatch.setattr(assembly.notices, "once", lambda rank, text: texts.append(text))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(flat, "cores", 2 * SIZE)
-    choices.tell_threads(flat)
+    assembly.tell_threads(flat)
     assert not texts
     monkeypatch.setattr(flat, "cores", 2 * SIZE - 1)
-    choices.tell_threads(flat)
+    assembly.tell_threads(flat)
     assert ["threads each on" in text for text in texts] == [True] * (SIZE > 1)
 
 

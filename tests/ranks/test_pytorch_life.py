@@ -35,8 +35,8 @@ from trained import (  # noqa: E402
 
 import allreduce  # noqa: E402
 from allreduce import errors, notices  # noqa: E402
-from trainers.pytorch import MirroredOptimizer, family  # noqa: E402
-from trainers.pytorch.averaging import GradientError  # noqa: E402
+from trainers.pytorch import MirroredOptimizer, optimizer_group  # noqa: E402
+from trainers.pytorch.reducer import GradientError  # noqa: E402
 
 # Edits
 
@@ -251,7 +251,7 @@ def in_use() -> dict[str, int]:
         "threads": threading.active_count(),
         "mappings": sum("allreduce-" in name for name in names),
         "files": len(list(Path("/proc/self/fd").iterdir())),
-        "families": len(family._families),
+        "families": len(optimizer_group._families),
     }
 
 
@@ -311,9 +311,9 @@ def test_nothing_is_left_of_refusals(world: MPI.Intracomm, flat: allreduce.Topol
             refuse(number)
         assert count() == before
         assert memory() - size < 8 << 20
-    families = len(family._families)
+    families = len(optimizer_group._families)
     refuse(0)
-    assert len(family._families) == families
+    assert len(optimizer_group._families) == families
 
 
 @both_updates

@@ -34,7 +34,7 @@ from trained import (  # noqa: E402
 import allreduce  # noqa: E402
 from allreduce import errors  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
-from trainers.pytorch.averaging import GradientError  # noqa: E402
+from trainers.pytorch.reducer import GradientError  # noqa: E402
 
 # Rows
 

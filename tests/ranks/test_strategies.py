@@ -413,8 +413,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stale": "drop"}, "needs max_staleness"),
     ({"max_staleness": -1}, "max_staleness must be an integer >= 0, got -1"),
     ({"updates": "sync", "warm_up": 1}, "no use"),
-    ({"copies": 2}, "there is only one server; give servers=2 or more"),
-    ({"copies": 3}, "copies=3: give 1, or 2"),
+    ({"on_failure": "replace"}, "on_failure='replace' is unknown; use one of stop, continue"),
 ]
 
 

@@ -14,8 +14,8 @@ from allreduce import notices
 from allreduce.errors import DivergenceError
 from allreduce.messages.agreement import known, together
 from trainers.divergence import compare
-from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors
 from trainers.pytorch.sharded import ShardedOptimizer
+from trainers.pytorch.state import broadcast_state, broadcast_tensors
 from trainers.replicas.pytorch.alike import hyperparameters
 from trainers.replicas.pytorch.tensors import as_bytes
 

@@ -1,30 +1,173 @@
 """MirroredOptimizer: three lines that make a training loop data-parallel."""
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from mpi4py import MPI
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from allreduce.base import AllReduce
-from allreduce.errors import CopyError, OptionError
+from allreduce.errors import ClosedError, CopyError, OptionError
 from allreduce.keywords import known_only
+from allreduce.messages import losses
+from allreduce.messages.agreement import all_values
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.two_phase import TwoPhase
-from trainers import malloc
+from trainers import divergence, malloc
 from trainers.divergence import MAJORITY
-from trainers.pytorch import choices
-from trainers.pytorch.averaging import SCATTERED
-from trainers.pytorch.checks import GROUP_ADDED, Options
-from trainers.pytorch.editing import editing
-from trainers.pytorch.gathering import gather
-from trainers.pytorch.joining import leave
-from trainers.pytorch.life import Life
-from trainers.pytorch.loading import load_of_root
+from trainers.pytorch import assembly
+from trainers.pytorch.assembly import drop, make
+from trainers.pytorch.comparing import compare_replicas
+from trainers.pytorch.optimizer_group import Family, family_of
+from trainers.pytorch.options import GROUP_ADDED, Options, still_fit
+from trainers.pytorch.recovery import Whole, recover, said, surviving
+from trainers.pytorch.reducer import SCATTERED, Averager
+from trainers.pytorch.report import Report, report_of
+from trainers.pytorch.sharded import Kernels, ShardedOptimizer, gather
+from trainers.pytorch.state import broadcast_state, broadcast_tensors, load_of_root
+
+
+class Life:
+    """What a MirroredOptimizer is made of. optimizer: the plain one."""
+
+    def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
+        self.closed = False
+        self.whole: Whole | None = None  # the state of all slices, while a loss is repaired
+        self.kept_twice = False  # whether that was found when a rank was lost
+        self.optimizer, self.model, self.update = optimizer, model, options.update
+        self._options = options
+        given = options.allreduce.topology if isinstance(options.allreduce, AllReduce) else options.topology
+        family = family_of(given)
+        self._make(given or family.topology, family)
+        self._source = divergence.Source(options.source, self.topology.world)
+        said(self.topology)
+
+    def _make(self, topology: Topology, family: Family) -> None:
+        """Make all parts. Collective."""
+        self.topology = topology
+        self._parts = make(self.optimizer, self.model, self._options, topology, family)
+        self.backend, self._averager, self._kernels, self._sharded, self._trained, self._frozen, *_ = self._parts
+        own = self._averager, self._kernels, self._sharded, self._trained
+        self._stepper = Stepper(self.optimizer, *own, self._options)
+        self._averager.take_over(self)
+        self._dropped = weakref.finalize(self, drop, family, self._averager, self._parts.made)
+        self._dropped.atexit = False
+        family.owners[self._averager.number] = self
+
+    @property
+    def steps(self) -> int:
+        """How many steps this optimizer has done, the same on all ranks: the number of the next batch."""
+        return self._averager.steps
+
+    @property
+    def steps_skipped(self) -> int:
+        """How many steps all ranks have left out, with check_gradients="skip"."""
+        return self._stepper.skipped
+
+    def report(self) -> Report:
+        """What averaging has cost this rank so far. Print it."""
+        return report_of(self._averager, self.backend.name, self.update)
+
+    def close(self) -> None:
+        """Give memory and communicators back. Collective; closing twice does nothing.
+
+        The model stays as it is, on every rank, without `.grad`; a backward through it raises ClosedError from
+        now on. The state of a sharded update is dropped: take `state_dict()` before, to go on elsewhere.
+        """
+        while not self.closed:
+            family = self._averager.family
+            ok = True
+            try:
+                self._averager.together("closes the optimizer", lambda: None)
+            except Exception as error:
+                if losses.lost(error) is None:
+                    raise
+                ok = False
+            if losses.in_force() and not family.topology.finished(ok):
+                lost = recover(family)  # others have not done their last step; they do it, or it is done already
+                if self.update == "sharded" and not self.kept_twice:
+                    raise lost
+                continue
+            self.closed = True
+            self._dropped.detach()
+            self._parts.made.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # after an exception the other ranks may not come to a collective close
+            self.close()
+
+    def _check_usable(self) -> None:
+        if self.closed:
+            raise ClosedError("this MirroredOptimizer is closed; make it again to go on")
+        still_fit(self.optimizer, self._trained, self._frozen)
+
+    def _surviving(self) -> Any:
+        """Inside, a lost rank has this optimizer made again, and is raised."""
+        return surviving(self._averager.family)
+
+    # What `recovering` calls
+
+    def _reconnect(self, family: Family) -> None:
+        """Make all parts again on the ranks of a new family. Collective."""
+        old, skipped = self._averager, self._stepper.skipped
+        self._let_go()
+        self._source.move(family.topology.world)
+        self._options = _again(self._options, family.topology.size, self._source.rank)
+        self.closed = True  # while its parameters are nobody's
+        try:
+            self._make(family.topology, family)
+        except Exception as error:
+            self.closed = losses.lost(error) is None  # or else it is made once more, by those that are left then
+            raise
+        self.closed = False
+        new = self._averager
+        new.steps, new.averages, new.joining, new.enabled = old.steps, old.averages, old.joining, old.enabled
+        self._stepper.skipped = skipped
+        if self._sharded is not None and self._sharded.twins is not None:
+            self._sharded.twins.count_from(new.steps)
+
+    @torch.no_grad()
+    def _take_whole(self, whole: Whole) -> None:
+        """Take on what all slices were. Local."""
+        self.whole, self._averager.steps = whole, whole.steps
+        for here, there in zip(self._averager.parameters, whole.parameters, strict=True):
+            here.copy_(there)
+        assert self._sharded is not None
+        self.optimizer.load_state_dict(self._sharded.as_plain(whole.state))
+
+    def _let_go(self) -> None:
+        """Hold on to nothing that the lost ranks have shared. Local."""
+        self._dropped.detach()
+        self._parts.local.close()
+
+    def _drop(self) -> None:
+        """Another rank has dropped this optimizer. Local."""
+        self._let_go()
+        self.closed = True
+
+
+def _again(options: Options, ranks: int, source: str | int) -> Options:
+    """The options of an optimizer that is made again on the ranks that are left, so many."""
+    given = options.allreduce
+    if isinstance(given, AllReduce):
+        if given.recipe is None:
+            raise OptionError(
+                f"{given!r} was not made by allreduce.create(), so it can't be made again without the lost rank"
+            )
+        given = given.recipe
+    copies = options.copies if ranks > 1 else 1
+    return options._replace(allreduce=given, topology=None, trace=None, source=source, copies=copies)
+
 
 CHECK_EVERY = 1000  # steps
 
@@ -130,7 +273,7 @@ class MirroredOptimizer(Life, Optimizer):
             Options(allreduce, topology, update, overlap, sizes, *checks, trace, copies, compress),
         )
         Optimizer.__setstate__(self, {})  # the hooks that every optimizer has; the rest is the wrapped one's
-        choices.tell_threads(self.topology)
+        assembly.tell_threads(self.topology)
         malloc.keep_freed_memory()
 
     # What an optimizer has
@@ -274,3 +417,159 @@ class MirroredOptimizer(Life, Optimizer):
         raise CopyError(
             "a MirroredOptimizer can't be copied or pickled, as its communicators can't; keep its state_dict()"
         )
+
+
+class Stepper:
+    """The steps of one MirroredOptimizer; see there. All methods are collective.
+
+    optimizer: the plain one. kernels: of this one. trained: its parameters by name. sharded: what updates slices; None
+        where every rank updates everything.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        averager: Averager,
+        kernels: Kernels,
+        sharded: ShardedOptimizer | None,
+        trained: dict[str, Parameter],
+        options: Options,
+    ) -> None:
+        self._optimizer, self._averager, self._sharded, self._trained = optimizer, averager, sharded, trained
+        self._kernels = kernels
+        self._every = options.check_every
+        self._answer = options.on_divergence, options.source
+        self.skipped = 0  # steps that all ranks have left out
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Average, update, and count; returns what a closure's losses are on average."""
+        averager, sharded = self._averager, self._sharded
+        averager.in_closure = closure is not None
+        try:
+            loss = self._replicated(closure) if sharded is None else self._slices(sharded, closure)
+        finally:
+            averager.in_closure = False
+        self.stepped()
+        return loss
+
+    def _replicated(self, closure: Callable[[], Any] | None) -> Any:
+        averager = self._averager
+        self._kernels.replace_broken()
+        if closure is not None:
+            return self._optimizer.step(partial(mean_loss, averager, closure))
+        averager.average()
+        return None if averager.leaves_out() else averager.clock.update(self._optimizer.step)
+
+    def _slices(self, sharded: ShardedOptimizer, closure: Callable[[], Any] | None) -> Any:
+        averager, loss = self._averager, None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = mean_loss(averager, closure)
+        averager.average()
+        if not averager.leaves_out():
+            averager.clock.update(sharded.update)
+        return loss
+
+    def stepped(self) -> None:
+        """What a step ends with."""
+        averager = self._averager
+        self.skipped += averager.leaves_out()
+        if averager.check is not None and averager.check.forwards is not None:
+            averager.check.forwards.stepped(averager.leaves_out())
+        if averager.leaves_out() and self._sharded is not None and self._sharded.twins is not None:
+            self._sharded.twins.left_out()
+        behind = self._some_are_behind()
+        averager.stepped(release=self._sharded is not None)
+        if self._every and averager.steps % self._every == 0 and not behind:
+            compare = partial(
+                compare_replicas, averager.comm, self._optimizer, self._trained, self._sharded, *self._answer
+            )
+            averager.together("compares the replicas", compare)
+
+    def _some_are_behind(self) -> bool:
+        """Whether ranks have run out of batches in join(): those get the parameters when it ends, so they differ now.
+
+        Local, after the averages of a step; the same on all ranks.
+        """
+        averager = self._averager
+        counted = averager.rows if averager.joining and self._sharded is None else None
+        return counted is not None and counted.ranks() < averager.comm.size
+
+
+def mean_loss(averager: Averager, closure: Callable[[], Any]) -> Any:
+    """Call a closure, average its gradients, and return the mean of its losses over the ranks. Collective.
+
+    A tensor comes back as a new one of the same shape, a number as a float, and None as None.
+    """
+    loss = closure()
+    averager.average()
+    if loss is None or averager.ranks == 1:
+        return loss
+    value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
+    mean = averager.together("averages the loss of a closure", partial(_mean, averager, value))
+    return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
+
+
+def _mean(averager: Averager, value: float) -> float:
+    """The mean of a number over all ranks, or over all rows, the same bits on each. Runs in the lane."""
+    weight = 1.0 if averager.rows is None else averager.rows.weight
+    return sum(all_values(averager.comm, value * weight, "average the loss of a closure")) / averager.ranks
+
+
+@contextmanager
+def editing(averager: Averager, model: Module, sharded: ShardedOptimizer | None) -> Iterator[None]:
+    """Inside, every rank has parameters of its own; afterwards all have rank 0's. Collective.
+
+    sharded: what keeps the parameters in the memory of the node, and takes them in again; None where none does.
+    """
+    if sharded is not None:
+        sharded.placement.move_out()
+    yield
+    averager.together("edits parameters", partial(_take_in, averager.comm, model, sharded))
+
+
+def _take_in(comm: MPI.Intracomm, model: Module, sharded: ShardedOptimizer | None) -> None:
+    if comm.size > 1:
+        broadcast_tensors(comm, model.parameters())
+    if sharded is not None:
+        sharded.placement.move_in()
+        sharded.keep()
+
+
+def leave(
+    averager: Averager,
+    optimizer: Optimizer,
+    trained: dict[str, Parameter],
+    sharded: ShardedOptimizer | None,
+    stepped: Callable[[], None],
+) -> None:
+    """Take part in the steps of ranks that have batches left, until none has. Collective.
+
+    optimizer, trained: the plain optimizer and its parameters; overwritten with those of a rank that was among the
+        last, where each rank has its own.
+    sharded: how each rank updates its slice, of which the others need the result; None where each updates everything.
+    stepped: what a step ends with.
+    """
+    mine = averager.steps
+    while averager.count_rows(0, active=False).ranks():
+        averager.forget(release=True)
+        averager.average()
+        if sharded is not None and not averager.leaves_out():
+            sharded.update()
+        stepped()
+    averager.rows = None
+    follow = partial(_follow, averager, mine, optimizer, trained)
+    averager.together("leaves join()", follow if sharded is None else lambda: None)
+
+
+def _follow(averager: Averager, mine: int, optimizer: Optimizer, trained: dict[str, Parameter]) -> None:
+    """Take over from the first of the ranks that have done the most steps, of which this one did `mine` itself.
+
+    Runs in the lane.
+    """
+    comm = averager.comm
+    steps = all_values(comm, mine, "learn who has done the most steps")
+    if min(steps) < max(steps):
+        root = steps.index(max(steps))
+        broadcast_tensors(comm, trained.values(), root)
+        broadcast_state(comm, optimizer, root)

@@ -1,15 +1,19 @@
 """How many rows each rank brings to a step, so that the average is the mean over rows, not over ranks."""
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
 from allreduce.errors import OptionError
+from allreduce.messages import losses
 from allreduce.messages.agreement import known, raise_together, waiting
+from allreduce.messages.lanes import Pending
 from allreduce.messages.worker import Lane
-from trainers.pytorch.submitting import submit
+from trainers.replicas.pytorch.devices import Crossing
 
 NOBODY = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
 
@@ -73,3 +77,34 @@ class Rows:
         self._total, self._ranks = float(found[0]), int(found[1])
         if self._ranks and not self._total:
             raise known(OptionError(NOBODY), self._comm)
+
+
+ResultT = TypeVar("ResultT")
+
+
+def submit(lane: Lane, work: Callable[[], object], what: str) -> Pending:
+    """As `lane.submit`, but a lost rank is told when what this returns is waited for. Local."""
+    try:
+        return lane.submit(work, what)
+    except Exception as error:
+        if losses.lost(error) is None:
+            raise
+        pending = Pending(work)
+        pending.finish(error)
+        return pending
+
+
+def result_of(lane: Lane, work: Callable[[], ResultT], what: str, crossing: Crossing) -> ResultT:
+    """What `work` returns, when all ranks have come to it, and the work of GPUs is in that order. Collective."""
+    results: list[ResultT] = []
+
+    def inside() -> None:
+        with crossing.inside():
+            results.append(work())
+
+    crossing.leave()
+    try:
+        lane.submit(inside, what).wait()
+    finally:
+        crossing.back()
+    return results[0]

@@ -15,7 +15,7 @@ from trainers.pytorch.rows import Rows
 from trainers.replicas.pytorch.tensors import as_bytes, as_tensor, numpy_dtype
 
 if TYPE_CHECKING:
-    from trainers.pytorch.gradient_check import GradientCheck
+    from trainers.pytorch.step_checks import GradientCheck
 
 TAKES_SPARSE: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad}
 """Optimizers that update from sparse gradients. Add a class of your own if it is one of them."""

@@ -50,15 +50,3 @@ def bad_options(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) ->
     if updates == "sync" and useless:
         return ArgumentError(f'{useless[0]} has no use with updates="sync", where no gradient is stale; leave it out')
     return None
-
-
-def bad_copies(copies: Any, servers: int, has_lost: bool) -> ArgumentError | None:
-    """What is wrong with copies=... for so many servers. has_lost: whether others are lost already."""
-    if isinstance(copies, bool) or copies not in (1, 2):
-        return ArgumentError(f"copies={copies!r}: give 1, or 2 to have another server keep each slice too")
-    if copies == 2 and servers == 1 and not has_lost:
-        return ArgumentError(
-            "copies=2 has another server keep each slice too, and there is only one server; give servers=2 or more "
-            "(--servers 2), or leave out copies"
-        )
-    return None

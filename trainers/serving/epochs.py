@@ -5,18 +5,19 @@ from functools import partial
 import numpy as np
 
 from trainers.fitting import Fit
-from trainers.serving.copies import KeptTwice
 from trainers.serving.dealer import Dealer
 from trainers.serving.parcels import GRADIENTS, NOTHING, WORK, Head, Parcel
+from trainers.serving.parts import Parts
 from trainers.serving.rows import Rows
 from trainers.serving.staleness import Rule
 from trainers.serving.stream import Stream
-from trainers.serving.trainer import ended
+from trainers.serving.trainer import ServedTrainer, ended
 
 
-class AsynchronousEpochs(KeptTwice):
+class AsynchronousEpochs(ServedTrainer):
     """The part of a trainer that serves, or works, for an epoch. Attributes are set by whose part it is."""
 
+    _epoch: Parts
     _rule: Rule
     _warm_up: int
     _fetch_ahead: bool
@@ -30,15 +31,7 @@ class AsynchronousEpochs(KeptTwice):
             active = everyone[:1] if number < self._warm_up else everyone
             dealer = Dealer(np.flatnonzero(~self._epoch.dealt).tolist(), active, self._rule.bound, self._fetch_ahead)
         apply, halts = partial(self._apply, fit), partial(self._halts, fit)
-        applied = None if self._twin is None else self._pass_on_when_due
-        Stream(self._desk, self._shard, self._rule, dealer, apply, halts, self._epoch, applied).serve(everyone)
-
-    def _pass_on_when_due(self) -> None:
-        """Let the twin have what has come since, if the last has left, after as many updates as a batch has parts."""
-        assert self._twin is not None
-        assert self._shard is not None
-        if self._twin.is_free() and self._shard.version - self._passed >= self.parts:
-            self._pass_on(marked=False)
+        Stream(self._desk, self._shard, self._rule, dealer, apply, halts, self._epoch).serve(everyone)
 
     def _apply(self, fit: Fit, parcel: Parcel, factor: float) -> None:
         """Update this server's slice by what a worker has sent."""
@@ -48,10 +41,7 @@ class AsynchronousEpochs(KeptTwice):
         def update() -> None:
             fit.begin_batch(step)
             with self.span("update"):
-                if ranges := self._epoch.lacking(parcel.head.step):
-                    shard.apply_in(ranges, parcel.body, factor)
-                else:
-                    shard.apply(parcel.body, factor)
+                shard.apply(parcel.body, factor)
             self.measured[: len(self.replica.metrics)] = parcel.measures
             fit.end_batch(step)
 

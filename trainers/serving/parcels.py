@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
 
-ASK, PUSH, REPLY, MEET, KEEP = 1, 2, 3, 4, 5  # tags
+ASK, PUSH, REPLY, MEET = 1, 2, 3, 4  # tags
 UNIT = 64  # bytes: messages are counted in them, so that no count passes a C int
 
 

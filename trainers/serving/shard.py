@@ -43,17 +43,6 @@ class Shard:
         replica.refresh()
         self.version += 1
 
-    def apply_in(self, ranges: Sequence[slice], gradients: np.ndarray, factor: float) -> None:
-        """As `apply`, in these ranges of the flat parameters alone; what an optimizer counts, it counts."""
-        names = "parameters", *self._replica.elementwise
-        before = {name: np.array(array) for name, array in self._replica.state().items() if name in names}
-        self.apply(gradients, factor)
-        after = {name: np.array(array) for name, array in self._replica.state().items()}
-        for name, kept in before.items():
-            for part in ranges:
-                kept[part] = after[name][part]
-        self._replica.load_state(after | before)
-
     def add_up(self, summands: Sequence[np.ndarray], share: float = 1.0) -> None:
         """Leave the sum of slices, divided by `share`, in the bound buffer; 16-bit floats are summed in float32."""
         total = self.gradients

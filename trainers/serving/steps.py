@@ -6,16 +6,18 @@ import numpy as np
 
 from allreduce.messages.agreement import all_values, combine
 from trainers.data import Batch
-from trainers.serving.copies import KeptTwice
 from trainers.serving.parcels import GRADIENTS, MEET, PUSH, WORK, Head
-from trainers.serving.parts import HOW_FAR
+from trainers.serving.parts import HOW_FAR, Parts
 from trainers.serving.rounds import collect
+from trainers.serving.trainer import ServedTrainer
 
 
-class StepsTogether(KeptTwice):
+class StepsTogether(ServedTrainer):
     """The part of a trainer that waits for all workers in every step. Attributes are set by whose part it is."""
 
+    _epoch: Parts
     _first = 0  # the steps before this epoch
+    _applied = False  # the step after `steps` has been taken here
     _collected: list[np.ndarray]  # this server's slices of the gradients of a step, until it is updated
 
     def _compute(self, batch: Batch | None) -> None:
@@ -58,8 +60,6 @@ class StepsTogether(KeptTwice):
         self._collected = [arrival.parcel.body for arrival in found.used]
         if self._survival is not None and len(self.servers) > 1:
             self._meet_servers()
-        if self._twin is not None:
-            self._twin.begin_update(self.steps)
         self._update_collected()
         reply = desk.parcel()
         reply.head = Head(WORK, self.steps + 1, shard.version)
@@ -67,16 +67,13 @@ class StepsTogether(KeptTwice):
         for arrival in found.used:
             desk.clear(arrival)
             desk.reply(reply, arrival.worker, whole=True)
-        if self._twin is not None:  # while the workers compute
-            self._pass_on(marked=True)
-            self._twin.meet()
 
     def note_step(self) -> None:
         super().note_step()
         self._applied, self._collected = False, []
 
     def _meet_servers(self) -> None:
-        """Wait until all servers have the gradients of this step, and what their twins had after the last one."""
+        """Wait until all servers have the gradients of this step."""
         others = [rank for rank in self.servers if rank != self.rank]
         nothing = np.empty(0, np.uint8)
         requests = [self._messages.Irecv(nothing, rank, MEET) for rank in others]
@@ -89,9 +86,9 @@ class StepsTogether(KeptTwice):
         with self.span("update"):
             self._shard.update()
         self._epoch.note(self.steps - self._first, 0)
-        self._applied, self._since = True, self.steps + 1
+        self._applied = True
 
-    # When a worker was lost, and servers have no twins
+    # When a worker was lost
 
     def _finish_step(self) -> None:
         """Servers wait for each other before they update: when one has done so, all have the gradients of that step."""

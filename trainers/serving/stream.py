@@ -23,15 +23,14 @@ class Stream:
     apply: updates the shard by what a worker has sent, with this factor of the learning rate; raises nothing.
     halts: whether this rank wants the epoch to end.
     epoch: what of it was done before, which is not applied again; the rest is noted there.
-    applied: is called when gradients were applied, and noted.
     """
 
     def __init__(
         self, desk: Desk, shard: Shard, rule: Rule, dealer: Dealer | None, apply: Apply, halts: Callable[[], bool],
-        epoch: Parts, applied: Callable[[], object] | None = None,
+        epoch: Parts,
     ) -> None:  # fmt: skip
         self._desk, self._shard, self._rule, self._dealer = desk, shard, rule, dealer
-        self._apply, self._halts, self._applied = apply, halts, applied
+        self._apply, self._halts = apply, halts
         self._epoch = epoch
         self._held: list[Arrival] = []  # gradients that would break the bound
         self._asked: deque[Arrival] = deque()  # workers that can't be dealt a part yet, the first first
@@ -54,12 +53,9 @@ class Stream:
                 continue
             else:
                 self._held.append(arrival)
-            applied = self._apply_what_may()
-            if applied:
+            if self._apply_what_may():
                 self._keep_waiting()
             self._answer_who_may()
-            if applied and self._applied is not None:
-                self._applied()
         self._epoch.cut_short = self._dealer is not None and self._dealer.cut_short
         self._desk.drain()
 

@@ -59,7 +59,7 @@ class ServedTrainer(Trainer):
         dtype = dtypes.parse(replica.gradient_dtype)
         self._gradients = np.zeros(replica.gradient_length, dtype)
         self._parameters = np.zeros(replica.gradient_length, dtype)
-        self._divide()
+        self._slices = [chunk(replica.gradient_length, len(servers), number) for number in range(len(servers))]
         self._desk: Desk | None = None
         self._client: Client | None = None
         self._shard: Shard | None = None
@@ -108,19 +108,10 @@ class ServedTrainer(Trainer):
         self.workers = tuple(places[rank] for rank in self.workers if rank in places)
         super()._reconnect(topology)
         self._take_part()
-        if self._goes_on_serving():
+        if self.workers and not self._lost_servers:
             measures, dtype, thread = self._serves
             self._lane = self._make_lane(thread) if thread else None
             self._meet(measures, dtype, thread)
-
-    def _divide(self) -> None:
-        """Cut the parameters into one slice a server. Local."""
-        servers = len(self.servers)
-        self._slices = [chunk(self._parameters.size, servers, number) for number in range(servers)]
-
-    def _goes_on_serving(self) -> bool:
-        """Whether those that are left are servers and workers enough; prepares for it. Local."""
-        return not self._lost_servers and bool(self.workers)
 
     def _restore(self) -> bool:
         """All ranks take on what the servers have. RankLostError on all ranks when no training can go on from it."""
@@ -293,7 +284,5 @@ def agree_on_arguments(
     if error is None and replica.tables:
         what = f"this {type(replica).__name__} has sparse gradients (of its {replica.tables[0].name})"
         error = ArgumentError(f"{what}, which servers have no place for; use MirroredTrainer or CentralStorageTrainer")
-    if error is None and on_failure == "replace":
-        error = ArgumentError(f'{row}: on_failure="replace" is for trainers whose ranks take every step together')
     error = error or refusal(on_failure, ranks, replica)
     ranks.agree([zlib.crc32(row.encode())], row, error)

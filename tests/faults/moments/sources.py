@@ -2,13 +2,12 @@
 
     mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.sources KIND SOURCE DIES
 
-KIND: "trainer", "replace", "optimizer". That of four ranks of number DIES is killed; later each writes its number in
+KIND: "trainer", "optimizer". That of four ranks of number DIES is killed; later each writes its number in
 the job into a parameter, once. Prints, on each rank, whose parameter all have in the end.
 """
 
 import json
 import sys
-import time
 from typing import Any
 
 from allreduce import Topology, ending
@@ -29,10 +28,6 @@ class Parting(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
-        renewal = self.trainer._survival.renewal
-        started, deadline = renewal and renewal._newcomers, time.monotonic() + 60
-        while started and not all(map(started._ready, started._new)) and time.monotonic() < deadline:
-            time.sleep(0.01)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if (self.epoch, batch) == (1, 1) and ending.here()[0] == self.dies:
@@ -46,11 +41,11 @@ class Parting(Callback):
             self.left = float(self.trainer.replica.parameters[-1])
 
 
-def trained(source: int, dies: int, on_failure: str) -> dict[str, Any]:
+def trained(source: int, dies: int) -> dict[str, Any]:
     ranks = Topology()
     parting = Parting(dies)
     check = CheckDivergence(every=1, on_divergence="copy", source=source)
-    with MirroredTrainer(network(0), topology=ranks, on_failure=on_failure) as trainer:
+    with MirroredTrainer(network(0), topology=ranks, on_failure="continue") as trainer:
         trainer.fit(*data(), EPOCHS, BATCH, callbacks=[check, parting], progress=False)
         return {"left": parting.left, "copies": check.copies, "ranks": trainer.size}
 
@@ -79,10 +74,7 @@ def optimized(source: int, dies: int) -> dict[str, Any]:
 
 
 def main(kind: str, source: str, dies: str) -> None:
-    if kind == "optimizer":
-        came = optimized(int(source), int(dies))
-    else:
-        came = trained(int(source), int(dies), "replace" if kind == "replace" else "continue")
+    came = (optimized if kind == "optimizer" else trained)(int(source), int(dies))
     came["number"] = ending.here()[0]
     print(json.dumps(came), flush=True)
 

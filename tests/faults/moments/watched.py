@@ -1,7 +1,6 @@
 """One rank of a training with all shipped callbacks, in which the rank of number DIES is killed in epoch 2.
 
     mpirun --with-ft ulfm -n 3 python -m tests.faults.moments.watched continue DIES FOLDER
-    mpirun --with-ft ulfm -n 3 python -m tests.faults.moments.watched replace DIES FOLDER [injected]
     mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.watched standby DIES FOLDER [injected]
 
 With `injected`, a callback raises an error on the rank that has joined. Each rank prints what came of its fit, and what
@@ -9,15 +8,13 @@ one rank alone comes to.
 """
 
 import json
-import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
 
-from allreduce import Topology, ending, newcomers, spares
+from allreduce import Topology, ending, spares
 from trainers import MirroredTrainer
 from trainers.callbacks import (
     Callback,
@@ -42,7 +39,7 @@ class InjectedError(Exception):
 
 
 class Story(Callback):
-    """Kills a rank, has the others wait for the one that is started, and notes the learning rates of each epoch."""
+    """Kills a rank, and notes the learning rates of each epoch."""
 
     def __init__(self, dies: int, injected: bool) -> None:
         self.dies, self.injected = dies, injected
@@ -54,10 +51,6 @@ class Story(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
-        renewal = self.trainer._survival and self.trainer._survival.renewal
-        started, deadline = renewal and renewal._newcomers, time.monotonic() + 60
-        while started and not all(map(started._ready, started._new)) and time.monotonic() < deadline:
-            time.sleep(0.01)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if (self.epoch, batch) == (1, 2) and ending.here()[0] == self.dies:
@@ -103,25 +96,12 @@ def main(way: str, dies: str, folder: str, *injected: str) -> None:
         ranks = spares.man(ranks, 1)
     if ranks is None:
         return
-    if not newcomers.started():
-        os.environ.update(WATCHED_SECRET="1", WATCHED_NAMED="1", OMP_WATCHED="1", **{newcomers.MORE: "WATCHED_N*"})
-    late = newcomers.started() or isinstance(ranks, spares.Joining)
-    on_failure = "replace" if way == "replace" else "continue"
-    came = fitted(ranks, Path(folder), Story(int(dies), bool(injected)), "ranks", on_failure=on_failure)
+    late = isinstance(ranks, spares.Joining)
+    came = fitted(ranks, Path(folder), Story(int(dies), bool(injected)), "ranks", on_failure="continue")
     alone = Path(folder) / f"alone {ending.here()[0]}"
     alone.mkdir()
     came["alone"] = fitted(Topology(MPI.COMM_SELF), alone, Story(-1, False), 3)
-    print(
-        json.dumps(
-            came
-            | {
-                "environment": sorted(name for name in os.environ if "WATCHED" in name),
-                "late": late,
-                "number": ending.here()[0],
-            }
-        ),
-        flush=True,
-    )
+    print(json.dumps(came | {"late": late, "number": ending.here()[0]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -71,15 +71,13 @@ def _made(plan: Plan, topology: Topology | None) -> Trainer:
     replica = model.replica(plan)
     options: dict[str, Any] = {"copies": plan.copies} if plan.copies > 1 else {}
     options["on_failure"] = "continue" if plan.goes_on else "stop"
-    if plan.program == "replacement":
-        options["on_failure"] = "replace"
     if plan.program == "central storage":
         return CentralStorageTrainer(replica, topology, **options)
     if plan.program == "spare replicas":
         return SpareReplicasTrainer(replica, topology, spare=plan.spares, **options)
-    if plan.program in ("synchronous servers", "synchronous twin servers"):
+    if plan.program == "synchronous servers":
         return ParameterServerTrainer(replica, topology, servers=plan.servers, updates="sync", **options)
-    if plan.program in ("asynchronous servers", "asynchronous twin servers"):
+    if plan.program == "asynchronous servers":
         return ParameterServerTrainer(replica, topology, servers=plan.servers, max_staleness=8, **options)
     update = "sharded" if plan.program == "sharded" else "replicated"
     return MirroredTrainer(replica, plan.backend, topology, update=update, **options)

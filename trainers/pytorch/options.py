@@ -19,7 +19,7 @@ from trainers import divergence, finite, twins
 from trainers.backends import UPDATES, compression_twice
 from trainers.divergence import MAJORITY
 from trainers.pytorch import sharded
-from trainers.pytorch.ownership import owner_of
+from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
 from trainers.replicas.pytorch.tensors import DTYPES
 

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import notices
 from allreduce.ending import world_ranks
-from allreduce.errors import ClosedError, OptionError
+from allreduce.errors import ClosedError, OptionError, UnavailableError
 from allreduce.messages.agreement import all_values, combine, known
 from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
+from allreduce.wrappers.background import crowded
+from trainers.replicas.pytorch.devices import Host
 
 if TYPE_CHECKING:
-    from trainers.pytorch.averaging import Averager
+    from trainers.pytorch.reducer import Averager
+
 
 DROPPED = (
     "the MirroredOptimizer of this model was dropped without close(), so its gradients are averaged no longer; "
@@ -188,3 +192,26 @@ def family_of(topology: Topology | None) -> Family:
     elif topology is None:
         base.close()
     return _families[key]
+
+
+def lane_of(family: Family, topology: Topology, overlap: bool | str, device: Host) -> tuple[Lane, bool]:
+    """What runs an optimizer's calls, and whether it does so in a thread while backward goes on. Collective.
+
+    No thread where it does not pay or can't be had. While a GPU computes the host's threads have nothing to do.
+    """
+    pays = overlap if overlap != "auto" else device.kind == "cuda" or _overlap_pays(topology)
+    if topology.size > 1 and pays:
+        try:
+            return family.lane(threaded=True), True
+        except UnavailableError as error:
+            notices.once(topology.rank, f"gradients are reduced after backward, not during it: {error}")
+    return family.lane(threaded=False), False
+
+
+def _overlap_pays(topology: Topology) -> bool:
+    """Whether reducing during backward is likely to be faster.
+
+    Across nodes most of it is waiting for the network, which costs backward nothing. Within a node it is
+    memory traffic and polling, for which there should be a core that nobody computes on.
+    """
+    return topology.nodes > 1 or not crowded(topology)

@@ -11,28 +11,29 @@ from mpi4py import MPI
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from allreduce import create
+from allreduce import create, notices
 from allreduce.base import AllReduce, Recipe
+from allreduce.messages import losses
 from allreduce.messages.agreement import everywhere, together
 from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
 from trainers.backends import backend_for, connected_nccl
-from trainers.pytorch import checks, choices
-from trainers.pytorch.averaging import AVERAGED, SCATTERED, Averager
-from trainers.pytorch.broadcast import broadcast_state, broadcast_tensors, compare
-from trainers.pytorch.buffers import own_gpu
-from trainers.pytorch.family import DROPPED, Family
-from trainers.pytorch.forwards import Forwards, OnForward
-from trainers.pytorch.gradient_check import GradientCheck
-from trainers.pytorch.kernels import Kernels
-from trainers.pytorch.placement import AfterLoading
-from trainers.pytorch.sharded import ShardedOptimizer
+from trainers.pytorch import optimizer_group
+from trainers.pytorch.buckets import own_gpu
+from trainers.pytorch.hooks import Forwards, OnForward
+from trainers.pytorch.optimizer_group import DROPPED, Family
+from trainers.pytorch.options import Options, copies_of_all, describe, options_together, sort
+from trainers.pytorch.reducer import AVERAGED, SCATTERED, Averager
+from trainers.pytorch.report import TracedClock
+from trainers.pytorch.sharded import AfterLoading, Kernels, ShardedOptimizer
 from trainers.pytorch.sparse import SparseGradients, sparse_parameters, tell
-from trainers.pytorch.tracing import TracedClock
+from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
+from trainers.pytorch.step_checks import GradientCheck
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
+from trainers.twins import NOT_KEPT
 
 MIB = 1 << 20
 
@@ -56,9 +57,7 @@ class Parts(NamedTuple):
     local: ExitStack
 
 
-def make(
-    optimizer: Optimizer, model: torch.nn.Module, options: checks.Options, topology: Topology, family: Family
-) -> Parts:
+def make(optimizer: Optimizer, model: torch.nn.Module, options: Options, topology: Topology, family: Family) -> Parts:
     """Check the arguments, give all ranks rank 0's model and state, and make the parts. Collective.
 
     family: gets a new member. Raises on all ranks, before anything is changed, as MirroredOptimizer says.
@@ -83,7 +82,7 @@ def drop(family: Family, averager: Averager, made: ExitStack) -> None:
 def _make(
     optimizer: Optimizer,
     model: torch.nn.Module,
-    options: checks.Options,
+    options: Options,
     topology: Topology,
     family: Family,
     made: ExitStack,
@@ -92,9 +91,9 @@ def _make(
     comm = topology.private()
     made.callback(family.leave, family.enter(comm))
     made.callback(topology.release, comm)
-    checks.options_together(comm, optimizer, model, options)
-    trained, frozen = checks.sort(optimizer, model)
-    compare(comm, checks.describe(optimizer, model))
+    options_together(comm, optimizer, model, options)
+    trained, frozen = sort(optimizer, model)
+    compare(comm, describe(optimizer, model))
     tell(comm.rank, optimizer, model, trained)
     device = devices.device_of(trained.values())
     backend = together(comm, partial(_backend, options, topology, device))
@@ -104,7 +103,7 @@ def _make(
     if options.trace is not None:
         backend = traced = Traced(topology, inner=backend, trace=options.trace)
         made.callback(traced.close)
-    lane, during = choices.lane_of(family, topology, options.overlap, device)
+    lane, during = optimizer_group.lane_of(family, topology, options.overlap, device)
     made.callback(lane.abandon)
     if comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
@@ -120,8 +119,8 @@ def _make(
     kernels, sharded = Kernels(optimizer, comm), None
     if options.update == "sharded" and dense:
         assert isinstance(backend, TwoPhase)
-        together(comm, partial(checks.copies_of_all, options, averager.sparse.names))
-        copies = choices.copies_kept(topology, options.copies)
+        together(comm, partial(copies_of_all, options, averager.sparse.names))
+        copies = copies_kept(topology, options.copies)
         sharded = ShardedOptimizer(optimizer, averager, backend, comm, kernels, copies)
         made.callback(sharded.close)
         local.callback(sharded.let_go)
@@ -143,7 +142,7 @@ def _make(
     return Parts(backend, averager, kernels, sharded, trained, frozen, made, local)
 
 
-def _backend(options: checks.Options, topology: Topology, device: Host) -> AllReduce:
+def _backend(options: Options, topology: Topology, device: Host) -> AllReduce:
     given = options.allreduce
     if isinstance(given, Recipe):
         return create(given.name, topology, **given.options)
@@ -162,7 +161,7 @@ def _averager(
     lane: Lane,
     comm: MPI.Intracomm,
     during: bool,
-    options: checks.Options,
+    options: Options,
     device: Host,
 ) -> Averager:
     reduce: Callable[[np.ndarray], object] = partial(backend, op="mean")
@@ -185,3 +184,22 @@ def _averager(
         device=device,
         bucket_bytes=(options.bucket_mb[0] * MIB, options.bucket_mb[1] * MIB),
     )
+
+
+def copies_kept(topology: Topology, copies: int) -> int:
+    """How many ranks have each slice of a sharded update. Local. copies: as many were asked for."""
+    if copies == 2 and not losses.in_force():
+        notices.once(topology.rank, NOT_KEPT)
+        return 1
+    return copies
+
+
+def tell_threads(topology: Topology) -> None:
+    """A notice when the ranks of a node compute with more threads than it has cores."""
+    cores, threads = topology.cores, torch.get_num_threads()
+    if topology.node_size > 1 and topology.node_size * threads > max(cores, topology.node_size):
+        notices.once(
+            topology.rank,
+            f"{topology.node_size} ranks compute with {threads} threads each on {cores} cores, so they slow each "
+            f"other; set OMP_NUM_THREADS={max(1, cores // topology.node_size)} or torch.set_num_threads",
+        )

@@ -11,8 +11,8 @@ from allreduce.messages.agreement import known, wait_for
 from trainers import finite
 from trainers.errors import NotFiniteError
 from trainers.finite import Findings, Place
-from trainers.pytorch.buffers import Memory
-from trainers.pytorch.forwards import Forwards
+from trainers.pytorch.buckets import Memory
+from trainers.pytorch.hooks import Forwards
 from trainers.pytorch.sparse import SparseGradients
 from trainers.replicas.pytorch.tensors import numpy_dtype
 

@@ -1,0 +1,259 @@
+"""Pure arithmetic: where each parameter's gradient lies in the flat buffers, and how buffers fall into buckets."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allreduce import notices
+from allreduce.arrays import gpu
+from allreduce.base import AllReduce
+from allreduce.errors import OptionError
+from trainers.replicas.pytorch.devices import Host
+from trainers.replicas.pytorch.tensors import TORCH, as_tensor
+
+ALIGN_BYTES = 64  # every gradient begins at a cache line
+
+
+class Slot(NamedTuple):
+    """The place of one parameter: elements [start, stop) of its dtype's buffer."""
+
+    parameter: int  # its index in the order of the model
+    start: int
+    stop: int
+
+
+class Bucket(NamedTuple):
+    """A contiguous part [start, stop) of one buffer, reduced on its own."""
+
+    dtype: str
+    start: int
+    stop: int
+    slots: tuple[Slot, ...]
+
+
+def plan(
+    parameters: Sequence[tuple[int, str, int]], first_bytes: float, bucket_bytes: float
+) -> tuple[list[Bucket], dict[str, int]]:
+    """The buckets, in the order in which they are reduced, and the length of each dtype's buffer.
+
+    parameters: (number of elements, dtype, bytes of an element) in the order of the model. Gradients come
+        roughly from the last parameter to the first, so this is the order in which they are laid out.
+    first_bytes, bucket_bytes: a bucket of a dtype is complete once it holds this much. And the last one holds
+        no more than first_bytes, where parameters allow: nothing is left to hide its reduction behind.
+    """
+    done: list[Bucket] = []
+    opened: dict[str, list[Slot]] = {}
+    lengths: dict[str, int] = {}
+    limits: dict[str, float] = {}
+    left: dict[str, int] = {}  # bytes of a dtype that are not in a bucket yet
+    for size, dtype, itemsize in parameters:
+        left[dtype] = left.get(dtype, 0) + size * itemsize
+    for index in reversed(range(len(parameters))):
+        size, dtype, itemsize = parameters[index]
+        slots = opened.setdefault(dtype, [])
+        start = _aligned(slots[-1].stop if slots else lengths.get(dtype, 0), itemsize)
+        slots.append(Slot(index, start, start + size))
+        left[dtype] -= size * itemsize
+        full = (slots[-1].stop - slots[0].start) * itemsize >= limits.get(dtype, first_bytes)
+        if full or 0 < left[dtype] <= first_bytes < left[dtype] + size * itemsize:
+            limits[dtype] = bucket_bytes
+            _complete(dtype, opened.pop(dtype), lengths, done)
+    for dtype, slots in opened.items():
+        _complete(dtype, slots, lengths, done)
+    return done, lengths
+
+
+def _complete(dtype: str, slots: list[Slot], lengths: dict[str, int], done: list[Bucket]) -> None:
+    bucket = Bucket(dtype, slots[0].start, slots[-1].stop, tuple(slots))
+    lengths[dtype] = bucket.stop
+    done.append(bucket)
+
+
+def _aligned(start: int, itemsize: int) -> int:
+    step = max(1, ALIGN_BYTES // itemsize)
+    return -(-start // step) * step
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of the buffer of `dtype`, all of one parameter, of whose memory `offset` is the first."""
+
+    parameter: int
+    dtype: str
+    start: int
+    stop: int
+    offset: int
+
+
+def pieces(
+    buckets: Sequence[Bucket], owned: Sequence[slice], step: int, cuts: Sequence[Sequence[int]] | None = None
+) -> list[Piece]:
+    """What one rank updates: its own part of each bucket, cut at the parameters' borders and into blocks.
+
+    owned: for each bucket the slice that this rank finishes, counted from the bucket's start.
+    step: the largest number of elements in a piece.
+    cuts: for each bucket further places to cut at, counted from its start: where any rank's own part begins.
+        Nodes of different size own different parts of the same bucket; a kernel that treats the last elements
+        of a piece in another way than the others gives all of them the same bits only if all pieces are alike.
+    """
+    result = []
+    for bucket, mine, inside in zip(buckets, owned, cuts or [()] * len(buckets), strict=True):
+        begin, end = bucket.start + mine.start, bucket.start + mine.stop
+        borders = sorted({begin, end, *(bucket.start + at for at in inside if mine.start < at < mine.stop)})
+        for slot in bucket.slots:
+            for low, high in pairwise(borders):
+                low, high = max(low, slot.start), min(high, slot.stop)
+                for at in range(low, high, step):
+                    result.append(Piece(slot.parameter, bucket.dtype, at, min(at + step, high), at - slot.start))
+    return result
+
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A part of flat memory.
+
+    array: for the backend, NumPy's or CuPy's. tensor: the same memory; or, where the backend works on the host and the
+        model is on a GPU, memory there, which is staged through the array. staged: that, as a tensor; else None.
+    alone: on one rank, whose backend changes nothing, so that nothing is staged for it.
+    """
+
+    array: Any
+    tensor: Tensor
+    staged: Tensor | None
+    alone: bool = field(default=False, kw_only=True)
+
+    def part(self, start: int, stop: int) -> "Flat":
+        span = slice(start, stop)
+        staged = None if self.staged is None else self.staged[span]
+        return Flat(self.array[span], self.tensor[span], staged, alone=self.alone)
+
+    def through(self, work: Callable[[Any], object], reads: slice = ALL, writes: slice = ALL) -> None:
+        """Do `work(array)`, which reads and writes these elements. The host waits for copies, and for no other work."""
+        if self.staged is None or self.alone:
+            work(self.array)
+            return
+        self.staged[reads].copy_(self.tensor[reads])
+        work(self.array)
+        self.tensor[writes].copy_(self.staged[writes])
+
+    def fetched(self) -> Any:
+        """The array, with what the tensor has."""
+        if self.staged is not None:
+            self.staged.copy_(self.tensor)
+        return self.array
+
+
+@dataclass(frozen=True)
+class Memory(Flat):
+    """A bucket and its memory."""
+
+    bucket: Bucket
+
+
+def flat(backend: AllReduce, length: int, dtype: str, device: Host) -> Flat:
+    """Zeroed flat memory, on the device, and where the backend reduces without a copy. As collective as `allocate`."""
+    if device.kind == "cpu":
+        array = backend.allocate(length, dtype, "cpu")
+        return Flat(array, as_tensor(array, TORCH[dtype]), None)
+    with own_gpu(device):
+        array = backend.allocate(length, dtype)
+        tensor = as_tensor(array, TORCH[dtype])
+        if gpu.is_gpu_array(array):
+            _same_gpu(tensor, device, backend)
+            return Flat(array, tensor, None)
+        alone = backend.size == 1
+        if not alone:
+            notices.once(backend.rank, STAGED.format(backend.name))
+        return Flat(array, torch.zeros(length, dtype=TORCH[dtype], device=device.device), tensor, alone=alone)
+
+
+@contextmanager
+def own_gpu(device: Host) -> Iterator[None]:
+    """Inside, what a backend makes is on the model's GPU, and it goes on to take that for this rank's."""
+    with device.current():
+        gpu.keep_device(device.device.index)
+        yield
+
+
+STAGED = (
+    'the model is on a GPU and the backend "{}" works on the host: gradients are copied there and back; '
+    'allreduce="nccl" reduces them where they are'
+)
+
+
+def _same_gpu(tensor: Tensor, device: Host, backend: AllReduce) -> None:
+    if tensor.device != device.device:
+        raise OptionError(
+            f"the model is on {device.device}, and {backend.name!r} is on {tensor.device} already; call "
+            f"torch.cuda.set_device({device.device.index}) first of all"
+        )
+
+
+def allocate(
+    backend: AllReduce, buckets: list[Bucket], lengths: dict[str, int], device: Host
+) -> tuple[dict[str, Tensor], list[Memory]]:
+    """The buffers, flat tensors by dtype, and each bucket's part of one. As collective as the backend's `allocate`.
+
+    buckets, lengths: as `layout.plan` gives them.
+    """
+    flats = {dtype: flat(backend, length, dtype, device) for dtype, length in lengths.items()}
+    parts = [(flats[each.dtype].part(each.start, each.stop), each) for each in buckets]
+    memories = [Memory(part.array, part.tensor, part.staged, bucket, alone=part.alone) for part, bucket in parts]
+    return {dtype: each.tensor for dtype, each in flats.items()}, memories
+
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
+
+
+class Marks:
+    """One element of each parameter's gradient, where this rank does not own all of it.
+
+    After a reduce_scatter the elements that a rank does not own mean nothing, so a large number can be put into them.
+    An edit of a whole gradient changes it, and a norm of it is so large that clipping by it is such an edit. Every
+    element has ranks that do not own it, so an edit on all ranks is noticed by some. On the CPU only: looking would
+    make the host wait for a GPU.
+
+    flats: the gradients by dtype. owned: for each bucket of `plan` what this rank owns.
+    """
+
+    def __init__(
+        self, flats: Mapping[str, Tensor], plan: Sequence[Bucket], owned: Sequence[slice], device: Host
+    ) -> None:
+        self._places: list[tuple[np.ndarray, np.ndarray, int]] = []  # memory as integers, indices, value
+        if device.kind != "cpu":
+            return
+        found: dict[str, list[int]] = {dtype: [] for dtype in flats}
+        for bucket, mine in zip(plan, owned, strict=True):
+            begin, end = bucket.start + mine.start, bucket.start + mine.stop
+            for slot in bucket.slots:
+                if slot.start == slot.stop:
+                    continue
+                if slot.start < begin:
+                    found[bucket.dtype].append(slot.start)
+                elif slot.stop > end:
+                    found[bucket.dtype].append(slot.stop - 1)
+        for dtype, flat in flats.items():
+            integers = BITS[flat.element_size()]
+            mark = torch.tensor(torch.finfo(flat.dtype).max / 3, dtype=flat.dtype).view(integers).item()
+            self._places.append((flat.view(integers).numpy(), np.array(found[dtype], np.intp), int(mark)))
+
+    def put(self) -> None:
+        """Gradients are scattered now. Local."""
+        for memory, places, mark in self._places:
+            memory[places] = mark
+
+    def there(self) -> bool:
+        """Whether they are as they were put. Local."""
+        return all(bool((memory[places] == mark).all()) for memory, places, mark in self._places)
+
+    def clear(self) -> None:
+        """Let go of the memory. Local."""
+        self._places.clear()
