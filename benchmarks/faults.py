@@ -8,20 +8,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the fault framework of this checkout; the exit code."""
-    if not (TESTS / "faults" / "__main__.py").exists():
-        print(
-            f"benchmarks.faults: error: there is no {TESTS / 'faults'}: faults are injected by the tests, which are in "
-            "a checkout of the repository and not in the wheel; run it there",
-            file=sys.stderr,
+    if not (ROOT / "tests" / "faults").exists():
+        told = (
+            f"there is no {ROOT / 'tests' / 'faults'}; the wheel has no tests: run this in a checkout of the repository"
         )
+        print(f"benchmarks.faults: error: {told}", file=sys.stderr)
         return 2
-    sys.path.insert(0, str(TESTS))
-    return int(importlib.import_module("faults.__main__").main(arguments))
+    sys.path.insert(0, str(ROOT))
+    return int(importlib.import_module("tests.faults.__main__").main(arguments))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .plans import DISAGREEMENTS, EPOCHS, IN_TWO, PROGRAMS, STEPS, Fault, Plan
+from tests.faults.plans import DISAGREEMENTS, EPOCHS, IN_TWO, PROGRAMS, STEPS, Fault, Plan
 
 # Places in the code of the rank that is lost: before, in the middle of, and after them. See `points`.
 REDUCE_POINTS = ("call", "reduce", "middle of a reduction", "end of a step")

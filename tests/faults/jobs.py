@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from . import ROOT, notes
-from .plans import OUTSIDE, Fault, Plan
+from tests import launch
+from tests.faults import notes
+from tests.faults.plans import OUTSIDE, Fault, Plan
 
 RANK = "tests.faults.rank"  # what each rank runs
 LOOK_SECONDS = 0.001
@@ -47,7 +48,7 @@ def run(plan: Plan, folder: Path, limit: float) -> Ended:
             stdout=output,
             stderr=subprocess.STDOUT,
             env=_variables(temporary),
-            cwd=ROOT,
+            cwd=launch.ROOT,
             start_new_session=True,
         )
         try:

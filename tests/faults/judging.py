@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from . import notes
-from .jobs import Ended
-from .plans import BATCH, DISAGREEMENTS, EPOCHS, KINDS, ROWS, TOLD_SECONDS, Fault, Plan
-from .programs import model
+from tests.faults import notes
+from tests.faults.jobs import Ended
+from tests.faults.plans import BATCH, DISAGREEMENTS, EPOCHS, KINDS, ROWS, TOLD_SECONDS, Fault, Plan
+from tests.faults.programs import model
 
 SURVIVED, REFUSED, ORDERLY, HUNG, WRONG, OF_MPI, ENDED = OUTCOMES = (
     "survived", "refused", "orderly", "hung", "wrong", "MPI's own", "ended",

@@ -200,7 +200,7 @@ DISAGREEMENTS = {
 
 
 # Faults that are not left to chance: one run of each kind, and of moments that a loss may come at.
-# tests/test_faults.py runs those of SHORT; python -m tests.faults --scenarios all of them.
+# tests/faults/test_faults.py runs those of SHORT; python -m tests.faults --scenarios all of them.
 
 SCENARIOS = {
     "stop": Plan(1, 2, goes_on=False, faults=(Fault("stop", 1, turn=10, delay=2.5),)),

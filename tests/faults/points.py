@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from .notes import Notes
-from .plans import START, Fault, Plan
+from tests.faults.notes import Notes
+from tests.faults.plans import START, Fault, Plan
 
 PROGRAMS = f"{__package__}.programs"
 # The owner of a method or function, and its name. Of a class also the same method of those that inherit from it.

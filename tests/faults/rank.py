@@ -14,10 +14,9 @@ import sys
 from pathlib import Path
 
 from allreduce import Topology, registry
-
-from . import points
-from .notes import Notes
-from .plans import Plan
+from tests.faults import points
+from tests.faults.notes import Notes
+from tests.faults.plans import Plan
 
 
 def main(folder: Path) -> None:

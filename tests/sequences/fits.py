@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from models import CLASSES, FEATURES
 
+from tests.sequences.models import CLASSES, FEATURES
 from trainers.callbacks import Callback
 from trainers.checkpoints import Checkpoint
 from trainers.data import order

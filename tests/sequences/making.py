@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from calls import Calls, FailureError, Folder, Side
-from models import OPTIMIZERS, Model, State, numpy_network
 from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import UnavailableError
 from allreduce.messages import losses
+from tests.sequences.calls import Calls, FailureError, Folder, Side
+from tests.sequences.models import OPTIMIZERS, Model, State, numpy_network
 from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.base import Trainer
 

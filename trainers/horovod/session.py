@@ -15,6 +15,12 @@ from trainers.horovod import timeline
 from trainers.horovod.calls import Members
 from trainers.horovod.errors import ArgumentError, NotInitializedError, ProcessSetError
 
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+__all__ += ["init", "is_initialized", "shutdown", "start_timeline", "stop_timeline"]
+__all__ += ["cross_rank", "cross_size", "is_homogeneous", "local_rank", "local_size", "rank", "size"]
+__all__ += ["ccl_built", "cuda_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built", "rocm_built"]
+__all__ += ["gloo_enabled", "gpu_available", "mpi_enabled", "mpi_threads_supported"]
+
 
 class ProcessSet:
     """Some of the ranks, perhaps this one among them.

@@ -13,11 +13,10 @@ import torch
 from mpi4py import MPI
 
 from allreduce import Topology
+from tests.faults.moments.copies import Dying
+from tests.faults.moments.training import BATCH, Deaths, data
 from trainers import CentralStorageTrainer, MirroredTrainer
 from trainers.replicas.pytorch import TorchReplica
-
-from .copies import Dying
-from .training import BATCH, Deaths, data
 
 EPOCHS = 3
 

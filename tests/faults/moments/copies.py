@@ -16,10 +16,9 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from allreduce.errors import RankLostError
+from tests.faults.moments.training import BATCH, EPOCHS, ROWS, data, die, network
 from trainers import CentralStorageTrainer, MirroredTrainer, sharded, twins
 from trainers.callbacks import Callback
-
-from .training import BATCH, EPOCHS, ROWS, data, die, network
 
 BATCHES = ROWS // BATCH
 STEP = BATCHES + 1  # in which they die: the first after an edit

@@ -12,9 +12,8 @@ import sys
 from typing import Any
 
 from allreduce import Topology, spares
+from tests.faults.moments.training import Deaths, die, trained
 from trainers import CentralStorageTrainer, Checkpoint
-
-from .training import Deaths, die, trained
 
 WORKING = 3
 

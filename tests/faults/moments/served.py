@@ -13,9 +13,8 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from allreduce.errors import RankLostError
+from tests.faults.moments.training import BATCH, EPOCHS, Deaths, data, die, network
 from trainers import MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
-
-from .training import BATCH, EPOCHS, Deaths, data, die, network
 
 Moment = tuple[str, int, int]
 

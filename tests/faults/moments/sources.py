@@ -12,10 +12,9 @@ from typing import Any
 
 from allreduce import Topology, ending
 from allreduce.errors import RankLostError
+from tests.faults.moments.training import BATCH, data, die, network
 from trainers import MirroredTrainer
 from trainers.callbacks import Callback, CheckDivergence
-
-from .training import BATCH, data, die, network
 
 EPOCHS = 5
 

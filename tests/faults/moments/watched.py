@@ -15,6 +15,7 @@ from typing import Any
 from mpi4py import MPI
 
 from allreduce import Topology, ending, spares
+from tests.faults.moments.training import BATCH, data, die, network
 from trainers import MirroredTrainer
 from trainers.callbacks import (
     Callback,
@@ -27,8 +28,6 @@ from trainers.callbacks import (
     TensorBoard,
     Timeline,
 )
-
-from .training import BATCH, data, die, network
 
 EPOCHS = 12
 JOINED = 3  # the number of the rank that joins

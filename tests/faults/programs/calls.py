@@ -6,9 +6,8 @@ from typing import Any
 from allreduce import Topology, create
 from allreduce.messages import losses
 from allreduce.messages.agreement import all_values
-
-from ..notes import Notes, members
-from ..plans import STEPS, Plan
+from tests.faults.notes import Notes, members
+from tests.faults.plans import STEPS, Plan
 
 LENGTHS = (1, 1000, 70_000)
 

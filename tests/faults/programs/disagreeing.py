@@ -6,15 +6,14 @@ from typing import Any
 import numpy as np
 
 from allreduce import Topology, create
+from tests.faults.notes import Notes
+from tests.faults.plans import BATCH, DISAGREEMENTS, EPOCHS, STEPS, Fault, Plan
+from tests.faults.programs import model
 from trainers import MirroredTrainer
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.watching.callback import Callback
 from trainers.watching.check_divergence import CheckDivergence
 from trainers.watching.check_gradients import CheckGradients
-
-from ..notes import Notes
-from ..plans import BATCH, DISAGREEMENTS, EPOCHS, STEPS, Fault, Plan
-from . import model
 
 LENGTH = 5000
 

@@ -9,12 +9,11 @@ import torch
 
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
+from tests.faults.notes import Notes, members
+from tests.faults.plans import BATCH, STEPS, Plan
+from tests.faults.programs import model
 from trainers.data import Batches
 from trainers.pytorch import MirroredOptimizer
-
-from ..notes import Notes, members
-from ..plans import BATCH, STEPS, Plan
-from . import model
 
 FILE = "checkpoint.pt"
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from tests.faults.plans import BATCH, EPOCHS, ROWS, Plan
 from trainers import datasets
 from trainers.data import Batches
 from trainers.replica import Replica
 from trainers.replicas.numpy.network import NumpyNetwork
-
-from ..plans import BATCH, EPOCHS, ROWS, Plan
 
 SIZES = (64, 32, 10)
 RATES = {"momentum": 0.02, "adam": 0.002}

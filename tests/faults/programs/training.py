@@ -8,6 +8,9 @@ import numpy as np
 from allreduce import spares
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
+from tests.faults.notes import Notes, members
+from tests.faults.plans import BATCH, BETWEEN, EPOCHS, ROWS, Plan
+from tests.faults.programs import model
 from trainers import (
     CentralStorageTrainer,
     Checkpoint,
@@ -21,10 +24,6 @@ from trainers.replica import Replica
 from trainers.watching.callback import Callback
 from trainers.watching.check_gradients import CheckGradients
 from trainers.watching.history import History
-
-from ..notes import Notes, members
-from ..plans import BATCH, BETWEEN, EPOCHS, ROWS, Plan
-from . import model
 
 ALONE_HAVE_A_PART = ("sharded", "central storage")  # programs in which only a fit goes on without a rank
 

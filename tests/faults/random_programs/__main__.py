@@ -29,9 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import launch
-
-from . import making
+from tests import launch
+from tests.faults.random_programs import making
 
 OUTCOMES = ("right", "named", "refused", "raw", "wrong", "hang")
 BAD = ("refused", "raw", "wrong", "hang")

@@ -23,12 +23,9 @@ from allreduce.errors import AllReduceError
 # isort: split
 from mpi4py import MPI
 
-from .. import ROOT
-from . import making
-from .making import ENDINGS, Call, Program
-
-sys.path.insert(0, str(ROOT / "tests" / "ranks"))
-from hosts import Hosts
+from tests.faults.random_programs import making
+from tests.faults.random_programs.making import ENDINGS, Call, Program
+from tests.ranks.hosts import Hosts
 
 HUNG = 86  # the exit code of a rank that has waited longer than the limit
 
