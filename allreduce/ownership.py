@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from allreduce.messages import losses
-from allreduce.messages.agreement import everywhere, place_of, waiting, watched
-from allreduce.messages.board import Board
-from allreduce.messages.kept import free_later
-from allreduce.messages.notes import Wait
-from allreduce.messages.watch import Watch
+from allreduce.engine.consistency import Board
+from allreduce.health.stall import Watch
+from allreduce.transport import ulfm
+from allreduce.transport.control import everywhere, place_of, waiting, watched
+from allreduce.transport.deferred_free import free_later
+from allreduce.transport.wait import Wait
 
 
 class Closeable(Protocol):
@@ -98,7 +98,7 @@ class Owner:
                 self.board.take_back(parts)
                 for comm in [each for each in reversed(self._owned) if each not in owned]:
                     self.release(comm)
-            elif losses.lost(error) is not None:
+            elif ulfm.lost(error) is not None:
                 self._users = users  # what is half made can't be abandoned
             raise
 
@@ -108,7 +108,7 @@ class Owner:
         From then on all their calls raise RankLostError, but `finished`, `survivors` and `abandon`. A RankLostError
         was raised after this was done. Parts of `split(on_error="part")` go on. Without ULFM nothing happens.
         """
-        if losses.in_force() and not self.closed:
+        if ulfm.in_force() and not self.closed:
             self.watch.lose()
 
     def _revoke(self) -> None:

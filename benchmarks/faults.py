@@ -14,9 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the fault framework of this checkout; the exit code."""
     if not (ROOT / "tests" / "faults").exists():
-        told = (
-            f"there is no {ROOT / 'tests' / 'faults'}; the wheel has no tests: run this in a checkout of the repository"
-        )
+        told = f"there is no {ROOT / 'tests' / 'faults'}; run this in a checkout, since the wheel has no tests"
         print(f"benchmarks.faults: error: {told}", file=sys.stderr)
         return 2
     sys.path.insert(0, str(ROOT))

@@ -6,21 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.messages.agreement import everywhere
 from allreduce.topology import Topology
-from trainers.base import Trainer
+from allreduce.transport.control import everywhere
 from trainers.data import Batches
 from trainers.errors import ArgumentError
-from trainers.fitting import Fit
-from trainers.making import outlives_losses
+from trainers.fit.loop import Fit
+from trainers.recovery.calls import outlives_losses
 from trainers.replica import Replica
-from trainers.serving.choices import bad_options, server_ranks
-from trainers.serving.epochs import AsynchronousEpochs
-from trainers.serving.parts import Parts
-from trainers.serving.staleness import Rule
-from trainers.serving.steps import StepsTogether
-from trainers.serving.trainer import agree_on_arguments
-from trainers.stepping import FLAGS
+from trainers.strategies.interface import FLAGS
+from trainers.strategies.servers.progress import Parts, Rule, bad_options, server_ranks
+from trainers.strategies.servers.service import agree_on_arguments
+from trainers.strategies.servers.strategy import AsynchronousEpochs, StepsTogether
+from trainers.trainer import Trainer
 
 
 class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):

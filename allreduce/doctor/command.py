@@ -5,12 +5,12 @@ import sys
 import time
 from collections.abc import Callable
 
-from allreduce import ending
 from allreduce.doctor import examination, report
 from allreduce.doctor.findings import Needs, exit_code
-from allreduce.messages.agreement import together
-from allreduce.terminal import on_terminal
+from allreduce.health import abort
+from allreduce.notices import on_terminal
 from allreduce.topology import Topology
+from allreduce.transport.control import together
 
 ABOUT = "says whether this place is fit for training, and what to do where it is not"
 DEFAULT_PARAMETERS = 25_000_000  # a ResNet-50's
@@ -53,7 +53,7 @@ def run(chosen: argparse.Namespace, topology: Topology) -> int:
     together(topology.world, lambda: report.show(title, found, chosen.json) if topology.rank == 0 else None)
     code = exit_code(found.findings)
     if found.unreachable:  # messages to them are still under way, so MPI would not come to its end
-        ending.end_job("some ranks don't answer\n", code)
+        abort.end_job("some ranks don't answer\n", code)
     return code
 
 

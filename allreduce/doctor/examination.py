@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from allreduce.doctor import clock, cores, gpus, measuring, memory, mpi, network, pairs, versions
 from allreduce.doctor.findings import PROBLEM, Finding, Needs, Place, Rank, grouped, named
-from allreduce.messages.agreement import all_values, root_value
 from allreduce.topology import Topology
+from allreduce.transport.control import all_values, root_value
 
 LOOKS: tuple[ModuleType, ...] = (mpi, cores, memory, gpus, versions, network)
 FAILED = "failed"

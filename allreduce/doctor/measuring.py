@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.doctor.pairs import Measured, Pair
-from allreduce.messages.agreement import all_values, combine
+from allreduce.transport.control import all_values, combine
 
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
 TURNS = 20  # of the small message

@@ -20,8 +20,7 @@ from allreduce.doctor.findings import (
     of_kinds,
     some,
 )
-from allreduce.messages.stage import LARGEST_BYTES
-from allreduce.messages.window import SHARED_MEMORY, SPARE_BYTES
+from allreduce.transport.shared_segment import LARGEST_BYTES, SHARED_MEMORY, SPARE_BYTES
 
 AREA = "memory"
 ELEMENT = 4  # bytes of a float32

@@ -6,10 +6,10 @@ from typing import Any
 
 from mpi4py import MPI
 
-from allreduce import launcher
 from allreduce.doctor.findings import OK, PROBLEM, WARNING, Finding, Needs, Place, Rank, grouped, named
 from allreduce.machine import mpi_library
-from allreduce.messages import losses
+from allreduce.process import launcher
+from allreduce.transport import ulfm
 
 AREA = "MPI"
 THREADS = {
@@ -26,7 +26,7 @@ def look(place: Place) -> dict[str, Any]:
     return {
         "library": mpi_library(),
         "threads": THREADS.get(MPI.Query_thread(), "unknown"),
-        "ulfm": losses.in_force(),
+        "ulfm": ulfm.in_force(),
         "launch": launch and launch._asdict(),
     }
 

@@ -10,8 +10,8 @@ from itertools import groupby
 from allreduce.doctor.examination import Examination
 from allreduce.doctor.findings import LEVELS, OK, PROBLEM, WARNING, Finding, exit_code, plural
 from allreduce.errors import OptionError
-from allreduce.replacing import replacing
-from allreduce.terminal import on_terminal
+from allreduce.files import replacing
+from allreduce.notices import on_terminal
 
 WIDTH, NARROWEST = 110, 40
 COLOURS = {OK: "\033[32m", WARNING: "\033[33m", PROBLEM: "\033[31m"}

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from allreduce.messages.agreement import waiting
-from allreduce.messages.parcels import broadcast
 from allreduce.torch_backend.tensors import as_bytes, readable, writable
+from allreduce.transport.chunked import broadcast
+from allreduce.transport.control import waiting
 
 LARGEST = (1 << 31) - 1  # an MPI count or displacement is a C int in Open MPI 5
 

@@ -12,14 +12,13 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.errors import RankLeftError
-from allreduce.messages import losses
-from allreduce.messages.notes import Said
-from allreduce.messages.waiting import asleep
-from allreduce.messages.watch import LEFT_SECONDS
+from allreduce.health.stall import LEFT_SECONDS
 from allreduce.topology import Topology
 from allreduce.torch_backend.move import whole
 from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
 from allreduce.torch_backend.work import TimedOut, Work, seconds, untraced
+from allreduce.transport import ulfm
+from allreduce.transport.wait import Said, asleep
 
 SHORT_SECONDS = 0.5  # a wait as long as this gets into the stall report
 EXIT_SECONDS = 10.0  # how long the end of the program waits for sends that nobody has waited for
@@ -127,7 +126,7 @@ class Message(Work):
                     return False
                 error = self._take() if self._receives else None
             except MPI.Exception as raised:
-                error = losses.lost(raised) or RuntimeError(f"{self.name} failed: {raised}")
+                error = ulfm.lost(raised) or RuntimeError(f"{self.name} failed: {raised}")
             self._request = None
         _in_flight.discard(self)
         self.end(error)

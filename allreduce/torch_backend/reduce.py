@@ -17,14 +17,14 @@ import allreduce
 from allreduce import notices
 from allreduce.arrays import chunks, gpu
 from allreduce.arrays.workspace import Workspace
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import UnavailableError, UnknownBackendError
-from allreduce.messages.agreement import waiting
-from allreduce.messages.operations import numpy_operation
 from allreduce.topology import Topology
 from allreduce.torch_backend.tensors import as_array, readable, writable
 from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace
+from allreduce.transport.control import waiting
+from allreduce.transport.operations import numpy_operation
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.wrapper import Wrapper
 

@@ -16,8 +16,8 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import on_all, raise_together, root_value, together
 from allreduce.topology import Topology
+from allreduce.transport.control import on_all, raise_together, root_value, together
 
 CONNECT_SECONDS = 3.0
 LOOPBACK = "127.0.0.1"

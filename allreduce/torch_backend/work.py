@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from allreduce import children, notices
+from allreduce import notices
+from allreduce.engine.lane import Lane
 from allreduce.errors import UnavailableError
-from allreduce.messages import losses
-from allreduce.messages.agreement import all_values, disagreement
-from allreduce.messages.lanes import Lane
-from allreduce.messages.notes import Said
-from allreduce.messages.waiting import asleep
+from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.torch_backend.checks import NAME
+from allreduce.transport import ulfm
+from allreduce.transport.control import all_values, disagreement
+from allreduce.transport.wait import Said, asleep
 
 WATCH_SECONDS = 0.5  # how often a watchdog looks; a timeout is noticed this much late at the most
 
@@ -297,7 +297,7 @@ class Executor:
                 action()
         except Exception as raised:
             error = raised
-            if losses.lost(raised) is not None:
+            if ulfm.lost(raised) is not None:
                 self.fail(raised)  # no operation can be done any more, also none of those that wait already
         work.end(error)
         self._inside = outer

@@ -12,7 +12,7 @@ import allreduce  # first, because it prepares the environment of MPI
 # isort: split
 from mpi4py import MPI
 
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from tests.ranks.grid import compare, expected, run_grid, values
 
 DTYPES = ("float32", "bfloat16", "int64")

@@ -52,7 +52,7 @@ def expect(found: np.ndarray, wanted: np.ndarray, dtype: str, what: str) -> None
     assert all(one == other for one, other in pairwise(everyone)), f"{what}: ranks have different bits"
 
 
-def values(reduce: allreduce.base.AllReduce) -> None:
+def values(reduce: allreduce.backend.AllReduce) -> None:
     for name in ROUNDED:
         dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
         for length in (0, 1, size - 1, 5, 1000, 300_001):  # parts of none, one and several segments
@@ -66,7 +66,7 @@ def values(reduce: allreduce.base.AllReduce) -> None:
     expect(table.reshape(-1), tree([vector(number, 12, "float32") for number in range(size)]), "float32", "2-D")
 
 
-def properties(reduce: allreduce.base.AllReduce) -> None:
+def properties(reduce: allreduce.backend.AllReduce) -> None:
     same = np.array([3.0, -4.0])
     reduce(same, "adasum")
     np.testing.assert_allclose(same, [3, -4], rtol=1e-15)  # equal ones are averaged
@@ -85,7 +85,7 @@ def properties(reduce: allreduce.base.AllReduce) -> None:
     assert np.isnan(spoilt).all()
 
 
-def layers(reduce: allreduce.base.AllReduce) -> None:
+def layers(reduce: allreduce.backend.AllReduce) -> None:
     """Each array of a tree by itself, whatever its dtype, contiguous or not."""
     wide = np.zeros((5, 8), "float32")
     given = {"w": wide[:, ::2], "b": [vector(rank + 9, 3, "float32"), vector(rank, 3, "float64")]}
@@ -108,7 +108,7 @@ def raised(kind: type[Exception], call: partial) -> str:
     raise AssertionError(f"no {kind.__name__} on rank {rank}")
 
 
-def bad_input(reduce: allreduce.base.AllReduce) -> None:
+def bad_input(reduce: allreduce.backend.AllReduce) -> None:
     array = vector(rank, 4, "float64")
     for op in ("sum", "mean", "average", "max", None, ["adasum"]):
         assert "which makes no sums" in raised(errors.UnsupportedOpError, partial(reduce, array, op))
@@ -133,7 +133,7 @@ def bad_input(reduce: allreduce.base.AllReduce) -> None:
     reduce(array, "adasum")
 
 
-def in_trainers(reduce: allreduce.base.AllReduce) -> None:
+def in_trainers(reduce: allreduce.backend.AllReduce) -> None:
     """Refused when they are made, by whatever name and in whatever wrapper; PyTorch's: sparse_gradients_job.py."""
     makes = [
         partial(MirroredTrainer, NumpyNetwork([4, 2])),

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import allreduce
-from allreduce import calls, ending, errors, registry
-from allreduce.calls import Call
+from allreduce import errors, registry
+from allreduce.engine import engine, queue
+from allreduce.engine.engine import Call
 from allreduce.errors import BrokenError, OptionError
-from allreduce.messages import threads
-from allreduce.messages.agreement import together
+from allreduce.health import abort
+from allreduce.transport.control import together
 
 
 def known(reduce: Any) -> Call:
@@ -66,7 +67,7 @@ def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch
                 assert inside.wait(20)
 
         call.reduce = work
-        monkeypatch.setattr(calls.ending, "communicates", first_comes)
+        monkeypatch.setattr(engine.ending, "communicates", first_comes)
         first, late = threading.Thread(target=reduce, args=(np.ones(10), "sum")), threading.Thread(target=second)
         late.start()
         first.start()
@@ -99,11 +100,11 @@ def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.
         inside, leave = threading.Event(), threading.Event()
         pending = lane.submit(lambda: (inside.set(), leave.wait(20)))
         assert inside.wait(20)
-        monkeypatch.setattr(threads, "EXIT_SECONDS", 0.1)
+        monkeypatch.setattr(queue, "EXIT_SECONDS", 0.1)
         child = os.fork()
         if not child:
-            monkeypatch.setattr(threads.ending, "end_job", lambda *_: os._exit(7))
-            threads._end()
+            monkeypatch.setattr(queue.ending, "end_job", lambda *_: os._exit(7))
+            queue._end()
             os._exit(0)
         leave.set()
         pending.wait()
@@ -120,9 +121,9 @@ def test_what_a_check_finds_on_all_ranks_is_printed_once() -> None:
     with allreduce.Topology() as topology:
         with pytest.raises(errors.UnknownBackendError) as refused:
             allreduce.create("rign", topology)
-        assert ending.traceback_of(refused.value).count("UnknownBackendError: no backend is called 'rign'") == 1
+        assert abort.traceback_of(refused.value).count("UnknownBackendError: no backend is called 'rign'") == 1
         with pytest.raises(OptionError) as raised:
             together(topology.world, own)
-        text = ending.traceback_of(raised.value)
+        text = abort.traceback_of(raised.value)
         assert text.count("OptionError: mine") == 2
         assert "in own" in text

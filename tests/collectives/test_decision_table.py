@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from allreduce import decision_table as tables
-from allreduce.arrays.signature import ALLOCATED, FOREIGN, GPU
-from allreduce.decision_table import Key, Step, TableError
+from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN, GPU
+from allreduce.backends import decision_table as tables
+from allreduce.backends.decision_table import Key, Step, TableError
 from allreduce.machine import identify, mpi_library
 from tests.conftest import JobRunner
 
@@ -18,7 +18,7 @@ PAIR = Key((2,), False, "float32", "foreign")
 ENTRIES = {PAIR: [Step(4096, "native"), Step(None, "ring")], PAIR._replace(memory="allocated"): [Step(None, "shared")]}
 ASK = """
 import sys, allreduce, numpy as np
-from allreduce.arrays.signature import FOREIGN
+from allreduce.engine.call import FOREIGN
 dtype, *paths = sys.argv[1:]
 for path in paths or [None]:
     backend = allreduce.create("auto", table=path)

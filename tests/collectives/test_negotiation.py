@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from allreduce import ending
+from allreduce.arrays.chunks import binomial, subtree
+from allreduce.engine.negotiation import Fused, Named, NamedLane, Side
 from allreduce.errors import DisagreementError
-from allreduce.messages.named import Fused, Named, NamedLane, Side
-from allreduce.messages.notes import Wait
-from allreduce.messages.tree import binomial, subtree
+from allreduce.health import abort
+from allreduce.transport.wait import Wait
 
 SIZES = [2, 5, 13, 4096]
 
@@ -94,7 +94,7 @@ class Job:
 
 @pytest.fixture(autouse=True)
 def _one_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "world_ranks", lambda comm: tuple(range(comm.size)))
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: tuple(range(comm.size)))
 
 
 @pytest.mark.parametrize("size", SIZES)

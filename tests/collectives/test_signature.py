@@ -4,9 +4,10 @@ import itertools
 
 import numpy as np
 
-from allreduce.arrays import signature as signatures
+from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN
 from allreduce.arrays.ops import OPS
-from allreduce.arrays.signature import ALLOCATED, FOREIGN, NUMBER, Signature
+from allreduce.engine import call as signatures
+from allreduce.engine.call import NUMBER, Signature
 
 
 def test_every_signature_has_a_word_of_its_own() -> None:

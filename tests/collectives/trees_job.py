@@ -9,7 +9,7 @@ import numpy as np
 
 import allreduce
 from allreduce import errors
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.tracing.trace import Trace
 from allreduce.wrappers.background import Background
 from allreduce.wrappers.traced import Traced

@@ -6,11 +6,11 @@ from mpi4py import MPI
 
 from allreduce import NAMES, Topology
 from allreduce.errors import BrokenError, CommunicationError, RankLeftError, RankLostError, UnavailableError
-from allreduce.messages import losses
-from allreduce.messages.agreement import agree
-from allreduce.messages.notes import Said
-from allreduce.messages.status import LEFT, Fact
+from allreduce.health.status import LEFT, Fact
 from allreduce.nodes import nodes_left
+from allreduce.transport import ulfm
+from allreduce.transport.control import agree
+from allreduce.transport.wait import Said
 from tests.conftest import JobRunner
 from tests.faults import job_of
 from tests.faults.moments import losses as driver
@@ -67,7 +67,7 @@ def test_a_garbled_agreement_is_made_again() -> None:
 
     for ok in (True, False):
         brought.clear()
-        assert losses.agree(Garbles(), ok) is ok  # type: ignore[arg-type]
+        assert ulfm.agree(Garbles(), ok) is ok  # type: ignore[arg-type]
         assert len(set(brought)) == 1
         assert len(brought) == 2
 
@@ -188,8 +188,8 @@ def test_who_has_left_after_an_agreement_is_not_missed_in_it() -> None:
 
 
 def test_where_ranks_can_not_be_outlived_nothing_is_asked_of_mpi() -> None:
-    assert not losses.in_force()
-    assert losses.lost(RankLostError("told")) is None
+    assert not ulfm.in_force()
+    assert ulfm.lost(RankLostError("told")) is None
     with Topology.of_survivors() as topology:
         assert topology.finished(True)
         assert not topology.finished(False)
@@ -200,17 +200,17 @@ def test_where_ranks_can_not_be_outlived_nothing_is_asked_of_mpi() -> None:
 
 
 def test_a_loss_is_known_by_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "in_force", lambda: True)
+    monkeypatch.setattr(ulfm, "in_force", lambda: True)
     told = RankLostError("told")
     told.lost = (2,)
     broken = BrokenError("again")
     broken.__cause__ = CommunicationError("in a call")
     broken.__cause__.__cause__ = told
-    assert losses.lost(broken) is told
-    assert losses.again(told).lost == (2,)
-    assert losses.lost(ValueError("other")) is None
+    assert ulfm.lost(broken) is told
+    assert ulfm.again(told).lost == (2,)
+    assert ulfm.lost(ValueError("other")) is None
     revoked = MPI.Exception(MPI.ERR_REVOKED)
-    assert (losses.lost(revoked) is not None) == (revoked.Get_error_class() == MPI.ERR_REVOKED)
+    assert (ulfm.lost(revoked) is not None) == (revoked.Get_error_class() == MPI.ERR_REVOKED)
 
 
 @pytest.mark.parametrize(
@@ -251,11 +251,11 @@ def test_what_a_loss_has_cut_off_in_the_making_is_freed_later(monkeypatch: pytes
 
 def test_an_error_may_be_its_own_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of `raise error from error`."""
-    monkeypatch.setattr(losses, "in_force", lambda: True)
+    monkeypatch.setattr(ulfm, "in_force", lambda: True)
     error = ValueError("x")
     error.__cause__ = error
-    assert losses.lost(error) is None
-    assert not losses.may_be(error)
+    assert ulfm.lost(error) is None
+    assert not ulfm.may_be(error)
 
 
 def test_an_agreement_that_ends_in_an_error_has_no_cause_but_itself() -> None:

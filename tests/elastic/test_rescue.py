@@ -9,12 +9,13 @@ import pytest
 from mpi4py import MPI
 
 from allreduce import Topology
-from trainers import MirroredTrainer, SpareReplicasTrainer, exchange
-from trainers.base import Trainer
+from trainers import MirroredTrainer, SpareReplicasTrainer, group
 from trainers.errors import ArgumentError
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.rescue import Choice, choose, joined
-from trainers.twins import keepers
+from trainers.state import adopt
+from trainers.state.backup import keepers
+from trainers.state.pieces import Choice, choose, joined
+from trainers.trainer import Trainer
 
 
 def test_the_newest_step_whose_state_is_whole_is_chosen() -> None:
@@ -42,10 +43,10 @@ def test_halves_arrive_as_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None
             told.append(json.loads(json.dumps(value)))
         return told[0]
 
-    monkeypatch.setattr(exchange, "root_value", tell)
-    exchange.sent(MPI.COMM_SELF, state, 0, "a test")
-    monkeypatch.setattr(exchange, "broadcast", lambda *_: None)
-    came = exchange.sent(Other(), {}, 0, "a test")  # type: ignore[arg-type]
+    monkeypatch.setattr(adopt, "root_value", tell)
+    group.sent(MPI.COMM_SELF, state, 0, "a test")
+    monkeypatch.setattr(adopt, "broadcast", lambda *_: None)
+    came = group.sent(Other(), {}, 0, "a test")  # type: ignore[arg-type]
     assert {name: (array.dtype, array.shape) for name, array in came.items()} == {
         name: (array.dtype, array.shape) for name, array in state.items()
     }

@@ -12,13 +12,13 @@ from mpi4py import MPI
 
 from tests import launch
 from tests.conftest import JobRunner
-from trainers.terminating import Terminating
+from trainers.recovery.terminating import Terminating
 
 PROGRAM = """
 import os, signal, sys, threading, time
 import allreduce
 from trainers import Terminating
-from trainers.__main__ import main
+from trainers.cli.main import main
 topology = allreduce.Topology()
 steps = 0
 with Terminating(topology.world) as sigterm:  # a loop of the user's own

@@ -216,7 +216,7 @@ def _is_behind(note: dict[str, Any], fault: Fault, time: float) -> bool:
 # Why a job has ended that should have gone on: in classes, from what it has printed.
 
 # Defects of Open MPI's own (5.0.11). The second comes of calls that wait for several requests, of which one fails: see
-# allreduce.messages.waiting. No call of ours does so, but MPI's collectives may.
+# allreduce.transport.wait. No call of ours does so, but MPI's collectives may.
 DEFECTS_OF_MPI = {
     "a rank died inside of MPI_Comm_dup or split": r"ompi_comm_revoke_local|ompi_comm_activate",
     "Send error after request freed": r"Send error after request freed",

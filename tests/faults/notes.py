@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from allreduce import ending
 from allreduce.topology import Topology
+from allreduce.transport import processes
 
 
 class Notes:
@@ -42,4 +42,4 @@ def read(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 def members(topology: Topology) -> list[int]:
     """Those of the job's first ranks; who was started in the place of a lost one is not counted."""
-    return [rank for rank in ending.world_ranks(topology.world) if rank >= 0]
+    return [rank for rank in processes.world_ranks(topology.world) if rank >= 0]

@@ -23,27 +23,27 @@ PROGRAMS = f"{__package__}.programs"
 # The owner of a method or function, and its name. Of a class also the same method of those that inherit from it.
 PLACES = {
     "compute": [
-        ("trainers.base:Trainer", "_compute"),
+        ("trainers.trainer:Trainer", "_compute"),
         ("trainers.parameter_server:ParameterServerTrainer", "_compute_part"),
         ("trainers.spare_replicas:SpareReplicasTrainer", "_compute_part"),
         (f"{PROGRAMS}.loop", "forward"),
     ],
     "backward": [(f"{PROGRAMS}.loop", "backward")],
-    "push": [("trainers.serving.client:Client", "push")],
-    "reply": [("trainers.serving.desk:Desk", "reply")],
-    "call": [("allreduce.calls:Calls", "run")],
-    "reduce": [("allreduce.calls:Calls", "run")],  # inside of a call, when the ranks have met
+    "push": [("trainers.strategies.servers.worker:Client", "push")],
+    "reply": [("trainers.strategies.servers.server:Desk", "reply")],
+    "call": [("allreduce.engine.engine:Calls", "run")],
+    "reduce": [("allreduce.engine.engine:Calls", "run")],  # inside of a call, when the ranks have met
     "middle of a reduction": [("allreduce.two_phase:TwoPhase", "_all_gather")],
     "update": [("trainers.replica:Replica", "update"), ("trainers.pytorch.optimizer:MirroredOptimizer", "step")],
     "end of a step": [(f"{__package__}.notes:Notes", "step")],
-    "evaluate": [("trainers.base", "evaluated")],
-    "predict": [("trainers.base", "predicted")],
-    "mirror": [("trainers.base:Trainer", "_mirror")],
+    "evaluate": [("trainers.trainer", "evaluated")],
+    "predict": [("trainers.trainer", "predicted")],
+    "mirror": [("trainers.trainer:Trainer", "_mirror")],
     "edit": [(f"{PROGRAMS}.training", "shift")],
-    "checkpoint": [("trainers.saving:Saver", "save"), (f"{PROGRAMS}.loop:Loop", "save")],
+    "checkpoint": [("trainers.fit.checkpointing:Saver", "save"), (f"{PROGRAMS}.loop:Loop", "save")],
     "finished": [("allreduce.topology:Topology", "finished")],
     "survivors": [("allreduce.topology:Topology", "survivors")],
-    "rebuild": [("allreduce.base:AllReduce", "_connect")],
+    "rebuild": [("allreduce.backend:AllReduce", "_connect")],
 }
 Come = Callable[[bool, tuple[Any, ...]], None]
 CUT = "cut"  # the file that scripts/cluster_sim.sh waits for

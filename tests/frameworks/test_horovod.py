@@ -96,7 +96,7 @@ def test_which_gradients_are_averaged_together(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_which_calls_run_as_one() -> None:
-    from allreduce.messages.decisions import Decision, groups
+    from allreduce.engine.negotiation import Decision, groups
 
     def together(limit: int, *calls: tuple[str, int]) -> list[list[int]]:
         decisions = [Decision(str(number), None, [], None, kin, nbytes) for number, (kin, nbytes) in enumerate(calls)]

@@ -22,7 +22,7 @@ except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 from trainers.replicas.jax import JaxReplica
-from trainers.replicas.jax.layout import Layout, own
+from trainers.replicas.jax.layout import TreeLayout, own
 from trainers.replicas.jax.optimizer import Optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,14 +95,14 @@ WHOLE = {
 @pytest.mark.parametrize("name", ["injected", "every second", *WHOLE])
 def test_which_optimizers_work_on_slices(name: str) -> None:
     optimizer = (ELEMENTWISE | WHOLE)[name]()
-    made = Optimizer(optimizer, Layout(params()), jax.tree.map(own, params()))
+    made = Optimizer(optimizer, TreeLayout(params()), jax.tree.map(own, params()))
     assert (made.refusal() == "") == (name in ELEMENTWISE)
 
 
 def test_slices_where_nans_are_errors() -> None:
     """The NaN on which an optimizer is tried out is not the user's."""
     with jax.debug_nans(True):
-        assert Optimizer(optax.sgd(0.1), Layout(params()), jax.tree.map(own, params())).refusal() == ""
+        assert Optimizer(optax.sgd(0.1), TreeLayout(params()), jax.tree.map(own, params())).refusal() == ""
 
 
 @pytest.mark.parametrize("name", ["every second", "norm", "masked"])

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from allreduce import decision_table
+from allreduce.backends import decision_table
 from allreduce.machine import identify
 from trainers import datasets
 from trainers.datasets import table
 from trainers.errors import ArgumentError, DataError, ModelFileError
-from trainers.files import regular
+from trainers.files import model_file
 from trainers.replicas.numpy.network import NumpyNetwork
 
 ENOUGH = 1 << 30  # no reader may hold so many bytes for any of these files
@@ -198,7 +198,7 @@ CSV = {
 
 @pytest.mark.parametrize("fault", CSV)
 def test_csv_bomb(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regular, "LEAST_LIMIT", 1 << 17)
+    monkeypatch.setattr(model_file, "LEAST_LIMIT", 1 << 17)
     monkeypatch.setattr(table, "LONGEST_LINE", 1 << 16)
     monkeypatch.setattr(table, "MOST_NAMES", 1 << 10)
     path, (content, complaint) = tmp_path / "set.csv.gz", CSV[fault]

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from allreduce import decision_table
+from allreduce.backends import decision_table
 from allreduce.errors import CommunicationError
+from allreduce.files import replacing
+from allreduce.health.status import ENDED, WAITING
 from allreduce.machine import identify
-from allreduce.messages.status import ENDED, WAITING
-from allreduce.replacing import replacing
 from allreduce.tracing import trace
 from benchmarks import compare, scaling, timeline
 from benchmarks.showing import outputs, plot, report, trace_file, trace_plot
@@ -26,9 +26,12 @@ from benchmarks.showing.results import FileError, load, to_json
 from benchmarks.showing.trace_file import load as load_trace
 from tests.benchmarks.made_runs import made_run
 from tests.fuzz import files, peers
-from trainers import datasets, random_state, results, resuming
+from trainers import datasets
+from trainers.cli import results
 from trainers.errors import CheckpointError, DataError
-from trainers.files import checkpoint, npz
+from trainers.files import checkpoint, model_file
+from trainers.fit import checkpointing
+from trainers.state import checkpoints
 from trainers.watching.csv_logger import CSVLogger
 
 RED = "\x1b[31mred"
@@ -232,12 +235,12 @@ def test_links_that_others_have_laid_are_not_followed(tmp_path: Path, name: str)
 @pytest.mark.parametrize("place", [-1, 625, 1 << 30, 1 << 62])
 def test_a_random_state_that_points_elsewhere(place: int) -> None:
     """NumPy would read there, and crash."""
-    state = random_state.take()
-    altered = state[random_state.NUMPY].copy()
+    state = checkpoints.take()
+    altered = state[checkpoints.NUMPY].copy()
     altered[0] = place
     with pytest.raises(ValueError, match="624 words"):
-        random_state.load({**state, random_state.NUMPY: altered})
-    assert all((each == state[name]).all() for name, each in random_state.take().items())
+        checkpoints.load({**state, checkpoints.NUMPY: altered})
+    assert all((each == state[name]).all() for name, each in checkpoints.take().items())
 
 
 @pytest.mark.parametrize(
@@ -245,18 +248,18 @@ def test_a_random_state_that_points_elsewhere(place: int) -> None:
 )
 def test_a_history_that_makes_no_sense(name: str, value: Any) -> None:
     saved = files.saved()
-    resuming.check("run", saved, files.network(), saved.progress.settings, 3)
+    checkpointing.check("run", saved, files.network(), saved.progress.settings, 3)
     saved.progress.history[0][name] = value
     with pytest.raises(CheckpointError, match="its history or its shapes can't be read"):
-        resuming.check("run", saved, files.network(), saved.progress.settings, 3)
+        checkpointing.check("run", saved, files.network(), saved.progress.settings, 3)
 
 
 def test_a_damaged_message_with_arrays() -> None:
     content = files.message()
-    assert sorted(npz.unpacked(content)) == ["random", "watching.step"]
+    assert sorted(model_file.unpacked(content)) == ["random", "watching.step"]
     for damaged in (b"", content[:-30], content.replace(b"NUMPY", b"NUMPI")):
         with pytest.raises(CheckpointError, match="damaged"):
-            npz.unpacked(damaged)
+            model_file.unpacked(damaged)
 
 
 def test_a_log_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:

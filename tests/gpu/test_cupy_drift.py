@@ -45,18 +45,18 @@ ROOTS = {
 FILES = [
     "allreduce/arrays/gpu.py",
     "allreduce/backends/nccl.py",
-    "allreduce/base.py",
+    "allreduce/backend.py",
     "allreduce/doctor/gpus.py",
     "allreduce/sparse.py",
     "allreduce/torch_backend/reduce.py",
     "allreduce/trees.py",
     "trainers/horovod/session.py",
     "trainers/backends.py",
-    "trainers/leaving_out.py",
+    "trainers/fit/loop.py",
     "trainers/mirrored.py",
     "trainers/replicas/pytorch/devices.py",
     "trainers/watching/meter.py",
-    "trainers/watching/stopwatch.py",
+    "trainers/stopwatch.py",
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "trainers/replicas/numpy").glob("*.py")),
 ]
 TORCH_ROOTS = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from allreduce.messages import stacks
+from allreduce.health import stacks
 from tests import launch
 from tests.conftest import JobRunner
 

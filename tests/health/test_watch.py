@@ -6,9 +6,9 @@ import pytest
 from mpi4py import MPI
 
 from allreduce.errors import RankLeftError
-from allreduce.messages.notes import Said
-from allreduce.messages.status import LEFT, Fact
-from allreduce.messages.watch import Watch
+from allreduce.health.stall import Watch
+from allreduce.health.status import LEFT, Fact
+from allreduce.transport.wait import Said
 
 
 @pytest.mark.parametrize(("number", "ends"), [(7, True), (8, False), (0, True)])

@@ -10,9 +10,9 @@ import pytest
 from allreduce.__main__ import parse
 from allreduce.errors import OptionError
 from tests import launch
-from trainers.parsing import Parser
+from trainers.cli.options import Parser
 
-PARSERS = {"trainers/parsing.py", "allreduce/__main__.py"}  # the only modules that derive from ArgumentParser
+PARSERS = {"trainers/cli/options.py", "allreduce/__main__.py"}  # the only modules that derive from ArgumentParser
 FOLDERS = ("allreduce", "trainers", "benchmarks", "scripts")
 
 

@@ -25,7 +25,11 @@ LAZY = {"cupy"}  # inside functions only
 TORCH = {"torch"}  # in allreduce/torch_backend/, which nothing else imports
 JAX = {"jax"}  # in allreduce/jax.py, which nothing else imports
 
-WORLD = ("allreduce/topology.py", "allreduce/ending.py")  # its default, and what ends the whole job
+WORLD = (
+    "allreduce/topology.py",
+    "allreduce/health/abort.py",
+    "allreduce/transport/processes.py",
+)  # its default, and the whole job
 PYPROJECT = tomllib.loads((launch.ROOT / "pyproject.toml").read_text())
 
 
@@ -95,7 +99,7 @@ def test_no_pickle_and_no_path_of_one_machine(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_requests_are_completed_one_by_one(path: Path) -> None:
-    """See allreduce.messages.waiting.all_done."""
+    """See allreduce.transport.wait.all_done."""
     several = {"Waitall", "Waitsome", "Waitany", "Testall", "Testsome", "Testany"}
     assert not several & names(ast.parse(path.read_text()))
 
@@ -106,7 +110,7 @@ WAITS = {"Barrier", "Bcast", "Reduce", "Allreduce", "Reduce_scatter", "Reduce_sc
          "Gather", "Gatherv", "Allgather", "Allgatherv", "Scatter", "Scatterv", "Alltoall", "Alltoallv", "Alltoallw",
          "Send", "Ssend", "Recv", "Sendrecv", "Probe", "Mprobe", "Dup", "Split", "Split_type", "Create_group",
          "Agree", "Shrink", "Spawn"}  # fmt: skip
-BELOW = ("allreduce/messages/", "allreduce/backends/", "allreduce/moves.py")
+BELOW = ("allreduce/transport/", "allreduce/health/", "allreduce/engine/", "allreduce/backends/", "allreduce/moves.py")
 WATCHED = {("allreduce/topology.py", "_connect"), ("allreduce/nodes.py", "divide")}  # called in `with waiting(...)`
 PICKLES = {"allreduce", "reduce", "bcast", "allgather", "gather", "scatter", "alltoall", "scan", "exscan", "barrier",
            "send", "ssend", "isend", "recv", "irecv", "sendrecv", "mrecv"}  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from allreduce import daemon
+from allreduce.process import daemon
 from tests import launch
 from tests.conftest import lacking
 

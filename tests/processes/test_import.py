@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from allreduce import start
 from allreduce.errors import OptionError
+from allreduce.process import start
 from tests import launch
 
 BLOCK = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from allreduce import launcher
+from allreduce.process import launcher
 from tests import launch
 from tests.conftest import lacking
 

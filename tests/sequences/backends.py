@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 import allreduce
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.background import Background
 from tests.sequences.calls import Calls

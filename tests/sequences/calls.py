@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from tests.sequences.fits import Fit
 from tests.sequences.models import Model, State
-from trainers.terminating import Terminated
+from trainers.recovery.terminating import Terminated
 
 HANG_SECONDS = float(os.environ.get("SEQUENCE_HANG_SECONDS", "120"))  # of one call
 

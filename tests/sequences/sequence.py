@@ -23,10 +23,10 @@ from trainers.callbacks import (
     LearningRateSchedule,
     ModelCheckpoint,
 )
-from trainers.checkpoints import Checkpoint
 from trainers.data import order
 from trainers.errors import ArgumentError, CheckpointError, DataError, DivergedError, NotFiniteError
-from trainers.terminating import Terminated
+from trainers.recovery.terminating import Terminated
+from trainers.state.checkpoints import Checkpoint
 
 
 class Sequence(Making):

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 import allreduce
 import allreduce.torch_backend
-from allreduce.messages.agreement import all_values, root_value
+from allreduce.transport.control import all_values, root_value
 
 # Why tests that pass on gloo fail on ours.
 LIMITS = {"test_get_backend": "asks for the name gloo"}

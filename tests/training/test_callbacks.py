@@ -15,7 +15,7 @@ from trainers import MirroredTrainer, NumpyNetwork, callbacks
 from trainers.callbacks import CSVLogger, EarlyStopping, LearningRateSchedule, ModelCheckpoint, TensorBoard, Timeline
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Callbacks
-from trainers.watching.monitor import Monitor
+from trainers.watching.early_stopping import Monitor
 
 
 class Trainer:

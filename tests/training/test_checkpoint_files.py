@@ -13,7 +13,7 @@ import pytest
 
 from tests import launch
 from trainers.errors import CheckpointError, ModelFileError
-from trainers.files import checkpoint, model_file, npz
+from trainers.files import checkpoint, model_file
 from trainers.files.checkpoint import Progress, Saved
 from trainers.replicas.numpy.network import NumpyNetwork
 
@@ -196,7 +196,7 @@ def test_a_hostile_header_is_refused(case: str, tmp_path: Path) -> None:
         for name, content in members.items():
             archive.writestr(name, content)
         if change is not None:
-            npz.put(archive, "checkpoint", np.array(text))
+            model_file.put(archive, "checkpoint", np.array(text))
     with pytest.raises(CheckpointError, match=words):
         checkpoint.read(path)
 

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainers import Checkpoint, MirroredTrainer, NumpyNetwork, random_state
-from trainers.checkpoints import period
+from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
+from trainers.cli.options import parse
 from trainers.data import Batches
 from trainers.errors import ArgumentError, CheckpointError
-from trainers.files import checkpoint, npz
-from trainers.options import parse
-from trainers.saving import Saver
+from trainers.files import checkpoint, model_file
+from trainers.fit.checkpointing import Saver
+from trainers.state import checkpoints
+from trainers.state.checkpoints import Writer, period
 from trainers.watching.callback import Callback
 from trainers.watching.history import Epoch, History
-from trainers.writer import Writer
 
 PERIODS = {
     "epoch": (1, "epochs"), "3 epochs": (3, "epochs"), "step": (1, "steps"), "500 steps": (500, "steps"),
@@ -104,9 +104,9 @@ def test_a_snapshot_does_not_change_and_its_memory_is_used_again() -> None:
 def test_random_numbers_go_on_where_they_were() -> None:
     random.gauss(0, 1)  # it keeps another number
     np.random.normal()
-    state = npz.unpacked(npz.packed(random_state.take()))
+    state = model_file.unpacked(model_file.packed(checkpoints.take()))
     drawn = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()]
-    random_state.load(state)
+    checkpoints.load(state)
     assert [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()] == drawn
 
 

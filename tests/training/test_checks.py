@@ -11,13 +11,13 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from allreduce.errors import DisagreementError
-from trainers import MirroredTrainer, SpareReplicasTrainer, divergence, finite, options, results
-from trainers.admission import tell_who_divides
+from trainers import MirroredTrainer, SpareReplicasTrainer, checks
 from trainers.callbacks import CheckDivergence, CheckGradients
-from trainers.divergence import Divergence
+from trainers.checks import Divergence, Findings, Place
+from trainers.cli import options, results
+from trainers.cli import options as watching
 from trainers.errors import ArgumentError
-from trainers.finite import Findings, Place
-from trainers.watching import options as watching
+from trainers.group import tell_who_divides
 from trainers.watching.history import Epoch
 
 PLACES = [Place("weights", 0, 600_000), Place("bias", 600_000, 7)]
@@ -34,7 +34,7 @@ def test_what_is_no_number_is_counted_and_named(dtype: str) -> None:
     gradients[400_000] = -np.inf
     found.add(gradients, PLACES)
     assert found.row().tolist() == [3, 1, 0, 0, 300_000]
-    text, _ = finite.told(np.array([[0, 0, 0, -1, 0], found.row()]), PLACES, gradients.dtype)
+    text, _ = checks.told(np.array([[0, 0, 0, -1, 0], found.row()]), PLACES, gradients.dtype)
     assert text.endswith("rank 1 has brought 3 NaN and 1 infinite gradients, the first in weights (element 300000)")
 
 
@@ -52,19 +52,19 @@ def test_what_is_too_large_to_be_sent() -> None:
     gradients = np.full(600_007, 1.0, np.float32)
     gradients[[5, 7, 600_001]] = 65505, -1e30, np.nan
     found, sent = Findings(), np.dtype(np.float16)
-    found.add(gradients, PLACES, most=finite.most(gradients.dtype, sent))
+    found.add(gradients, PLACES, most=checks.most(gradients.dtype, sent))
     assert not found.finite
     assert found.row().tolist() == [1, 0, 2, 0, 5]
-    text, advice = finite.told(found.row()[None], PLACES, sent)
+    text, advice = checks.told(found.row()[None], PLACES, sent)
     assert text == (
         "gradients can't be averaged: rank 0 has brought 1 NaN gradient and 2 too large for float16, "
         "the first in weights (element 5)"
     )
     assert 'compress="bfloat16"' in advice
-    assert finite.most(gradients.dtype, gradients.dtype) == np.inf
-    assert finite.largest(np.dtype(ml_dtypes.bfloat16)) < finite.largest(gradients.dtype)
+    assert checks.most(gradients.dtype, gradients.dtype) == np.inf
+    assert checks.largest(np.dtype(ml_dtypes.bfloat16)) < checks.largest(gradients.dtype)
     sums = np.full(600_007, 65500, np.float32)
-    assert finite.overflowing(MPI.COMM_SELF, sums, PLACES, sums.size, sent) == "weights (element 0)"
+    assert checks.overflowing(MPI.COMM_SELF, sums, PLACES, sums.size, sent) == "weights (element 0)"
 
 
 def test_large_gradients_are_numbers() -> None:
@@ -72,12 +72,12 @@ def test_large_gradients_are_numbers() -> None:
     gradients = np.full(600_007, 2e38, np.float32)
     found = Findings()
     found.add(gradients, PLACES)
-    rows, norms = finite.exchange(MPI.COMM_SELF, found)
+    rows, norms = checks.exchange(MPI.COMM_SELF, found)
     assert rows is None
-    assert finite.may_overflow(norms, gradients.dtype)
-    assert finite.overflowing(MPI.COMM_SELF, gradients, PLACES, gradients.size, gradients.dtype) == ""
+    assert checks.may_overflow(norms, gradients.dtype)
+    assert checks.overflowing(MPI.COMM_SELF, gradients, PLACES, gradients.size, gradients.dtype) == ""
     gradients[600_002] = np.inf  # as a sum has become that was added up on one rank
-    assert finite.overflowing(MPI.COMM_SELF, gradients, PLACES, gradients.size, gradients.dtype) == "bias (element 2)"
+    assert checks.overflowing(MPI.COMM_SELF, gradients, PLACES, gradients.size, gradients.dtype) == "bias (element 2)"
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ def test_whose_replica_is_copied(columns: list[int], source: str | int, root: in
 
 
 def test_what_is_compared_is_bits() -> None:
-    assert divergence.compare(MPI.COMM_SELF, {"a": np.array([np.nan]), "none": np.zeros((0, 2)), "text": "x"}) is None
-    assert divergence.refusal(1, "copy", 1, 2) == ""
+    assert checks.compare(MPI.COMM_SELF, {"a": np.array([np.nan]), "none": np.zeros((0, 2)), "text": "x"}) is None
+    assert checks.refusal(1, "copy", 1, 2) == ""
     for bad in ((0, "copy", 0, 2), (1, "ignore", 0, 2), (1, "copy", 2, 2), (1, "copy", True, 2), (True, "copy", 0, 2)):
-        assert divergence.refusal(*bad)
+        assert checks.refusal(*bad)
 
 
 def test_options_of_the_command_line() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from trainers import NumpyNetwork
+from trainers.cli.evaluator import Evaluator
 from trainers.errors import ArgumentError, CheckpointError
-from trainers.evaluator import Evaluator
 from trainers.files import checkpoint
 
 X, Y = np.eye(6, 4, dtype=np.float32), np.arange(6) % 3

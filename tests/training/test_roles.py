@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from trainers import roles, tf_config
+from trainers.cli import roles
+from trainers.cli.roles import Roles, TFConfig
 from trainers.errors import ArgumentError, RoleError
-from trainers.roles import Roles
-from trainers.tf_config import TFConfig
 
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
 
@@ -44,18 +43,18 @@ def test_a_worker_must_be_left(ranks: int, servers: int, evaluator: bool, text: 
 
 def test_a_cluster_as_tensorflow_writes_it() -> None:
     task = {"type": "worker", "index": 1}
-    assert tf_config.read(config(task)) == TFConfig((1, 2, 1, 0), ("worker", 1))
-    assert str(tf_config.read(config(task))) == "1 chief, 2 worker, 1 ps"
+    assert roles.read(config(task)) == TFConfig((1, 2, 1, 0), ("worker", 1))
+    assert str(roles.read(config(task))) == "1 chief, 2 worker, 1 ps"
     more = json.dumps({"cluster": CLUSTER, "task": {**task, "trial": ""}, "environment": "cloud", "rpc_layer": "grpc"})
-    assert tf_config.read(more) == tf_config.read(config(task))
-    assert tf_config.read(config({"type": "ps", "index": "0"})) == TFConfig((1, 2, 1, 0), ("ps", 0))
-    assert tf_config.read(config({"type": "chief"})) == TFConfig((1, 2, 1, 0), ("chief", 0))
-    assert tf_config.read(config()) == TFConfig((1, 2, 1, 0), None)
+    assert roles.read(more) == roles.read(config(task))
+    assert roles.read(config({"type": "ps", "index": "0"})) == TFConfig((1, 2, 1, 0), ("ps", 0))
+    assert roles.read(config({"type": "chief"})) == TFConfig((1, 2, 1, 0), ("chief", 0))
+    assert roles.read(config()) == TFConfig((1, 2, 1, 0), None)
     listed = config({"type": "evaluator", "index": 0}, worker=["a"], evaluator=["b"])
-    assert tf_config.read(listed) == TFConfig((0, 1, 0, 1), ("evaluator", 0))
-    assert tf_config.read(config({"type": "evaluator", "index": 0})) == TFConfig((1, 2, 1, 1), ("evaluator", 0))
+    assert roles.read(listed) == TFConfig((0, 1, 0, 1), ("evaluator", 0))
+    assert roles.read(config({"type": "evaluator", "index": 0})) == TFConfig((1, 2, 1, 1), ("evaluator", 0))
     for unset in (None, "", "  ", "{}"):
-        assert tf_config.read(unset) is None
+        assert roles.read(unset) is None
 
 
 HOSTILE = {
@@ -97,14 +96,14 @@ HOSTILE = {
 def test_a_damaged_text_is_named_and_quoted_in_part(name: str) -> None:
     text, expected = HOSTILE[name]
     with pytest.raises(RoleError, match=expected) as raised:
-        tf_config.read(text)
+        roles.read(text)
     assert len(str(raised.value)) < 400
     assert str(raised.value).isprintable()
     assert str(raised.value).isascii()
 
 
 def by_task(cluster: dict[str, int], *tasks: Any) -> Roles:
-    counts = tuple(cluster.get(kind, 0) for kind in tf_config.TYPES)
+    counts = tuple(cluster.get(kind, 0) for kind in roles.TYPES)
     return roles.by_task(TFConfig(counts, None), tasks)
 
 

@@ -12,34 +12,40 @@ import pytest
 from mpi4py import MPI
 
 from allreduce import Topology
-from allreduce.messages import kept
-from trainers import NumpyNetwork
+from allreduce.transport import deferred_free
+from trainers import NumpyNetwork, stopwatch
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.replicas.numpy.optimizers import SGD, Adam
-from trainers.serving import desk as desks
-from trainers.serving import parts
-from trainers.serving.client import Client
-from trainers.serving.dealer import END, Dealer
-from trainers.serving.desk import Arrival, Desk
-from trainers.serving.parcels import AGAIN, ASK, BYE, GRADIENTS, NOTHING, PUSH, UNIT, WORK, Head, Parcel, unit_type
-from trainers.serving.parcels import END as NO_WORK
-from trainers.serving.parts import Parts
-from trainers.serving.rounds import collect
-from trainers.serving.rows import Rows
-from trainers.serving.shard import Shard
-from trainers.serving.staleness import Rule
-from trainers.serving.stream import Stream
-from trainers.serving.tally import Tally
-from trainers.serving.waits import Waits
-from trainers.watching import stopwatch
+from trainers.strategies.servers import progress
+from trainers.strategies.servers import server as desks
+from trainers.strategies.servers.messages import (
+    AGAIN,
+    ASK,
+    BYE,
+    GRADIENTS,
+    NOTHING,
+    PUSH,
+    UNIT,
+    WORK,
+    Head,
+    Parcel,
+    Waits,
+    unit_type,
+)
+from trainers.strategies.servers.messages import END as NO_WORK
+from trainers.strategies.servers.progress import Parts, Rule
+from trainers.strategies.servers.server import END, Arrival, Dealer, Desk, Shard, Stream
+from trainers.strategies.servers.worker import Client, Rows
+from trainers.strategies.spare_replicas import collect
+from trainers.watching.meter import Tally
 
 
 def play(dealer: Dealer, workers: int, seed: int, ahead: bool) -> tuple[list[int], list[int]]:
     """An epoch in a random order of events; returns the staleness of the updates in turn, and who made them."""
     chance = random.Random(seed)
     speed = [chance.choice([1, 1, 5, 40]) for _ in range(workers)]
-    version, parts = 0, list[int]()
+    version, dealt = 0, list[int]()
     reads: list[list[int]] = [[] for _ in range(workers)]  # versions of the parts in hand
     arrived: list[int] = []  # workers whose oldest gradients wait for the server
     ended: set[int] = set()
@@ -54,7 +60,7 @@ def play(dealer: Dealer, workers: int, seed: int, ahead: bool) -> tuple[list[int
                     if part == END:
                         ended.add(worker)
                     else:
-                        parts.append(part)
+                        dealt.append(part)
                         reads[worker].append(version)
             if reads[worker] and worker not in arrived and chance.random() < 1 / speed[worker]:
                 arrived.append(worker)
@@ -68,7 +74,7 @@ def play(dealer: Dealer, workers: int, seed: int, ahead: bool) -> tuple[list[int
                 moved = True
         waits = [worker for worker in range(workers) if reads[worker] and worker not in arrived]
         assert moved or waits, "nobody can go on"
-    assert parts == list(range(len(parts)))
+    assert dealt == list(range(len(dealt)))
     return staleness, who
 
 
@@ -123,7 +129,7 @@ def test_what_becomes_of_stale_gradients() -> None:
 
 def test_what_becomes_of_parts_is_counted() -> None:
     epoch = begun(7)
-    for part, outcome in enumerate((0, 2, parts.NOTHING, 2, 1, parts.DROPPED)):
+    for part, outcome in enumerate((0, 2, progress.NOTHING, 2, 1, progress.DROPPED)):
         epoch.note(part, outcome)
     assert (epoch.counts().behind, epoch.counts().dropped) == ([1, 1, 2], 1)
     epoch.note(0, 4)  # of which there is a gradient already
@@ -318,7 +324,7 @@ def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
     pushes = [(0, PUSH, Head(GRADIENTS, part)) for part in (1, 3)]
     desk = Counter([(0, ASK, Head()), (0, ASK, Head()), *pushes, (0, ASK, Head()), (0, PUSH, Head(BYE))])
     epoch = none_yet()
-    epoch.outcomes[:] = 0, parts.LEFT, 0, 0
+    epoch.outcomes[:] = 0, progress.LEFT, 0, 0
     shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
     applied: list[int] = []
     dealer = Dealer([1, 3], range(1))
@@ -379,9 +385,9 @@ def test_what_a_loss_has_cut_off_goes_two_losses_later() -> None:
         desk.abandon()
         client.abandon()
         del desk, client
-        kept.repaired()  # this loss
+        deferred_free.repaired()  # this loss
         assert all(each() is not None for each in held)
-        kept.repaired()
-        kept.repaired()
+        deferred_free.repaired()
+        deferred_free.repaired()
         assert all(each() is None for each in held)
         unit.Free()

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from allreduce import ending
-from allreduce.messages import processes, status
-from allreduce.messages.notes import Neighbour, Notes, Said, Wait, tree
-from allreduce.messages.status import LEFT, WAITING, Fact
-from allreduce.messages.status_rows import FAR_ROWS, HEAD_BYTES, ROW_BYTES, StatusRows
+from allreduce.health import abort, status
+from allreduce.health.status import LEFT, WAITING, Fact
+from allreduce.health.status_messages import Neighbour, Notes, tree
+from allreduce.health.status_rows import FAR_ROWS, HEAD_BYTES, ROW_BYTES, StatusRows
+from allreduce.transport import liveness
+from allreduce.transport.wait import Said, Wait
 from tests.conftest import JobRunner
 
 LATE = 777  # the rank that does not come
@@ -78,7 +79,7 @@ class Comm:
 @pytest.fixture(params=[(1024, 1), (4096, 64)], ids=str)
 def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Network, list[Notes]]:
     """Ranks on nodes of a size, whose memory is ordinary memory here."""
-    monkeypatch.setattr(ending, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
     return make(*request.param)
 
 
@@ -160,7 +161,7 @@ def test_ends_of_programs_are_told_in_a_few_messages(job: tuple[Network, list[No
 
 
 def test_ranks_behind_one_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
     _, every = make(16, 2)
     all_wait(every, 2)
     rounds(every, without=frozenset([2]))
@@ -177,7 +178,7 @@ def test_ranks_behind_one_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch
 
 def test_ranks_of_a_node_whose_leader_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hear nothing of other nodes, which is no reason to say that nobody there has come."""
-    monkeypatch.setattr(ending, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
     _, every = make(6, 2)
     all_wait(every, 2)
     rounds(every, without=frozenset([2]))
@@ -197,7 +198,7 @@ def test_ranks_of_a_node_whose_leader_is_stopped(monkeypatch: pytest.MonkeyPatch
 
 def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks give up at about the same time; the later one must not say that the other has not come."""
-    monkeypatch.setattr(ending, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
     _, every = make(3, 3)
     wait = all_wait(every, 1)
     every[2].gives_up(wait, Said("all_reduce", 5))
@@ -214,8 +215,8 @@ def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.Mon
 def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI reads a message when its receiver takes it."""
     kept: list[Any] = []
-    monkeypatch.setattr("allreduce.messages.notes.keep", kept.append)
-    monkeypatch.setattr(ending, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr("allreduce.health.status_messages.keep", kept.append)
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
     _, every = make(2, 1)
     all_wait(every, 1)
     every[0].exchange()
@@ -228,7 +229,7 @@ def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: p
 @pytest.mark.parametrize("shared", [True, False])
 def test_every_rank_hears_which_one_has_left_and_which_differ(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the ranks of a node share no memory."""
-    monkeypatch.setattr(ending, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
     _, every = make(10, 4, shared)
     wait = all_wait(every, 9)
     other = Said("broadcast", 6)
@@ -268,17 +269,17 @@ def test_a_row_that_is_being_written_is_read_later() -> None:
 # Processes
 
 
-def other_process(code: str) -> tuple[subprocess.Popen, processes.Process]:
+def other_process(code: str) -> tuple[subprocess.Popen, liveness.Process]:
     started = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-    mine = processes.own()
+    mine = liveness.own()
     assert mine is not None
-    state = processes._state_and_start(started.pid)
+    state = liveness._state_and_start(started.pid)
     assert state is not None
     return started, mine._replace(pid=started.pid, start=state[1])
 
 
 @pytest.fixture
-def waiting_process() -> Iterator[tuple[subprocess.Popen, processes.Process]]:
+def waiting_process() -> Iterator[tuple[subprocess.Popen, liveness.Process]]:
     started, process = other_process("input()")
     yield started, process
     started.kill()
@@ -286,24 +287,24 @@ def waiting_process() -> Iterator[tuple[subprocess.Popen, processes.Process]]:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="this system has no /proc")
-def test_a_process_that_has_ended_is_gone(waiting_process: tuple[subprocess.Popen, processes.Process]) -> None:
+def test_a_process_that_has_ended_is_gone(waiting_process: tuple[subprocess.Popen, liveness.Process]) -> None:
     started, process = waiting_process
-    assert not processes.gone(process)
-    assert processes.gone(process._replace(start=process.start - 1)), "another one has its number"
+    assert not liveness.gone(process)
+    assert liveness.gone(process._replace(start=process.start - 1)), "another one has its number"
     started.kill()
     os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-    assert processes.gone(process)
+    assert liveness.gone(process)
     started.wait()
-    assert processes.gone(process)
-    assert not processes.gone(process._replace(space="pid:[1]")), "of another container nothing is known"
+    assert liveness.gone(process)
+    assert not liveness.gone(process._replace(space="pid:[1]")), "of another container nothing is known"
 
 
 def test_a_rank_whose_process_has_ended_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "world_ranks", lambda comm: range(comm.size))
-    monkeypatch.setattr(processes, "gone", lambda process: process.pid == 2)
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(liveness, "gone", lambda process: process.pid == 2)
     network = Network(3)
     notes = Notes(Comm(network, 0))  # type: ignore[arg-type]
-    found = {rank: processes.Process(rank, 0, "", None) for rank in range(3)}
+    found = {rank: liveness.Process(rank, 0, "", None) for rank in range(3)}
     notes.connect([[0, 1, 2]], 0, StatusRows(np.zeros((3 + FAR_ROWS, ROW_BYTES), np.uint8), 0), found)
     notes.look_for_gone_processes()
     assert not notes.left, "nobody waits"

@@ -14,11 +14,11 @@ import pytest
 
 from tests import launch
 from tests.conftest import JobRunner, in_one_job, lacking
-from trainers import NumpyNetwork, datasets, preparing
+from trainers import NumpyNetwork, datasets
+from trainers.cli import main
+from trainers.cli.options import STRATEGIES, parse
+from trainers.cli.roles import Roles
 from trainers.errors import ArgumentError
-from trainers.options import parse
-from trainers.roles import Roles
-from trainers.strategies import STRATEGIES
 
 MPI = pytest.mark.parametrize("mpi", launch.MPIS)
 
@@ -116,7 +116,7 @@ BAD = {
 @pytest.fixture(scope="module")
 def bad_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("bad")
-    lines = [("trainers.__main__", args, str(folder)) for args, _ in BAD.values()]
+    lines = [("trainers.cli.main", args, str(folder)) for args, _ in BAD.values()]
     return dict(zip(BAD, in_one_job(2, lines, folder), strict=True))
 
 
@@ -147,7 +147,7 @@ def test_strategies_and_an_evaluator(tmp_path: Path) -> None:
     lines += [["--strategy", "parameter_server", *EVALUATED]]
     lines += [["--optimizer", "sgd", "--lr", "1e30", "--epochs", "3", "--checkpoint", "other", "--evaluator"]]
     short = ["--data", "iris", "--epochs", "20"]
-    found = in_one_job(4, [("trainers.__main__", [*short, *line], str(tmp_path)) for line in lines], tmp_path)
+    found = in_one_job(4, [("trainers.cli.main", [*short, *line], str(tmp_path)) for line in lines], tmp_path)
     *trained, failed = [{rank["code"] for rank in ranks} for ranks in found]
     assert trained == [{0}] * 4, found
     assert failed == {1}
@@ -387,7 +387,7 @@ def test_every_option_of_a_strategy_is_refused_by_those_that_have_no_use_for_it(
 
 def test_spare_ranks_have_to_be_of_use() -> None:
     three, on = Roles(0, (1, 2)), ["--spares", "1", "--on-failure", "continue"]
-    preparing.check(parse(on, True), three)
+    main.check(parse(on, True), three)
     for args, assigned, text in (
         (on[:2], three, "--spares 1 take the places of lost ranks: add --on-failure continue"),
         ([*on, "--ranks-per-node", "2"], three, "--spares 1: not with --ranks-per-node"),
@@ -395,7 +395,7 @@ def test_spare_ranks_have_to_be_of_use() -> None:
         ([*on[2:], "--evaluator"], Roles(0, (1,), (), 2), "--on-failure continue: not with an evaluator"),
     ):
         with pytest.raises(ArgumentError, match=text):
-            preparing.check(parse(args, True), assigned)
+            main.check(parse(args, True), assigned)
 
 
 def test_options_of_other_strategies_have_no_value() -> None:

@@ -10,11 +10,10 @@ import pytest
 from tests import event_files, launch
 from tests.conftest import JobRunner
 from tests.trace_schema import check_trace
-from trainers import results
 from trainers.callbacks import CSVLogger, EarlyStopping, Timeline
+from trainers.cli import options, results
+from trainers.cli.options import parse
 from trainers.errors import ArgumentError
-from trainers.options import parse
-from trainers.watching import options
 
 
 @pytest.mark.jobs

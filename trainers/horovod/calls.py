@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from allreduce.engine.lane import Pending
+from allreduce.engine.negotiation import Side, Sides
 from allreduce.errors import AllReduceError, OptionError
-from allreduce.messages.lanes import Pending
-from allreduce.messages.named import Side, Sides
 from allreduce.topology import Topology
 from allreduce.torch_backend.move import Mover
 from allreduce.torch_backend.reduce import Options, Reducer

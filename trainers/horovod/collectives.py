@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from allreduce.messages.named import Side
+from allreduce.engine.negotiation import Side
 from allreduce.torch_backend.reduce import Reduction, sparse_all_reduce
 from trainers.horovod import arguments, calls, session
 from trainers.horovod.arguments import Op

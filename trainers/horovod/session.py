@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import DisagreementError, OptionError
-from allreduce.messages import losses
 from allreduce.topology import Topology
+from allreduce.transport import ulfm
 from trainers.horovod import timeline
 from trainers.horovod.calls import Members
 from trainers.horovod.errors import ArgumentError, NotInitializedError, ProcessSetError
@@ -151,7 +151,7 @@ def init(
 
 def _topology(comm: Sequence[int] | MPI.Intracomm | None) -> Topology:
     if comm is None or (isinstance(comm, Sequence) and not comm):
-        return Topology.of_survivors() if losses.in_force() else Topology()
+        return Topology.of_survivors() if ulfm.in_force() else Topology()
     if isinstance(comm, MPI.Intracomm):
         return Topology(comm)
     if not isinstance(comm, Sequence) or not all(isinstance(each, int) for each in comm):

@@ -12,11 +12,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from allreduce import create, notices
-from allreduce.base import AllReduce, Recipe
-from allreduce.messages import losses
-from allreduce.messages.agreement import everywhere, together
-from allreduce.messages.worker import Lane
+from allreduce.backend import AllReduce, Recipe
+from allreduce.engine.queue import Lane
 from allreduce.topology import Topology
+from allreduce.transport import ulfm
+from allreduce.transport.control import everywhere, together
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
 from trainers.backends import backend_for, connected_nccl
@@ -33,7 +33,7 @@ from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
 from trainers.pytorch.step_checks import GradientCheck
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
-from trainers.twins import NOT_KEPT
+from trainers.state.backup import NOT_KEPT
 
 MIB = 1 << 20
 
@@ -188,7 +188,7 @@ def _averager(
 
 def copies_kept(topology: Topology, copies: int) -> int:
     """How many ranks have each slice of a sharded update. Local. copies: as many were asked for."""
-    if copies == 2 and not losses.in_force():
+    if copies == 2 and not ulfm.in_force():
         notices.once(topology.rank, NOT_KEPT)
         return 1
     return copies

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from allreduce import notices
 from allreduce.errors import DivergenceError
-from allreduce.messages.agreement import known, together
-from trainers.divergence import compare
+from allreduce.transport.control import known, together
+from trainers.checks import compare
 from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.state import broadcast_state, broadcast_tensors
 from trainers.replicas.pytorch.alike import hyperparameters

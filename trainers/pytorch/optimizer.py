@@ -12,16 +12,16 @@ from mpi4py import MPI
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import ClosedError, CopyError, OptionError
 from allreduce.keywords import known_only
-from allreduce.messages import losses
-from allreduce.messages.agreement import all_values
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
+from allreduce.transport import ulfm
+from allreduce.transport.control import all_values
 from allreduce.two_phase import TwoPhase
-from trainers import divergence, malloc
-from trainers.divergence import MAJORITY
+from trainers import checks, malloc
+from trainers.checks import MAJORITY
 from trainers.pytorch import assembly
 from trainers.pytorch.assembly import drop, make
 from trainers.pytorch.comparing import compare_replicas
@@ -46,7 +46,7 @@ class Life:
         given = options.allreduce.topology if isinstance(options.allreduce, AllReduce) else options.topology
         family = family_of(given)
         self._make(given or family.topology, family)
-        self._source = divergence.Source(options.source, self.topology.world)
+        self._source = checks.Source(options.source, self.topology.world)
         said(self.topology)
 
     def _make(self, topology: Topology, family: Family) -> None:
@@ -87,10 +87,10 @@ class Life:
             try:
                 self._averager.together("closes the optimizer", lambda: None)
             except Exception as error:
-                if losses.lost(error) is None:
+                if ulfm.lost(error) is None:
                     raise
                 ok = False
-            if losses.in_force() and not family.topology.finished(ok):
+            if ulfm.in_force() and not family.topology.finished(ok):
                 lost = recover(family)  # others have not done their last step; they do it, or it is done already
                 if self.update == "sharded" and not self.kept_twice:
                     raise lost
@@ -127,7 +127,7 @@ class Life:
         try:
             self._make(family.topology, family)
         except Exception as error:
-            self.closed = losses.lost(error) is None  # or else it is made once more, by those that are left then
+            self.closed = ulfm.lost(error) is None  # or else it is made once more, by those that are left then
             raise
         self.closed = False
         new = self._averager

@@ -10,18 +10,19 @@ from mpi4py import MPI
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from allreduce.base import AllReduce, Recipe
+from allreduce.backend import AllReduce, Recipe
 from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
-from allreduce.messages.agreement import agree, raise_together
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
-from trainers import divergence, finite, twins
+from allreduce.transport.control import agree, raise_together
+from trainers import checks
 from trainers.backends import UPDATES, compression_twice
-from trainers.divergence import MAJORITY
+from trainers.checks import MAJORITY
 from trainers.pytorch import sharded
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
 from trainers.replicas.pytorch.tensors import DTYPES
+from trainers.state import backup
 
 AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
 GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so their gradients have no place; {AGAIN}"
@@ -125,7 +126,7 @@ def _problems(optimizer: Optimizer, model: Module, options: Options, ranks: int)
         yield OptionError(f'update={update!r} is unknown; use "replicated" or "sharded"')
     elif update != "sharded" and options.copies == 2:
         yield OptionError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
-    if senseless := twins.refusal(options.copies, ranks, goes_on=False):
+    if senseless := backup.refusal(options.copies, ranks, goes_on=False):
         yield OptionError(str(senseless))
     if overlap not in (True, False, "auto"):
         yield OptionError(f'overlap={overlap!r} is unknown; use True, False or "auto"')
@@ -135,9 +136,9 @@ def _problems(optimizer: Optimizer, model: Module, options: Options, ranks: int)
         )
     if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
         yield OptionError(f"check_every must be an integer >= 0 (0: never), got {check_every!r}")
-    if wrong := divergence.refusal(1, options.on_divergence, options.source, ranks):
+    if wrong := checks.refusal(1, options.on_divergence, options.source, ranks):
         yield OptionError(wrong)
-    if options.check_gradients not in (None, *finite.ANSWERS):
+    if options.check_gradients not in (None, *checks.ANSWERS):
         yield OptionError(f'check_gradients={options.check_gradients!r} is unknown; use "raise", "skip" or None')
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         yield OptionError(

@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 
 from allreduce import notices
 from allreduce.errors import RankLostError
-from allreduce.messages import losses
-from allreduce.messages.agreement import all_values, root_value, wait_for
-from allreduce.messages.kept import keep
-from allreduce.messages.parcels import broadcast, pieces
 from allreduce.topology import Topology
+from allreduce.transport import ulfm
+from allreduce.transport.chunked import broadcast, pieces
+from allreduce.transport.control import all_values, root_value, wait_for
+from allreduce.transport.deferred_free import keep
 from trainers.pytorch.optimizer_group import Family
 from trainers.pytorch.state import broadcast_tensors, from_json, state_of, to_json
 from trainers.replicas.pytorch.tensors import as_bytes, shaped
-from trainers.twins import KEEPS, NEVER, TAG, keepers
+from trainers.state.backup import KEEPS, NEVER, TAG, keepers
 
 if TYPE_CHECKING:
     from trainers.pytorch.optimizer import MirroredOptimizer
@@ -215,7 +215,7 @@ def surviving(family: Family) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if losses.lost(error) is None or family.buried:  # buried: raised where it was recovered from, further inside
+        if ulfm.lost(error) is None or family.buried:  # buried: raised where it was recovered from, further inside
             raise
         for topology in family.topologies():
             topology.revoke()  # so that all ranks that wait come out
@@ -225,7 +225,7 @@ def surviving(family: Family) -> Iterator[None]:
 
 def said(topology: Topology) -> None:
     """Say what happens to ranks that are lost, when that is not that the job ends."""
-    if losses.in_force() and topology.size > 1:
+    if ulfm.in_force() and topology.size > 1:
         text = "lost ranks (ULFM): MirroredOptimizer goes on with those that are left, and raises RankLostError"
         notices.once(topology.rank, text)
 
@@ -261,7 +261,7 @@ def _attempt(topology: Topology, work: Callable[[], Any]) -> Any:
     try:
         return work()
     except Exception as error:
-        if losses.lost(error) is None:
+        if ulfm.lost(error) is None:
             raise
         topology.revoke()
         return None

@@ -19,9 +19,9 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.nn import Parameter
 
-from allreduce.base import AllReduce
-from allreduce.messages.agreement import raise_together, waiting
-from allreduce.messages.worker import Lane, Pending
+from allreduce.backend import AllReduce
+from allreduce.engine.queue import Lane, Pending
+from allreduce.transport.control import raise_together, waiting
 from trainers.errors import NotFiniteError
 from trainers.pytorch.buckets import Marks, allocate, plan
 from trainers.pytorch.errors import SECOND, GradientError, changed

@@ -8,11 +8,11 @@ import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
+from allreduce.engine.lane import Pending
+from allreduce.engine.queue import Lane
 from allreduce.errors import OptionError
-from allreduce.messages import losses
-from allreduce.messages.agreement import known, raise_together, waiting
-from allreduce.messages.lanes import Pending
-from allreduce.messages.worker import Lane
+from allreduce.transport import ulfm
+from allreduce.transport.control import known, raise_together, waiting
 from trainers.replicas.pytorch.devices import Crossing
 
 NOBODY = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
@@ -87,7 +87,7 @@ def submit(lane: Lane, work: Callable[[], object], what: str) -> Pending:
     try:
         return lane.submit(work, what)
     except Exception as error:
-        if losses.lost(error) is None:
+        if ulfm.lost(error) is None:
             raise
         pending = Pending(work)
         pending.finish(error)

@@ -10,8 +10,8 @@ from mpi4py import MPI
 from torch.optim import Optimizer
 
 from allreduce.errors import DisagreementError, OptionError
-from allreduce.messages.agreement import all_values, raise_together, root_value, together
-from allreduce.messages.parcels import broadcast
+from allreduce.transport.chunked import broadcast
+from allreduce.transport.control import all_values, raise_together, root_value, together
 from trainers.replicas.pytorch.tensors import as_bytes
 
 

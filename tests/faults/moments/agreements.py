@@ -9,11 +9,11 @@ import time
 import numpy as np
 
 import allreduce
-from allreduce.messages import losses
+from allreduce.transport import ulfm
 
 
 def main(seconds: float) -> None:
-    losses.HEAR_SECONDS = 1e-5  # the watchdog listens nearly all the time
+    ulfm.HEAR_SECONDS = 1e-5  # the watchdog listens nearly all the time
     topology, draw = allreduce.Topology(), np.random.default_rng(5)
     calls = wrong = 0
     end, goes_on = time.monotonic() + seconds, True
@@ -24,7 +24,7 @@ def main(seconds: float) -> None:
             if draw.integers(3) == 0:
                 comm.Barrier()
             calls += 1
-            wrong += not losses.agree(comm, True)
+            wrong += not ulfm.agree(comm, True)
         for comm in comms:
             comm.Free()
         goes_on = topology.world.bcast(time.monotonic() < end)

@@ -17,8 +17,10 @@ from mpi4py import MPI
 from allreduce import Topology
 from allreduce.errors import RankLostError
 from tests.faults.moments.training import BATCH, EPOCHS, ROWS, data, die, network
-from trainers import CentralStorageTrainer, MirroredTrainer, sharded, twins
+from trainers import CentralStorageTrainer, MirroredTrainer
 from trainers.callbacks import Callback
+from trainers.state import backup
+from trainers.strategies import sharded
 
 BATCHES = ROWS // BATCH
 STEP = BATCHES + 1  # in which they die: the first after an edit
@@ -78,9 +80,9 @@ class Dying(Callback):
         elif self._moment == "gathered":
             kept.keep = die  # type: ignore[method-assign]
         elif self._moment == "exchange":  # something was sent
-            twins.pieces = before(0, twins.pieces, 1, 2)
+            backup.pieces = before(0, backup.pieces, 1, 2)
         elif self._moment == "sent":
-            twins.wait_for = die
+            backup.wait_for = die
         elif self._moment == "kept":
             keep = kept.keep
 

@@ -11,7 +11,8 @@ import json
 import sys
 from typing import Any
 
-from allreduce import Topology, spares
+from allreduce import Topology
+from allreduce.elastic import standby
 from tests.faults.moments.training import Deaths, die, trained
 from trainers import CentralStorageTrainer, Checkpoint
 
@@ -28,7 +29,7 @@ def main(kind: str, folder: str = "") -> None:
     deaths = Deaths(moments.get(pool.rank))
     if kind == "mirrored" and pool.rank == 5:  # while the others form the ranks that work
         die()
-    ranks = spares.man(pool, pool.size - WORKING)
+    ranks = standby.man(pool, pool.size - WORKING)
     if ranks is None:
         print("not needed", flush=True)
         return

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import allreduce
-import allreduce.calls
+import allreduce.engine.engine
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.wrappers.background import Background
@@ -53,7 +53,7 @@ def in_the_work(reduce: Any, dies: bool) -> None:
 def in_an_agreement(reduce: Any, dies: bool) -> None:
     """It has met the others on the board, and does not agree."""
     if dies:
-        allreduce.calls.agree = die
+        allreduce.engine.engine.agree = die
     sums(reduce)
 
 

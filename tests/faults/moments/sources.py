@@ -10,8 +10,9 @@ import json
 import sys
 from typing import Any
 
-from allreduce import Topology, ending
+from allreduce import Topology
 from allreduce.errors import RankLostError
+from allreduce.transport import processes
 from tests.faults.moments.training import BATCH, data, die, network
 from trainers import MirroredTrainer
 from trainers.callbacks import Callback, CheckDivergence
@@ -29,11 +30,11 @@ class Parting(Callback):
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if (self.epoch, batch) == (1, 1) and ending.here()[0] == self.dies:
+        if (self.epoch, batch) == (1, 1) and processes.here()[0] == self.dies:
             die()
         if (self.epoch, batch) == (3, 1):
             self.trainer.replica.learning_rates = [0.0]  # what the ranks copy stays as it is
-            self.trainer.replica.parameters[-1] = ending.here()[0]
+            self.trainer.replica.parameters[-1] = processes.here()[0]
 
     def between_steps(self, epoch: int, batch: int) -> None:
         if (epoch, batch) == (3, 1):
@@ -59,13 +60,13 @@ def optimized(source: int, dies: int) -> dict[str, Any]:
     plain = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer = MirroredOptimizer(plain, model, check_every=1, on_divergence="copy", source=source)
     for step in range(4):
-        if step == 1 and ending.here()[0] == dies:
+        if step == 1 and processes.here()[0] == dies:
             die()
         try:
             model(torch.ones(2, 3)).sum().backward()
             if step == 2:
                 with torch.no_grad():
-                    model.bias[0] = ending.here()[0]
+                    model.bias[0] = processes.here()[0]
             optimizer.step()
         except RankLostError:
             continue
@@ -74,7 +75,7 @@ def optimized(source: int, dies: int) -> dict[str, Any]:
 
 def main(kind: str, source: str, dies: str) -> None:
     came = (optimized if kind == "optimizer" else trained)(int(source), int(dies))
-    came["number"] = ending.here()[0]
+    came["number"] = processes.here()[0]
     print(json.dumps(came), flush=True)
 
 

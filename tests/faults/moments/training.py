@@ -19,7 +19,7 @@ from allreduce import Topology
 from allreduce.errors import RankLostError
 from trainers import CentralStorageTrainer, Checkpoint, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
 from trainers.callbacks import Callback, LearningRateSchedule
-from trainers.fitting import Fit
+from trainers.fit.loop import Fit
 
 ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from allreduce import Topology, ending, spares
+from allreduce import Topology
+from allreduce.elastic import standby
+from allreduce.transport import processes
 from tests.faults.moments.training import BATCH, data, die, network
 from trainers import MirroredTrainer
 from trainers.callbacks import (
@@ -52,9 +54,9 @@ class Story(Callback):
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if (self.epoch, batch) == (1, 2) and ending.here()[0] == self.dies:
+        if (self.epoch, batch) == (1, 2) and processes.here()[0] == self.dies:
             die()
-        if self.injected and self.epoch == 4 and ending.here()[0] == JOINED:
+        if self.injected and self.epoch == 4 and processes.here()[0] == JOINED:
             raise InjectedError("by the rank that has joined")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -92,15 +94,15 @@ def fitted(topology: Topology, folder: Path, story: Story, scale: Any, **options
 def main(way: str, dies: str, folder: str, *injected: str) -> None:
     ranks: Topology | None = Topology()
     if way == "standby":
-        ranks = spares.man(ranks, 1)
+        ranks = standby.man(ranks, 1)
     if ranks is None:
         return
-    late = isinstance(ranks, spares.Joining)
+    late = isinstance(ranks, standby.Joining)
     came = fitted(ranks, Path(folder), Story(int(dies), bool(injected)), "ranks", on_failure="continue")
-    alone = Path(folder) / f"alone {ending.here()[0]}"
+    alone = Path(folder) / f"alone {processes.here()[0]}"
     alone.mkdir()
     came["alone"] = fitted(Topology(MPI.COMM_SELF), alone, Story(-1, False), 3)
-    print(json.dumps(came | {"late": late, "number": ending.here()[0]}), flush=True)
+    print(json.dumps(came | {"late": late, "number": processes.here()[0]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from allreduce import Topology, create
-from allreduce.messages import losses
-from allreduce.messages.agreement import all_values
+from allreduce.transport import ulfm
+from allreduce.transport.control import all_values
 from tests.faults.notes import Notes, members
 from tests.faults.plans import STEPS, Plan
 
@@ -63,7 +63,7 @@ def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
             calls.attempt()
             done = True
         except Exception as error:
-            if losses.lost(error) is None:
+            if ulfm.lost(error) is None:
                 raise
             calls.topology.revoke()
             done = False

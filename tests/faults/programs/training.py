@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce import spares
+from allreduce.elastic import standby
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from tests.faults.notes import Notes, members
@@ -18,9 +18,9 @@ from trainers import (
     ParameterServerTrainer,
     SpareReplicasTrainer,
 )
-from trainers.base import Trainer
 from trainers.files import checkpoint
 from trainers.replica import Replica
+from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
 from trainers.watching.check_gradients import CheckGradients
 from trainers.watching.history import History
@@ -47,7 +47,7 @@ def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
     """Train, and where only a fit could go back to a checkpoint, go on from it by another trainer."""
     ranks: Topology | None = topology
     if plan.program == "spare ranks":
-        ranks = spares.man(topology, plan.spares)
+        ranks = standby.man(topology, plan.spares)
         if ranks is None:
             notes.add("end", idle=True)
             return

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import notices
-from allreduce.arrays.signature import ALLOCATED, FOREIGN, GPU
+from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN, GPU
 from allreduce.backends import auto
 from allreduce.errors import UnavailableError
 from tests.ranks.grid import run_grid

@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import DisagreementError
 from allreduce.two_phase import TwoPhase
 from tests.ranks.hosts import Hosts

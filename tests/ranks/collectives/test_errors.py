@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.two_phase import TwoPhase
 from tests.ranks.together import raised_everywhere, usable
 

@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import UnavailableError
 from allreduce.two_phase import TwoPhase
 from tests.ranks.grid import DTYPES, QUICK, compare, expected, lengths, numpy_dtype, run_grid, shapes, values

@@ -13,12 +13,11 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.arrays.signature import ALLOCATED
+from allreduce.arrays.memory_kinds import ALLOCATED
+from allreduce.backend import AllReduce
 from allreduce.backends.shared import Shared
-from allreduce.base import AllReduce
 from allreduce.errors import UnavailableError
-from allreduce.messages.stage import LARGEST_BYTES
-from allreduce.messages.window import CommonWindow
+from allreduce.transport.shared_segment import LARGEST_BYTES, CommonWindow
 from tests.ranks.grid import expected, numpy_dtype, shapes, values
 from tests.ranks.together import usable
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import sparse
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import (
     DisagreementError,
     NotAnArrayError,
@@ -19,7 +19,7 @@ from allreduce.errors import (
     UnsupportedDtypeError,
     UnsupportedOpError,
 )
-from allreduce.messages import parcels
+from allreduce.transport import chunked
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.wrapper import Wrapper
 from tests.gpu import fake_cupy
@@ -42,7 +42,7 @@ def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
 def test_broadcast(reduce: AllReduce, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parcels, "PIECE", 1000)
+    monkeypatch.setattr(chunked, "PIECE", 1000)
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     for root in {0, SIZE - 1}:
         for array in (
@@ -166,7 +166,7 @@ def rows_of(rank: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 def test_sparse(reduce: AllReduce, dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of all ranks, duplicates added, in memory that knows nothing of the table's size."""
     monkeypatch.setattr(sparse, "dense_is_cheaper", lambda *_: dense)
-    monkeypatch.setattr(parcels, "PIECE", 1000)  # what is more is not gathered at once
+    monkeypatch.setattr(chunked, "PIECE", 1000)  # what is more is not gathered at once
     for dtype, op in (("float32", "sum"), ("float16", "average"), ("int64", "sum")):
         table, touched = np.zeros((61, 2, 3), "float64"), set()
         for rank in range(SIZE):

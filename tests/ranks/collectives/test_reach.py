@@ -15,8 +15,8 @@ from allreduce import notices
 from allreduce.arrays import float16
 from allreduce.backends import shared
 from allreduce.errors import CommunicationError
-from allreduce.messages import reach
-from allreduce.messages.reach import Reach
+from allreduce.transport import cma
+from allreduce.transport.cma import Reach
 from tests.ranks.grid import expected, values
 
 SIZE = MPI.COMM_WORLD.size
@@ -56,7 +56,7 @@ def test_memory_that_is_gone(world: MPI.Intracomm) -> None:
 def test_forbidden(world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, lacking: str, call: str) -> None:
     """Then nobody uses it."""
     if lacking == "everywhere" or world.rank == SIZE - 1:
-        monkeypatch.setattr(reach, call, lambda *_: -1)
+        monkeypatch.setattr(cma, call, lambda *_: -1)
     assert not Reach(world).works
 
 
@@ -67,14 +67,14 @@ def test_a_few_bytes_at_a_time(flat: allreduce.Topology, world: MPI.Intracomm, m
         pytest.skip("this system forbids it")
 
     def limited(function: Callable[..., int]) -> Callable[..., int]:
-        def move(pid: int, here: reach._Span, _: int, there: reach._Span, *rest: int) -> int:
+        def move(pid: int, here: cma._Span, _: int, there: cma._Span, *rest: int) -> int:
             here.nbytes = there.nbytes = min(here.nbytes, 1001)
             return function(pid, here, 1, there, *rest)
 
         return move
 
     for call in ("_read", "_write"):
-        monkeypatch.setattr(reach, call, limited(getattr(reach, call)))
+        monkeypatch.setattr(cma, call, limited(getattr(cma, call)))
     with allreduce.create("shared", flat) as reduce:
         array = values(np.dtype("float32"), 10_000, world.rank, 0).copy()
         part = array.copy()

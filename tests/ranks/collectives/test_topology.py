@@ -9,9 +9,9 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import machine, notices
-from allreduce.arrays.signature import NUMBER
+from allreduce.engine.call import NUMBER
 from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
-from allreduce.messages.agreement import known
+from allreduce.transport.control import known
 from tests.ranks.grid import shapes
 
 SIZE = MPI.COMM_WORLD.size

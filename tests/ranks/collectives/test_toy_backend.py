@@ -11,7 +11,7 @@ import allreduce
 from allreduce import registry
 from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from tests.ranks.grid import run_grid, shapes

@@ -9,9 +9,9 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
-from allreduce.arrays.signature import ALLOCATED
+from allreduce.arrays.memory_kinds import ALLOCATED
+from allreduce.backend import AllReduce
 from allreduce.backends.ring import Ring
-from allreduce.base import AllReduce
 from allreduce.moves import Moves
 from allreduce.sparse import Sparse
 from allreduce.two_phase import TwoPhase

@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import allreduce  # noqa: E402
-from allreduce.arrays.signature import ALLOCATED  # noqa: E402
+from allreduce.arrays.memory_kinds import ALLOCATED  # noqa: E402
 from tests.ranks.pytorch.trained import (  # noqa: E402
     OPTIMIZERS,
     ROWS,

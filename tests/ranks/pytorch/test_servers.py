@@ -14,9 +14,9 @@ from torch import nn  # noqa: E402
 
 import allreduce  # noqa: E402
 from trainers import MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer  # noqa: E402
-from trainers.base import Trainer  # noqa: E402
 from trainers.errors import ArgumentError  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica  # noqa: E402
+from trainers.trainer import Trainer  # noqa: E402
 
 torch.set_num_threads(1)
 SIZE = MPI.COMM_WORLD.size

@@ -11,10 +11,9 @@ from mpi4py import MPI
 import allreduce
 import allreduce.errors
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork, datasets
-from trainers.central_storage import CentralUpdate
-from trainers.copied import CopiedUpdate
 from trainers.errors import ArgumentError
 from trainers.replica import Replica
+from trainers.strategies.central_storage import CentralUpdate, CopiedUpdate
 from trainers.watching.callback import Callback
 
 Data = tuple[np.ndarray, np.ndarray]

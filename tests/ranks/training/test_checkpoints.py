@@ -28,7 +28,6 @@ from trainers import (
     SpareReplicasTrainer,
 )
 from trainers import callbacks as shipped
-from trainers.base import Trainer
 from trainers.callbacks import (
     CheckDivergence,
     CheckGradients,
@@ -41,6 +40,7 @@ from trainers.callbacks import (
 )
 from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint as files
+from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
 from trainers.watching.history import History
 

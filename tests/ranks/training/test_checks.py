@@ -13,7 +13,6 @@ import trainers
 from allreduce import notices
 from allreduce.errors import DisagreementError, DivergenceError
 from trainers import MirroredTrainer, NumpyNetwork
-from trainers.base import Trainer
 from trainers.callbacks import (
     Callback,
     CheckDivergence,
@@ -23,9 +22,10 @@ from trainers.callbacks import (
     ModelCheckpoint,
     TensorBoard,
 )
-from trainers.checkpoints import Checkpoint
-from trainers.divergence import compare
+from trainers.checks import compare
 from trainers.errors import ArgumentError, DivergedError, NotFiniteError
+from trainers.state.checkpoints import Checkpoint
+from trainers.trainer import Trainer
 
 SIZE = MPI.COMM_WORLD.size
 X = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")

@@ -11,10 +11,10 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import DisagreementError
-from allreduce.messages.agreement import known
+from allreduce.transport.control import known
 from trainers import MirroredTrainer, NumpyNetwork
+from trainers.data import Samples
 from trainers.errors import ArgumentError, DataError, DivergedError
-from trainers.samples import Samples
 from trainers.watching.callback import Callback
 
 ROWS, FEATURES = 50, 6

@@ -8,9 +8,9 @@ import pytest
 
 import allreduce
 import allreduce.errors
-from trainers import roles
+from trainers.cli import roles
+from trainers.cli.evaluator import Ending
 from trainers.errors import RoleError
-from trainers.evaluator import Ending
 
 
 def environment(*tasks: Any, task: Any = None) -> dict[str, str]:

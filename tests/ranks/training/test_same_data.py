@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import notices
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.two_phase import TwoPhase
 
 SIZE = MPI.COMM_WORLD.size

@@ -9,12 +9,12 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+from allreduce.engine import queue
 from allreduce.errors import CollectiveTimeoutError, UnavailableError
-from allreduce.messages import threads
 from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
-from trainers.base import Trainer
+from trainers.data import Samples
 from trainers.errors import ArgumentError, DataError, DivergedError
-from trainers.samples import Samples
+from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
 from trainers.watching.history import History
 
@@ -391,7 +391,7 @@ def test_models_move_between_strategies(flat: allreduce.Topology, world: MPI.Int
 @few
 def test_an_mpi_without_threads(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers ask when they have computed; a chief that leads beside its computing there can be none."""
-    monkeypatch.setattr(threads, "multiple", lambda: False)
+    monkeypatch.setattr(queue, "multiple", lambda: False)
     x, y = data()
     with flat.split(0) as own:  # nobody has started the thread of its worker
         with asynchronous(network(), own) as trainer:

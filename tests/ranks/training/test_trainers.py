@@ -14,11 +14,11 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import ClosedError, DisagreementError, OptionError, UnknownBackendError
 from trainers import MirroredTrainer, NumpyNetwork, datasets
+from trainers.cli.options import DEFAULTS
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DivergedError, ModelFileError
-from trainers.options import DEFAULTS
 from trainers.replica import Replica
-from trainers.stepping import FLAGS
+from trainers.strategies.interface import FLAGS
 
 CPU_BACKENDS = [name for name in allreduce.NAMES if name != "nccl"]
 EPOCHS, BATCH = 5, 100
