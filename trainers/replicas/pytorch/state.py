@@ -31,7 +31,7 @@ class TorchState:
         averaged: list[Tensor],
     ) -> None:
         self._module, self._user, self._optimizer, self._trained = module, user, optimizer, trained
-        self._averaged = {id(each) for each in averaged}
+        self._averaged = averaged  # not their ids: a copy of a replica has tensors of its own
 
     def _others(self) -> dict[str, Tensor]:
         """All tensors of the module that are not trained."""
@@ -72,8 +72,8 @@ class TorchState:
                     group[key] = tuple(value) if isinstance(value, list) else _number(value, group[key])
 
     def _own_buffers(self) -> dict[str, Tensor]:
-        named = self._module.named_buffers()
-        return {f"module.{name}": each for name, each in named if id(each) not in self._averaged}
+        named, averaged = self._module.named_buffers(), {id(each) for each in self._averaged}
+        return {f"module.{name}": each for name, each in named if id(each) not in averaged}
 
     def pack_own(self, place: Host) -> dict[str, np.ndarray]:
         """A rank's own state, copies: PyTorch's random states, and the buffers that are not averaged."""
