@@ -80,6 +80,7 @@ SKIPPED = {
     "mpirun --oversubscribe -n $n": "minutes, in a loop",
     "done": "the end of a loop",
     "python -m benchmarks.faults": "minutes; test_faults.py runs a few",
+    "python -m tests.faults": "minutes; test_faults.py runs a few",
     "python -m benchmarks.scaling --fit": "takes the files of the commands before it",
 }
 # What makes a command short.
