@@ -43,9 +43,9 @@ def test_halves_arrive_as_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None
             told.append(json.loads(json.dumps(value)))
         return told[0]
 
-    monkeypatch.setattr(adopt, "root_value", tell)
+    monkeypatch.setattr(group, "root_value", tell)
     group.sent(MPI.COMM_SELF, state, 0, "a test")
-    monkeypatch.setattr(adopt, "broadcast", lambda *_: None)
+    monkeypatch.setattr(group, "broadcast", lambda *_: None)
     came = group.sent(Other(), {}, 0, "a test")  # type: ignore[arg-type]
     assert {name: (array.dtype, array.shape) for name, array in came.items()} == {
         name: (array.dtype, array.shape) for name, array in state.items()
