@@ -195,7 +195,7 @@ WAITS = {"Barrier", "Bcast", "Reduce", "Allreduce", "Reduce_scatter", "Reduce_sc
          "Send", "Ssend", "Recv", "Sendrecv", "Probe", "Mprobe", "Dup", "Split", "Split_type", "Create_group",
          "Agree", "Shrink", "Spawn"}  # fmt: skip
 BELOW = ("allreduce/transport/", "allreduce/health/", "allreduce/engine/", "allreduce/backends/", "allreduce/moves.py")
-WATCHED = {("allreduce/topology.py", "_connect"), ("allreduce/nodes.py", "divide")}  # called in `with waiting(...)`
+WATCHED = {("allreduce/topology.py", "_connect")}  # called in `with waiting(...)`
 PICKLES = {"allreduce", "reduce", "bcast", "allgather", "gather", "scatter", "alltoall", "scan", "exscan", "barrier",
            "send", "ssend", "isend", "recv", "irecv", "sendrecv", "mrecv"}  # fmt: skip
 COMMUNICATOR = re.compile(r"(^|[._])(comm|world|node|cross|control|real|local|part|messages|COMM_\w+)$")
