@@ -33,7 +33,7 @@ LINES = 45_242  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and 
 FINDINGS = {"SLF001": 191, "C901": 3, "PLR0912": 3, "PLR0915": 0}  # 0: of ruff in the product, whatever noqa says
 
 CORE = {"numpy", "mpi4py", "ml_dtypes"}
-LAZY = {"cupy"}  # inside functions only
+LAZY = {"cupy", "psutil", "pynvml", "threadpoolctl"}  # inside functions only
 TORCH = {"torch"}  # in allreduce/torch_backend/, which nothing else imports
 JAX = {"jax"}  # in allreduce/jax.py, which nothing else imports
 
