@@ -11,6 +11,7 @@ import numpy as np
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
 from allreduce.engine.lane import Lane, Pending
+from allreduce.engine.queue import Worker
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
