@@ -12,7 +12,6 @@ from allreduce import Topology
 from trainers import MirroredTrainer, SpareReplicasTrainer, group
 from trainers.errors import ArgumentError
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.state import adopt
 from trainers.state.backup import keepers
 from trainers.state.pieces import Choice, choose, joined
 from trainers.trainer import Trainer
