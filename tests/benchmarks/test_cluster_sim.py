@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 import allreduce
-from benchmarks.injecting import jobs, judging, plans, points
 from tests import launch
 from tests.conftest import lacking
+from tests.faults import jobs, judging, plans, points
 
 pytestmark = pytest.mark.jobs
 SCRIPT = launch.ROOT / "scripts" / "cluster_sim.sh"
@@ -216,10 +216,10 @@ KEEPALIVE = [
 
 
 def faulty(folder: Path, *faults: plans.Fault) -> tuple[plans.Plan, list[str]]:
-    """A run of benchmarks.faults on four ranks, and the command of its ranks."""
+    """A run of tests.faults on four ranks, and the command of its ranks."""
     plan = plans.Plan(1, 4, program="calls", backend="hierarchical_copy", faults=faults)
     (folder / "plan.json").write_text(json.dumps(plan.as_dict()))
-    return plan, ["python", "-m", "benchmarks.injecting.programs", str(folder)]
+    return plan, ["python", "-m", jobs.RANK, str(folder)]
 
 
 def test_a_host_whose_ranks_all_die_is_survived(rig: Rig, tmp_path: Path) -> None:

@@ -1,23 +1,19 @@
 """Ranks that die while the others go on: in every backend, at named moments, one after the other."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from allreduce.nodes import nodes_left
 from mpi4py import MPI
 
 from allreduce import NAMES, Topology
 from allreduce.errors import BrokenError, CommunicationError, RankLeftError, RankLostError, UnavailableError
 from allreduce.health.status import LEFT, Fact
-from allreduce.nodes import nodes_left
 from allreduce.transport import ulfm
 from allreduce.transport.control import agree
 from allreduce.transport.wait import Said
 from tests.conftest import JobRunner
-
-LOSSES = Path(__file__).parents[1] / "faults" / "losses.py"
-sys.path.insert(0, str(LOSSES.parent))
+from tests.faults import job_of
+from tests.faults.moments import losses as driver
 
 FLAT = (
     "ring:in_the_work",
@@ -41,7 +37,7 @@ NODES = (
 
 @pytest.mark.parametrize(("ranks_per_node", "rounds"), [(0, FLAT), (2, NODES)], ids=["flat", "nodes"])
 def test_those_that_are_left_go_on_down_to_one(mpirun: JobRunner, ranks_per_node: int, rounds: tuple[str, ...]) -> None:
-    job = mpirun(len(rounds) + 1, [LOSSES, ranks_per_node, *rounds], ulfm=True, timeout=120)
+    job = mpirun(len(rounds) + 1, [*job_of("losses"), ranks_per_node, *rounds], ulfm=True, timeout=120)
     told = [line.partition(": ")[0] for line in job.stdout.splitlines() if " go on without rank " in line]
     assert told == list(rounds), job.stdout + job.stderr
     assert job.stdout.count("this rank ends well") == 1, job.stdout + job.stderr
@@ -51,7 +47,7 @@ def test_those_that_are_left_go_on_down_to_one(mpirun: JobRunner, ranks_per_node
 
 def test_agreements_are_right_while_another_thread_communicates(mpirun: JobRunner) -> None:
     """Without a loss: Open MPI garbles one in hundreds."""
-    job = mpirun(3, [LOSSES.with_name("agreements.py"), 2], ulfm=True, timeout=60)
+    job = mpirun(3, [*job_of("agreements"), 2], ulfm=True, timeout=60)
     assert job.stdout.splitlines() == ["all were right"] * 3, job.stdout + job.stderr
 
 
@@ -77,8 +73,6 @@ def test_a_garbled_agreement_is_made_again() -> None:
 
 
 def test_every_backend_and_every_moment_is_tried() -> None:
-    import losses as driver  # tests/faults/losses.py
-
     tried = [text.split(":") for text in FLAT + NODES]
     assert {name for name, _ in tried} == set(NAMES) - {"nccl"}
     assert {moment for _, moment in tried} == set(driver.MOMENTS)
@@ -240,13 +234,13 @@ def test_what_a_loss_has_cut_off_in_the_making_is_freed_later(monkeypatch: pytes
     made, left = [], []
 
     def cut_off(topology: Topology, comm: MPI.Intracomm) -> None:
-        topology._own(comm.Dup())
+        topology.own(comm.Dup())
         made.append(topology)
         topology._revoked = True
         raise RankLostError("told")
 
     monkeypatch.setattr(Topology, "_connect", cut_off)
-    monkeypatch.setattr("allreduce.ownership.free_later", left.extend)
+    monkeypatch.setattr("allreduce.transport.deferred_free.free_later", left.extend)
     with pytest.raises(RankLostError):
         Topology(MPI.COMM_SELF)
     assert len(left) == 2

@@ -9,6 +9,7 @@ import pytest
 
 from tests import event_files
 from tests.conftest import JobRunner
+from tests.faults import job_of
 
 LOADING = """
 import os, sys
@@ -19,12 +20,11 @@ datasets.load = lambda name: os.kill(os.getpid(), 9) if MPI.COMM_WORLD.rank == 1
 sys.exit(command.main())
 """
 
-TRAINING = Path(__file__).parents[1] / "faults" / "training.py"
 pytestmark = pytest.mark.jobs
 
 
 def training(mpirun: JobRunner, ranks: int, name: str, *options: str) -> dict[str, Any]:
-    job = mpirun(ranks, [TRAINING, name, *options], ulfm=True, timeout=120)
+    job = mpirun(ranks, [*job_of("training"), name, *options], ulfm=True, timeout=120)
     assert job.returncode == 0, job.stdout + job.stderr
     return json.loads(job.stdout.splitlines()[-1])
 
@@ -68,7 +68,7 @@ def test_a_rank_is_lost_while_the_command_loads_its_data(mpirun: JobRunner) -> N
 
 def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRunner) -> None:
     """A worker that has pushed to one of two servers, others in asynchronous epochs, and a spare replica."""
-    job = mpirun(6, [TRAINING.with_name("served.py")], ulfm=True, timeout=120)
+    job = mpirun(6, [*job_of("served")], ulfm=True, timeout=120)
     assert job.returncode == 0, job.stdout + job.stderr
     came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
     alone = came["alone"]["history"]
@@ -84,7 +84,7 @@ def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRu
 
 @pytest.mark.parametrize("kind", ["mirrored", "central"])
 def test_ranks_that_wait_take_the_places_of_lost_ones(mpirun: JobRunner, kind: str, tmp_path: Path) -> None:
-    job = mpirun(6, [TRAINING.with_name("joining.py"), kind, tmp_path], ulfm=True, timeout=120)
+    job = mpirun(6, [*job_of("joining"), kind, tmp_path], ulfm=True, timeout=120)
     assert job.returncode == 0, job.stdout + job.stderr
     lines = job.stdout.splitlines()
     assert lines.count("not needed") == (kind == "central")
@@ -114,7 +114,7 @@ def test_a_lost_part_of_the_state_is_gone_back_for(
 def test_slices_that_are_kept_twice_outlive_their_ranks(mpirun: JobRunner) -> None:
     """But not a rank with its keeper. Then: a node in the exchange, memory in common half updated, the storage."""
     losing = ["shared:8:sent:0,1", "ring:3:exchange:3,4", "shared:8:update:1", "central:8:exchange:0"]
-    job = mpirun(7, [TRAINING.with_name("copies.py"), *losing], ulfm=True, timeout=120)
+    job = mpirun(7, [*job_of("copies"), *losing], ulfm=True, timeout=120)
     assert job.returncode == 0, job.stdout + job.stderr
     failed, *all_came = [json.loads(line) for line in job.stdout.splitlines()]
     assert "that alone had a part of the optimizer's state" in failed["error"]
@@ -137,7 +137,7 @@ def test_a_training_stops_with_a_checkpoint_of_where_it_is(
     mpirun: JobRunner, moment: str, lost_in: int, total: int, tmp_path: Path
 ) -> None:
     """And goes on from it, as if it had never stopped: each epoch is measured, and told to callbacks, once."""
-    job = mpirun(3, [TRAINING, "stop", f"folder={tmp_path}", f"moment={moment}"], ulfm=True, timeout=120)
+    job = mpirun(3, [*job_of("training"), "stop", f"folder={tmp_path}", f"moment={moment}"], ulfm=True, timeout=120)
     assert job.returncode == 1, job.stdout + job.stderr
     assert f"rank 0 of the job was lost in fit, epoch 2, step {lost_in}; the job stops" in job.stderr
     assert max(tmp_path.glob("checkpoint-*")).name == f"checkpoint-{total:08d}.npz"
@@ -149,7 +149,7 @@ def test_a_training_stops_with_a_checkpoint_of_where_it_is(
 
 
 def test_no_checkpoint_is_made_of_half_an_epoch(mpirun: JobRunner, tmp_path: Path) -> None:
-    job = mpirun(3, [TRAINING, "stop apart", f"folder={tmp_path}"], ulfm=True, timeout=120)
+    job = mpirun(3, [*job_of("training"), "stop apart", f"folder={tmp_path}"], ulfm=True, timeout=120)
     assert job.returncode == 1, job.stdout + job.stderr
     assert not list(tmp_path.glob("checkpoint-*"))
     assert "no checkpoint is written in the middle of epoch 2" in job.stderr
@@ -161,7 +161,7 @@ def test_callbacks_go_on_when_ranks_are_lost_and_join(
 ) -> None:
     """All shipped callbacks do what they do on one rank, and a rank that joins touches no file of rank 0."""
     pytest.importorskip("tensorboardX")
-    job = mpirun(ranks, [TRAINING.with_name("watched.py"), way, dies, tmp_path], ulfm=True, timeout=120)
+    job = mpirun(ranks, [*job_of("watched"), way, dies, tmp_path], ulfm=True, timeout=120)
     all_came = [json.loads(line) for line in job.stdout.splitlines()]
     assert sorted(came["rank"] for came in all_came) == list(range(2 if way == "continue" else 3)), job.stderr
     assert [came["began as"] for came in all_came if came["late"]] == ([] if way == "continue" else [-1])
@@ -200,7 +200,7 @@ def test_the_replica_of_source_is_copied_after_a_loss(
     """That of the same process, whatever its rank is then; of the majority, which a line says, when it was lost."""
     if kind == "optimizer":
         pytest.importorskip("torch")
-    job = mpirun(4, [TRAINING.with_name("sources.py"), kind, source, dies], ulfm=True, timeout=120)
+    job = mpirun(4, [*job_of("sources"), kind, source, dies], ulfm=True, timeout=120)
     all_came = [json.loads(line) for line in job.stdout.splitlines()]
     assert [came["ranks"] for came in all_came] == [3] * 3, job.stderr
     assert {came["left"] for came in all_came} == {left}, job.stderr
@@ -209,7 +209,7 @@ def test_the_replica_of_source_is_copied_after_a_loss(
 
 def test_an_error_of_a_rank_that_has_joined_ends_the_job_once(mpirun: JobRunner, tmp_path: Path) -> None:
     """The rank that raised it ends the job."""
-    job = mpirun(4, [TRAINING.with_name("watched.py"), "standby", 1, tmp_path, "injected"], ulfm=True, timeout=120)
+    job = mpirun(4, [*job_of("watched"), "standby", 1, tmp_path, "injected"], ulfm=True, timeout=120)
     assert job.returncode == 1
     assert "rank 3 of 4: Traceback" in job.stderr
     assert job.stderr.count("InjectedError: rank 2: by the rank that has joined") == 1

@@ -11,12 +11,9 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from allreduce.errors import RankLostError
-from tests import launch
 from tests.conftest import JobRunner
+from tests.faults import job_of
 from tests.house.test_readme import blocks
-
-FAULTS = launch.ROOT / "tests" / "faults"
-
 
 PARTS = (("replicated, in backward", 4), ("two optimizers", 3), ("sharded, kept twice", 2), ("sharded", 1))
 
@@ -27,7 +24,7 @@ def test_five_of_six_ranks_die(mpirun: JobRunner, tmp_path: Path) -> None:
     """In trainers/pytorch/README.md's recipe, in backward with overlap, between optimizers, in the update of slices."""
     (program,) = (block for block in blocks("python") if block.startswith("# outlives.py"))
     (tmp_path / "outlives.py").write_text(program)
-    job = mpirun(6, [FAULTS / "lost_torch.py", tmp_path], ulfm=True, timeout=400)
+    job = mpirun(6, [*job_of("lost_torch"), tmp_path], ulfm=True, timeout=400)
     lines = job.stdout.splitlines()
     assert job.returncode == 0, job.stdout + job.stderr
     assert sum("rank 3 of 6 was lost; 5 go on, after step 100" in line for line in lines) == 5
@@ -50,7 +47,7 @@ def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatc
         optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=topology)
         family = optimizer._averager.family
         with monkeypatch.context() as patch:
-            patch.setattr("trainers.pytorch.optimizer.losses.in_force", lambda: True)
+            patch.setattr("trainers.pytorch.optimizer.ulfm.in_force", lambda: True)
             patch.setattr(Life, "_make", lost)
             with pytest.raises(RankLostError):
                 optimizer._reconnect(family)
@@ -96,7 +93,7 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
 @pytest.mark.jobs
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment")
 def test_a_batch_that_is_computed_again_counts_once_in_batch_norm(mpirun: JobRunner) -> None:
-    job = mpirun(4, [FAULTS / "batch_norm.py"], ulfm=True, timeout=240)
+    job = mpirun(4, [*job_of("batch_norm")], ulfm=True, timeout=240)
     assert job.returncode == 0, job.stdout + job.stderr
     came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
     for name, ranks in (("sharded", 3), ("mirrored", 2), ("central", 1)):
@@ -108,7 +105,7 @@ def test_a_batch_that_is_computed_again_counts_once_in_batch_norm(mpirun: JobRun
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment")
 def test_torch_distributed_tells_of_a_lost_rank(mpirun: JobRunner) -> None:
     """All operations from then on raise. DDP, which waits for futures in C++, raises too, and doesn't crash."""
-    job = mpirun(3, [FAULTS / "lost_distributed.py"], ulfm=True, timeout=120)
+    job = mpirun(3, [*job_of("lost_distributed")], ulfm=True, timeout=120)
     assert job.returncode == 0, job.stdout + job.stderr
     lines = job.stdout.splitlines()
     assert sum(line.startswith("disagreement: ") and "DisagreementError: the ranks" in line for line in lines) == 3

@@ -1,6 +1,7 @@
-"""The drivers of tests/faults and of benchmarks.faults, in short: random programs with an injected disagreement, the
+"""The drivers of tests.faults, in short: random programs with an injected disagreement, the
 table of leaks, and one job for each kind of fault."""
 
+import importlib
 import json
 import os
 import sys
@@ -9,15 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.injecting import drawing, jobs, judging, kinds, model, notes, plans, points, reasons, scenarios
 from tests import launch
 from tests.conftest import JobRunner, lacking
-
-sys.path.insert(0, str(Path(__file__).parent))
-import programs
-import random_programs
-
-LEAKS = Path(__file__).with_name("leaks.py")
+from tests.faults import drawing, jobs, judging, notes, plans, points
+from tests.faults.programs import model
+from tests.faults.random_programs import __main__ as programs
+from tests.faults.random_programs import making
 
 
 def run_programs(mpi: str, *arguments: str) -> int:
@@ -45,35 +43,35 @@ def test_a_program_that_hangs_is_seen(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_every_program_but_those_of_kind_none_has_one_rank_that_differs() -> None:
     for seed in range(500):
-        program = random_programs.make(seed)
+        program = making.make(seed)
         assert (program.calls == program.injected) == (program.kind == "none"), str(program)
-        assert program == random_programs.make(seed)
+        assert program == making.make(seed)
 
 
 def test_what_is_right_is_told_from_the_calls_of_all_ranks() -> None:
-    call = random_programs.Call("reduce", length=3, dtype="float32", op="sum")
-    other = random_programs.Call("reduce", length=3, dtype="float32", op="max")
-    program = random_programs.Program(0, 2, "first", None, False, "op", 1, (call, call), (call, other))
-    sides = [random_programs.values(call, rank, 0) for rank in range(2)]
-    right = random_programs.expected(program, call, 0)
+    call = making.Call("reduce", length=3, dtype="float32", op="sum")
+    other = making.Call("reduce", length=3, dtype="float32", op="max")
+    program = making.Program(0, 2, "first", None, False, "op", 1, (call, call), (call, other))
+    sides = [making.values(call, rank, 0) for rank in range(2)]
+    right = making.expected(program, call, 0)
     assert right is not None
     assert right.tolist() == (sides[0] + sides[1]).tolist()
-    assert random_programs.expected(program, call, 1) is None  # a sum and a maximum
-    assert random_programs.expected(program, call, 2) is None  # no rank has a third call
+    assert making.expected(program, call, 1) is None  # a sum and a maximum
+    assert making.expected(program, call, 2) is None  # no rank has a third call
 
 
 @pytest.mark.parametrize("mpi", launch.MPIS)
 def test_nothing_leaks(mpirun: JobRunner, mpi: str) -> None:
-    job = mpirun(2, [LEAKS, "--scale", "0.01"], mpi=mpi, timeout=300)
+    job = mpirun(2, ["-m", "tests.faults.leaks", "--scale", "0.01"], mpi=mpi, timeout=300)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "nothing grew" in job.stdout
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("name", scenarios.SHORT)
+@pytest.mark.parametrize("name", plans.SHORT)
 def test_what_must_be_seen_of_a_fault_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends the job with a word, or is survived with the right result; benchmarks.faults draws more of them."""
-    plan = scenarios.SCENARIOS[name]
+    """It ends the job with a word, or is survived with the right result; tests.faults draws more of them."""
+    plan = plans.SCENARIOS[name]
     if any(fault.kind == "shm" for fault in plan.faults) and os.geteuid() != 0:
         pytest.skip("only root can mount a /dev/shm")
     try:
@@ -90,7 +88,7 @@ def test_what_must_be_seen_of_a_fault_is_seen(name: str, tmp_path: Path, monkeyp
 
 def wanted(plan: plans.Plan) -> str:
     """What has to become of a run."""
-    if any(kinds.KINDS[fault.kind].ends for fault in plan.faults):
+    if any(plans.KINDS[fault.kind].ends for fault in plan.faults):
         return judging.ORDERLY
     return {"differ": judging.REFUSED, "spoil": judging.FOUND}.get(plan.faults[0].kind, judging.SURVIVED)
 
@@ -104,16 +102,27 @@ def test_every_run_of_a_number_is_the_same_and_leaves_somebody() -> None:
         assert 1 <= len(set(victims)) == len(victims) < plan.ranks
     assert {plan.program for plan in drawn} == set(plans.PROGRAMS)
     met = {fault.point for plan in drawn for fault in plan.faults if fault.kind != "differ"}
-    assert met == {plans.OUTSIDE, *points.PLACES}
+    assert met == {plans.OUTSIDE, *drawing.POINTS}
+    assert set(points.PLACES) >= drawing.POINTS
     assert {fault.kind for plan in drawn for fault in plan.faults} == {"kill", "differ", *drawing.OTHERS}
+
+
+def test_every_point_is_a_place_in_the_code() -> None:
+    """A rank that is to die at one would otherwise live."""
+    pytest.importorskip("torch")
+    for places in points.PLACES.values():
+        for owner, name in places:
+            module, _, kind = owner.partition(":")
+            found = importlib.import_module(module)
+            assert callable(getattr(getattr(found, kind) if kind else found, name)), f"{owner} {name}"
 
 
 def test_what_a_job_has_ended_of_is_told_apart() -> None:
     crash = "[1] ompi_comm_revoke_local+0x1\n"
-    assert reasons.of_mpi(crash)
-    assert not reasons.of_mpi("rank 1 of 3: RankLostError: rank 0 was lost")
-    assert reasons.reason("KeyError: 1\nrank 1: RankLostError: rank 0 was lost") == "RankLostError: rank 0 was lost"
-    assert reasons.reason("") == "without a word"
+    assert judging.of_mpi(crash)
+    assert not judging.of_mpi("rank 1 of 3: RankLostError: rank 0 was lost")
+    assert judging.reason("KeyError: 1\nrank 1: RankLostError: rank 0 was lost") == "RankLostError: rank 0 was lost"
+    assert judging.reason("") == "without a word"
 
 
 def test_a_wrong_result_is_seen(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from tests import launch
 from tests.conftest import JobRunner
+from tests.faults import job_of
 
-ENDS = Path(__file__).parents[1] / "faults" / "ends.py"
 KILLED = 128 + 9
 TRAINERS = ("MirroredTrainer", "ParameterServerTrainer", "SpareReplicasTrainer")
 WAYS = {"end": 0, "raise": 1, "interrupt": 130, "exit": 5, "thread": 1}
@@ -16,7 +16,7 @@ WAYS = {"end": 0, "raise": 1, "interrupt": 130, "exit": 5, "thread": 1}
 
 def run(mpirun: JobRunner, kind: str, ranks: int, living: int, way: str, mpi: str, ulfm: bool) -> int:
     env = {"ALLREDUCE_TIMEOUT_SECONDS": "60"}  # shorter than the job's: a rank that waits for ever gives another code
-    job = mpirun(ranks, [ENDS, kind, str(living), way], mpi=mpi, ulfm=ulfm, timeout=150, env=env)
+    job = mpirun(ranks, [*job_of("ends"), kind, str(living), way], mpi=mpi, ulfm=ulfm, timeout=150, env=env)
     return int(job.returncode)
 
 
@@ -90,7 +90,7 @@ def test_a_job_with_ulfm_whose_ranks_were_all_killed_is_started_again(
     keep_going = ["bash", str(launch.ROOT / "scripts" / "keep_going.sh"), "--ranks", str(ranks), "--same-ranks"]
     keep_going += ["--attempts", "2", "--progress", str(tmp_path), "--launcher", launcher]
     job = subprocess.run(
-        [*keep_going, "--", str(bin_folder / "python"), str(ENDS), "allreduce", str(ranks), way],
+        [*keep_going, "--", str(bin_folder / "python"), *job_of("ends"), "allreduce", str(ranks), way],
         env=launch._variables("none", ranks), capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert job.returncode == (KILLED if way == "killed" else 0), job.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.showing.results import to_json
+from benchmarks.lib.results import to_json
 from tests import launch
 from tests.benchmarks.made_runs import made_run
 from tests.conftest import JobRunner, lacking
@@ -80,6 +80,7 @@ SKIPPED = {
     "mpirun --oversubscribe -n $n": "minutes, in a loop",
     "done": "the end of a loop",
     "python -m benchmarks.faults": "minutes; test_faults.py runs a few",
+    "python -m tests.faults": "minutes; test_faults.py runs a few",
     "python -m benchmarks.scaling --fit": "takes the files of the commands before it",
 }
 # What makes a command short.

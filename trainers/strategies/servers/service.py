@@ -10,6 +10,7 @@ from mpi4py import MPI
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
 from allreduce.engine.lane import Lane, Pending
+from allreduce.engine.queue import Worker
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
@@ -142,12 +143,12 @@ class Served(Strategy):
         name = f"parameters of {self.name}"
         self._beside = self.group.topology.duplicate()
         try:
-            return self._beside.worker.lane(name, threaded=True, alone=True)
+            return self._beside.once(Worker).lane(name, threaded=True, alone=True)
         except UnavailableError:  # on all ranks
             if self.thread != "ask":
                 self._beside.close()
                 raise
-            return self._beside.worker.lane(name, alone=True)
+            return self._beside.once(Worker).lane(name, alone=True)
 
     def close(self) -> None:
         if not self._connected:

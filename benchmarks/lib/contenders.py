@@ -1,0 +1,216 @@
+"""Who takes part: backends of this library, and peers (other software), each as a thing that reduces an array."""
+
+import datetime
+import difflib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import allreduce
+from allreduce.arrays import dtypes, ops
+from allreduce.backend import AllReduce
+from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnsupportedDtypeError
+from allreduce.topology import Topology
+from allreduce.transport.control import all_values, raise_together, root_value
+
+
+def _nothing() -> None:
+    pass
+
+
+def _accept(dtype: np.dtype) -> str | None:
+    return None
+
+
+@dataclass
+class Contender:
+    """call reduces a 1-D array in place, on all ranks; allocate is missing where memory can't be asked for."""
+
+    name: str
+    call: Callable[[np.ndarray], None]
+    allocate: Callable[[int, np.dtype], np.ndarray] | None = None
+    refuse: Callable[[np.dtype], str | None] = _accept  # why it can't reduce a dtype
+    close: Callable[[], Any] = _nothing  # collective
+
+
+def of_backend(backend: AllReduce, op: str) -> Contender:
+    """A backend as a contender. NumPy arrays are measured, in the memory that the backend gives for them."""
+
+    def refuse(dtype: np.dtype) -> str | None:
+        try:
+            backend._check_dtype(dtype)
+        except UnsupportedDtypeError as error:
+            return str(error)
+        return None
+
+    allocate = partial(backend.allocate, device="cpu")
+    return Contender(backend.name, partial(backend, op=op), allocate, refuse, backend.close)
+
+
+ALL = "all"  # in place of the names of backends: those that work here
+
+
+def check_names(topology: Topology, option: str, asked: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse unknown names, with the nearest known one. Collective."""
+    unknown = [name for name in asked if name not in known]
+    error = None
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        error = OptionError(f"{option} {unknown[0]}: no such name; {hint}there are: {', '.join(known)}")
+    raise_together(topology.world, error)
+
+
+def gather(
+    topology: Topology,
+    names: Sequence[str],
+    peers: Sequence[str],
+    dtype: np.dtype,
+    op: str,
+    *,
+    optional: bool,
+    dtype_asked: bool = True,
+    compress: str | None = None,
+) -> tuple[list[Contender], dict[str, str]]:
+    """The contenders, and those that can't take part with the reason. Collective.
+
+    names: backends; those that don't work here, or not with this dtype, are left out when they are
+        `optional`, and an error otherwise.
+    dtype_asked: False when nobody asked for this dtype: those that can't reduce it are left out too.
+    compress: of all backends, as `allreduce.create` takes it.
+    """
+    check_names(topology, "--backends", names, allreduce.NAMES)
+    check_names(topology, "--peers", peers, list(PEERS))
+    found: list[Contender] = []
+    skipped: dict[str, str] = {}
+    for name in names:
+        try:
+            found.append(of_backend(allreduce.create(name, topology, compress=compress), op))
+        except (UnavailableError, OptionError) as error:
+            if not optional:
+                raise
+            skipped[name] = str(error)
+    found += [PEERS[name](topology, op) for name in peers]
+    for contender in list(found):
+        reason = contender.refuse(dtype)
+        if reason is None:
+            continue
+        if dtype_asked and (not optional or contender.name in peers):
+            raise_together(topology.world, OptionError(f"{contender.name} can't take part: {reason}"))
+        found.remove(contender)
+        contender.close()
+        skipped[contender.name] = reason
+    why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+    raise_together(topology.world, None if found else OptionError(f"nothing to measure with {dtype}: {why}"))
+    return found, skipped
+
+
+TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def mpi4py(topology: Topology, op: str) -> Contender:
+    """The bare call of mpi4py, comm.Allreduce(IN_PLACE, array): what Python and MPI cost without this library."""
+    comm = topology.private()
+    plain = ops.OPS["sum" if op == "mean" else op].mpi
+    scale = 1 / comm.size if op == "mean" else None
+
+    def call(array: np.ndarray) -> None:
+        comm.Allreduce(MPI.IN_PLACE, array, plain)
+        if scale is not None:
+            np.multiply(array, scale, out=array)
+
+    def refuse(dtype: np.dtype) -> str | None:
+        return f"MPI has no {dtype}" if dtypes.is_half(dtype) else None
+
+    return Contender("mpi4py", call, refuse=refuse, close=lambda: topology.release(comm))
+
+
+def gloo(topology: Topology, op: str) -> Contender:
+    """torch.distributed with gloo in the same processes, as PyTorch's DDP uses it on CPUs."""
+    torch = _import_torch(topology.world)
+    distributed = torch.distributed
+    join(distributed, topology)
+    names = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
+    torch_op = getattr(distributed.ReduceOp, names[op])
+    tensors: dict[tuple[int, int, np.dtype], Any] = {}  # DDP keeps its tensors too
+
+    def call(array: np.ndarray) -> None:
+        key = (array.ctypes.data, array.size, array.dtype)
+        tensor = tensors.get(key)
+        if tensor is None:
+            tensor = tensors[key] = _tensor(torch, array)
+        distributed.all_reduce(tensor, op=torch_op)
+        if op == "mean":
+            tensor.div_(topology.size)
+
+    return Contender("gloo", call, close=distributed.destroy_process_group)
+
+
+PEERS: dict[str, Callable[[Topology, str], Contender]] = {"gloo": gloo, "mpi4py": mpi4py}
+
+
+def _import_torch(comm: MPI.Intracomm) -> Any:
+    """The module torch, or the same error on all ranks. Collective."""
+    error: AllReduceError | None = None
+    torch: Any = None
+    try:
+        import torch
+        import torch.distributed
+
+        if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+            error = UnavailableError("--peers gloo: this PyTorch was built without gloo; install another build")
+    except ImportError as missing:
+        error = UnavailableError(
+            f'--peers gloo needs PyTorch, which can\'t be imported ({missing}); pip install ".[torch]" in the checkout'
+        )
+    raise_together(comm, error)
+    return torch
+
+
+def join(distributed: Any, topology: Topology) -> None:
+    """Make all ranks one process group, or raise the same error on all of them. Collective."""
+    host, port, store = _meet(distributed, topology)
+    error = None
+    try:
+        store = store or distributed.TCPStore(host, port, topology.size, is_master=False, timeout=TIMEOUT)
+        distributed.init_process_group(
+            "gloo", store=store, rank=topology.rank, world_size=topology.size, timeout=TIMEOUT
+        )
+    except (OSError, RuntimeError, ValueError) as failed:
+        place = "GLOO_SOCKET_IFNAME names the network interface to use"
+        error = UnavailableError(f"--peers gloo can't connect the ranks by {host}: {failed}; {place}")
+    raise_together(topology.world, error)
+
+
+def _meet(distributed: Any, topology: Topology) -> tuple[str, int, Any]:
+    """Host and port (one that its system chose) of rank 0's TCP store, and on rank 0 the store. Collective."""
+    local = len(set(all_values(topology.world, socket.gethostname(), "meet for gloo"))) == 1
+    if local:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names often lead nowhere in containers
+    store, place, error = None, None, None
+    if topology.rank == 0:
+        host = "127.0.0.1" if local else socket.getfqdn()
+        try:
+            listener = socket.create_server((host, 0)) if local else None  # torch itself listens on all interfaces
+            port, file = (0, None) if listener is None else (listener.getsockname()[1], listener.detach())
+            store = distributed.TCPStore(
+                host, port, topology.size, True, TIMEOUT, wait_for_workers=False, master_listen_fd=file
+            )
+            place = (host, store.port)
+        except (OSError, RuntimeError) as failed:
+            error = OptionError(f"--peers gloo: no TCP store on {host}: {failed}")
+    raise_together(topology.world, error)
+    return *root_value(topology.world, place, "meet for gloo"), store
+
+
+def _tensor(torch: Any, array: np.ndarray) -> Any:
+    """A tensor on the memory of an array."""
+    if array.dtype == dtypes.BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

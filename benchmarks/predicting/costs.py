@@ -1,0 +1,327 @@
+"""What the cost model's formulas are made of: the constants, where the ranks are, and steps that many take.
+
+Seconds, bytes, and seconds per byte throughout.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import ceil, log2
+
+SEGMENT = 1024 * 1024  # bytes in one message (allreduce/transport/point_to_point.py)
+EAGER, NET_EAGER = 4096, 65536  # bytes; longer messages need a handshake first (Open MPI: in a node, by TCP)
+MAPPED = 32 << 20  # bytes; a longer temporary is fresh memory in every call (the most that glibc's malloc keeps)
+HALF = 0.5  # of a turn of the ranks on a core: so long waits, on average, who waits for one that waits for others
+QUEUE = 256 * 1024  # bytes on a link before the acknowledgements of the other direction queue behind them
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The constants. Seconds, and seconds per byte; the last three are given, the others can be fitted."""
+
+    call: float = 5e-6  # what a call of ours costs before anything moves
+    alpha: float = 5e-6  # a message of ours between ranks of a node: Python and MPI, both sides
+    handshake: float = 4e-6  # more for a message longer than EAGER
+    beta: float = 1.5e-10  # a byte copied from or to another rank's memory, by a message or by the system
+    gamma: float = 1e-10  # a byte added, and the sum written where it belongs
+    fence: float = 2e-6  # one round of a node's barrier; it has log2 n
+    switch: float = 2e-5  # until a rank that others wait for gets the core, by ranks that poll on it before
+    lib_alpha: float = 1e-6  # a message inside of the MPI library's own all-reduce
+    lib_switch: float = 1e-5  # `switch` there: C polls and yields more often than Python
+    fault: float = 3e-10  # a byte of fresh memory: the kernel clears and maps its page
+    net_alpha: float = 2e-5  # a message between nodes, besides `alpha`
+    net_switch: float = 1e-4  # `switch` between nodes: packets and their interrupts need the core as well
+    net_beta: float = 8e-9  # a byte between nodes, on the link of a node; both directions at once
+    duplex: float = 0.1  # more for it, as a part, where two nodes swap: acknowledgements queue behind data
+    bus: float = 5e-12  # a byte through the memory of a node, however many cores ask for it
+    burst: float = 0  # bytes that a shaped link lets through at once after it was idle (cluster_sim.sh)
+    cores: int = 16  # of a node
+
+
+FITTED = tuple(name for name in Machine.__dataclass_fields__ if name not in ("bus", "burst", "cores"))
+
+
+def on_link(k: Machine, bandwidth: float, latency: float) -> Machine:
+    """The same nodes on a switched network: each link `bandwidth` bytes per second both ways, `latency` seconds."""
+    return replace(k, net_beta=1 / bandwidth, net_alpha=latency, duplex=0.0, burst=0.0)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks are.
+
+    sizes: ranks of each node. one_machine: the nodes are pretended and share one machine's cores and memory
+    (simulated nodes, cluster_sim.sh). linked: messages between nodes travel over a network (not so on
+    simulated nodes). crowd: ranks that share cores and memory, where it is not these alone. active: ranks that
+    work at the same time, where the others wait.
+    """
+
+    sizes: tuple[int, ...]
+    one_machine: bool = False
+    linked: bool = True
+    crowd: int = 0
+    active: int = 0
+
+    @cached_property
+    def n(self) -> int:
+        return sum(self.sizes)
+
+    @cached_property
+    def m(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def name(self) -> str:
+        return f"{self.n} ranks" if self.m == 1 else "+".join(map(str, self.sizes)) + " ranks"
+
+    @cached_property
+    def together(self) -> int:
+        """Ranks that share cores and memory."""
+        return self.crowd or (self.n if self.one_machine else max(self.sizes))
+
+    @cached_property
+    def working(self) -> int:
+        """Ranks that share cores and work at the same time."""
+        return min(self.active, self.together) or self.together
+
+    def with_working(self, ranks: int) -> "Place":
+        """The same ranks in a phase in which only some of all work."""
+        return _changed(self, ranks, self.sizes, self.crowd)
+
+    def part(self, sizes: tuple[int, ...]) -> "Place":
+        """Some of the ranks, on the same crowded machine."""
+        return _changed(self, self.active, sizes, self.together)
+
+
+@cache
+def _changed(at: Place, active: int, sizes: tuple[int, ...], crowd: int) -> Place:
+    return replace(at, active=active, sizes=sizes, crowd=crowd)
+
+
+def message(k: Machine, s: float) -> float:
+    """What the messages cost in which s bytes travel within a node, besides their bytes."""
+    return max(1, ceil(s / SEGMENT)) * (k.alpha + (k.handshake if s > EAGER else 0.0))
+
+
+@cache
+def crossing(at: Place, ranks: int, distance: int) -> int:
+    """How many of a node's first `ranks` ranks have their partner, `distance` away, on another; the most of any."""
+    if at.m == 1 or not at.linked:
+        return 0
+    node = [index for index, size in enumerate(at.sizes) for _ in range(size)]
+    found = Counter(
+        node[rank]
+        for rank in range(ranks)
+        if node[rank] != node[rank ^ distance if distance < ranks else rank + distance]
+    )
+    return max(found.values(), default=0)
+
+
+def latency(k: Machine, at: Place, s: float, own: float, turn: float) -> float:
+    """Until a message from another node begins to arrive; a long one is announced and asked for first.
+
+    own: what the sender's software takes. turn: how much of a turn of the ranks on a core passes before it is on.
+    """
+    return own + (3 if s > NET_EAGER else 1) * (k.net_alpha + turn * k.net_switch * excess(k, at))
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What happens on links: time until messages arrive, and bytes that the fullest link carries out and in."""
+
+    latency: float = 0.0
+    out: float = 0.0
+    back: float = 0.0
+
+    def __add__(self, other: "Wire") -> "Wire":
+        return Wire(self.latency + other.latency, self.out + other.out, self.back + other.back)
+
+    def __rmul__(self, times: float) -> "Wire":
+        return Wire(times * self.latency, times * self.out, times * self.back)
+
+    def seconds(self, k: Machine) -> float:
+        """One after the other; but what a link may send at once after a pause hides behind latencies."""
+        after = max(0.0, self.out - k.burst) + max(0.0, self.back - k.burst)
+        return max(self.latency + after * k.net_beta, max(self.out, self.back) * k.net_beta)
+
+
+def hop(k: Machine, at: Place, s: float, sharing: int = 1, own: float | None = None) -> Wire:
+    """s bytes to another node, over a link that `sharing` ranks of the node use at once. own: `alpha`, or MPI's."""
+    return Wire(latency(k, at, s, k.alpha if own is None else own, HALF), s * sharing)
+
+
+def swap(k: Machine, at: Place, s: float, sharing: int = 1, own: float | None = None) -> Wire:
+    """`hop` where as much comes back over the same connection at the same time."""
+    behind = max(0.0, s * sharing - QUEUE) * k.duplex / sharing
+    return Wire(latency(k, at, s, k.alpha if own is None else own, 1.0), s * sharing + behind)
+
+
+def walk(k: Machine, at: Place, n: int, s: float, sharing: int = 1) -> float:
+    """A ring of n ranks, each with s bytes. Across nodes `sharing` ranks of each have rings of their own.
+
+    Within a node the core does everything, one after the other. Across nodes every segment walks on at once:
+    either the link is busy all the time, or the core, or a single segment waits for itself until it has arrived
+    and been added.
+    """
+    part, steps = s / n, 2 * (n - 1)
+    core = steps * work(k, at, message(k, part) + part * (k.beta + k.gamma / 2), 2.5 * part)
+    if at.m == 1 or not at.linked:
+        return core + steps * HALF * waiting(k, at)
+    kind, segment = swap if n == 2 else hop, min(part, SEGMENT)
+    link, alone = kind(k, at, part, sharing), kind(k, at, segment, sharing)
+    adding = (n - 1) * segment * k.gamma * crowd(k, at)
+    return max((steps * alone).seconds(k) + adding, steps * link.out * k.net_beta, core)
+
+
+def in_two_phases(k: Machine, node: Place, s: float, allocated: bool) -> float:
+    """reduce_scatter and all_gather of `shared`: a pass each through the memory, and a fence before and after."""
+    n = node.n
+    copied = (1 if allocated else 2) * (n - 1) / n * s
+    return 4 * fence(k, node) + work(k, node, (n - 1) / n * s * k.gamma + copied * k.beta, 3 * s)
+
+
+def work(k: Machine, at: Place, seconds: float, touched: float) -> float:
+    """What each rank's core takes `seconds` for, with the ranks it is shared with; or what the memory takes."""
+    return max(seconds * crowd(k, at), touched * at.together * k.bus)
+
+
+def crowd(k: Machine, at: Place) -> int:
+    """Working ranks on the fullest core. Those that wait poll, so the scheduler sees no core idle and moves none."""
+    return ceil(at.working / k.cores)
+
+
+def excess(k: Machine, at: Place) -> int:
+    """Ranks that have the same core before the one that others wait for."""
+    return ceil(at.together / k.cores) - 1
+
+
+def waiting(k: Machine, at: Place) -> float:
+    """What the scheduler takes to bring on a rank of the node that others wait for."""
+    return k.switch * excess(k, at)
+
+
+def fence(k: Machine, at: Place) -> float:
+    """A barrier of the ranks of a node."""
+    return ceil(log2(at.n)) * (k.fence + waiting(k, at)) if at.n > 1 else 0.0
+
+
+Formula = Callable[[Machine, Place, float, bool], float]
+
+
+def ring(k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+    """2 (n-1) alpha + 2 (n-1)/n S beta + (n-1)/n S gamma; the slowest link sets the pace."""
+    return k.call + walk(k, at, at.n, s)
+
+
+def halving_doubling(k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+    """2 log2 p alpha + 2 (p-1)/p S beta + (p-1)/p S gamma, p the power of two up to n; 2 steps of S if p < n.
+
+    The partner of the first and largest step is the farthest, so it lies on another node, and then all ranks
+    of a node use its link at once.
+    """
+    power = 1 << (at.n.bit_length() - 1)
+    pairs, main = at.n - power, at.with_working(power)
+    total, wire = k.call, Wire()
+    for step in range(1, power.bit_length()):
+        part, sharing = s / 2**step, crossing(at, power, power >> step)
+        if sharing:
+            wire += 2 * swap(k, at, part, sharing)
+            total += part * k.gamma
+        else:
+            total += work(k, main, 2 * message(k, part) + part * (2 * k.beta + k.gamma), 5 * part)
+            total += 2 * waiting(k, at)
+    if pairs:
+        sharing = crossing(at, pairs, power)
+        wire += 2 * hop(k, at, s, sharing) if sharing else Wire()
+        total += 0.0 if sharing else 2 * (message(k, s) + s * k.beta + HALF * waiting(k, at))
+        total += work(k, at.with_working(pairs), s * k.gamma, 5 * s)
+    return total + wire.seconds(k)
+
+
+def reduce_to_one(k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+    """(n-1) (alpha + S beta + S gamma) at the root, then a tree of log2 n copies, each S, in a pipeline.
+
+    While the root adds, the others wait and make room. Links: all others send over that of the root's node,
+    and the tree leaves it log2 m times.
+    """
+    n, linked = at.n, at.linked and at.m > 1
+    here, remote = (at.sizes[0], ceil(log2(at.m))) if linked else (n, 0)
+    levels = ceil(log2(n)) - remote
+    total = k.call + (here - 1) * (message(k, s) + s * (k.beta + k.gamma))
+    total += HALF * waiting(k, at) * (here > 1) + levels * (message(k, s) + HALF * waiting(k, at))
+    if linked:
+        total += s * k.gamma + (hop(k, at, s, n - here) + remote * Wire(hop(k, at, s).latency, 0.0, s)).seconds(k)
+    if levels:
+        total += work(k, at.with_working(n - 1), s * k.beta, 2 * s) + (levels - 1) * min(s, SEGMENT) * k.beta
+    return total
+
+
+def shared(k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+    """2 fences; each rank adds S/n from n ranks and writes it to n. Others' ordinary memory: both by a copy."""
+    n = at.n
+    copied = 0.0 if allocated else 2 * (n - 1) / n * s
+    return k.call + 2 * fence(k, at) + work(k, at, (n - 1) / n * s * k.gamma + copied * k.beta, 2 * s)
+
+
+def hierarchical_copy(k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+    """`shared`'s two phases in each node, and between them a ring across nodes, of S in all on each link.
+
+    Equal nodes: every local rank carries S/size. Uneven ones: the leader collects, carries, hands back.
+    """
+    big, even = max(at.sizes), len(set(at.sizes)) == 1
+    total = k.call + (in_two_phases(k, at.part((big,)), s, allocated) if big > 1 else 0.0)
+    if at.m == 1:
+        return total
+    if even:
+        return total + walk(k, at, at.m, s / big, sharing=big)
+    collect = (big - 1) * message(k, s / big) + (big - 1) / big * s * k.beta + waiting(k, at)
+    return total + 2 * collect + walk(k, at, at.m, s)
+
+
+def native(k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+    """The faster of recursive doubling, log2 n (alpha + S beta + S gamma), and Rabenseifner's,
+
+    2 log2 p alpha + 2 (p-1)/p S beta + (p-1)/p S gamma, both with 2 steps more where n is no power of two;
+    across nodes of several ranks a tree in a pipeline, log2 m S beta. Which algorithms an MPI library really
+    takes is its own affair. Its temporary memory is fresh where it is large.
+    """
+    linked = at.linked and at.m > 1
+    alone = linked and max(at.sizes) == 1
+    n = at.m if alone else max(at.sizes) if linked else at.n
+    power = 1 << (n.bit_length() - 1)
+    steps, extra, pairs = power.bit_length() - 1, int(n > power), n - power
+    fresh = s * k.fault * crowd(k, at) if s > MAPPED and n > 1 else 0.0
+    if alone:
+        whole = steps * swap(k, at, s, own=k.lib_alpha)
+        halves = sum((2 * swap(k, at, s / 2**step, own=k.lib_alpha) for step in range(1, steps + 1)), Wire())
+        wires = (wire + 2 * extra * hop(k, at, s, own=k.lib_alpha) for wire in (whole, halves))
+        return k.lib_alpha + min(wire.seconds(k) for wire in wires) + s * k.gamma + fresh
+    one = k.lib_alpha + (k.handshake if s > EAGER else 0.0)
+    main, few = at.with_working(power), at.with_working(pairs)
+    doubling = work(k, main, steps * (one + s * (k.beta + k.gamma)), 3 * s)
+    halving = work(k, main, 2 * steps * one + (power - 1) / power * s * (2 * k.beta + k.gamma), 5 * s)
+    total = k.lib_alpha + min(doubling, halving) + fresh + (steps + 2 * HALF * extra) * k.lib_switch * excess(k, at)
+    total += extra * work(k, few, 2 * one + s * (2 * k.beta + k.gamma), 5 * s)
+    return total + (linked * ceil(log2(at.m)) * hop(k, at, s, own=k.lib_alpha)).seconds(k)
+
+
+FORMULAS: dict[str, Formula] = {
+    "ring": ring,
+    "halving_doubling": halving_doubling,
+    "reduce_to_one": reduce_to_one,
+    "hierarchical_copy": hierarchical_copy,
+    "shared": shared,
+    "native": native,
+}
+
+
+def predict(backend: str, k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+    """Seconds that a backend takes to all-reduce s bytes; ValueError where it can't work."""
+    if backend not in FORMULAS:
+        raise ValueError(f"there is no formula for {backend!r}; there are {', '.join(FORMULAS)}")
+    if backend == "shared" and at.m > 1:
+        raise ValueError("shared works within one node only")
+    if at.n == 1 or s <= 0:
+        return 0.0
+    return FORMULAS[backend](k, at, s, allocated)

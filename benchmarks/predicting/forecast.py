@@ -1,0 +1,277 @@
+"""What an all-reduce costs a training: step time, efficiency, saturation, and which backend to take."""
+
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import outputs
+from benchmarks.lib.plot import colour, mark, width
+from benchmarks.predicting.costs import FORMULAS, Machine, Place, predict
+from benchmarks.predicting.fitting import Point, is_flat, median_error
+
+BACKWARD = 2 / 3  # of a step: the backward pass takes twice the forward pass; only it can hide communication
+GAIN = 0.10  # saturated: doubling the ranks brings less than this
+MOST_RANKS = 4096
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a training step exchanges and how long it computes, on one device."""
+
+    name: str
+    title: str
+    parameters: int
+    step_seconds: float
+    samples: int  # of a step and device
+    source: str
+
+
+_NVIDIA = (
+    "NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5, README: one A100 80 GB, mixed precision"
+)
+_BERT = (
+    "26.04 sequences/s at batch 14 (NVIDIA DeepLearningExamples, BERT, README of 2019-03: V100 32 GB, FP16; from "
+    "memory, not checked)"
+)
+MODELS = {
+    model.name: model
+    for model in (
+        Model(
+            "resnet50",
+            "ResNet-50",
+            25_557_032,
+            256 / 2470,
+            256,
+            f"2470 images/s ({_NVIDIA}); the batch of 256 is assumed",
+        ),
+        Model(
+            "bert-base",
+            "BERT-base",
+            110_000_000,
+            14 / 26.04 * 110 / 340,
+            14,
+            f"110 M (Devlin et al. 2019); time of BERT-large scaled by the parameters ({_BERT})",
+        ),
+        Model("bert-large", "BERT-large", 340_000_000, 14 / 26.04, 14, f"340 M (Devlin et al. 2019); {_BERT}"),
+        Model(
+            "gpt2-xl",
+            "GPT-2 XL",
+            1_557_611_200,
+            6 * 1_557_611_200 * 8 * 1024 / 137e12,
+            8,
+            "6 x parameters x tokens floating-point operations (Kaplan et al. 2020) for 8 sequences of 1024 at "
+            "137 Tflop/s, an A100 on a model of 1.7 G parameters (Narayanan et al. 2021, table 1); batch assumed",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One number of ranks. Seconds; speeds are relative to one rank."""
+
+    ranks: int
+    nodes: int
+    seconds: dict[str, float]  # backend -> all-reduce
+    winner: str
+    step: float  # without overlap, with the winner
+    efficiency: float  # of step
+    step_overlapped: float
+    efficiency_overlapped: float
+
+    @property
+    def speedup(self) -> float:
+        return self.ranks * self.efficiency
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A model on growing numbers of ranks, each with the same work (weak scaling)."""
+
+    model: Model
+    gradient_bytes: int
+    rows: list[Prediction]
+    saturation: int | None  # ranks from which doubling them gains less than GAIN; None: beyond the last row
+    efficient: int  # most ranks with an efficiency of at least one half
+    best_strong: int  # ranks with the shortest step when one rank's batch is divided among all
+
+
+def placed(ranks: int, node_size: int) -> Place:
+    """Full nodes; the last takes what is left."""
+    full, rest = divmod(ranks, node_size)
+    return Place((node_size,) * full + ((rest,) if rest else ()))
+
+
+def exposed(communication: float, compute: float, overlap: float) -> float:
+    """What is left of `communication` when it may hide behind the fraction `overlap` of the computation."""
+    return max(0.0, communication - overlap * compute)
+
+
+def forecast(
+    model: Model,
+    machine: Machine,
+    node_size: int,
+    *,
+    itemsize: int = 4,
+    most: int = MOST_RANKS,
+    overlap: float = BACKWARD,
+    counts: Iterable[int] | None = None,
+) -> Forecast:
+    """Predict a model's training on 1, 2, 4, ... ranks up to `most`."""
+    nbytes = model.parameters * itemsize
+    rows = [_row(model, machine, placed(count, node_size), nbytes, overlap) for count in counts or _doubling(most)]
+    return Forecast(
+        model,
+        nbytes,
+        rows,
+        _saturation(rows),
+        max(row.ranks for row in rows if row.efficiency >= 0.5),
+        min(rows, key=lambda row: model.step_seconds / row.ranks + row.seconds[row.winner]).ranks,
+    )
+
+
+def _doubling(most: int) -> list[int]:
+    found = [1]
+    while found[-1] * 2 <= most:
+        found.append(found[-1] * 2)
+    return found
+
+
+def _row(model: Model, machine: Machine, at: Place, nbytes: int, overlap: float) -> Prediction:
+    backends = [name for name in FORMULAS if name != "shared" or at.m == 1]
+    seconds = {name: predict(name, machine, at, nbytes) for name in backends}
+    winner = min(seconds, key=lambda name: seconds[name])
+    compute = model.step_seconds
+    step = compute + seconds[winner]
+    hidden = compute + exposed(seconds[winner], compute, overlap)
+    return Prediction(at.n, at.m, seconds, winner, step, compute / step, hidden, compute / hidden)
+
+
+def _saturation(rows: list[Prediction]) -> int | None:
+    for row, double in pairwise(rows):
+        if row.ranks > 1 and double.speedup < row.speedup * (1 + GAIN) * double.ranks / row.ranks / 2:
+            return row.ranks
+    return None
+
+
+MODEL_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff8c00", "#17becf")
+SLOWEST = 30.0  # lines that leave the fastest this far behind are cut off, or they would flatten all others
+
+
+def save(path: str, forecasts: list[Forecast], setting: str, points: list[Point], machine: Machine) -> None:
+    """Draw forecasts, and how the fit meets the measured points where there are some, into a file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = 3 if points else 2
+    figure, axes = plt.subplots(1, panels, figsize=(6.2 * panels, 5.2), layout="constrained")
+    figure.suptitle(f"Predicted: {setting}", fontsize=12)
+    _all_reduce(axes[0], forecasts[0])
+    _efficiency(axes[1], forecasts)
+    if points:
+        _fit(axes[2], points, machine)
+    content = io.BytesIO()
+    kind = Path(path).suffix.lstrip(".") or "png"
+    try:
+        figure.savefig(content, format=kind, dpi=130)
+    except ValueError as error:
+        raise OSError(f"--plot {path}: {error}") from None
+    finally:
+        plt.close(figure)
+    outputs.write(path, content.getvalue())
+
+
+def _all_reduce(axis: Any, found: Forecast) -> None:
+    rows = found.rows[1:]
+    best = [row.seconds[row.winner] * 1e3 for row in rows]
+    top = max(max(best) * SLOWEST, found.model.step_seconds * 2e3)
+    for name in dict.fromkeys(name for row in rows for name in row.seconds):
+        line = [(row.ranks, row.seconds[name] * 1e3) for row in rows if name in row.seconds]
+        label = name + " (in one node)" * (len(line) < len(rows)) + " (beyond the top)" * (line[-1][1] > top)
+        style = {"color": colour(name), "marker": mark(name)[0], "ms": 4, "lw": width(name)}
+        axis.plot(*zip(*line, strict=True), **style, label=label)
+    axis.axhline(found.model.step_seconds * 1e3, color="#888888", ls=":", lw=1.6, label="computation of a step")
+    axis.set_ylim(min(*best, found.model.step_seconds * 1e3) / 2, top)
+    _ranks(axis, found)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_ylabel("all-reduce (ms)")
+    axis.set_title(f"All-reduce of {found.model.title}'s gradients ({found.gradient_bytes / 1e6:.0f} MB)", fontsize=11)
+    _legend(axis)
+
+
+def _efficiency(axis: Any, forecasts: list[Forecast]) -> None:
+    for index, found in enumerate(forecasts):
+        ranks, shade = [row.ranks for row in found.rows], MODEL_COLOURS[index % len(MODEL_COLOURS)]
+        thick = 1.6 + 1.1 * (len(forecasts) - 1 - index)  # so that a line that lies on another leaves it visible
+        axis.plot(ranks, [100 * row.efficiency for row in found.rows], color=shade, lw=thick, label=found.model.title)
+        axis.plot(ranks, [100 * row.efficiency_overlapped for row in found.rows], color=shade, lw=thick * 0.7, ls="--")
+        if found.saturation:
+            at = next(row for row in found.rows if row.ranks == found.saturation)
+            axis.plot(at.ranks, 100 * at.efficiency, "X", color=shade, ms=10)
+    axis.plot([], [], color="#555555", ls="-", label="nothing overlaps")
+    axis.plot([], [], color="#555555", ls="--", label="hidden behind the backward pass")
+    if any(found.saturation for found in forecasts):
+        axis.plot([], [], "X", color="#555555", ls="", label="saturation: twice the ranks gain < 10 %")
+    _ranks(axis, forecasts[0])
+    axis.set_ylim(0, 104)
+    axis.set_ylabel("scaling efficiency (%)")
+    axis.set_title("Speed per rank, a rank alone = 100 % (best backend)", fontsize=11)
+    _legend(axis)
+
+
+def _fit(axis: Any, points: list[Point], machine: Machine) -> None:
+    """Every measured time: predicted as a multiple of measured. Filled: without a network; hollow: with one."""
+    for name in dict.fromkeys(point.backend for point in points):
+        some = [point for point in points if point.backend == name]
+        style = {"marker": mark(name)[0], "s": 16, "alpha": 0.7, "edgecolors": colour(name), "linewidths": 0.8}
+        for flat in (True, False):
+            chosen = [point for point in some if is_flat(point) == flat]
+            ratios = [1 + point.error(machine) for point in chosen]
+            label = f"{name} ({median_error(some, machine):.0%})" if chosen and chosen[0] == some[0] else None
+            face = colour(name) if flat else "none"
+            axis.scatter([point.seconds * 1e3 for point in chosen], ratios, facecolors=face, label=label, **style)
+    axis.axhline(1, color="#333333", lw=1)
+    axis.axhspan(1 / 1.2, 1.2, color="#888888", alpha=0.25, lw=0)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    ratios = [1 + point.error(machine) for point in points]
+    axis.set_ylim(min(0.4, *ratios) / 1.1, max(2.5, *ratios) * 1.1)
+    ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10) if axis.get_ylim()[0] <= tick <= axis.get_ylim()[1]]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.grid(True, alpha=0.3)
+    axis.set_xlabel("measured (ms); hollow: over a network")
+    axis.set_ylabel("predicted / measured")
+    title = f"The fit to {len(points)} times: median error {median_error(points, machine):.0%}"
+    axis.set_title(title + " (band: 20 %)", fontsize=11)
+    _legend(axis)
+
+
+def _legend(axis: Any) -> None:
+    """Below the panel, where it hides no line."""
+    axis.legend(fontsize=8.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False)
+
+
+def _ranks(axis: Any, found: Forecast) -> None:
+    from matplotlib.ticker import NullLocator
+
+    ranks = [row.ranks for row in found.rows]
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ranks, [str(each) for each in ranks], rotation=45 if len(ranks) > 8 else 0)
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.grid(True, which="major", alpha=0.35)
+    axis.set_xlabel("ranks")
+    inside = max(row.ranks for row in found.rows if row.nodes == 1)
+    if inside < ranks[-1]:
+        axis.axvline(inside, color="#aaaaaa", ls="-.", lw=1)
+        place = (inside, 0.02)
+        axis.annotate(
+            "one node | several", place, xycoords=("data", "axes fraction"), ha="center", fontsize=8.5, color="#555555"
+        )

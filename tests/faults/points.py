@@ -1,0 +1,185 @@
+"""Named points in the library's code, and what can be done to a rank when it comes to one.
+
+This is the only way in which tests end, stop or spoil a rank at a place inside of the library, which knows nothing of
+it: `at` patches the functions of PLACES in the process that it is called in, and in no other.
+"""
+
+import contextlib
+import importlib
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import numpy as np
+
+from tests.faults.notes import Notes
+from tests.faults.plans import START, Fault, Plan
+
+PROGRAMS = f"{__package__}.programs"
+# The owner of a method or function, and its name. Of a class also the same method of those that inherit from it.
+PLACES = {
+    "compute": [
+        ("trainers.strategies.interface:Strategy", "compute"),
+        ("trainers.strategies.servers.strategy:AsynchronousServers", "_compute_part"),
+        ("trainers.strategies.spare_replicas:SpareReplicas", "_compute_part"),
+        (f"{PROGRAMS}.loop", "forward"),
+    ],
+    "backward": [(f"{PROGRAMS}.loop", "backward")],
+    "push": [("trainers.strategies.servers.worker:Client", "push")],
+    "reply": [("trainers.strategies.servers.server:Mailbox", "reply")],
+    "call": [("allreduce.engine.engine:Calls", "run")],
+    "reduce": [("allreduce.engine.engine:Calls", "run")],  # inside of a call, when the ranks have met
+    "middle of a reduction": [("allreduce.two_phase:TwoPhase", "_all_gather")],
+    "update": [("trainers.replica:Replica", "update"), ("trainers.pytorch.optimizer:MirroredOptimizer", "step")],
+    "end of a step": [(f"{__package__}.notes:Notes", "step")],
+    "evaluate": [("trainers.trainer", "evaluated")],
+    "predict": [("trainers.trainer", "predicted")],
+    "mirror": [
+        ("trainers.trainer", "mirror"),
+        ("trainers.strategies.mirrored", "mirror"),
+        ("trainers.strategies.servers.service", "mirror"),
+        ("trainers.fit.checkpointing", "mirror"),
+    ],
+    "edit": [(f"{PROGRAMS}.training", "shift")],
+    "checkpoint": [("trainers.fit.checkpointing:Saver", "save"), (f"{PROGRAMS}.loop:Loop", "save")],
+    "finished": [("allreduce.topology:Topology", "finished")],
+    "survivors": [("allreduce.topology:Topology", "survivors")],
+    "rebuild": [("allreduce.backend:AllReduce", "_connect")],
+    "agree in a call": [("allreduce.engine.engine", "agree")],
+    "close": [("allreduce.backend:AllReduce", "_close")],
+    "make a communicator": [("allreduce.topology:Topology", "private")],
+    "go back": [("trainers.fit.loop:Fit", "go_back")],
+    "back up": [("trainers.state.backup:Backup", "keep")],
+    "back up an array": [("trainers.state.backup", "pieces")],
+    "wait for a backup": [("trainers.state.backup", "wait_for")],
+    "update slices": [("trainers.pytorch.sharded:ShardedOptimizer", "step")],
+    "share slices": [("trainers.pytorch.sharded:Placement", "share")],
+}
+INSIDE = ("reduce",)  # points that lie inside of the call that the place makes: in its third argument
+CUT = "cut"  # the file that scripts/cluster_sim.sh waits for
+Action = Callable[..., object]
+
+
+class InjectedError(Exception):
+    """The exception of a rank that is to end in one."""
+
+
+class WrongResultError(Exception):
+    """A call came back with other numbers than the ranks' own give."""
+
+
+def die(*_: Any, **__: Any) -> None:
+    """End this process as a lost rank ends: at once, without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at(point: str, action: Action, turn: int = 1, after: bool = False, always: bool = False) -> None:
+    """Have this process do `action` when it comes to a point for the `turn`-th time from now, or always. Local.
+
+    action: gets the arguments of what is called there. after: when that has returned, not before.
+    """
+    lock, turns = threading.Lock(), itertools.count(1)
+
+    def come(*arguments: Any) -> None:
+        with lock:
+            here = next(turns) == turn or always
+        if here:
+            action(*arguments)
+
+    for owner, name in PLACES[point]:
+        for holder in _holders(owner, name):
+            wrap = _wrapped_inside if point in INSIDE else _wrapped
+            setattr(holder, name, wrap(getattr(holder, name), come, after))
+
+
+def install(plan: Plan, notes: Notes) -> None:
+    """Have this rank's faults of a plan happen to it, at the points that it comes to. Local; before the training."""
+    for number, fault in enumerate(plan.faults):
+        if fault.rank == notes.rank and fault.point in PLACES:
+            action = partial(_happen_noted, number, fault, notes)
+            at(fault.point, action, fault.turn, fault.after, always=fault.kind == "slow")
+
+
+def begin(plan: Plan, notes: Notes) -> None:
+    """Have those happen that come before the training. Local."""
+    for number, fault in enumerate(plan.faults):
+        if fault.rank == notes.rank and fault.point == START:
+            _happen_noted(number, fault, notes)
+
+
+def _wrapped(call: Action, come: Action, after: bool) -> Action:
+    @wraps(call)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        if not after:
+            come(*arguments)
+        result = call(*arguments, **options)
+        if after:
+            come(*arguments)
+        return result
+
+    return wrapped
+
+
+def _wrapped_inside(run: Action, come: Action, after: bool) -> Action:
+    @wraps(run)
+    def wrapped(calls: Any, call: Any, reduce: Action, flat: Any) -> Any:
+        return run(calls, call, _wrapped(reduce, come, after), flat)
+
+    return wrapped
+
+
+def _holders(owner: str, name: str) -> list[Any]:
+    """The module, or the classes that define a method: where this one has it from, and all that inherit from it."""
+    module, _, kind = owner.partition(":")
+    if module not in sys.modules:  # of another program
+        return []
+    holder: Any = importlib.import_module(module)
+    if not kind:
+        return [holder]
+    found: list[Any] = []
+    left = [next(one for one in getattr(holder, kind).__mro__ if name in vars(one))]
+    while left:
+        here = left.pop()
+        left += here.__subclasses__()
+        found += [here] if name in vars(here) and here not in found else []
+    return found
+
+
+def _happen_noted(number: int, fault: Fault, notes: Notes, *arguments: Any) -> None:
+    notes.add("fault", number=number)
+    happen(fault, notes, arguments)
+
+
+def happen(fault: Fault, notes: Notes, arguments: tuple[Any, ...]) -> None:
+    """The fault itself, in the thread that has come to it. arguments: of what is called at the point."""
+    if fault.kind == "kill":
+        die()
+    if fault.kind == "raise":
+        raise InjectedError("on purpose")
+    if fault.kind == "exit":
+        sys.exit(0)
+    if fault.kind == "slow":
+        time.sleep(fault.delay)
+    if fault.kind == "nan":
+        arguments[0].buffer[0] = float("nan")
+    if fault.kind == "spoil":
+        next(array for array in arguments if isinstance(array, np.ndarray))[0] += 1
+    if fault.kind == "revoke":
+        arguments[0].topology.revoke()
+    if fault.kind == "cut":
+        (notes.folder / CUT).touch()
+    if fault.kind == "shm":
+        _fill("/dev/shm")
+
+
+def _fill(folder: str) -> None:
+    """Leave no room in a folder's file system, which is this job's own."""
+    with open(os.path.join(folder, "full"), "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
