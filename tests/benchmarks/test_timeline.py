@@ -22,8 +22,8 @@ def trace(path: Path) -> Path:
         for step in (0, 1):
             at = step * 10_000_000
             begin = at + compute * 1_000_000
-            spans += [(0, "compute", at, begin), (0, "update", at + 9_000_000, at + 10_000_000)]
-            calls.append((0, 0, step, "all_reduce, ring", begin, begin, at + 9_000_000, {"bytes": 4}))
+            spans += [merging.Span(0, "compute", at, begin), merging.Span(0, "update", at + 9_000_000, at + 10_000_000)]
+            calls.append(merging.Call(0, 0, step, "all_reduce, ring", begin, begin, at + 9_000_000, {"bytes": 4}))
         ranks.append(Recorded(spans, calls))
     with path.open("w") as file:
         merging.write(file, merging.events(ranks, ["ring"]), {})
