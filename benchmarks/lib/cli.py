@@ -1,6 +1,7 @@
 """What the command lines share: one parser for all ranks, one report of an error that all ranks have."""
 
 import argparse
+import difflib
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -144,7 +145,9 @@ def add_some(
         given = names if text == "all" else [part.strip() for part in text.split(separator) if part.strip()]
         for name in given:
             if name not in names:
-                raise argparse.ArgumentTypeError(f"{name!r} is unknown; use all, or some of {about}")
+                near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise argparse.ArgumentTypeError(f"{name!r} is unknown; {hint}use all, or some of {about}")
         return list(dict.fromkeys(given))
 
     default = names if default is None else default

@@ -170,7 +170,7 @@ def test_training_step_benchmark(mpirun: JobRunner, tmp_path: Path) -> None:
 def test_training_step_benchmark_refuses(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     wrong = {
-        "--models mlpp": "'mlpp' is unknown; choose from: mlp; transformer; conv",
+        "--models mlpp": "'mlpp' is unknown; did you mean 'mlp'? use all, or some of mlp, transformer, conv",
         "--json no/out.json": "does not exist; make it first",
     }
     lines = [("benchmarks.training_step", options.split(), str(tmp_path)) for options in wrong]
