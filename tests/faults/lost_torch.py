@@ -144,7 +144,7 @@ def sharded(topology: allreduce.Topology, folder: Path) -> None:
             optimizer.rows(len(x))
             functional.cross_entropy(model(x), y).backward()
             if dies and step == 5:
-                optimizer._sharded.step = die  # type: ignore[union-attr, method-assign]
+                optimizer._parts.sharded.step = die  # type: ignore[union-attr, method-assign]
             optimizer.step()
             step += 1
         except RankLostError as error:
@@ -167,10 +167,10 @@ def twice(
     optimizer = MirroredOptimizer(plain(model), model, backend, topology=topology, update="sharded", copies=2)
     told = []
     while optimizer.steps < STEPS:
-        sharded = optimizer._sharded
-        if optimizer.steps == 5 and topology.rank == victim and sharded is not None and sharded.twins is not None:
+        sharded = optimizer._parts.sharded
+        if optimizer.steps == 5 and topology.rank == victim and sharded is not None and sharded.backup is not None:
             if sends:
-                sharded.twins._swap = die  # type: ignore[method-assign]
+                sharded.backup._swap = die  # type: ignore[method-assign]
             else:
                 sharded.placement.share = die  # type: ignore[method-assign]
         try:

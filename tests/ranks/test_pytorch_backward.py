@@ -28,7 +28,7 @@ from trained import (  # noqa: E402
 )
 
 import allreduce  # noqa: E402
-from trainers.pytorch.errors import GradientError  # noqa: E402
+from trainers.pytorch import GradientError  # noqa: E402
 
 
 @both_updates

@@ -33,8 +33,7 @@ from trained import (  # noqa: E402
 
 import allreduce  # noqa: E402
 from allreduce import errors  # noqa: E402
-from trainers.pytorch import MirroredOptimizer  # noqa: E402
-from trainers.pytorch.reducer import GradientError  # noqa: E402
+from trainers.pytorch import GradientError, MirroredOptimizer  # noqa: E402
 
 # Rows
 
