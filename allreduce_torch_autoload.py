@@ -22,26 +22,22 @@ _TASK = "SLURM_PROCID"  # of srun without MPI, which starts many processes that 
 
 def register() -> None:
     """Make "allreduce" a backend of torch.distributed, and let MPI fill in for missing env:// variables."""
+    import torch
     import torch.distributed as dist
 
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=device_names())
+    # Counting CUDA's devices starts nothing, so a program can still fork.
+    devices = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
     handlers = importlib.import_module(
         "torch.distributed.rendezvous"
     )._rendezvous_handlers  # by name: a function hides it
     handlers["env"] = _filling_in(handlers["env"])
 
 
-def device_names() -> list[str]:
-    """The devices whose tensors the backend takes here. Asking for CUDA's this way starts nothing, so forks go on."""
-    import torch
-
-    return ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
-
-
 def _create(request: Any, options: Any) -> Any:
-    from allreduce.torch_backend.groups import create_group
+    from allreduce.torch_backend.process_group import create_group
 
     return create_group(request, options)
 

@@ -9,10 +9,11 @@
 The mean of the gradients of all ranks, in memory that the backend chose, is the whole idea.
 """
 
-from allreduce import start
+from allreduce.process import start
 
 start.start()  # MPI, before anything that uses it is imported
 
+from allreduce.elastic import standby as spares  # noqa: E402
 from allreduce.registry import BACKENDS, available, create  # noqa: E402
 from allreduce.topology import Topology  # noqa: E402
 
@@ -21,4 +22,4 @@ __version__ = "0.1.0"  # pyproject.toml and CHANGELOG.md follow it
 NAMES = tuple(BACKENDS)
 """Every backend's name; `available()` gives those that work here."""
 
-__all__ = ["NAMES", "Topology", "available", "create"]
+__all__ = ["NAMES", "Topology", "available", "create", "spares"]

@@ -14,13 +14,15 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import Topology, __version__, ending
+from allreduce import Topology, __version__
 from allreduce.doctor import command as doctor
-from allreduce.doctor.meeting import said_when_late
+from allreduce.doctor.network import said_when_late
 from allreduce.errors import AllReduceError, LauncherError, OptionError
+from allreduce.health import abort
+from allreduce.health.stall import STALL, TIMEOUT
 from allreduce.machine import mpi_library
-from allreduce.messages.agreement import raise_together
-from allreduce.messages.watch import STALL, TIMEOUT
+from allreduce.transport import processes
+from allreduce.transport.control import raise_together
 
 COMMANDS: dict[str, ModuleType] = {"doctor": doctor}
 FAILED = 2  # exit codes: 0 to 2 say what the doctor has found; it is a problem when it can't look
@@ -65,7 +67,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command on all ranks; returns the exit code, the same on each. Collective."""
-    ending.fail_with(FAILED)
+    abort.fail_with(FAILED)
     for variable, seconds in PATIENCE.items():
         os.environ.setdefault(variable, seconds)
     try:
@@ -73,9 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             topology = _topology()
         return _main(sys.argv[1:] if arguments is None else arguments, topology)
     except AllReduceError as error:  # of ranks that can't reach each other; they may be anywhere
-        ending.end_job(f"{type(error).__name__}: {error}\n", FAILED)
+        abort.end_job(f"{type(error).__name__}: {error}\n", FAILED)
     except Exception:
-        if ending.here()[1] > 1:
+        if processes.here()[1] > 1:
             raise  # which ends the job with this code
         traceback.print_exc()
         return FAILED
@@ -97,7 +99,7 @@ def _main(arguments: Sequence[str], topology: Topology) -> int:
     except OptionError as error:
         if shown:
             print(f"allreduce: error: {error}", file=sys.stderr, flush=True)
-            ending.write_down(str(error))
+            abort.write_down(str(error))
         code = BAD_OPTIONS
     raise_together(topology.world, None)  # the first rank that leaves with a code ends the job, so let rank 0 print
     return code

@@ -1,4 +1,4 @@
-"""Named errors. No MPI here: `allreduce.messages.agreement` raises them on every rank, `allreduce.ending` ends the job.
+"""Named errors. No MPI here: `transport.control` raises them on every rank, `health.abort` ends the job.
 
 An error on one rank alone is the classic hang of collective code: that rank leaves, the others wait for it.
 So a rank that finds something wrong does not raise at once; it tells the others, and all raise the same error.

@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from allreduce import trees
 from allreduce.arrays import dtypes, ops
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import OptionError, UnavailableError, UnsupportedOpError
 
 try:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from allreduce import ending
+from allreduce.health import abort
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -31,7 +31,7 @@ def known_only(method: CallableT) -> CallableT:
             unknown = next(name for name in options if name not in known)
             place = type(self).__name__ + ("" if method.__name__ == "__init__" else f".{method.__name__}")
             hint = near(unknown, taken) or f"; it takes: {', '.join(taken)}"
-            ending.install()
+            abort.install()
             raise TypeError(f"{place}() got an unexpected keyword argument {unknown!r}{hint}")
         return method(self, *args, **options)
 

@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import ending, trees
+from allreduce import trees
 from allreduce.arrays import chunks, dtypes, gpu, ops
-from allreduce.arrays.signature import FOREIGN, GPU, Signature, inspect, numbers
-from allreduce.calls import Call, Calls, Find, without_numpy
+from allreduce.arrays.memory_kinds import FOREIGN, GPU
+from allreduce.engine.call import Signature, inspect, numbers
+from allreduce.engine.engine import Call, Calls, Find, without_numpy
 from allreduce.errors import AllReduceError, OptionError
-from allreduce.messages.parcels import overwrite
+from allreduce.health import abort
+from allreduce.transport.chunked import overwrite
 
 
 class Moves(ABC):
@@ -75,7 +77,7 @@ class Moves(ABC):
         placed: whether it matters in whose memory the arrays are.
         """
         self._check_open()
-        ending.communicates()
+        abort.communicates()
         error: AllReduceError | None = None
         signature = None
         try:

@@ -7,8 +7,8 @@ from mpi4py import MPI
 
 from allreduce import versions
 from allreduce.errors import OptionError
-from allreduce.messages.agreement import all_values, root_value
-from allreduce.messages.watch import STALL, TIMEOUT, seconds
+from allreduce.health.stall import STALL, TIMEOUT, seconds
+from allreduce.transport.control import all_values, root_value
 
 
 def simulated_node(rank: int, ranks_per_node: int | Sequence[int]) -> int:

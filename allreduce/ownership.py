@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from allreduce.messages import losses
-from allreduce.messages.agreement import everywhere, place_of, waiting, watched
-from allreduce.messages.board import Board
-from allreduce.messages.kept import free_later
-from allreduce.messages.notes import Wait
-from allreduce.messages.watch import Watch
+from allreduce.engine.consistency import Board
+from allreduce.health.stall import Watch
+from allreduce.transport import ulfm
+from allreduce.transport.control import everywhere, place_of, waiting, watched
+from allreduce.transport.deferred_free import free_later
+from allreduce.transport.wait import Wait
 
 
 class Closeable(Protocol):
@@ -38,7 +38,6 @@ class Owner:
     _unrevoked: MPI.Intracomm | None = None  # of _owned; no loss revokes it
     closed: bool
     apart: bool  # a part that goes on when a rank of another one is lost
-    is_part: bool  # of the ranks of another topology
 
     def check_open(self) -> None:
         """Raise ClosedError after `close()`."""
@@ -99,7 +98,7 @@ class Owner:
                 self.board.take_back(parts)
                 for comm in [each for each in reversed(self._owned) if each not in owned]:
                     self.release(comm)
-            elif losses.lost(error) is not None:
+            elif ulfm.lost(error) is not None:
                 self._users = users  # what is half made can't be abandoned
             raise
 
@@ -109,7 +108,7 @@ class Owner:
         From then on all their calls raise RankLostError, but `finished`, `survivors` and `abandon`. A RankLostError
         was raised after this was done. Parts of `split(on_error="part")` go on. Without ULFM nothing happens.
         """
-        if losses.in_force() and not self.closed:
+        if ulfm.in_force() and not self.closed:
             self.watch.lose()
 
     def _revoke(self) -> None:
@@ -123,20 +122,6 @@ class Owner:
                 child._revoke()
                 if "watch" in vars(child):  # it is not still being made
                     child.watch.lose()
-
-    @contextmanager
-    def ending_with(self, comm: MPI.Comm) -> Iterator[None]:
-        """Inside, what ends every wait of this topology ends those on `comm` too, which is not owned. Local."""
-        with self._guard:
-            self._owned.append(comm)  # type: ignore[arg-type]
-            if self._revoked:
-                comm.Revoke()
-        try:
-            yield
-        finally:
-            with self._guard:
-                if comm in self._owned:
-                    self._owned.remove(comm)  # type: ignore[arg-type]
 
     def _leave_owned(self) -> None:
         """Leave all communicators as they are: other ranks may use them, if they were not revoked."""

@@ -7,11 +7,11 @@ import zlib
 from typing import Any
 
 from allreduce import keywords
-from allreduce.base import AllReduce, Recipe
+from allreduce.backend import AllReduce, Recipe
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
-from allreduce.messages.agreement import known
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
+from allreduce.transport.control import known
 from allreduce.wrappers import compressed
 from allreduce.wrappers.compressed import Compressed
 from allreduce.wrappers.traced import Traced

@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from allreduce import ending
 from allreduce.arrays import dtypes, gpu
+from allreduce.arrays.memory_kinds import FOREIGN
 from allreduce.arrays.ops import Op
-from allreduce.arrays.signature import FOREIGN, Signature, numbers
 from allreduce.arrays.workspace import Workspace
-from allreduce.calls import Call
+from allreduce.engine.call import Signature, numbers
+from allreduce.engine.engine import Call
 from allreduce.errors import AllReduceError, NotAnArrayError, OptionError, UnsupportedOpError
-from allreduce.messages import parcels
+from allreduce.health import abort
 from allreduce.moves import Moves, nothing_to_do
+from allreduce.transport import chunked
 
 INDEX = np.dtype(np.int64)
 LARGEST_TABLE = 2**40 - 1  # elements, as of a buffer
@@ -68,7 +69,7 @@ class Sparse(Moves):
     def _admit_rows(self, indices: Any, values: Any, rows: int, op: str) -> tuple[Call, Rows]:
         """Check the arguments, agree about them with the other ranks where that is due, and add duplicates."""
         self._check_open()
-        ending.communicates()
+        abort.communicates()
         error: AllReduceError | None = None
         signature, resolved, mine = None, None, None
         try:
@@ -97,8 +98,8 @@ class Sparse(Moves):
         """The sums of all ranks' rows. indices: ascending, each once. values: 2-D, of an accumulator's dtype."""
         if self.size == 1:
             return indices.copy(), values.copy()
-        counts = parcels.counts(self._comm, indices.size)
-        everyone = parcels.gather(self._comm, indices, counts)
+        counts = chunked.counts(self._comm, indices.size)
+        everyone = chunked.gather(self._comm, indices, counts)
         found, places = np.unique(everyone, return_inverse=True)
         sums = np.zeros((found.size, values.shape[1]), values.dtype)
         ends = np.cumsum(counts)[:-1]
@@ -108,7 +109,7 @@ class Sparse(Moves):
             if sums.size:
                 self._reduce(sums.reshape(-1), op)
             return found, sums
-        for place, part in zip(of_ranks, np.split(parcels.gather(self._comm, values, counts), ends), strict=True):
+        for place, part in zip(of_ranks, np.split(chunked.gather(self._comm, values, counts), ends), strict=True):
             sums[place] += part  # no index is twice in a rank's
         op.finish(sums)
         return found, sums

@@ -5,13 +5,13 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
-from allreduce import children
 from allreduce.errors import UnavailableError
-from allreduce.messages import kept, losses
-from allreduce.messages.agreement import waiting
-from allreduce.messages.notes import Said, Wait
 from allreduce.nodes import nodes_left
 from allreduce.ownership import Owner
+from allreduce.process import children
+from allreduce.transport import deferred_free, ulfm
+from allreduce.transport.control import waiting
+from allreduce.transport.wait import Said, Wait
 
 TopologyT = TypeVar("TopologyT", bound="Survival")
 
@@ -52,19 +52,19 @@ class Survival(Owner):
         Raises RankLeftError when a rank comes no more without being lost: it has ended its program, or closed this.
         """
         self.check_open()
-        if not losses.in_force():
+        if not ulfm.in_force():
             return ok
         call = Said("finished: the end of what a lost rank may interrupt")
         self._finish.begin(call)
         try:
-            return losses.agree(self.world, ok, lambda: self.watch.notes.look_at_end(call))
+            return ulfm.agree(self.world, ok, lambda: self.watch.notes.look_at_end(call))
         finally:
             self._finish.end()
 
     def _place_to_finish(self) -> Wait:
         """Where `finished` waits, and what ranks that leave say so on, whoever is lost. Collective."""
         place = self.watch.place(self._number(), raises=True)
-        if losses.in_force():
+        if ulfm.in_force():
             with waiting(self.world, "make a communicator"):
                 self._unrevoked = self._own(self.world.Dup())
             self.watch.notes.part_on(self._unrevoked, place)
@@ -80,13 +80,12 @@ class Survival(Owner):
         Raises UnavailableError where ULFM is not in force.
         """
         self.check_open()
-        if not losses.in_force():
+        if not ulfm.in_force():
             raise UnavailableError(
                 "ranks can't be outlived in this job: start it with Open MPI's mpirun --with-ft ulfm"
             )
         self.revoke()
         made = type(self).of_survivors(self.world, self._ranks_per_node, self.timeout)
-        made.is_part = self.is_part
         if self.apart:
             made._stand_apart()
         self.abandon()
@@ -105,20 +104,20 @@ class Survival(Owner):
         """
         children.check()
         comm = cls._given(comm)
-        while losses.in_force():
+        while ulfm.in_force():
             with waiting(comm, "make a topology of the ranks that are left"):
-                left = losses.shrink(comm)
-            former, made = losses.places(left, comm), None
+                left = ulfm.shrink(comm)
+            former, made = ulfm.places(left, comm), None
             try:
                 made = cls(left, nodes_left(ranks_per_node, former, comm.size), timeout)
             except Exception as error:
-                if losses.lost(error) is None:
+                if ulfm.lost(error) is None:
                     raise
-            done = losses.agree(left, made is not None)
+            done = ulfm.agree(left, made is not None)
             left.Free()
             if made is not None and done:
                 made.former = former
-                kept.repaired()
+                deferred_free.repaired()
                 return made
             if made is not None:
                 made.revoke()

@@ -9,18 +9,20 @@ from typing import NoReturn
 
 from mpi4py import MPI
 
-from allreduce import children, ending, launcher, machine, notices
+from allreduce import machine, notices
+from allreduce.engine.consistency import Board, shared_rows
+from allreduce.engine.queue import Worker
 from allreduce.errors import ClosedError, CopyError, OptionError
-from allreduce.messages import processes, standing
-from allreduce.messages.agreement import agree, all_values, waiting, watched
-from allreduce.messages.board import Board, shared_rows
-from allreduce.messages.reach import Reach
-from allreduce.messages.status_rows import StatusRows
-from allreduce.messages.watch import TIMEOUT, Watch, seconds
-from allreduce.messages.worker import Worker
+from allreduce.health import abort, status_dump
+from allreduce.health.stall import TIMEOUT, Watch, seconds
+from allreduce.health.status_rows import StatusRows
 from allreduce.nodes import bad_ranks_per_node, bad_split, bad_timeout, checked, divide, number_nodes
 from allreduce.ownership import Closeable
+from allreduce.process import children, launcher
 from allreduce.survival import Survival
+from allreduce.transport import liveness
+from allreduce.transport.cma import Reach
+from allreduce.transport.control import agree, all_values, waiting, watched
 
 TAGS = 1 << 15  # every MPI has at least this many
 
@@ -67,7 +69,7 @@ class Topology(Survival):
         parent: "Topology | None" = None,
     ) -> None:
         children.check()
-        standing.install()
+        status_dump.install()
         comm = self._given(comm)
         asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
         error = bad_ranks_per_node(ranks_per_node, comm.size) or bad_timeout(timeout)
@@ -111,7 +113,7 @@ class Topology(Survival):
         self.former = tuple(range(self.size))
         real = self._own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
         self.board = Board(real, self.size)
-        found = all_values(real, [machine.cores(), self.rank, processes.own()], "learn what this node has")
+        found = all_values(real, [machine.cores(), self.rank, liveness.own()], "learn what this node has")
         self.cores = len(set().union(*(cores for cores, *_ in found)))
         self.sharing = real.size
         if real.size > self.cores and not self.is_part:  # of which that was said
@@ -121,7 +123,7 @@ class Topology(Survival):
         self.reach = Reach(self.node)
         nodes, self.node_index = number_nodes(self.world, self.node)
         self.node_sizes = tuple(map(len, nodes))
-        here = {rank: processes.of_json(process) for _, rank, process in found if process is not None}
+        here = {rank: liveness.of_json(process) for _, rank, process in found if process is not None}
         rows = shared_rows(self.node)
         # A topology that is dropped leaves its communicators, with which MPI keeps the watch, and so the rows.
         self._release_rows = weakref.finalize(self, _leave_rows, self.watch, rows)
@@ -246,7 +248,7 @@ class Topology(Survival):
 
     def _stand_apart(self) -> None:
         self.apart = True
-        ending.contain(self)
+        abort.contain(self)
 
     def duplicate(self) -> "Topology":
         """The same ranks and nodes on communicators of its own. Collective.

@@ -13,7 +13,7 @@ import numpy as np
 
 from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.ops import Op
-from allreduce.arrays.signature import refuse_other
+from allreduce.engine.call import refuse_other
 from allreduce.errors import AllReduceError, NotAnArrayError, UnsupportedDtypeError
 
 KINDS = (list, tuple, dict)

@@ -7,8 +7,8 @@ import numpy as np
 
 from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.ops import Op
-from allreduce.base import AllReduce
-from allreduce.calls import Call, Reduction
+from allreduce.backend import AllReduce
+from allreduce.engine.engine import Call, Reduction
 from allreduce.moves import nothing_to_do
 
 

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from allreduce import machine, notices
 from allreduce.errors import DisagreementError
-from allreduce.messages.agreement import all_values, known
+from allreduce.transport.control import all_values, known
 
 OURS = "allreduce"
 LOADED = ("torch", "cupy", "ml_dtypes")  # where the program has imported them

@@ -19,7 +19,7 @@ import allreduce
 from allreduce import Topology
 from allreduce.arrays import dtypes
 from allreduce.errors import AllReduceError, OptionError
-from allreduce.messages.agreement import raise_together, root_value
+from allreduce.transport.control import raise_together, root_value
 from allreduce.wrappers.compressed import SHORT
 from benchmarks import cli
 from benchmarks.measuring import machine, sizes

@@ -23,7 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 import allreduce
-from allreduce.messages.agreement import root_value, together
+from allreduce.transport.control import root_value, together
 from benchmarks import cli
 from benchmarks.showing import outputs
 from trainers import Checkpoint, MirroredTrainer, NumpyNetwork

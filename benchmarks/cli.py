@@ -11,9 +11,9 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.errors import AllReduceError, OptionError
-from allreduce.messages.agreement import everywhere, raise_together, root_value
+from allreduce.transport.control import everywhere, raise_together, root_value
 from benchmarks.measuring import sizes
-from trainers.parsing import Parser
+from trainers.cli.options import Parser
 
 INTERRUPTED = 130  # exit code, as a shell has it
 NCCL_TYPES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32"}

@@ -17,7 +17,7 @@ from statistics import geometric_mean
 
 from benchmarks.measuring.sizes import show
 from benchmarks.showing.results import TITLES, FileError, Result, Run, load
-from trainers.parsing import Parser
+from trainers.cli.options import Parser
 
 Key = tuple[str, str, int]  # backend, memory, size
 

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 import allreduce
-from allreduce.messages import losses
+from allreduce.transport import ulfm
 from benchmarks import cli
 from benchmarks.checkpoint import CLASSES, FEATURES, replica_of
 from benchmarks.showing import outputs
@@ -91,7 +91,7 @@ def _run(topology: allreduce.Topology, options: argparse.Namespace) -> int:
     seconds = measure(topology, options)
     if topology.rank == 0:
         where = sys.stderr if options.json == "-" else sys.stdout
-        what = "" if losses.in_force() else "; no second copies are kept: mpirun --with-ft ulfm"
+        what = "" if ulfm.in_force() else "; no second copies are kept: mpirun --with-ft ulfm"
         print(f"{topology}: {options.framework}, {options.parameters:g} M parameters, Adam{what}", file=where)
         print(table(seconds), file=where, flush=True)
         outputs.put(options.json, json.dumps({**vars(options), "ranks": topology.size, "seconds": seconds}, indent=1))

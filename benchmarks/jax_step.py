@@ -27,7 +27,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import Topology
-from allreduce.messages.agreement import all_values, root_value
+from allreduce.transport.control import all_values, root_value
 from benchmarks import cli
 from benchmarks.measuring.lineup import check_names
 from benchmarks.showing import outputs

@@ -22,7 +22,7 @@ from benchmarks.predicting.cost_parts import Machine, on_link
 from benchmarks.predicting.training_cost import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, forecast
 from benchmarks.showing import outputs
 from benchmarks.showing.results import FileError
-from trainers.parsing import Parser
+from trainers.cli.options import Parser
 
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}

@@ -18,8 +18,8 @@ from typing import Any
 from mpi4py import MPI
 
 from allreduce.errors import OptionError
-from allreduce.messages.agreement import known
 from allreduce.topology import Topology
+from allreduce.transport.control import known
 from benchmarks import cli
 from benchmarks.comparing.findings import findings, row, table
 from benchmarks.comparing.runs import SLOW_RANK, VARIANTS, Bench, Outcome, Variant, lineup

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.showing import outputs, plot, trace_plot
 from benchmarks.showing.results import FileError
 from benchmarks.showing.trace_file import KINDS, OTHER, Summary, load, summary
-from trainers.parsing import Parser
+from trainers.cli.options import Parser
 
 MOST_PAIRS, MOST_ROWS = 12, 64  # that are shown
 MUCH = 0.1  # of a row's time outside of all spans

@@ -24,7 +24,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce import Topology
 from allreduce.backends import auto
-from allreduce.decision_table import (
+from allreduce.backends.decision_table import (
     ENVIRONMENT,
     Entries,
     Key,
@@ -38,7 +38,7 @@ from allreduce.decision_table import (
 )
 from allreduce.errors import AllReduceError, OptionError, UnavailableError
 from allreduce.machine import identify
-from allreduce.messages.agreement import raise_together, root_value
+from allreduce.transport.control import raise_together, root_value
 from benchmarks import cli
 from benchmarks.measuring import machine, sizes
 from benchmarks.measuring.contenders import Contender

@@ -62,7 +62,7 @@ def as_markdown(docstring: str) -> str:
 def main(folder: str) -> None:
     for name in trainers.__all__:  # imported when first used, which pdoc does not know
         setattr(trainers, name, getattr(trainers, name))
-    call = allreduce.base.AllReduce.__call__
+    call = allreduce.backend.AllReduce.__call__
     call.__doc__ = f"{inspect.getdoc(call)}\n@public"  # pdoc leaves methods with underscores out
     warnings.filterwarnings("ignore", "The module specification", UserWarning)  # a module comes with its package too
     convert = pdoc.docstrings.convert

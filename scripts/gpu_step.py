@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from allreduce import Topology
-from allreduce.messages.agreement import root_value
-from trainers.parsing import Parser
+from allreduce.transport.control import root_value
+from trainers.cli.options import Parser
 from trainers.pytorch import MirroredOptimizer
 
 

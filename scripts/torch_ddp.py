@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import allreduce.torch_backend  # noqa: F401, not needed where allreduce is installed by pip
 from trainers import datasets
-from trainers.parsing import Parser
+from trainers.cli.options import Parser
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import chain
@@ -13,8 +12,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import launch
+from tests import launch
 
 JobRunner = Callable[..., "subprocess.CompletedProcess[str]"]
 LONG_SECONDS = 60  # a run that takes longer says where its time went
@@ -106,7 +104,7 @@ def in_one_job(ranks: int, lines: list[CommandLine], folder: Path, **job: Any) -
     given, found = folder / "cases", folder / "outcomes"
     given.write_text(json.dumps(lines))
     try:
-        ended = launch.mpirun(ranks, [launch.ROOT / "tests" / "command_runs.py", given, found], **job)
+        ended = launch.mpirun(ranks, ["-m", "tests.command_runs", given, found], **job)
     except launch.MissingEnvironmentError as error:
         lacking(error)
     assert ended.returncode == 0, ended.stderr

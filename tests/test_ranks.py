@@ -10,15 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-from conftest import lacking
+
+from tests import launch
+from tests.conftest import lacking
 
 QUICK = bool(os.environ.get("ALLREDUCE_TEST_QUICK"))  # set by `scripts/test.sh --quick`
 TORCH = bool(os.environ.get("ALLREDUCE_TEST_TORCH"))  # by `scripts/test.sh --torch VERSION`
 RANKS = (1, 2, 3) if QUICK or TORCH else (1, 2, 3, 4, 5)
 MPIS = ("openmpi",) if QUICK or TORCH else launch.MPIS
-HEART = ("test_grid.py", "test_errors.py", "test_trainers.py")  # what a quick run takes
+# The files of a quick run.
+HEART = ("collectives/test_grid.py", "collectives/test_errors.py", "training/test_trainers.py")
 LIMIT_SECONDS = 900.0  # of a job; a test that hangs is ended by the watchdog in ranks/conftest.py
 
 
@@ -61,9 +63,7 @@ def _pytest(config: pytest.Config) -> list[str]:
     folder = launch.ROOT / "tests" / "ranks"
     tests = [str(folder / name) for name in HEART] if QUICK else [str(folder)]
     if TORCH:
-        tests = sorted(
-            str(path) for pattern in ("test_torch_*.py", "test_pytorch_*.py") for path in folder.glob(pattern)
-        )
+        tests = [str(folder / name) for name in ("pytorch", "torch_backend")]
     return ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", "--color=no", "--durations=8", *options, *tests]
 
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainers.central_storage import CentralStorageTrainer
-    from trainers.checkpoints import Checkpoint
     from trainers.mirrored import MirroredTrainer
     from trainers.parameter_server import ParameterServerTrainer
+    from trainers.recovery.terminating import Terminating
     from trainers.replica import Replica
     from trainers.replicas.numpy.embedding import EmbeddingNetwork
     from trainers.replicas.numpy.network import NumpyNetwork
     from trainers.spare_replicas import SpareReplicasTrainer
-    from trainers.terminating import Terminating
+    from trainers.state.checkpoints import Checkpoint
 
 __all__ = [
     "CentralStorageTrainer",
@@ -37,14 +37,14 @@ __all__ = [
 
 _HOMES = {
     "CentralStorageTrainer": "trainers.central_storage",
-    "Checkpoint": "trainers.checkpoints",
+    "Checkpoint": "trainers.state.checkpoints",
     "EmbeddingNetwork": "trainers.replicas.numpy.embedding",
     "MirroredTrainer": "trainers.mirrored",
     "NumpyNetwork": "trainers.replicas.numpy.network",
     "ParameterServerTrainer": "trainers.parameter_server",
     "Replica": "trainers.replica",
     "SpareReplicasTrainer": "trainers.spare_replicas",
-    "Terminating": "trainers.terminating",
+    "Terminating": "trainers.recovery.terminating",
 }
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import allreduce
 from allreduce import notices
 from allreduce.arrays import dtypes, gpu
+from allreduce.backend import AllReduce
 from allreduce.backends.auto import Auto
-from allreduce.base import AllReduce
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase

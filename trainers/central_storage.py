@@ -7,22 +7,17 @@ node that memory is one, so nothing goes back: who computes reads where the stor
 import zlib
 from typing import Any
 
-import numpy as np
-from mpi4py import MPI
-
 from allreduce import notices
 from allreduce.backends.central import Central
-from allreduce.messages.agreement import everywhere, root_value
-from allreduce.spares import NEWCOMER, Joining
+from allreduce.elastic.standby import NEWCOMER, Joining
 from allreduce.topology import Topology
-from trainers import holding
-from trainers.copied import CopiedUpdate
+from allreduce.transport.control import everywhere, root_value
+from trainers import trainer
 from trainers.errors import ArgumentError
-from trainers.making import outlives_losses
 from trainers.mirrored import MirroredTrainer
+from trainers.recovery.calls import outlives_losses
 from trainers.replica import Replica
-from trainers.sharded import ShardedUpdate
-from trainers.watching.stopwatch import Stopwatch
+from trainers.strategies.central_storage import CentralUpdate, CopiedUpdate, _moved
 
 DEVICES = ("cpu", "cuda")
 
@@ -115,51 +110,9 @@ class CentralStorageTrainer(MirroredTrainer):
         return self.replica.device == "cpu"
 
 
-class CentralUpdate(ShardedUpdate):
-    """The sharded update whose one owner, the backend's root, sees before it updates that a rank has failed.
-
-    measured: where the flags are, the last of which says that: behind the gradients, or an array that is reduced
-        before the step.
-    """
-
-    def __init__(
-        self,
-        replica: Replica,
-        backend: Central,
-        buffer: np.ndarray,
-        comm: MPI.Intracomm,
-        clock: Stopwatch,
-        measured: np.ndarray,
-        steps: int,
-        copies: int = 1,
-    ) -> None:
-        super().__init__(replica, backend, buffer, comm, clock, steps, copies)
-        self._owner = backend.rank == backend.root
-        self._measured = measured
-        self._beside = measured.size > 0 and buffer.size == self._length
-
-    def _update(self) -> bool:
-        updates = self._owner and not self._measured[-1]
-        if updates:
-            self._replica.update(self._part)
-        return updates
-
-    def _after(self, measured: np.ndarray) -> bool:
-        flags = self._measured if self._beside else measured
-        updated = not flags[-1]
-        if updated and not self._owner:
-            self._replica.update(self._part)  # of nothing: an optimizer counts its steps
-        return updated
-
-
-def _moved(storage: int, former: tuple[int, ...]) -> int:
-    """The rank that was `storage`, or 0 where it is lost."""
-    return former.index(storage) if storage in former else 0
-
-
 def _agree_on_arguments(ranks: Topology, replica: Replica, storage: Any, device: str | None) -> None:
     """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective."""
-    error = holding.refusal(replica)
+    error = trainer.replica_refusal(replica)
     if isinstance(storage, bool) or not isinstance(storage, int) or not 0 <= storage < ranks.size:
         error = ArgumentError(f"storage must be a rank of this training, 0 to {ranks.size - 1}, got {storage!r}")
     elif device not in (None, *DEVICES):

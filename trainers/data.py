@@ -4,15 +4,163 @@ A batch is global. Batch s of an epoch is rows order[s * B : (s + 1) * B]; rank 
 it. So the batches do not depend on the number of ranks; the last may be short, and a rank may have no row.
 """
 
-from collections.abc import Generator
+import zlib
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from allreduce.arrays.chunks import chunk
-from trainers import fingerprint
-from trainers.fingerprint import Fingerprint
-from trainers.samples import Samples
+from trainers.errors import ArgumentError, DataError
+
+Collate = Callable[[Sequence[Any]], Any]
+
+
+class Samples:
+    """A data set whose rows are fetched when they are needed.
+
+    data: len(data) is the number of rows, and data[i] is row i, a pair (x, y).
+    collate: makes (x, y), arrays whose first axis is the sample, of a list of rows; by default the x and the y
+        of the rows are stacked. Rows that are no pairs need one of your own.
+
+    Rows come from `data.__getitems__(list of numbers)` where there is one (PyTorch's protocol); else, without
+    a collate, from data[array of numbers] where that gives the same (x, y) as row by row; else row by row.
+    Raises ArgumentError.
+    """
+
+    def __init__(self, data: Any, collate: Collate | None = None) -> None:
+        self.name = type(data).__name__
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise ArgumentError(
+                f"x is a {self.name}, and there is no y: give arrays x and y, or a data set with len() and rows by "
+                "number (of a DataLoader its .dataset)"
+            )
+        self._data, self._collate = data, collate or _stack
+        self._rows = len(data)
+        if self._rows == 0:
+            raise ArgumentError(f"there are no samples: the {self.name} is empty")
+        self._fetch = self._one_by_one
+        try:
+            probe = np.array([0, self._rows - 1])
+            x, y = self.first = self.take(probe)
+        except DataError as error:
+            raise ArgumentError(str(error)) from error
+        if collate is None and not hasattr(data, "__getitems__") and self._takes_arrays(probe):
+            self._fetch = self._at_once
+        self._none = x[:0], y[:0]
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __str__(self) -> str:
+        sides = ", ".join(
+            f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in zip("xy", self.first, strict=True)
+        )
+        return f"{self.name} of {self._rows} rows, {sides}"
+
+    def take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """x and y of these rows. Raises DataError, which names the data set and what it raised."""
+        if rows.size == 0:
+            return self._none
+        try:
+            x, y = (np.asarray(side) for side in self._fetch(rows))
+        except Exception as error:
+            raise DataError(f"the {self.name} can't give rows {_shown(rows)}: {_reason(error)}") from error
+        if not (x.ndim and y.ndim and len(x) == len(y) == rows.size):
+            raise DataError(
+                f"the {self.name} gave x of shape {x.shape} and y of shape {y.shape} for {rows.size} rows; their first "
+                "axes must be the samples"
+            )
+        return x, y
+
+    def _one_by_one(self, rows: np.ndarray) -> Any:
+        numbers = rows.tolist()
+        several = getattr(self._data, "__getitems__", None)
+        return self._collate(several(numbers) if several else [self._data[number] for number in numbers])
+
+    def _at_once(self, rows: np.ndarray) -> Any:
+        return self._data[rows]
+
+    def _takes_arrays(self, probe: np.ndarray) -> bool:
+        """Whether rows by an array of numbers are the rows one by one; a random augmentation shows that it is not."""
+        try:
+            x, y = (np.asarray(side) for side in self._at_once(probe))
+            return all(
+                there.dtype == here.dtype and np.array_equal(there, here)
+                for there, here in zip((x, y), self.first, strict=True)
+            )
+        except Exception:  # whatever it raises, it takes no arrays
+            return False
+
+
+def _stack(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    for row in rows:
+        if not isinstance(row, tuple | list) or len(row) != 2:
+            raise TypeError(f"a row is a {type(row).__name__}, not a pair (x, y); pass collate= to make pairs")
+    return np.stack([np.asarray(x) for x, _ in rows]), np.stack([np.asarray(y) for _, y in rows])
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _shown(rows: np.ndarray) -> str:
+    shown = ", ".join(map(str, rows[:5].tolist()))
+    return f"{shown}, ... ({rows.size} of them)" if rows.size > 5 else shown
+
+
+OF_ARRAYS, OF_SAMPLES = 64, 16  # rows that are read, spread over all; a data set may take long for each
+SHOWN = 5  # rows that a message names
+
+Fingerprint = dict[str, dict[str, Any]]  # "x" and "y": "kind", dtype and shape of a row; "rows", the sampled ones' sums
+
+
+def take(x: Any, y: Any) -> Fingerprint:
+    """The fingerprint of arrays x and y, or of Samples and None; something that JSON can hold. Raises DataError.
+
+    Rows of arrays are read once. Rows of a data set are read twice, since it may augment them at random: x, or y, gets
+    no checksums when the two readings differ. The caller restores the global random generators that a data set used.
+    """
+    rows = _sampled(len(x), OF_SAMPLES if isinstance(x, Samples) else OF_ARRAYS)
+    if not isinstance(x, Samples):
+        return {name: _described(side, [side[row] for row in rows]) for name, side in (("x", x), ("y", y))}
+    first, again = ([_described(side, side) for side in x.take(rows)] for _ in range(2))
+    for side, other in zip(first, again, strict=True):
+        if side != other:
+            side["rows"] = []
+    return dict(zip("xy", first, strict=True))
+
+
+def difference(before: Any, now: Fingerprint, count: int) -> str:
+    """What differs between the data of a checkpoint and the data of now, in words; "" for nothing.
+
+    before: the fingerprint in the checkpoint, not validated yet. count: the number of rows of now.
+    """
+    for name, here in now.items():
+        there = before.get(name) if isinstance(before, dict) else None
+        if not isinstance(there, dict) or not isinstance(there.get("rows"), list):
+            continue  # it was not written by this version
+        if there.get("kind") != here["kind"]:
+            return f"a row of {name} was {there.get('kind')}, and is {here['kind']}"
+        sampled = _sampled(count, len(here["rows"])) if here["rows"] else ()
+        if len(there["rows"]) != len(sampled):
+            continue
+        pairs = zip(sampled, there["rows"], here["rows"], strict=True)
+        differ = [str(row) for row, old, new in pairs if old != new]
+        if differ:
+            shown = ", ".join(differ[:SHOWN]) + (", ..." if len(differ) > SHOWN else "")
+            return f"{len(differ)} of {len(sampled)} sampled rows of {name} differ ({shown})"
+    return ""
+
+
+def _sampled(count: int, most: int) -> np.ndarray:
+    """Row numbers spread over `count` rows: at most so many, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
+
+
+def _described(side: np.ndarray, rows: Iterable[Any]) -> dict[str, Any]:
+    sums = [] if side.dtype.hasobject else [zlib.crc32(np.ascontiguousarray(row).tobytes()) for row in rows]
+    return {"kind": f"{side.dtype}{list(side.shape[1:])}", "rows": sums}
 
 
 def order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -71,8 +219,8 @@ class Batches:
         return {"rows": rows, "batch_size": size, "seed": int(self._seed), "shuffle": bool(self._shuffle)}
 
     def fingerprint(self) -> Fingerprint:
-        """What tells these data from others; see trainers.fingerprint. Raises DataError."""
-        return fingerprint.take(self._x, self._y)
+        """What tells these data from others; see trainers.data. Raises DataError."""
+        return take(self._x, self._y)
 
     @property
     def steps(self) -> int:

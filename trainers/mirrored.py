@@ -7,23 +7,21 @@ from typing import Any
 import numpy as np
 
 from allreduce.arrays import dtypes
-from allreduce.base import AllReduce
-from allreduce.messages.agreement import everywhere, together
+from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
+from allreduce.transport.control import everywhere, together
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
 from trainers import malloc
-from trainers.arguments import Arguments
 from trainers.backends import backend_for, own_memory, used_by
 from trainers.data import Batch
-from trainers.making import outlives_losses
-from trainers.outliving import Outliving
+from trainers.recovery.calls import Call, outlives_losses
 from trainers.replica import Replica, Rows
-from trainers.sharded import ShardedUpdate, Update
-from trainers.stepping import FLAGS
-from trainers.surviving import Call
-from trainers.tables import Tables
+from trainers.strategies.interface import FLAGS, Update
+from trainers.strategies.mirrored import Outliving, Tables
+from trainers.strategies.sharded import ShardedUpdate
+from trainers.trainer import Arguments
 
 
 class MirroredTrainer(Outliving):
@@ -76,12 +74,10 @@ class MirroredTrainer(Outliving):
         on_failure: what happens when a rank is lost (it was killed, its node has died), where MPI lets the others live:
             Open MPI 5, started as mpirun --with-ft ulfm. "continue": the call goes on with the ranks that are left, and
             `topology`, `allreduce`, `rank` and `size` of this trainer are new; with update="sharded" and one copy a fit
-            goes back to its last checkpoint, and callbacks are told those epochs again. "replace": so too, and after an
-            epoch of a fit processes are started for those that were lost; they run the program from its beginning, and
-            their own trainer joins the others in that fit; of fits before it (and evaluate, save, load) it returns what
-            they came to. For one trainer of a program, on all ranks. "stop", which None stands for: where a
-            fit writes checkpoints it writes one more, and all ranks raise RankLostError. Without such an MPI, the job
-            ends, and the other two are refused.
+            goes back to its last checkpoint, and callbacks are told those epochs again. Where
+            standby ranks wait (allreduce.spares.man), they take the places of lost ones. "stop", the default:
+            where a fit writes checkpoints it writes one more, and all ranks raise RankLostError. Without such an MPI,
+            the job ends, and "continue" is refused.
 
         Raises on all ranks, and leaves nothing behind: ArgumentError, DisagreementError (models that differ),
         UnknownBackendError, UnavailableError, OptionError.

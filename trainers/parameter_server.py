@@ -6,28 +6,25 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.messages.agreement import everywhere
 from allreduce.topology import Topology
-from trainers.base import Trainer
+from allreduce.transport.control import everywhere
 from trainers.data import Batches
 from trainers.errors import ArgumentError
-from trainers.fitting import Fit
-from trainers.making import outlives_losses
+from trainers.fit.loop import Fit
+from trainers.recovery.calls import outlives_losses
 from trainers.replica import Replica
-from trainers.serving.choices import bad_copies, bad_options, server_ranks
-from trainers.serving.epochs import AsynchronousEpochs
-from trainers.serving.parts import Parts
-from trainers.serving.staleness import Rule
-from trainers.serving.steps import StepsTogether
-from trainers.serving.trainer import agree_on_arguments
-from trainers.stepping import FLAGS
+from trainers.strategies.interface import FLAGS
+from trainers.strategies.servers.progress import Parts, Rule, bad_options, server_ranks
+from trainers.strategies.servers.service import agree_on_arguments
+from trainers.strategies.servers.strategy import AsynchronousEpochs, StepsTogether
+from trainers.trainer import Trainer
 
 
 class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):
     """Parameters sharded over servers, gradients from workers; servers and workers are ranks of their own.
 
     The flat parameters are cut into one slice of equal bytes a server, so large arrays are split. Each server holds
-    the optimizer's state of its slice; with copies=2 another one has it too, and can be gone on from.
+    the optimizer's state of its slice.
 
     updates="sync": a step waits for all workers, and the workers divide the batch: the training of MirroredTrainer,
     to float tolerance, and the same bits in every run.
@@ -60,7 +57,6 @@ class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):
         warm_up: int = 0,
         learning_rate: str = "keep",
         fetch_ahead: bool = True,
-        copies: int = 1,
         on_failure: str | None = None,
     ) -> None:
         """Make the replicas equal, and move their parameters and gradients into memory of the trainer. Collective.
@@ -76,19 +72,14 @@ class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):
             that the updates of one batch go as far as one update by its mean would.
         fetch_ahead: false: a worker gets parameters only after its last gradients were applied. It waits more, and
             its gradients are less stale.
-        copies: 2: another server, on another node as far as there are such, has each slice too, so that a server may be
-            lost: the others divide the parameters anew, and go on. Costs a message between two servers, of the slice
-            with what the optimizer keeps for it, while the workers compute: after each step; with updates="async"
-            after as many updates as a batch has parts, or when it can, so a few parts are computed once more.
         on_failure: as of MirroredTrainer: with "continue" a worker that is lost is simply missing, and its rows go to
-            the others at once. The loss of a server, without copies, ends the training: nobody else has its slice.
+            the others at once. The loss of a server ends the training, which goes on from its last checkpoint.
 
         Raises ArgumentError or DisagreementError on all ranks, and leaves nothing behind.
         """
         ranks = topology or Topology()
         chosen, error = server_ranks(servers, ranks.size)
         error = error or bad_options(updates, stale, max_staleness, warm_up, learning_rate)
-        error = error or bad_copies(copies, len(chosen), self._has_lost)
         if (
             error is None
             and (stale == "scale" or learning_rate == "divide")
@@ -100,7 +91,7 @@ class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):
             )
         row = (
             f"ParameterServerTrainer({type(replica).__name__}, {servers=}, {updates=}, {stale=}, {max_staleness=}, "
-            f"{warm_up=}, {learning_rate=}, {fetch_ahead=}, {copies=}, {on_failure=})"
+            f"{warm_up=}, {learning_rate=}, {fetch_ahead=}, {on_failure=})"
         )
         try:
             agree_on_arguments(ranks, replica, row, error, on_failure)
@@ -109,7 +100,7 @@ class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):
                 ranks.close()
             raise
         workers = tuple(rank for rank in range(ranks.size) if rank not in chosen)
-        self.updates, self._sync, self._copies = updates, updates == "sync", copies
+        self.updates, self._sync = updates, updates == "sync"
         self.steps_together = self._sync
         self._warm_up, self._fetch_ahead, self._first_workers = warm_up, bool(fetch_ahead), len(workers)
         self._rule = Rule(stale, max_staleness, 1 / len(workers) if learning_rate == "divide" else 1.0)
@@ -117,8 +108,7 @@ class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):
         super().__init__(replica, ranks, chosen, workers, metrics, thread, owns, on_failure)
         self.measured = np.zeros(metrics + len(FLAGS))
         self._collected = []
-        self._epoch = Parts(0, self._own_part)
-        self._share_again()
+        self._epoch = Parts()
 
     # When a rank was lost
 
@@ -130,7 +120,7 @@ class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):
         if self._sync:
             self._finish_step()
         else:
-            self._epoch.agree(self._comm, self._shard is not None, self._own_part)
+            self._epoch.agree(self._comm, self._shard is not None)
 
     # Epochs
 
@@ -138,28 +128,19 @@ class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):
         return Trainer._meter(self, batches) if self._sync else super()._meter(batches)
 
     def _begin_fit(self) -> None:
-        self._fits += 1
-        self._epoch = Parts(self._fits, self._own_part)
+        self._epoch = Parts()
 
     def _run_epoch(self, fit: Fit, number: int) -> None:
         parts = fit.batches.steps * (1 if self._sync else self.parts)
-        self._epoch.begin(number, 0 if self._shard is None else parts, self._own_part)
+        self._epoch.begin(number, 0 if self._shard is None else parts)
         self._first = self.steps - fit.place.step
         run = fit.together if self._sync else partial(self._work if self._desk is None else self._serve, fit)
         try:
             run(number)
         except Exception as error:
             if everywhere(error, self._comm):  # so all ranks come to this
-                self._come_together()
+                self._spread()
             raise
-        self._come_together()
-
-    def _come_together(self) -> None:
-        """All ranks, and the servers' twins, have what the servers have. Collective."""
-        if self._twin is not None:
-            if not self._sync:
-                self._pass_on(marked=True)
-            self._twin.meet()
         self._spread()
 
     def _end_epoch(self) -> dict[str, Any]:

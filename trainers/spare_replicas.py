@@ -5,19 +5,18 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.messages.agreement import all_values, everywhere
 from allreduce.topology import Topology
+from allreduce.transport.control import all_values, everywhere
 from trainers.data import Batch
 from trainers.errors import ArgumentError
-from trainers.fitting import Fit
-from trainers.making import outlives_losses
+from trainers.fit.loop import Fit
+from trainers.recovery.calls import outlives_losses
 from trainers.replica import Replica
-from trainers.serving.lead import Lead
-from trainers.serving.parcels import GRADIENTS, NOTHING, WORK, Head
-from trainers.serving.parts import HOW_FAR
-from trainers.serving.staleness import Counts
-from trainers.serving.trainer import ServedTrainer, agree_on_arguments, ended
-from trainers.stepping import FLAGS
+from trainers.strategies.interface import FLAGS
+from trainers.strategies.servers.messages import GRADIENTS, NOTHING, WORK, Head
+from trainers.strategies.servers.progress import HOW_FAR, Counts
+from trainers.strategies.servers.service import ServedTrainer, agree_on_arguments, ended
+from trainers.strategies.spare_replicas import Lead
 
 CHIEF = 0
 

@@ -19,10 +19,10 @@ import numpy as np
 
 from allreduce.arrays import chunks, dtypes, ops
 from allreduce.arrays.ops import Op
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import UnsupportedOpError
-from allreduce.messages.transfer import Transfer
 from allreduce.topology import Topology
+from allreduce.transport.point_to_point import Transfer
 
 TINY = math.sqrt(sys.float_info.min)  # squares below have lost digits; such a vector counts as zeros
 

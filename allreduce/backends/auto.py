@@ -9,14 +9,15 @@ from numpy.typing import DTypeLike
 
 from allreduce import notices
 from allreduce.arrays import dtypes
+from allreduce.arrays.memory_kinds import ALLOCATED, GPU
 from allreduce.arrays.ops import Op
-from allreduce.arrays.signature import ALLOCATED, GPU, Signature
-from allreduce.base import AllReduce
-from allreduce.calls import Find, Reduction
-from allreduce.decision_table import Rule, rule_for
+from allreduce.backend import AllReduce
+from allreduce.backends.decision_table import Rule, rule_for
+from allreduce.engine.call import Signature
+from allreduce.engine.engine import Find, Reduction
 from allreduce.errors import OptionError, UnavailableError
-from allreduce.messages.stage import LARGEST_BYTES
 from allreduce.topology import Topology
+from allreduce.transport.shared_segment import LARGEST_BYTES
 
 # Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; `rule` tells where they count.
 SMALL_BYTES = 64 * 1024

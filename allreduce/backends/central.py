@@ -13,16 +13,15 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.arrays.chunks import chunk, segments
+from allreduce.arrays.chunks import binomial, chunk, segments
+from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN
 from allreduce.arrays.ops import Op
-from allreduce.arrays.signature import ALLOCATED, FOREIGN
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import OptionError, UnavailableError
-from allreduce.messages.agreement import all_values, together
-from allreduce.messages.transfer import Transfer
-from allreduce.messages.tree import binomial
-from allreduce.messages.window import Window
 from allreduce.topology import Topology
+from allreduce.transport.control import all_values, together
+from allreduce.transport.point_to_point import Transfer
+from allreduce.transport.shared_segment import Window
 from allreduce.two_phase import TwoPhase
 
 ROOT = "learn where the root is"

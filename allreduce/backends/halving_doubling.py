@@ -12,8 +12,8 @@ import numpy as np
 
 from allreduce.arrays import chunks
 from allreduce.arrays.ops import Op
-from allreduce.messages.transfer import Transfer
 from allreduce.topology import Topology
+from allreduce.transport.point_to_point import Transfer
 from allreduce.two_phase import TwoPhase
 
 

@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 
 from allreduce.arrays import dtypes
+from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.arrays.ops import Op
-from allreduce.arrays.signature import ALLOCATED, Signature
-from allreduce.base import AllReduce
-from allreduce.calls import Find
+from allreduce.backend import AllReduce
+from allreduce.engine.call import Signature
+from allreduce.engine.engine import Find
 from allreduce.errors import AllReduceError, OptionError
-from allreduce.messages.agreement import together
-from allreduce.messages.transfer import Transfer
 from allreduce.topology import Topology
+from allreduce.transport.control import together
+from allreduce.transport.point_to_point import Transfer
 from allreduce.two_phase import TwoPhase
 
 

@@ -7,10 +7,10 @@ from mpi4py import MPI
 
 from allreduce.arrays import chunks, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
-from allreduce.arrays.signature import Signature
-from allreduce.base import AllReduce, Reduction
-from allreduce.calls import without_numpy
-from allreduce.messages.operations import numpy_operation
+from allreduce.backend import AllReduce, Reduction
+from allreduce.engine.call import Signature
+from allreduce.engine.engine import without_numpy
+from allreduce.transport.operations import numpy_operation
 
 LARGEST_COUNT = 1 << 30  # elements in one call: an MPI count is a C int in Open MPI 5
 MEAN_BYTES = 1 << 20  # a mean is reduced in pieces of this size, each scaled while it is in the cache

@@ -7,12 +7,12 @@ children in the tree, of which the root has the most, log2 n.
 
 import numpy as np
 
+from allreduce.arrays.chunks import binomial
 from allreduce.arrays.ops import Op
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
-from allreduce.messages.transfer import Transfer
-from allreduce.messages.tree import binomial
 from allreduce.topology import Topology
+from allreduce.transport.point_to_point import Transfer
 
 
 class ReduceToOne(AllReduce):

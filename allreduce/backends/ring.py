@@ -14,10 +14,10 @@ from mpi4py import MPI
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
 from allreduce.arrays.ops import Op
-from allreduce.messages.agreement import all_values
-from allreduce.messages.transfer import AHEAD, Arrival, Transfer
-from allreduce.messages.waiting import wait, wait_all
 from allreduce.topology import Topology
+from allreduce.transport.control import all_values
+from allreduce.transport.point_to_point import AHEAD, Arrival, Transfer
+from allreduce.transport.wait import wait, wait_all
 from allreduce.two_phase import TwoPhase
 
 

@@ -17,14 +17,13 @@ from mpi4py import MPI
 from allreduce import notices
 from allreduce.arrays import dtypes, float16
 from allreduce.arrays.chunks import segments
+from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN
 from allreduce.arrays.ops import Op
-from allreduce.arrays.signature import ALLOCATED, FOREIGN
-from allreduce.calls import Place
+from allreduce.engine.engine import Place
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import agree
-from allreduce.messages.stage import LEAST_BYTES, Stage, Staged, wanted_bytes
-from allreduce.messages.window import Window
 from allreduce.topology import Topology
+from allreduce.transport.control import agree
+from allreduce.transport.shared_segment import LEAST_BYTES, Stage, Staged, Window, wanted_bytes
 from allreduce.two_phase import TwoPhase
 
 WORD = np.dtype(np.int64)

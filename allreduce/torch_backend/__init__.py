@@ -32,21 +32,14 @@ if tuple(map(int, _torch.__version__.split(".")[:2])) < (2, 7):
         'pip install ".[torch]" in the checkout'
     )
 
-import allreduce_torch_autoload
-from allreduce.torch_backend.comm_hooks import refuse_builtin_comm_hooks
-from allreduce.torch_backend.groups import attach_no_flight_recorder
-from allreduce.torch_backend.monitored import serve_monitored_barrier
-from allreduce.torch_backend.options import Options
-from allreduce.torch_backend.process_group import AllReduceProcessGroup
-from allreduce.torch_backend.rendezvous import set_environment_from_launcher
-from allreduce.torch_backend.requiring import require
-from allreduce.torch_backend.work import keep_what_the_reducer_holds
+from allreduce.torch_backend import patches, rendezvous
+from allreduce.torch_backend.process_group import NAME, AllReduceProcessGroup, create_group, device_names, require
+from allreduce.torch_backend.reduce import Options
 
-allreduce_torch_autoload.register()
-keep_what_the_reducer_holds()
-serve_monitored_barrier()
-attach_no_flight_recorder()
-refuse_builtin_comm_hooks()
-set_environment_from_launcher()
+if NAME not in _dist.Backend.backend_list:  # else PyTorch has loaded allreduce_torch_autoload by itself
+    _dist.Backend.register_backend(NAME, create_group, extended_api=True, devices=device_names())
+    rendezvous.serve_environment()
+patches.apply()
+rendezvous.set_environment_from_launcher()
 
 __all__ = ["AllReduceProcessGroup", "Options", "require"]

@@ -1,25 +1,74 @@
-"""What a call is refused for, before any rank is asked: each function names the call and what was given instead."""
+"""The arguments of a call: their forms understood, and refused before any rank is asked where they make no sense.
+
+Each check names the call and what the user gave. `name` is the call's name everywhere.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
+
+NAME = "allreduce"
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+# The forms in which users and PyTorch's layers pass the same arguments
+
+
+def only(name: str, tensors: Tensors) -> torch.Tensor:
+    """The tensor of a call, given as it is or as a list of one (PyTorch's lists were one for each GPU of a process)."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f'{name} of backend "{NAME}" takes one tensor of each rank, not {len(tensors)}')
+    return tensors[0]
+
+
+def only_list(name: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """The list of tensors of a call, as it is or as a list of one list; empty on ranks that bring nothing."""
+    if not tensors or isinstance(tensors[0], torch.Tensor):
+        return list(tensors)
+    if len(tensors) != 1:
+        raise ValueError(f'{name} of backend "{NAME}" takes one list of tensors of each rank, not {len(tensors)}')
+    return list(tensors[0])
+
+
+def operation(opts: Any, op: Any = None) -> Any:
+    """The ReduceOp that a caller gave by name, in options or as it is; SUM where there is none."""
+    given = opts if op is None else op
+    return dist.ReduceOp.SUM if given is None else getattr(given, "reduceOp", given)
+
+
+def root_of(name: str, opts: Any, root: int | None, ranks: int) -> int:
+    """The root that a caller gave by name, in options or as a number; rank 0 where there is none."""
+    given = opts if root is None else root
+    number = 0 if given is None else getattr(given, "rootRank", given)
+    member(name, number, ranks, "root")
+    return number
+
+
+# Refusals
+
+
+def not_offered(what: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f'backend "{NAME}" does not offer {what}; {instead}')
+
+
+def member(name: str, rank: int, ranks: int, role: str = "rank") -> None:
+    """A number of a rank in the group."""
+    if not 0 <= rank < ranks:
+        raise ValueError(f"{name}: {role} {rank} is not a rank of the group, which has the ranks 0 to {ranks - 1}")
 
 
 def devices(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Only what some operation here takes."""
+    """Tensors that a call takes: dense ones on CPUs and CUDA devices, and sparse ones in all_reduce."""
     for tensor in tensors:
         if tensor.layout != torch.strided and not (name == "all_reduce" and tensor.is_sparse):
             raise NotImplementedError(
-                f'{name} of backend "allreduce" does not take {tensor.layout} tensors; convert with to_dense()'
+                f'{name} of backend "{NAME}" does not take {tensor.layout} tensors; convert with to_dense()'
             )
         if tensor.device.type not in ("cpu", "cuda"):
-            raise NotImplementedError(f'{name} of backend "allreduce" takes CPU and CUDA tensors, not {tensor.device}')
-
-
-def member(name: str, rank: int, ranks: int, what: str = "rank") -> None:
-    """A rank of the group, by its number there."""
-    if not 0 <= rank < ranks:
-        raise ValueError(f"{name}: {what} {rank} is not a rank of the group, which has the ranks 0 to {ranks - 1}")
+            raise NotImplementedError(f'{name} of backend "{NAME}" takes CPU and CUDA tensors, not {tensor.device}')
 
 
 def dtypes(name: str, output: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
@@ -29,8 +78,31 @@ def dtypes(name: str, output: torch.Tensor, sources: Sequence[torch.Tensor]) -> 
             raise TypeError(f"{name}: the input is {source.dtype} and the output {output.dtype}; convert one of them")
 
 
-def places(name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int, own: torch.Tensor) -> None:
-    """A list of one tensor for each rank, of which this rank's is to be, or to become, `own`."""
+def one_dtype(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Tensors that are moved or reduced together."""
+    if not tensors:
+        raise ValueError(f"{name}: no tensor was given; give one or more")
+    kinds = dict.fromkeys(str(tensor.dtype) for tensor in tensors)
+    if len(kinds) > 1:
+        raise ValueError(f"{name}: the tensors are {', '.join(kinds)}; call it once for each dtype")
+
+
+def pairs(name: str, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """An input for each output."""
+    if len(outputs) != len(sources):
+        raise ValueError(f"{name}: {len(outputs)} outputs and {len(sources)} inputs; give as many of both")
+    if not outputs:
+        raise ValueError(f"{name}: no tensor was given; give one or more")
+
+
+def count(name: str, tensors: Sequence[object], ranks: int) -> None:
+    """One tensor for each rank."""
+    if len(tensors) != ranks:
+        raise ValueError(f"{name}: {len(tensors)} tensors were given for {ranks} ranks; give one for each")
+
+
+def for_each_rank(name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int, own: torch.Tensor) -> None:
+    """A list of one tensor for each rank. This rank's is copied to or from `own`."""
     count(name, tensors, ranks)
     for tensor in tensors:
         if tensor.dtype != own.dtype:
@@ -41,21 +113,17 @@ def places(name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int, ow
         )
 
 
-def root_alone(name: str, tensors: Sequence[torch.Tensor], root: int, rank: int) -> None:
-    """The list of a gather or scatter, which is empty on all ranks but the root."""
-    if rank != root and tensors:
+def at_root(name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int, own: torch.Tensor, root: int) -> None:
+    """The list of a gather or scatter: as `for_each_rank` on the root, and empty on all other ranks."""
+    if rank == root:
+        for_each_rank(name, tensors, ranks, rank, own)
+    elif tensors:
         raise ValueError(
             f"{name}: a list is given by the root alone, rank {root}; this is rank {rank}, with {len(tensors)} tensors"
         )
 
 
-def count(name: str, tensors: Sequence[object], ranks: int) -> None:
-    """One for each rank."""
-    if len(tensors) != ranks:
-        raise ValueError(f"{name}: {len(tensors)} tensors were given for {ranks} ranks; give one for each")
-
-
-def shares(name: str, output: torch.Tensor, inputs: Sequence[torch.Tensor], ranks: int, rank: int) -> None:
+def scattered(name: str, output: torch.Tensor, inputs: Sequence[torch.Tensor], ranks: int, rank: int) -> None:
     """The inputs of a reduce_scatter: one for each rank, or a single one that can be cut into equal parts."""
     dtypes(name, output, inputs)
     if len(inputs) == 1:
@@ -80,23 +148,6 @@ def gathered(name: str, output: torch.Tensor, source: torch.Tensor, ranks: int) 
         )
 
 
-def one_dtype(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """What is put together to be moved at once."""
-    if not tensors:
-        raise ValueError(f"{name}: no tensor was given; give one or more")
-    kinds = dict.fromkeys(str(tensor.dtype) for tensor in tensors)
-    if len(kinds) > 1:
-        raise ValueError(f"{name}: the tensors are {', '.join(kinds)}; call it once for each dtype")
-
-
-def pairs(name: str, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """An input for each output."""
-    if len(outputs) != len(sources):
-        raise ValueError(f"{name}: {len(outputs)} outputs and {len(sources)} inputs; give as many of both")
-    if not outputs:
-        raise ValueError(f"{name}: no tensor was given; give one or more")
-
-
 def exchanged(
     name: str,
     output: torch.Tensor,
@@ -114,19 +165,19 @@ def exchanged(
     return _slices(name, "output", output, output_rows, ranks), _slices(name, "input", source, source_rows, ranks)
 
 
-def _slices(name: str, which: str, tensor: torch.Tensor, rows: Sequence[int], ranks: int) -> list[int]:
+def _slices(name: str, role: str, tensor: torch.Tensor, rows: Sequence[int], ranks: int) -> list[int]:
     """The bytes of each rank's slice of `tensor`: as many rows as `rows` says, or equal slices where it is empty."""
     if not rows:
         if tensor.numel() % ranks:
             raise ValueError(
-                f"{name}: the {which} has {tensor.numel()} elements, which can't be split evenly among {ranks} ranks; "
+                f"{name}: the {role} has {tensor.numel()} elements, which can't be split evenly among {ranks} ranks; "
                 "give the split sizes"
             )
         return [tensor.nbytes // ranks] * ranks
     length = tensor.shape[0] if tensor.dim() else 1
     if len(rows) != ranks or sum(rows) != length or min(rows) < 0:
         raise ValueError(
-            f"{name}: the {which} has {length} rows, and the split sizes {list(rows)} don't divide them among "
+            f"{name}: the {role} has {length} rows, and the split sizes {list(rows)} don't divide them among "
             f"{ranks} ranks"
         )
     return [each * (tensor.nbytes // length if length else 0) for each in rows]

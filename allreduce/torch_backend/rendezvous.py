@@ -1,6 +1,7 @@
-"""How the ranks of `mpirun` find each other's store, so that init_process_group needs no environment variables."""
+"""How the ranks of `mpirun` find rank 0's store, so that init_process_group needs no environment variables."""
 
 import fcntl
+import importlib
 import ipaddress
 import os
 import socket
@@ -9,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
 from allreduce.errors import UnavailableError
-from allreduce.messages.agreement import on_all, raise_together, root_value, together
 from allreduce.topology import Topology
+from allreduce.transport.control import on_all, raise_together, root_value, together
 
 CONNECT_SECONDS = 3.0
 LOOPBACK = "127.0.0.1"
@@ -35,6 +37,7 @@ _LAUNCHERS = {
     "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
     "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
+_STORE = ("MASTER_ADDR", "MASTER_PORT")  # where rank 0 is, in the environment
 
 
 def set_environment_from_launcher() -> None:
@@ -48,12 +51,17 @@ def set_environment_from_launcher() -> None:
                 os.environ.setdefault(name, os.environ[variable])
 
 
-def _set_environment(topology: Topology) -> None:
-    """The same, from MPI itself."""
-    os.environ.setdefault("RANK", str(topology.rank))
-    os.environ.setdefault("WORLD_SIZE", str(topology.size))
-    os.environ.setdefault("LOCAL_RANK", str(topology.node_rank))
-    os.environ.setdefault("LOCAL_WORLD_SIZE", str(topology.node_size))
+def serve_environment() -> None:
+    """Have PyTorch's handler of env:// ask MPI for what the environment does not say."""
+    module = importlib.import_module("torch.distributed.rendezvous")  # by name: a function hides it
+    original = module._rendezvous_handlers["env"]
+
+    def handler(url: str, timeout: timedelta = timedelta(minutes=30), **rest: Any) -> Iterator[Found]:
+        if all(name in os.environ for name in (*_STORE, "RANK", "WORLD_SIZE")):
+            return original(url, timeout=timeout, **rest)
+        return rendezvous(url, timeout, original)
+
+    module._rendezvous_handlers["env"] = handler
 
 
 def rendezvous(url: str, timeout: timedelta, original: Handler) -> Iterator[Found]:
@@ -63,15 +71,15 @@ def rendezvous(url: str, timeout: timedelta, original: Handler) -> Iterator[Foun
     original: PyTorch's own handler of env://, for programs that are told where rank 0 is.
     """
     with Topology() as topology:
-        _set_environment(topology)
-        told = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
-        store = None if told else _meet(topology, timeout)
-        rank, size = topology.rank, topology.size
+        numbers = (topology.rank, topology.size, topology.node_rank, topology.node_size)
+        for name, number in zip(_LAUNCHERS, numbers, strict=True):
+            os.environ.setdefault(name, str(number))
+        store = None if all(name in os.environ for name in _STORE) else _meet(topology, timeout)
     if store is None:
         yield from original(url, timeout=timeout)
         return
     given = parse_qs(urlparse(url).query)
-    yield store, int(given.get("rank", [rank])[0]), int(given.get("world_size", [size])[0])
+    yield store, int(given.get("rank", [numbers[0]])[0]), int(given.get("world_size", [numbers[1]])[0])
     raise RuntimeError("ranks of one mpirun can't meet again: start the program anew")
 
 
@@ -80,17 +88,16 @@ def _meet(topology: Topology, timeout: timedelta) -> dist.Store:
     world = topology.world
     listeners = together(world, lambda: _listeners(topology.nodes == 1) if topology.rank == 0 else [])
     try:
-        mine = [_place(each) for each in listeners]
-        places: list[tuple[str, int]] = root_value(world, mine, "learn where rank 0's store can be")
-        found = next((at for at, place in enumerate(places) if _all_reach(topology, place)), None)
-        raise_together(world, _unreachable(places) if found is None else None)
+        mine = [_address(each) for each in listeners]
+        addresses: list[tuple[str, int]] = root_value(world, mine, "learn where rank 0's store can be")
+        found = next((at for at, address in enumerate(addresses) if _all_reach(topology, address)), None)
+        raise_together(world, _unreachable(addresses) if found is None else None)
         assert found is not None
         server = together(world, lambda: _serve(listeners[found], timeout) if listeners else None)
     finally:
         for each in listeners:
             each.close()
-    address, port = places[found]
-    return server or dist.TCPStore(address, port, None, False, timeout)
+    return server or dist.TCPStore(*addresses[found], None, False, timeout)
 
 
 def _listeners(locally: bool) -> list[socket.socket]:
@@ -107,24 +114,24 @@ def _listeners(locally: bool) -> list[socket.socket]:
     return found
 
 
-def _place(listener: socket.socket) -> tuple[str, int]:
+def _address(listener: socket.socket) -> tuple[str, int]:
     address, port, *_ = listener.getsockname()
     return address, port
 
 
-def _all_reach(topology: Topology, place: tuple[str, int]) -> bool:
-    """Whether every node reaches a socket of rank 0's, for which one rank of each node connects to it. Collective."""
+def _all_reach(topology: Topology, address: tuple[str, int]) -> bool:
+    """Whether one rank of every node can connect to a socket of rank 0's. Collective."""
     reached = topology.node_rank > 0
     if not reached:
         with suppress(OSError):
-            socket.create_connection((place[0], place[1]), timeout=CONNECT_SECONDS).close()
+            socket.create_connection((address[0], address[1]), timeout=CONNECT_SECONDS).close()
             reached = True
     return on_all(topology.world, reached, "see whether all nodes reach rank 0's store")
 
 
 def _serve(listener: socket.socket, timeout: timedelta) -> dist.TCPStore:
     """A store that listens on `listener`, which belongs to the store then."""
-    address, port = _place(listener)
+    address, port = _address(listener)
     file = listener.detach()
     serve = partial(dist.TCPStore, address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=file)
     try:
@@ -165,8 +172,8 @@ def _address_of(interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _unreachable(places: Sequence[tuple[str, int]]) -> UnavailableError:
-    tried = ", ".join(address for address, _ in places) or "no address but the loopback's"
+def _unreachable(addresses: Sequence[tuple[str, int]]) -> UnavailableError:
+    tried = ", ".join(address for address, _ in addresses) or "no address but the loopback's"
     return UnavailableError(
         f"the store of rank 0 can't be reached from all hosts; tried on rank 0's host: {tried}. Set MASTER_ADDR to an "
         "address of rank 0's host that all hosts reach, and MASTER_PORT to a free port"

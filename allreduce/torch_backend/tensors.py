@@ -1,6 +1,6 @@
 """Tensors as what MPI and NumPy take: contiguous CPU memory, without a copy wherever it is that already."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,3 +73,21 @@ def _memory(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
         return np.empty(0, dtype)
     memory: Any = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
     return np.frombuffer(memory, dtype)
+
+
+class Streams:
+    """The caller's CUDA streams at the time of a call; the group's thread works on streams of its own."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        self._written = [torch.cuda.current_stream(device).record_event() for device in self._devices]
+
+    def before(self) -> None:
+        """Wait until the caller's kernels have written the tensors."""
+        for event in self._written:
+            event.synchronize()
+
+    def after(self) -> None:
+        """Wait until all that this thread started on the GPU is done."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()

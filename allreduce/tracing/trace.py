@@ -9,13 +9,13 @@ from typing import Any
 
 from allreduce import notices
 from allreduce.errors import CommunicationError, OptionError
-from allreduce.messages.agreement import together
-from allreduce.messages.parcels import bytes_to_root
+from allreduce.files import replacing
 from allreduce.notices import log
-from allreduce.replacing import replacing
 from allreduce.topology import Topology
 from allreduce.tracing import clocks, merging
 from allreduce.tracing.merging import Call, Recorded, Span
+from allreduce.transport.chunked import bytes_to_root
+from allreduce.transport.control import together
 
 MOST_SPANS = 200_000  # a rank; about 30 MB
 now = time.perf_counter_ns

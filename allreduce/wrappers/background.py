@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from allreduce.arrays import gpu
-from allreduce.base import AllReduce
-from allreduce.messages.agreement import on_all
-from allreduce.messages.worker import Pending
+from allreduce.backend import AllReduce
+from allreduce.engine.queue import Pending
 from allreduce.topology import Topology
+from allreduce.transport.control import on_all
 from allreduce.wrappers.wrapper import Wrapper
 
 

@@ -8,11 +8,12 @@ import numpy as np
 from allreduce import trees
 from allreduce.arrays import dtypes
 from allreduce.arrays.gpu import Turns, is_gpu_array
-from allreduce.arrays.signature import FOREIGN, GPU, inspect, numbers
-from allreduce.base import AllReduce
+from allreduce.arrays.memory_kinds import FOREIGN, GPU
+from allreduce.backend import AllReduce
+from allreduce.engine.call import inspect, numbers
 from allreduce.errors import AllReduceError, OptionError
-from allreduce.messages.kept import keep
 from allreduce.topology import Topology
+from allreduce.transport.deferred_free import keep
 from allreduce.wrappers.wrapper import Wrapper
 
 SHORT = ("float16", "bfloat16")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from allreduce import trees
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace, now

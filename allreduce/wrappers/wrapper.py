@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from allreduce.arrays.ops import Op
-from allreduce.arrays.signature import Signature
-from allreduce.base import AllReduce, Reduction
+from allreduce.backend import AllReduce, Reduction
+from allreduce.engine.call import Signature
 from allreduce.errors import ClosedError, OptionError
 from allreduce.topology import Topology
 from allreduce.two_phase import TwoPhase

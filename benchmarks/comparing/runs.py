@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.messages.agreement import all_values
 from allreduce.topology import Topology
+from allreduce.transport.control import all_values
 from benchmarks.comparing.counted import CountedComm, Traffic
-from trainers import NumpyNetwork, datasets, options, strategies
-from trainers.base import Trainer
+from trainers import NumpyNetwork, datasets
+from trainers.cli import options
+from trainers.trainer import Trainer
 from trainers.watching.callback import Callback, Logs
 
 SLOW_RANK = 1  # a worker under every strategy
@@ -111,7 +112,7 @@ class Bench:
         comm = CountedComm.of(self._world.world, self._traffic).Split(0, self._world.rank in servers)
         with Topology(comm, self._chosen.ranks_per_node or None, self._world.timeout) as topology:
             network = self._network(chosen, slow)
-            make = strategies.STRATEGIES[chosen.strategy].make
+            make = options.STRATEGIES[chosen.strategy].make
             with make(chosen, network, topology, variant.servers) as trainer:
                 outcome = self._fit(trainer, variant, slow, chosen)
         comm.Free()

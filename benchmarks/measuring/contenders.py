@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import UnsupportedDtypeError
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
-from allreduce.messages.agreement import combine
+from allreduce.transport.control import combine
 
 PERIOD = 8191  # prime, so that no chunk or segment that lands in the wrong place looks right
 ROWS = 64  # periods compared at a time: they fit the cache

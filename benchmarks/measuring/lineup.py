@@ -7,8 +7,8 @@ import numpy as np
 
 import allreduce
 from allreduce.errors import OptionError, UnavailableError
-from allreduce.messages.agreement import raise_together
 from allreduce.topology import Topology
+from allreduce.transport.control import raise_together
 from benchmarks.measuring.contenders import Contender, of_backend
 from benchmarks.measuring.peers import PEERS
 

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from allreduce.errors import OptionError
 from allreduce.machine import identify
-from allreduce.messages.agreement import raise_together
+from allreduce.transport.control import raise_together
 from benchmarks.measuring import sizes
 
 

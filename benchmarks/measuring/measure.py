@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.messages.agreement import combine
+from allreduce.transport.control import combine
 from benchmarks.measuring.correctness import Checker
 
 LEAST_ITERATIONS, MOST_ITERATIONS = 5, 1000

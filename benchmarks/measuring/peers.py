@@ -14,8 +14,8 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.errors import AllReduceError, OptionError, UnavailableError
-from allreduce.messages.agreement import all_values, raise_together, root_value
 from allreduce.topology import Topology
+from allreduce.transport.control import all_values, raise_together, root_value
 from benchmarks.measuring.contenders import Contender
 
 TIMEOUT = datetime.timedelta(seconds=60)

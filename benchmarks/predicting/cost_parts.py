@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil, log2
 
-SEGMENT = 1024 * 1024  # bytes in one message (allreduce/messages/transfer.py)
+SEGMENT = 1024 * 1024  # bytes in one message (allreduce/transport/point_to_point.py)
 EAGER, NET_EAGER = 4096, 65536  # bytes; longer messages need a handshake first (Open MPI: in a node, by TCP)
 MAPPED = 32 << 20  # bytes; a longer temporary is fresh memory in every call (the most that glibc's malloc keeps)
 HALF = 0.5  # of a turn of the ranks on a core: so long waits, on average, who waits for one that waits for others

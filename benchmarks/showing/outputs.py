@@ -8,7 +8,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from allreduce.errors import AllReduceError, OptionError
-from allreduce.messages.agreement import raise_together, root_value
+from allreduce.transport.control import raise_together, root_value
 from trainers.files.model_file import is_special, replacing
 
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from allreduce.terminal import on_terminal
+from allreduce.notices import on_terminal
 from benchmarks.measuring.measure import Plan
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from allreduce.notices import shown
 from trainers.errors import printable
-from trainers.files import regular
+from trainers.files import model_file
 
 FORMAT, VERSION = "allreduce bandwidth", 1
 WANTED = "give a file that python -m benchmarks.bandwidth --json FILE wrote"
@@ -197,8 +197,8 @@ def load(path: str | Path) -> Run:
 def text_of(path: str | Path, most: int, wanted: str) -> str:
     """What a regular file of at most so many bytes holds. Raises FileError, which says what is `wanted` instead."""
     try:
-        with regular.open_regular(os.fspath(path)) as file:
-            content = regular.take(file, most + 1)
+        with model_file.open_regular(os.fspath(path)) as file:
+            content = model_file.take(file, most + 1)
     except OSError as error:
         raise FileError(f"{path} can't be read ({error.strerror or error}); {wanted}") from None
     if len(content) > most:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, TextIO
 
 from benchmarks.showing.results import FileError
-from trainers.files import regular
+from trainers.files import model_file
 
 MOST_BYTES, MOST_SLICES = 1 << 30, 1 << 22
 PIECE = 1 << 20  # characters that are read at a time; no event has as many
@@ -56,9 +56,9 @@ class Summary:
 def load(path: str) -> list[Slice]:
     """The slices of a file, by time. Raises FileError."""
     try:
-        with regular.open_regular(path) as file:
-            if regular.size(file) > MOST_BYTES:
-                raise FileError(f"{path} has {regular.size(file)} bytes; at most {MOST_BYTES} are read")
+        with model_file.open_regular(path) as file:
+            if model_file.size(file) > MOST_BYTES:
+                raise FileError(f"{path} has {model_file.size(file)} bytes; at most {MOST_BYTES} are read")
             found = list(itertools.islice(_slices(file), MOST_SLICES + 1))
     except FileError:
         raise

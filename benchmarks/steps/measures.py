@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from allreduce.messages.agreement import combine, on_all
 from allreduce.topology import Topology
+from allreduce.transport.control import combine, on_all
 from benchmarks.steps.memory import peak_memory, trim
 from benchmarks.steps.models import Workload
 from benchmarks.steps.variants import DDP_GLOO, PLAIN, Variants

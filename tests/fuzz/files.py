@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from allreduce import decision_table
+from allreduce.backends import decision_table
 from allreduce.machine import identify
 from benchmarks.showing.results import Run, summarize, to_json
-from trainers.files import checkpoint, model_file, npz
+from trainers.files import checkpoint, model_file
 from trainers.replicas.numpy.network import NumpyNetwork
 
 X = np.arange(24, dtype=np.float32).reshape(6, 4) / 10
@@ -192,7 +192,7 @@ def shapes() -> list[Any]:
 
 def message() -> bytes:
     """A rank's own state."""
-    return npz.packed({"random": np.arange(3), "watching.step": np.array(1)})
+    return model_file.packed({"random": np.arange(3), "watching.step": np.array(1)})
 
 
 def bomb(size: int) -> bytes:

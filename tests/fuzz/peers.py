@@ -7,16 +7,14 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
-from allreduce.messages import parcels as sizes
-from allreduce.messages.notes import Notes, Said
+from allreduce.health.status_messages import Notes
 from allreduce.tracing import trace
-from trainers import exchange
-from trainers.serving.dealer import Dealer
-from trainers.serving.desk import Arrival
-from trainers.serving.parcels import BYE, PUSH, Head, Parcel
-from trainers.serving.parts import Parts
-from trainers.serving.staleness import Rule
-from trainers.serving.stream import Stream
+from allreduce.transport import chunked as sizes
+from allreduce.transport.wait import Said
+from trainers import group
+from trainers.strategies.servers.messages import BYE, PUSH, Head, Parcel
+from trainers.strategies.servers.progress import Parts, Rule
+from trainers.strategies.servers.server import Arrival, Dealer, Stream
 
 
 class OneNode:
@@ -75,7 +73,7 @@ MOST = 1 << 24  # bytes, in the place of what fits a machine
 
 def read_shapes(value: Any, _: Path) -> None:
     """What a rank says of the arrays that it is about to send."""
-    if not exchange.described(value, MOST):
+    if not group.described(value, MOST):
         raise CommunicationError("no state has such arrays")
     for _name, dtype, shape in value:
         np.empty(shape, dtype)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from allreduce import decision_table
+from allreduce.backends import decision_table
 from allreduce.errors import AllReduceError, CommunicationError
 from allreduce.machine import identify
 from benchmarks import compare, scaling, timeline
@@ -21,13 +21,16 @@ from benchmarks.showing import plot, report, trace_plot
 from benchmarks.showing.results import FileError, load
 from benchmarks.showing.trace_file import load as load_trace
 from benchmarks.showing.verdict import verdict
-from trainers import datasets, random_state, resuming, roles, tf_config
+from trainers import datasets
+from trainers.cli import roles
 from trainers.errors import ArgumentError, CheckpointError, DataError, ModelFileError, RoleError
-from trainers.files import checkpoint, npz
+from trainers.files import checkpoint, model_file
 from trainers.files.model_file import BESIDE, HEADER
+from trainers.fit import checkpointing
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.serving.parcels import ASK, PUSH, Head
-from trainers.serving.staleness import STALE
+from trainers.state import checkpoints
+from trainers.strategies.servers.messages import ASK, PUSH, Head
+from trainers.strategies.servers.progress import STALE
 from trainers.watching.csv_logger import CSVLogger
 
 from . import files, peers
@@ -176,11 +179,11 @@ def _read_checkpoints(value: dict[str, Content], folder: Path) -> None:
         return
     path, saved = found
     network = files.network()
-    resuming.check(path, saved, network, {"batch_size": 4, "seed": 0}, 3)
+    checkpointing.check(path, saved, network, {"batch_size": 4, "seed": 0}, 3)
     network.learning_rates = saved.progress.rates
     network.load_state(saved.state)
     for own in saved.local:
-        npz.unpacked(npz.packed(own))
+        model_file.unpacked(model_file.packed(own))
     checkpoint.prune(str(folder), saved.progress.total, 1)
     checkpoint.clean(str(folder))
 
@@ -244,7 +247,7 @@ def _said_by_auto(value: Content, folder: Path) -> str:
 
 
 def _read_cluster(value: str, _: Path) -> None:
-    config = tf_config.read(value)
+    config = roles.read(value)
     if config is None:
         return
     str(config)
@@ -337,7 +340,7 @@ def _logs() -> "st.SearchStrategy[Any]":
 
 
 def _read_own(value: bytes, _: Path) -> None:
-    npz.unpacked(value)
+    model_file.unpacked(value)
 
 
 def _own() -> "st.SearchStrategy[Any]":
@@ -345,19 +348,19 @@ def _own() -> "st.SearchStrategy[Any]":
 
 
 def _read_random(value: dict[str, Any], _: Path) -> None:
-    before = random_state.take()
+    before = checkpoints.take()
     try:
-        random_state.load({name: np.array(array) for name, array in value.items()})
+        checkpoints.load({name: np.array(array) for name, array in value.items()})
         np.random.random(3)
         np.random.randn(3)
     finally:
-        random_state.load(before)
+        checkpoints.load(before)
 
 
 def _randoms() -> "st.SearchStrategy[Any]":
-    state = {name: array.tolist() for name, array in random_state.take().items()}
+    state = {name: array.tolist() for name, array in checkpoints.take().items()}
     far = [
-        {**state, random_state.NUMPY: [place, *state[random_state.NUMPY][1:]]} for place in (-1, 625, 1 << 30, 1 << 62)
+        {**state, checkpoints.NUMPY: [place, *state[checkpoints.NUMPY][1:]]} for place in (-1, 625, 1 << 30, 1 << 62)
     ]
     return trees([state, *far], 2).filter(lambda tree: isinstance(tree, dict))
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 import allreduce  # prepares the environment of MPI, so it comes first
 
 # isort: split
@@ -29,13 +28,15 @@ from mpi4py import MPI
 # Many processes take long on the two cores that CI has, above all with PyTorch, and under MPICH, which polls. So 4
 # and 5 ranks leave PyTorch to 1 to 3, odd and even ones; 4 take the heart alone, as a quick run does, and under MPICH
 # both take its backends: what is built on those is held by 1 to 3 ranks of both MPIs and by 5 of Open MPI.
-HEART = {"test_grid.py", "test_errors.py", "test_trainers.py"}
+HERE = Path(__file__).parent
+HEART = {"collectives/test_grid.py", "collectives/test_errors.py", "training/test_trainers.py"}
 collect_ignore_glob: list[str] = []
 if MPI.COMM_WORLD.size > 3:
     mpich = MPI.get_vendor()[0] == "MPICH"
-    collect_ignore_glob += ["test_pytorch_*.py", "test_torch_*.py", *["test_trainers.py"] * mpich]
+    collect_ignore_glob += ["pytorch", "torch_backend", *["training"] * mpich]
     if mpich or MPI.COMM_WORLD.size == 4:
-        collect_ignore_glob += [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in HEART]
+        files = {path.relative_to(HERE).as_posix() for path in HERE.glob("*/test_*.py")}
+        collect_ignore_glob += sorted(files - HEART)
 WATCHDOG_SECONDS = float(os.environ.get("ALLREDUCE_TEST_WATCHDOG", "90"))
 
 
@@ -132,7 +133,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     ranks = item.config.stash[RANKS]
     ranks.agree_on(report)
     ranks.ran += report.when == "call" and not report.skipped
-    ranks.seconds[item.path.name] += report.duration
+    ranks.seconds["/".join(item.path.parts[-2:])] += report.duration
     return report
 
 

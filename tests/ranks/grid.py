@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 OPS = ("sum", "mean", "max", "min", "prod")

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import UnavailableError
 
 

@@ -1,6 +1,6 @@
 """Random sequences of public calls on trainers, each checked against one process that did the same calls.
 
-    mpirun -n 3 python tests/sequences [WHAT] [--seed 1] [--sequences 100] [--calls 14] [--seconds 600] [--verbose]
+    mpirun -n 3 python -m tests.sequences [WHAT] [--seed 1] [--sequences 100] [--calls 14] [--seconds 600] [--verbose]
 
 WHAT: trainers; loops: of PyTorch, with MirroredOptimizer and DDP; backends; found: what was found so far, and trainers.
 
@@ -24,11 +24,12 @@ import traceback
 from collections import Counter
 from typing import Any
 
-from backends import Backends
-from calls import FailureError
-from found import run_found
 from mpi4py import MPI
-from sequence import Sequence
+
+from tests.sequences.backends import Backends
+from tests.sequences.calls import FailureError
+from tests.sequences.found import run_found
+from tests.sequences.sequence import Sequence
 
 
 def has_torch() -> bool:
@@ -63,7 +64,7 @@ def run(comm: MPI.Intracomm, seed: int, given: argparse.Namespace, torch: bool) 
     elif given.what == "backends":
         sequence = Backends(comm, seed, folder, given.verbose)
     else:
-        from loops import Loops, begin_group
+        from tests.sequences.loops import Loops, begin_group
 
         begin_group(comm)
         sequence = Loops(comm, seed, folder, given.verbose)

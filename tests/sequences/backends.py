@@ -5,14 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from calls import Calls
-from making import names
 from mpi4py import MPI
 
 import allreduce
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.background import Background
+from tests.sequences.calls import Calls
+from tests.sequences.making import names
 
 DTYPES = ("float32", "float32", "float64", "int32", "int64", "float16")
 OPS: dict[str, Callable[[np.ndarray], np.ndarray]] = {

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fits import Fit
-from models import Model, State
 from mpi4py import MPI
 
-from trainers.terminating import Terminated
+from tests.sequences.fits import Fit
+from tests.sequences.models import Model, State
+from trainers.recovery.terminating import Terminated
 
 HANG_SECONDS = float(os.environ.get("SEQUENCE_HANG_SECONDS", "120"))  # of one call
 

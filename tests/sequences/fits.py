@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from models import CLASSES, FEATURES
 
+from tests.sequences.models import CLASSES, FEATURES
 from trainers.callbacks import Callback
-from trainers.checkpoints import Checkpoint
 from trainers.data import order
 from trainers.errors import DataError, DivergedError, NotFiniteError
-from trainers.terminating import Terminated
+from trainers.recovery.terminating import Terminated
+from trainers.state.checkpoints import Checkpoint
 
 EVENTS = ("train_begin", "epoch_begin", "batch_begin", "batch_end", "epoch_end", "train_end")
 

@@ -1,16 +1,16 @@
-"""What sequences have found, each in its shortest form: `python tests/sequences found`. All are collective."""
+"""What sequences have found, each in its shortest form: `python -m tests.sequences found`. All are collective."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
-from fits import Does, Incident, WantedError
-from models import FEATURES, numpy_network
 from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import ClosedError, DisagreementError, NotAnArrayError, NotContiguousError
+from tests.sequences.fits import Does, Incident, WantedError
+from tests.sequences.models import FEATURES, numpy_network
 from trainers import MirroredTrainer, ParameterServerTrainer
 from trainers.callbacks import CheckGradients
 from trainers.errors import ArgumentError

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from calls import Calls, FailureError
-from models import CLASSES, FEATURES
 from mpi4py import MPI
 from torch import Tensor, nn
 
 import allreduce
 from allreduce.arrays.chunks import chunk
+from tests.sequences.calls import Calls, FailureError
+from tests.sequences.models import CLASSES, FEATURES
 from trainers.pytorch import MirroredOptimizer
 
 WIDTH = 5

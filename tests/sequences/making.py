@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-from calls import Calls, FailureError, Folder, Side
-from models import OPTIMIZERS, Model, State, numpy_network
 from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import UnavailableError
-from allreduce.messages import losses
+from allreduce.transport import ulfm
+from tests.sequences.calls import Calls, FailureError, Folder, Side
+from tests.sequences.models import OPTIMIZERS, Model, State, numpy_network
 from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
-from trainers.base import Trainer
+from trainers.trainer import Trainer
 
 Make = Callable[..., Trainer]
 
@@ -58,7 +58,7 @@ class Making(Calls):
         model = self.free_model()
         name, make = self.kind_of_trainer()
         topology = self.topology() if self.chance(0.7) or "backend" in name else None
-        survives = losses.in_force() and self.chance(0.5)
+        survives = ulfm.in_force() and self.chance(0.5)
         options = {"on_failure": "continue"} if survives else {}
         self.note(f"make {name} on {model.name}, {'own' if topology is None else 'shared'} topology {options or ''}")
         if self.chance(0.1):

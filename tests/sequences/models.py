@@ -9,7 +9,7 @@ from trainers.data import order
 from trainers.replica import Replica
 
 if TYPE_CHECKING:
-    from fits import Fit
+    from tests.sequences.fits import Fit
 
 FEATURES, CLASSES = 4, 3
 OPTIMIZERS = ("sgd", "momentum", "adam")

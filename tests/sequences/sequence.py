@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from calls import Folder, Side
-from fits import CLASSES, FEATURES, Does, Evaluates, Fit, Rows, WantedError, draw_fit
-from making import Making
-from models import Model, State, multiply
 
 from allreduce.errors import ClosedError, UnavailableError
 from allreduce.tracing.trace import Trace
+from tests.sequences.calls import Folder, Side
+from tests.sequences.fits import CLASSES, FEATURES, Does, Evaluates, Fit, Rows, WantedError, draw_fit
+from tests.sequences.making import Making
+from tests.sequences.models import Model, State, multiply
 from trainers import MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.callbacks import (
     CheckDivergence,
@@ -23,10 +23,10 @@ from trainers.callbacks import (
     LearningRateSchedule,
     ModelCheckpoint,
 )
-from trainers.checkpoints import Checkpoint
 from trainers.data import order
 from trainers.errors import ArgumentError, CheckpointError, DataError, DivergedError, NotFiniteError
-from trainers.terminating import Terminated
+from trainers.recovery.terminating import Terminated
+from trainers.state.checkpoints import Checkpoint
 
 
 class Sequence(Making):

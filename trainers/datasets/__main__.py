@@ -10,9 +10,9 @@ nothing and overwrites nothing. Exit code: 0, or 2 when the folder can't be made
 import sys
 from collections.abc import Sequence
 
+from trainers.cli.options import Parser
 from trainers.datasets import making
 from trainers.errors import DataError
-from trainers.parsing import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from trainers.datasets import dataset, files
 from trainers.errors import DataError
-from trainers.files import npz
+from trainers.files import model_file
 
 SPLIT = ("x_train", "y_train", "x_test", "y_test")
 WHOLE = ("x", "y")
@@ -14,7 +14,7 @@ def load(path: str) -> dataset.Dataset:
     def refusal(error: Exception) -> DataError:
         return DataError(f"{path} is no .npz archive of numbers, or it is damaged: {error}")
 
-    with files.seekable(path) as (file, size), npz.opened(file, size, refusal) as archive:
+    with files.seekable(path) as (file, size), model_file.opened(file, size, refusal) as archive:
         names = next((names for names in (SPLIT, WHOLE) if set(names) <= set(archive.names)), None)
         if names is None:
             held = ", ".join(archive.names) or "nothing"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import IO
 
 from trainers.errors import DataError
-from trainers.files import regular
+from trainers.files import model_file
 
 GZIP = b"\x1f\x8b"
 
@@ -20,14 +20,14 @@ def opened(path: str) -> Iterator[tuple[IO[bytes], int]]:
     Raises DataError, also for what is found wrong in the block.
     """
     try:
-        with regular.open_regular(path) as file:
-            size, packed = regular.size(file), file.read(len(GZIP)) == GZIP
+        with model_file.open_regular(path) as file:
+            size, packed = model_file.size(file), file.read(len(GZIP)) == GZIP
             file.seek(0)
             if not packed:
                 yield file, size
                 return
             with gzip.GzipFile(fileobj=file) as unpacked:
-                yield unpacked, regular.most_unpacked(size)  # type: ignore[misc]  # a GzipFile reads as a file does
+                yield unpacked, model_file.most_unpacked(size)  # type: ignore[misc]  # a GzipFile reads as a file does
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is truncated or damaged: {error}; fetch it again") from error
     except MemoryError as error:
@@ -45,7 +45,7 @@ def seekable(path: str) -> Iterator[tuple[IO[bytes], int]]:
         if not isinstance(file, gzip.GzipFile):
             yield file, most
             return
-        content = regular.take(file, most + 1)
+        content = model_file.take(file, most + 1)
     if len(content) > most:
         raise bomb(path, most)
     yield io.BytesIO(content), len(content)
@@ -57,9 +57,9 @@ def left(file: IO[bytes], enough: int) -> int:
     A gzipped file is unpacked for that, and a second time when it is read: the size in its header may be wrong.
     """
     if not isinstance(file, gzip.GzipFile):
-        return regular.size(file) - file.tell()
+        return model_file.size(file) - file.tell()
     begin, count = file.tell(), 0
-    while count <= enough and (piece := file.read(min(regular.PIECE, enough + 1 - count))):
+    while count <= enough and (piece := file.read(min(model_file.PIECE, enough + 1 - count))):
         count += len(piece)
     file.seek(begin)
     return count

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainers.datasets import dataset, files
 from trainers.errors import DataError
-from trainers.files import regular
+from trainers.files import model_file
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 MOST_DIMENSIONS = 32  # of a NumPy array
@@ -40,7 +40,7 @@ def read(path: str, dimensions: str) -> np.ndarray:
             header = 4 + 4 * len(shape)
             state, has = ("truncated", header + found) if found < wanted else ("too long", "more")
             raise DataError(f"{path} is {state}: its header says {header + wanted} bytes (shape {shape}), it has {has}")
-        content = regular.take(file, wanted)
+        content = model_file.take(file, wanted)
     if wanted == 0:
         raise DataError(f"{path} is empty: its header says shape {shape}")
     return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
@@ -53,7 +53,7 @@ def content(array: np.ndarray) -> bytes:
 
 def _header(path: str, file: IO[bytes], dimensions: str) -> tuple[np.dtype, tuple[int, ...]]:
     """The dtype and the shape at the begin of an IDX file."""
-    magic = regular.take(file, 4)
+    magic = model_file.take(file, 4)
     if not magic:
         raise DataError(f"{path} is empty")
     if len(magic) < 4:
@@ -62,7 +62,7 @@ def _header(path: str, file: IO[bytes], dimensions: str) -> tuple[np.dtype, tupl
     expected = "0x00000801" if dimensions == "labels" else "0x00000803"
     if zero or kind not in TYPES or ndim == 0 or (ndim == 1) != (dimensions == "labels") or ndim > MOST_DIMENSIONS:
         raise DataError(f"{path} has magic number 0x{magic.hex()}; {dimensions} in IDX format have {expected}")
-    sizes = regular.take(file, 4 * ndim)
+    sizes = model_file.take(file, 4 * ndim)
     if len(sizes) < 4 * ndim:
         raise DataError(f"{path} is truncated: {4 + len(sizes)} bytes, and its header alone takes {4 + 4 * ndim}")
     return np.dtype(TYPES[kind]), struct.unpack(f">{ndim}I", sizes)

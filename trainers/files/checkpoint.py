@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from trainers.errors import CheckpointError, ModelFileError, UnusableError
-from trainers.files import npz, regular
+from trainers.files import model_file
 from trainers.files.model_file import BESIDE, HEADER, check_numbers, header_of, model_in, replacing, sync_folder
 
 log = logging.getLogger("trainers")
@@ -102,10 +102,10 @@ def write(path: str, saved: Saved) -> None:
     try:
         with replacing(path, durable=True) as file, zipfile.ZipFile(file, "w") as archive:
             for name, array in _arrays(saved):
-                npz.put(archive, name, array)
+                model_file.put(archive, name, array)
             sums = {member.filename[:-4]: member.CRC for member in archive.infolist()}
             header = {"format": FORMAT, "checksums": sums, **asdict(saved.progress)}
-            npz.put(archive, BESIDE, np.array(json.dumps(header, default=_plain)))
+            model_file.put(archive, BESIDE, np.array(json.dumps(header, default=_plain)))
     except OSError as error:
         raise CheckpointError(f"the checkpoint can't be written to {path}: {error.strerror or error}") from error
 
@@ -131,10 +131,10 @@ def read(path: str) -> Saved:
         return CheckpointError(f"{path} is no checkpoint, or it is damaged ({error})")
 
     try:
-        file = regular.open_regular(path)
+        file = model_file.open_regular(path)
     except OSError as error:
         raise CheckpointError(f"the checkpoint {path} can't be read: {error.strerror or error}") from error
-    with file, npz.opened(file, regular.size(file), refusal) as archive:
+    with file, model_file.opened(file, model_file.size(file), refusal) as archive:
         header = json.loads(str(archive[BESIDE]))
         if header["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {header['format']}, and this version reads format {FORMAT}")

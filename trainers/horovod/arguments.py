@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allreduce.torch_backend.reduce_ops import Reduction, resolve
+from allreduce.torch_backend.reduce import Reduction, resolve
 from trainers.horovod.errors import ArgumentError, deprecated
 
 
@@ -110,17 +110,17 @@ def splits(tensor: torch.Tensor, given: Any, size: int) -> list[int]:
     return found
 
 
-def layout(tensor: torch.Tensor) -> list[Any]:
-    """Shape and dtype, as JSON."""
-    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as an attribute of module torch."""
+    return str(dtype).removeprefix("torch.")
 
 
-def row_layout(tensor: torch.Tensor) -> list[Any]:
-    """Shape and dtype of a row, as JSON."""
-    return [list(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch.")]
+def layout(tensor: torch.Tensor, rows: bool = False) -> list[Any]:
+    """Shape and dtype, as JSON; rows: of one row."""
+    return [list(tensor.shape[1:] if rows else tensor.shape), dtype_name(tensor.dtype)]
 
 
 def shown(given: Sequence[torch.Tensor]) -> str:
     """Tensors, for people."""
-    few = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in given[:4])
+    few = ", ".join(f"{dtype_name(each.dtype)} {list(each.shape)}" for each in given[:4])
     return few + (f" and {len(given) - 4} more" if len(given) > 4 else "")

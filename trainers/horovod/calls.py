@@ -7,22 +7,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from allreduce.engine.lane import Pending
+from allreduce.engine.negotiation import Side, Sides
 from allreduce.errors import AllReduceError, OptionError
-from allreduce.messages.lanes import Pending
-from allreduce.messages.named import Side, Sides
 from allreduce.topology import Topology
-from allreduce.torch_backend import gpu
-from allreduce.torch_backend.moving import Mover
-from allreduce.torch_backend.options import Options
-from allreduce.torch_backend.reducing import Reducer
-from allreduce.torch_backend.tensors import readable, writable
+from allreduce.torch_backend.move import Mover
+from allreduce.torch_backend.reduce import Options, Reducer
+from allreduce.torch_backend.tensors import Streams, readable, writable
 from trainers.horovod import timeline
 from trainers.horovod.arguments import Op, reduction
 from trainers.horovod.errors import ArgumentError, DuplicateNameError, internal
+
+__all__ = ["poll", "synchronize"]
+
+Work = Callable[[Sides], Sequence[Any]]
 
 FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # in the environment, in bytes, as Horovod has it
 FUSION_BYTES = 1 << 20  # a call costs as much as moving some 100 KiB; larger tensors need no copy by themselves
@@ -90,38 +92,38 @@ class Members:
 
 
 class Run:
-    """A call as the worker's thread runs it, in order with the caller's GPU streams; `result` is what `work` returns.
+    """A call as the worker's thread runs it, in order with the caller's GPU streams.
 
-    record: called at the end, with the time of the begin. Calls whose work is a Reducing with the same members,
-    operation and scales can run as one.
+    work: gets all ranks' sides and returns a list of results. record: called at the end, with the time of the begin.
+    Calls whose work is a Reducing with the same members, operation and scales can run as one.
     """
 
     def __init__(
         self,
-        work: Callable[[Sides], Any],
+        work: Work,
         tensors: Sequence[torch.Tensor],
         record: Callable[[float], object] | None = None,
     ) -> None:
-        self._work, self._record, self._streams = work, record, gpu.Streams(tensors)
-        self.result: Any = None
+        self.work, self._record, self._streams = work, record, Streams(tensors)
+        self.results: Sequence[Any] = ()
 
     def __call__(self, sides: Sides) -> None:
-        with self._around():
-            self.result = self._work(sides)
+        with self.around():
+            self.results = self.work(sides)
 
     def together(self, others: "Sequence[Run]") -> None:
         """Run as one with these."""
         runs = [self, *others]
-        works: list[Reducing] = [run._work for run in runs]  # type: ignore[misc]
+        works: list[Reducing] = [run.work for run in runs]  # type: ignore[misc]
         with ExitStack() as around:
             for run in runs:
-                around.enter_context(run._around())
+                around.enter_context(run.around())
             replace(works[0], tensors=[tensor for work in works for tensor in work.tensors])([])
             for run, work in zip(runs, works, strict=True):
-                run.result = work.result()
+                run.results = work.tensors
 
     @contextmanager
-    def _around(self) -> Iterator[None]:
+    def around(self) -> Iterator[None]:
         begin = time.perf_counter()
         self._streams.before()
         yield
@@ -130,26 +132,41 @@ class Run:
             self._record(begin)
 
 
+class Handle(NamedTuple):
+    """A call whose result nobody has asked for. grouped: its result is a tuple."""
+
+    pending: Pending
+    run: Run
+    grouped: bool
+
+
 _numbers = itertools.count()
 _last = -1
-_open: dict[int, tuple[Pending, Run]] = {}  # of calls whose results nobody has asked for
+_open: dict[int, Handle] = {}
 
 
 def submit(
-    members: Members, name: str, side: Side, tensors: Sequence[torch.Tensor], work: Callable[[Sides], object]
+    members: Members,
+    kind: str,
+    name: str | None,
+    side: Side,
+    tensors: Sequence[torch.Tensor],
+    work: Work,
+    grouped: bool = False,
 ) -> int:
     """Have `work` called when all members have come to this name; a handle for what it returns. Local."""
     global _last
-    run = Run(work, tensors, timeline.begin(name))
-    pending = members.submit(name, side._replace(what=f"{name}: {side.what}"), run)
+    full = members.name(kind, name)
+    run = Run(work, tensors, timeline.begin(full))
+    pending = members.submit(full, side._replace(what=f"{full}: {side.what}"), run)
     _last = next(_numbers)
-    _open[_last] = pending, run
+    _open[_last] = Handle(pending, run, grouped)
     return _last
 
 
 def poll(handle: int) -> bool:
     """Whether a call has ended, so that `synchronize` returns at once. Local."""
-    return handle not in _open or _open[_checked(handle)][0].done()
+    return handle not in _open or _open[handle].pending.done()
 
 
 def synchronize(handle: int) -> Any:
@@ -159,12 +176,12 @@ def synchronize(handle: int) -> Any:
     """
     if _checked(handle) not in _open:
         return None
-    pending, run = _open.pop(handle)
+    pending, run, grouped = _open.pop(handle)
     try:
         pending.wait()
     except AllReduceError as error:
         raise internal(error) from error
-    return run.result
+    return tuple(run.results) if grouped else run.results[0]
 
 
 def _checked(handle: int) -> int:
@@ -183,38 +200,29 @@ _Scales = tuple[float, float]  # before and after a reduction
 
 @dataclass(frozen=True)
 class Reducing:
-    """The work of an allreduce. single: the result is a tensor, not a tuple of them."""
+    """The work of an allreduce, in place: tensors of one dtype are reduced together, by Adasum each by itself."""
 
     members: Members
     tensors: Sequence[torch.Tensor]
     op: Op
     scales: _Scales
-    single: bool = False
 
-    def __call__(self, _: Sides) -> Any:
-        all_reduce(self.members, self.tensors, self.op, self.scales)
-        return self.result()
-
-    def result(self) -> Any:
-        """The tensors, which are reduced in place."""
-        return self.tensors[0] if self.single else tuple(self.tensors)
-
-
-def all_reduce(members: Members, tensors: Sequence[torch.Tensor], op: Op, scales: _Scales) -> None:
-    """Reduce tensors in place, those of one dtype together; by Adasum each by itself."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        group = [tensor for tensor in tensors if tensor.dtype == dtype]
-        for tensor in group:
-            _scale(tensor, scales[0])
-        if op == Op.Adasum:
+    def __call__(self, _: Sides) -> Sequence[torch.Tensor]:
+        reducer = self.members.reducer
+        for dtype in dict.fromkeys(tensor.dtype for tensor in self.tensors):
+            group = [tensor for tensor in self.tensors if tensor.dtype == dtype]
             for tensor in group:
-                members.reducer.adasum(tensor)
-        elif len(group) == 1:
-            members.reducer.all_reduce(group[0], reduction(op, dtype))
-        else:
-            members.reducer.all_reduce_many(group, reduction(op, dtype))
-        for tensor in group:
-            _scale(tensor, scales[1])
+                _scale(tensor, self.scales[0])
+            if self.op == Op.Adasum:
+                for tensor in group:
+                    reducer.adasum(tensor)
+            elif len(group) == 1:
+                reducer.all_reduce(group[0], reduction(self.op, dtype))
+            else:
+                reducer.all_reduce_many(group, reduction(self.op, dtype))
+            for tensor in group:
+                _scale(tensor, self.scales[1])
+        return self.tensors
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> None:
@@ -233,16 +241,12 @@ def reduce_scatter(members: Members, tensor: torch.Tensor, op: Op, scales: _Scal
     """This rank's rows of the reduced tensor: the first ranks have one more where they can't be shared evenly."""
     source = tensor.clone() if scales[0] != 1.0 else tensor
     _scale(source, scales[0])
-    parts = list(source.split(shares(len(tensor), members.size)))
+    rows, ranks = len(tensor), members.size
+    parts = list(source.split([rows // ranks + (rank < rows % ranks) for rank in range(ranks)]))
     output = torch.empty_like(parts[members.rank], memory_format=torch.contiguous_format)
     members.reducer.reduce_scatter(output, parts, reduction(op, tensor.dtype))
     _scale(output, scales[1])
     return output
-
-
-def shares(rows: int, ranks: int) -> list[int]:
-    """How many rows each rank has of a tensor that is scattered."""
-    return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
 
 
 def all_gather(members: Members, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -268,7 +272,7 @@ def all_to_all(
 def join_proxy(members: Members, same: Any) -> Run:
     """The call of a rank that has joined, with tensors that do not change the others' result.
 
-    same: the part of its Side that all ranks share; operations.py writes it, in `_reduce`.
+    same: the part of its Side that all ranks share; see `_allreduce` in module collectives.
     """
     _, layouts, op, *scales = same
     tensors = [

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from allreduce.messages import losses
+from allreduce.transport import ulfm
 from trainers.horovod import calls, session
 from trainers.horovod.state import ElasticSampler, TorchState
 
@@ -40,10 +40,10 @@ def run(
                 result = train(state, *args, **kwargs)
                 ok = True
             except Exception as error:
-                if losses.lost(error) is None:
+                if ulfm.lost(error) is None:
                     raise
                 topology.revoke()  # so that all ranks that wait come out
-            if not losses.in_force() or topology.finished(ok):
+            if not ulfm.in_force() or topology.finished(ok):
                 return result  # type: ignore[return-value]
             _go_on()
             restored = False
@@ -67,7 +67,7 @@ def _attempt(topology: Any) -> bool:
         session.begin(topology)
         return True
     except Exception as error:
-        if losses.lost(error) is None:
+        if ulfm.lost(error) is None:
             raise
         topology.revoke()
         return False

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from allreduce.torch_backend.tensors import as_bytes, readable
+from trainers.horovod.arguments import layout
 from trainers.horovod.errors import NotSendableError
 
 _HEAD = 8  # bytes that hold the length of the text
@@ -18,7 +19,7 @@ SENDABLE = "None, numbers, texts, bytes, tensors, NumPy arrays, and lists, tuple
 def pack(value: Any) -> torch.Tensor:
     """`value` as a tensor of bytes. Raises NotSendableError."""
     tensors: list[torch.Tensor] = []
-    text = json.dumps([_plain(value, tensors), [_layout(each) for each in tensors]]).encode()
+    text = json.dumps([_plain(value, tensors), [layout(each) for each in tensors]]).encode()
     parts = [np.frombuffer(len(text).to_bytes(_HEAD, "little") + text, np.uint8), *map(as_bytes, tensors)]
     return torch.from_numpy(np.concatenate(parts))
 
@@ -41,10 +42,6 @@ def unpack(packed: torch.Tensor) -> tuple[Any, int]:
         tensors.append(tensor)
         end += tensor.nbytes
     return _value(plain, tensors), end
-
-
-def _layout(tensor: torch.Tensor) -> list[Any]:
-    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
 
 
 def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:

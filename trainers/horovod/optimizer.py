@@ -13,9 +13,9 @@ import torch
 from trainers.horovod import session
 from trainers.horovod.arguments import operation, reduces
 from trainers.horovod.calls import fusion_bytes, synchronize
+from trainers.horovod.collectives import Adasum, Average, grouped_allreduce_async_, sparse_allreduce_async
 from trainers.horovod.compression import Compression, Compressor
 from trainers.horovod.errors import ArgumentError, OrderError, deprecated
-from trainers.horovod.operations import Adasum, Average, grouped_allreduce_async_, sparse_allreduce_async
 from trainers.horovod.session import ProcessSet, global_process_set
 
 Group = tuple[torch.Tensor, ...]
@@ -57,9 +57,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise ArgumentError(f"DistributedOptimizer takes an optimizer of torch.optim, not {type(optimizer).__name__}")
     if num_groups:
         deprecated("num_groups is Horovod's old name of groups")
-    if op == Adasum:
-        deltas = Deltas(optimizer.param_groups, named_parameters, compression, backward_passes_per_step, process_set)
-        return _remade(optimizer, DistributedAdasum, "_deltas", deltas)
     averaging = Averaging(
         optimizer.param_groups,
         named_parameters,
@@ -71,16 +68,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense,
         process_set,
     )
-    return _remade(optimizer, Distributed, "_averaging", averaging)
+    return _remade(optimizer, DistributedAdasum if op == Adasum else Distributed, averaging)
 
 
-def _remade(optimizer: torch.optim.Optimizer, part: type, attribute: str, value: object) -> Any:
-    """An optimizer of the same class with `part` before it, and `value` as its `attribute`."""
+def _remade(optimizer: torch.optim.Optimizer, part: "type[Distributed]", averaging: "Averaging") -> Any:
+    """An optimizer of the same class with `part` before it."""
     kind: Any = type(type(optimizer).__name__, (part, type(optimizer)), {})
     made = kind.__new__(kind)
     # A scheduler may have put its own `step` into the optimizer, which is that of the plain one.
-    made.__dict__.update({name: held for name, held in vars(optimizer).items() if name != "step"})
-    setattr(made, attribute, value)
+    plain = {name: held for name, held in vars(optimizer).items() if name != "step"}
+    made.__dict__.update(plain, _averaging=averaging)
     return made
 
 
@@ -114,7 +111,7 @@ class Distributed(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's; the gradients of these parameters are averaged as well."""
         super().add_param_group(param_group)
-        self._averaging.add(self.param_groups[-1]["params"])
+        self._averaging.add(self.param_groups[-1])
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._averaging.begin()
@@ -162,8 +159,30 @@ class Distributed(torch.optim.Optimizer):
         super().zero_grad(*args, **kwargs)
 
 
+class DistributedAdasum(Distributed):
+    """The part that DistributedOptimizer(op=hvd.Adasum) adds to an optimizer's class.
+
+    Gradients and the optimizer's state (momentum and the like) stay each rank's own. `step` combines the changes that
+    the ranks' optimizers make to the parameters, each parameter's by itself.
+    """
+
+    def synchronize(self) -> None:
+        """Nothing: gradients are this rank's own."""
+
+    def skip_synchronize(self) -> Any:
+        """An OrderError, as in Horovod."""
+        raise OrderError("with op=hvd.Adasum optimizer.step() itself communicates: there is nothing to skip")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update, and combine that with all ranks' updates. Collective. closure: computes this rank's gradients."""
+        return self._averaging.combine(self.param_groups, lambda: super(Distributed, self).step(closure))
+
+
 class Averaging:
-    """Averages the gradients of one optimizer; its arguments are those of DistributedOptimizer."""
+    """Averages the gradients of one optimizer; its arguments are those of DistributedOptimizer.
+
+    With op=Adasum there are no groups of gradients to average; `combine` combines the changes of a step instead.
+    """
 
     def __init__(
         self,
@@ -177,36 +196,38 @@ class Averaging:
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        parameters = [parameter for group in param_groups for parameter in group["params"]]
         self.names = names_of(param_groups, named_parameters)
         self.passes = passes
         self._compression, self._op, self._sparse_as_dense = compression, operation(op, None), sparse_as_dense
         self._scales = (1 / predivide, predivide) if op == Average else (1.0, 1.0)
         self._process_set = process_set
-        learning = [parameter for parameter in parameters if parameter.requires_grad]
+        learning = _learning(param_groups)
         reduces("DistributedOptimizer", self._op, learning)
+        self._active = bool(process_set.included()) and session.size() > 1
         self._given = groups is not None
-        self._groups = _groups(learning, groups)
-        self._group_of = {parameter: group for group in self._groups for parameter in group}
+        self._groups: list[Group] = []
+        self._group_of: dict[torch.Tensor, Group] = {}
         self._left: dict[torch.Tensor, int] = {}  # backward passes until it is averaged
         self._handles: dict[Group, Any] = {}
-        self.begin()
-        self._active = bool(process_set.included()) and session.size() > 1
-        self._watch(learning)
+        if self._op != Adasum:
+            self._watch(learning, _groups(learning, groups))
 
-    def _watch(self, learning: list[torch.Tensor]) -> None:
+    def _watch(self, learning: list[torch.Tensor], groups: list[Group]) -> None:
+        """Average gradients in these groups from now on. Between steps."""
+        self._groups += groups
+        self._group_of.update((parameter, group) for group in groups for parameter in group)
+        self.begin()
         if self._active:
             for parameter in learning:
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
-    def add(self, parameters: list[torch.Tensor]) -> None:
-        """Average the gradients of these, too, each by itself. Between steps."""
+    def add(self, param_group: dict[str, Any]) -> None:
+        """Average the gradients of these parameters, too, each by itself. Between steps."""
+        parameters = param_group["params"]
         self.names.update((each, f"added.{number}") for number, each in enumerate(parameters, len(self.names)))
-        learning = [each for each in parameters if each.requires_grad]
-        self._groups += [(each,) for each in learning]
-        self._group_of.update((each, (each,)) for each in learning)
-        self.begin()
-        self._watch(learning)
+        if self._op != Adasum:
+            learning = _learning([param_group])
+            self._watch(learning, [(each,) for each in learning])
 
     @property
     def calls(self) -> int:
@@ -294,10 +315,30 @@ class Averaging:
             elif dense.data_ptr() != gradient.data_ptr():
                 gradient.copy_(dense)
 
+    def combine(self, param_groups: list[dict[str, Any]], step: Callable[[], Any]) -> Any:
+        """Have `step` change the parameters, and change them by what Adasum makes of all ranks' changes. Collective."""
+        learning = _learning(param_groups)
+        if not self._active or not learning:
+            return step()
+        before = [parameter.detach().clone() for parameter in learning]
+        returned = step()
+        with torch.no_grad():
+            changes = [parameter - old for parameter, old in zip(learning, before, strict=True)]
+            short, contexts = zip(*map(self._compression.compress, changes), strict=True)
+            name = f"adasum.{self.names[learning[0]]}"
+            combined = synchronize(grouped_allreduce_async_(short, None, name, Adasum, process_set=self._process_set))
+            for parameter, old, change, context in zip(learning, before, combined, contexts, strict=True):
+                parameter.copy_(old + self._compression.decompress(change, context))
+        return returned
+
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def _learning(param_groups: list[dict[str, Any]]) -> list[torch.Tensor]:
+    return [parameter for group in param_groups for parameter in group["params"] if parameter.requires_grad]
 
 
 def names_of(
@@ -354,80 +395,3 @@ def _fused(learning: list[torch.Tensor], threshold: int) -> list[Group]:
         group.append(parameter)
         held += nbytes
     return [*groups, tuple(group)] if group else groups
-
-
-class DistributedAdasum(torch.optim.Optimizer):
-    """The part that DistributedOptimizer(op=hvd.Adasum) adds to an optimizer's class.
-
-    Gradients and the optimizer's state (momentum and the like) stay each rank's own.
-    """
-
-    _deltas: "Deltas"
-
-    @property
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
-        return self._deltas.names
-
-    @property
-    def backward_passes_per_step(self) -> int:
-        """How many backward passes add up to the gradient of a step."""
-        return self._deltas.passes
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change it, between steps."""
-        self._deltas.passes = passes
-
-    def synchronize(self) -> None:
-        """Nothing: gradients are this rank's own."""
-
-    def skip_synchronize(self) -> Any:
-        """An OrderError, as in Horovod."""
-        raise OrderError("with op=hvd.Adasum optimizer.step() itself communicates: there is nothing to skip")
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update, and combine that with all ranks' updates. Collective. closure: computes this rank's gradients."""
-        return self._deltas.step(self.param_groups, lambda: super(DistributedAdasum, self).step(closure))
-
-
-class Deltas:
-    """Combines the changes that an optimizer's step makes to its parameters by Adasum, each parameter by itself."""
-
-    def __init__(
-        self,
-        param_groups: list[dict[str, Any]],
-        named_parameters: "Iterable[tuple[str, torch.Tensor]] | None",
-        compression: type[Compressor],
-        passes: int,
-        process_set: ProcessSet,
-    ) -> None:
-        self.names = names_of(param_groups, named_parameters)
-        self.passes = passes
-        self._compression, self._process_set = compression, process_set
-        self._active = bool(process_set.included()) and session.size() > 1
-        reduces("DistributedOptimizer", Adasum, _learning(param_groups))
-
-    def step(self, param_groups: list[dict[str, Any]], step: Callable[[], Any]) -> Any:
-        """Have `step` change the parameters, and change them by what Adasum makes of all ranks' changes. Collective."""
-        learning = _learning(param_groups)
-        if not self._active or not learning:
-            return step()
-        before = [parameter.detach().clone() for parameter in learning]
-        returned = step()
-        with torch.no_grad():
-            changes = [parameter - old for parameter, old in zip(learning, before, strict=True)]
-            for parameter, old, change in zip(learning, before, self._combined(changes, learning), strict=True):
-                parameter.copy_(old + change)
-        return returned
-
-    def _combined(self, changes: list[torch.Tensor], learning: list[torch.Tensor]) -> list[torch.Tensor]:
-        short, contexts = zip(*map(self._compression.compress, changes), strict=True)
-        name = f"adasum.{self.names.get(learning[0], 'added')}"
-        handle = grouped_allreduce_async_(short, None, name, Adasum, process_set=self._process_set)
-        return [
-            self._compression.decompress(change, context)
-            for change, context in zip(synchronize(handle), contexts, strict=True)
-        ]
-
-
-def _learning(param_groups: list[dict[str, Any]]) -> list[torch.Tensor]:
-    return [parameter for group in param_groups for parameter in group["params"] if parameter.requires_grad]

@@ -9,11 +9,17 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import DisagreementError, OptionError
-from allreduce.messages import losses
 from allreduce.topology import Topology
+from allreduce.transport import ulfm
 from trainers.horovod import timeline
 from trainers.horovod.calls import Members
 from trainers.horovod.errors import ArgumentError, NotInitializedError, ProcessSetError
+
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+__all__ += ["init", "is_initialized", "shutdown", "start_timeline", "stop_timeline"]
+__all__ += ["cross_rank", "cross_size", "is_homogeneous", "local_rank", "local_size", "rank", "size"]
+__all__ += ["ccl_built", "cuda_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built", "rocm_built"]
+__all__ += ["gloo_enabled", "gpu_available", "mpi_enabled", "mpi_threads_supported"]
 
 
 class ProcessSet:
@@ -145,7 +151,7 @@ def init(
 
 def _topology(comm: Sequence[int] | MPI.Intracomm | None) -> Topology:
     if comm is None or (isinstance(comm, Sequence) and not comm):
-        return Topology.of_survivors() if losses.in_force() else Topology()
+        return Topology.of_survivors() if ulfm.in_force() else Topology()
     if isinstance(comm, MPI.Intracomm):
         return Topology(comm)
     if not isinstance(comm, Sequence) or not all(isinstance(each, int) for each in comm):

@@ -9,9 +9,8 @@ import torch
 
 from trainers.horovod import objects, session
 from trainers.horovod.calls import synchronize
-from trainers.horovod.differentiable import allgather, broadcast_
+from trainers.horovod.collectives import allgather, broadcast_, broadcast_async_
 from trainers.horovod.errors import ArgumentError, NotSendableError
-from trainers.horovod.operations import broadcast_async_
 from trainers.horovod.session import ProcessSet, global_process_set, members, rank
 
 

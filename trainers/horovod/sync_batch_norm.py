@@ -3,8 +3,7 @@
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainers.horovod.differentiable import allreduce
-from trainers.horovod.operations import Sum
+from trainers.horovod.collectives import Sum, allreduce
 from trainers.horovod.session import ProcessSet, global_process_set, members
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from allreduce.replacing import replacing
+from allreduce.files import replacing
 from trainers.horovod.errors import ArgumentError
 
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from allreduce import trees
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 
 Average = Callable[[Sequence[Any]], list[Any]]
 

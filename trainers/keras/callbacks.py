@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from allreduce import trees
-from allreduce.messages.agreement import raise_together
+from allreduce.transport.control import raise_together
 from trainers.errors import ArgumentError
 from trainers.keras.averaging import mirror_variables, settle
 from trainers.keras.optimizer import mirrored

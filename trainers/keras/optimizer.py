@@ -6,10 +6,10 @@ from typing import Any
 
 import keras
 
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
-from allreduce.messages.agreement import everywhere
 from allreduce.topology import Topology
+from allreduce.transport.control import everywhere
 from trainers import malloc
 from trainers.backends import backend_for
 from trainers.keras.averaging import MAKERS, Averaging, mirror_variables, settle

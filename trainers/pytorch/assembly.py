@@ -9,14 +9,14 @@ from mpi4py import MPI
 from torch.optim import Optimizer
 
 from allreduce import create, notices
-from allreduce.base import AllReduce, Recipe
+from allreduce.backend import AllReduce, Recipe
 from allreduce.errors import ClosedError
-from allreduce.messages import losses
-from allreduce.messages.agreement import all_values, everywhere, together
 from allreduce.topology import Topology
+from allreduce.transport import ulfm
+from allreduce.transport.control import all_values, everywhere, together
 from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
-from trainers import divergence
+from trainers import checks
 from trainers.backends import backend_for, connected_nccl
 from trainers.pytorch.buckets import own_gpu
 from trainers.pytorch.hooks import Hook
@@ -31,7 +31,7 @@ from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
 from trainers.pytorch.step_checks import Forwards, GradientCheck
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
-from trainers.twins import NOT_KEPT
+from trainers.state.backup import NOT_KEPT
 
 MIB = 1 << 20
 
@@ -62,7 +62,7 @@ class Assembly:
         given = options.allreduce.topology if isinstance(options.allreduce, AllReduce) else options.topology
         group = group_of(given)
         self._make(given or group.topology, group)
-        self.source = divergence.Source(options.source, self.topology.world)
+        self.source = checks.Source(options.source, self.topology.world)
         tell_policy(self.topology)
         warn_of_threads(self.topology)
 
@@ -154,7 +154,7 @@ class Assembly:
         assert isinstance(self.backend, TwoPhase)
         together(comm, partial(check_backups, self.options, self.reducer.sparse.names))
         copies = self.options.copies
-        if copies == 2 and not losses.in_force():
+        if copies == 2 and not ulfm.in_force():
             notices.once(comm.rank, NOT_KEPT)
             copies = 1
         self.sharded = ShardedOptimizer(self.optimizer, self.reducer, self.backend, comm, self.kernels, copies)
@@ -207,10 +207,10 @@ class Assembly:
             try:
                 self.reducer.together("closes the optimizer", lambda: None)
             except Exception as error:
-                if losses.lost(error) is None:
+                if ulfm.lost(error) is None:
                     raise
                 ok = False
-            if losses.in_force() and not group.topology.finished(ok):
+            if ulfm.in_force() and not group.topology.finished(ok):
                 lost = recover(group)  # others have not done their last step; they do it, or it is done already
                 if self.slices_lost:
                     raise lost
@@ -271,7 +271,7 @@ class Assembly:
             self._make(group.topology, group)
         except Exception as error:
             vars(self).update(before)  # half-made parts have no state to go on from
-            self.closed = losses.lost(error) is None  # or else it is made once more, by those that are left then
+            self.closed = ulfm.lost(error) is None  # or else it is made once more, by those that are left then
             raise
         self.closed = False
         new = self.reducer

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from allreduce import notices
 from allreduce.arrays import gpu
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import AllReduceError, OptionError
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.tensors import TORCH, as_tensor

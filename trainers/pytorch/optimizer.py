@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from allreduce.base import AllReduce
+from allreduce.backend import AllReduce
 from allreduce.errors import CopyError, OptionError
-from allreduce.messages.agreement import all_values
 from allreduce.topology import Topology
+from allreduce.transport.control import all_values
 from trainers import malloc
 from trainers.pytorch.assembly import Assembly
 from trainers.pytorch.options import GROUP_ADDED, Options, with_options

@@ -11,11 +11,11 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.ending import world_ranks
+from allreduce.engine.queue import Lane
 from allreduce.errors import ClosedError, OptionError, UnavailableError
-from allreduce.messages.agreement import all_values, combine, known
-from allreduce.messages.worker import Lane
 from allreduce.topology import Topology
+from allreduce.transport.control import all_values, combine, known
+from allreduce.transport.processes import world_ranks
 from allreduce.wrappers.background import crowded
 
 DROPPED = (

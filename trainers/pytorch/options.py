@@ -17,19 +17,20 @@ from mpi4py import MPI
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from allreduce.base import AllReduce, Recipe
+from allreduce.backend import AllReduce, Recipe
 from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
 from allreduce.keywords import known_only
-from allreduce.messages.agreement import agree, raise_together
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
-from trainers import divergence, finite, twins
+from allreduce.transport.control import agree, raise_together
+from trainers import checks
 from trainers.backends import UPDATES, compression_twice
-from trainers.divergence import MAJORITY
+from trainers.checks import MAJORITY
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
 from trainers.replicas.pytorch import elementwise
 from trainers.replicas.pytorch.tensors import DTYPES
+from trainers.state import backup
 
 CHECK_EVERY = 1000  # steps
 
@@ -102,9 +103,9 @@ class Options:
     check_every: int = field(
         default=CHECK_EVERY, metadata=must_be("an integer >= 0 (0: never)", lambda value: value >= 0, int)
     )
-    on_divergence: str = field(default="raise", metadata=one_of(*divergence.ANSWERS))
+    on_divergence: str = field(default="raise", metadata=one_of(*checks.DIVERGENCE_ANSWERS))
     source: str | int = MAJORITY
-    check_gradients: str | None = field(default=None, metadata=one_of(*finite.ANSWERS, None))
+    check_gradients: str | None = field(default=None, metadata=one_of(*checks.ANSWERS, None))
     trace: str | os.PathLike[str] | Trace | None = field(default=None, metadata={"compared": False})
 
     def __str__(self) -> str:
@@ -128,9 +129,9 @@ class Options:
             yield twice
         if self.update != "sharded" and self.copies == 2:
             yield OptionError(f'copies=2: with update="{self.update}" all ranks have everything; leave it out')
-        if senseless := twins.refusal(self.copies, ranks, goes_on=False):
+        if senseless := backup.refusal(self.copies, ranks, goes_on=False):
             yield OptionError(str(senseless))
-        if wrong := divergence.refusal(1, self.on_divergence, self.source, ranks):
+        if wrong := checks.refusal(1, self.on_divergence, self.source, ranks):
             yield OptionError(wrong)
 
     def for_survivors(self, ranks: int, source: str | int) -> "Options":

@@ -21,16 +21,16 @@ from torch.optim import Optimizer
 
 from allreduce import notices
 from allreduce.errors import RankLostError
-from allreduce.messages import losses
-from allreduce.messages.agreement import all_values, root_value, wait_for
-from allreduce.messages.kept import keep
-from allreduce.messages.parcels import broadcast, pieces
 from allreduce.topology import Topology
+from allreduce.transport import ulfm
+from allreduce.transport.chunked import broadcast, pieces
+from allreduce.transport.control import all_values, root_value, wait_for
+from allreduce.transport.deferred_free import keep
 from trainers.pytorch.buckets import Block
 from trainers.pytorch.optimizer_group import Member, OptimizerGroup
 from trainers.pytorch.state import broadcast_tensors, from_json, state_of, to_json
 from trainers.replicas.pytorch.tensors import as_bytes, shaped
-from trainers.twins import KEEPS, NEVER, TAG, keepers
+from trainers.state.backup import KEEPS, NEVER, TAG, keepers
 
 ResultT = TypeVar("ResultT")
 Commit = Callable[[], object]  # takes on a state that has been received, locally
@@ -46,7 +46,7 @@ def surviving(group: OptimizerGroup) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if losses.lost(error) is None or group.replaced:  # replaced: the recovery was further inside
+        if ulfm.lost(error) is None or group.replaced:  # replaced: the recovery was further inside
             raise
         group.revoke()  # so that all ranks that wait come out
         group.topology.finished(False)
@@ -55,7 +55,7 @@ def surviving(group: OptimizerGroup) -> Iterator[None]:
 
 def tell_policy(topology: Topology) -> None:
     """Say what happens when ranks are lost, unless the job ends then."""
-    if losses.in_force() and topology.size > 1:
+    if ulfm.in_force() and topology.size > 1:
         text = "lost ranks (ULFM): MirroredOptimizer goes on with those that are left, and raises RankLostError"
         notices.once(topology.rank, text)
 
@@ -92,7 +92,7 @@ def _unless_lost(topology: Topology, work: Callable[[], ResultT]) -> ResultT | N
     try:
         return work()
     except Exception as error:
-        if losses.lost(error) is None:
+        if ulfm.lost(error) is None:
             raise
         topology.revoke()
         return None

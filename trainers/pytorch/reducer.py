@@ -21,10 +21,10 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.nn import Parameter
 
-from allreduce.base import AllReduce
-from allreduce.messages import losses
-from allreduce.messages.agreement import raise_together, waiting
-from allreduce.messages.worker import Lane, Pending
+from allreduce.backend import AllReduce
+from allreduce.engine.queue import Lane, Pending
+from allreduce.transport import ulfm
+from allreduce.transport.control import raise_together, waiting
 from allreduce.two_phase import TwoPhase
 from trainers.errors import NotFiniteError
 from trainers.pytorch.buckets import GradientError, Marks, allocate, changed, plan, version_of
@@ -275,7 +275,7 @@ class Reducer:
         try:
             return self._queue.submit(work, what)
         except Exception as error:
-            if losses.lost(error) is None:
+            if ulfm.lost(error) is None:
                 raise
             future = Pending(work)
             future.finish(error)

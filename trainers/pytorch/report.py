@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from allreduce.messages.worker import Pending
+from allreduce.engine.queue import Pending
 from allreduce.tracing.trace import Series, Trace
 
 ResultT = TypeVar("ResultT")

@@ -7,9 +7,9 @@ import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
+from allreduce.engine.lane import Pending
 from allreduce.errors import OptionError
-from allreduce.messages.agreement import known, raise_together, waiting
-from allreduce.messages.lanes import Pending
+from allreduce.transport.control import known, raise_together, waiting
 
 NOBODY = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from allreduce.errors import DisagreementError, OptionError
-from allreduce.messages.agreement import all_values, raise_together, root_value, together
-from allreduce.messages.parcels import broadcast
+from allreduce.transport.chunked import broadcast
+from allreduce.transport.control import all_values, raise_together, root_value, together
 from trainers.replicas.pytorch.tensors import as_bytes
 
 

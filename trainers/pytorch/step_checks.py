@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 from allreduce import notices
 from allreduce.arrays import gpu
 from allreduce.errors import DivergenceError
-from allreduce.messages.agreement import known, together, wait_for
-from trainers import finite
-from trainers.divergence import compare
+from allreduce.transport.control import known, together, wait_for
+from trainers import checks
+from trainers.checks import Findings, Place, compare
 from trainers.errors import NotFiniteError
-from trainers.finite import Findings, Place
 from trainers.pytorch.buckets import Memory
 from trainers.pytorch.sparse import SparseGradients
 from trainers.pytorch.state import broadcast_state, broadcast_tensors
@@ -58,8 +57,8 @@ class GradientCheck:
         own = [memory.array.dtype for memory in buckets]
         self._dtypes = [(each, sent(each)) for each in own]
         self._dtypes += [(numpy_dtype(each.dtype), numpy_dtype(each.dtype)) for each in sparse.parameters]
-        self._most = [finite.most(each, sent(each)) for each in own]
-        self._largest = min(finite.largest(each) for _, each in self._dtypes)
+        self._most = [checks.most(each, sent(each)) for each in own]
+        self._largest = min(checks.largest(each) for _, each in self._dtypes)
         self._own = Findings()
         self.left_out = False  # the step of these gradients is left out on all ranks
 
@@ -82,14 +81,14 @@ class GradientCheck:
 
         may_leave_out: whether the step is one that can be left out; with a closure it can't.
         """
-        rows, norms = finite.exchange(comm, self._own)
-        narrowest = min(self._dtypes, key=lambda each: finite.largest(each[1]))
+        rows, norms = checks.exchange(comm, self._own)
+        narrowest = min(self._dtypes, key=lambda each: checks.largest(each[1]))
         if rows is not None:
-            problem = finite.told(rows, self._places, narrowest[1])
+            problem = checks.told(rows, self._places, narrowest[1])
         elif norms < self._largest / 2 or not (where := self._overflow(comm)):
             return
         else:
-            problem = finite.overflow_told(where, *narrowest)
+            problem = checks.overflow_told(where, *narrowest)
         if self._on_bad == "raise" or not may_leave_out:
             raise known(NotFiniteError(f"{problem.text}: {problem.advice}"), comm)
         self.left_out = True
@@ -116,7 +115,7 @@ class GradientCheck:
             if not np.isfinite(average).all():
                 first = min(first, self._dense + number)
         found = np.array([first])
-        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, found, MPI.MIN), finite.WAITS)
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, found, MPI.MIN), checks.WAITS)
         return self._places[int(found[0])].name if found[0] < len(self._places) else ""
 
 

@@ -7,10 +7,10 @@ import numpy as np
 
 from allreduce import notices
 from allreduce.errors import DivergenceError
-from allreduce.messages.agreement import known, root_value, together
-from trainers.divergence import LEARNING_RATES, MAJORITY, Divergence, Source, compare, refusal
+from allreduce.transport.control import known, root_value, together
+from trainers.checks import LEARNING_RATES, MAJORITY, Divergence, Source, compare, refusal
 from trainers.errors import ArgumentError
-from trainers.mirroring import mirror
+from trainers.group import mirror
 from trainers.watching.callback import Callback, Logs
 
 

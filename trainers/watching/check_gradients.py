@@ -7,10 +7,10 @@ import numpy as np
 
 from allreduce import notices
 from allreduce.arrays import dtypes, gpu
-from allreduce.messages.agreement import known
-from trainers import finite
+from allreduce.transport.control import known
+from trainers import checks
+from trainers.checks import Findings, Place, Problem
 from trainers.errors import ArgumentError, NotFiniteError
-from trainers.finite import Findings, Place, Problem
 from trainers.watching.callback import Callback, Logs
 
 
@@ -43,7 +43,7 @@ class CheckGradients(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         trainer, error = self.trainer, None
-        if self.on_bad not in finite.ANSWERS:
+        if self.on_bad not in checks.ANSWERS:
             error = ArgumentError(f'CheckGradients: on_bad={self.on_bad!r} is unknown; use "raise" or "skip"')
         trainer._agree(f"CheckGradients(on_bad={self.on_bad!r})", error)
         trainer.replica.undoable |= self.on_bad == "skip"
@@ -54,11 +54,11 @@ class CheckGradients(Callback):
         trainer, gradients = self.trainer, self.trainer._fresh_gradients
         own, dtype, sent = Findings(), dtypes.parse(trainer.replica.gradient_dtype), trainer._sent
         if gradients is not None:
-            own.add(gradients, self._places, most=finite.most(dtype, sent))
+            own.add(gradients, self._places, most=checks.most(dtype, sent))
         for number, (table, brought) in enumerate(zip(self._tables, trainer._fresh_rows, strict=True)):
             own.add_rows(table, len(self._places) + number, *brought)
-        rows, norms = finite.exchange(trainer._comm, own)
-        problem = None if rows is None else finite.told(rows, [*self._places, *self._tables], sent)
+        rows, norms = checks.exchange(trainer._comm, own)
+        problem = None if rows is None else checks.told(rows, [*self._places, *self._tables], sent)
         if rows is None:
             problem = self._overflow(norms, dtype, sent)
         if problem is None:
@@ -77,16 +77,16 @@ class CheckGradients(Callback):
         norms: the sum of the ranks'. own, sent: the dtypes of gradients, and in which they are sent.
         """
         trainer = self.trainer
-        if finite.may_overflow(norms, sent):
+        if checks.may_overflow(norms, sent):
             length, gradients = trainer.replica.gradient_length, trainer._fresh_gradients
-            if where := finite.overflowing(trainer._comm, gradients, self._places, length, sent):
-                return finite.overflow_told(where, own, sent)
+            if where := checks.overflowing(trainer._comm, gradients, self._places, length, sent):
+                return checks.overflow_told(where, own, sent)
         for table, place, rows in zip(trainer.replica.tables, self._tables, trainer._fresh_rows, strict=True):
             dtype = dtypes.parse(table.dtype)
-            if finite.may_overflow(norms, dtype):
+            if checks.may_overflow(norms, dtype):
                 whole = _whole(place.size, *rows)
-                if where := finite.overflowing(trainer._comm, whole, [place], place.size, dtype):
-                    return finite.overflow_told(where, dtype, dtype)
+                if where := checks.overflowing(trainer._comm, whole, [place], place.size, dtype):
+                    return checks.overflow_told(where, dtype, dtype)
         return None
 
     def unusable(self, gradients: Any) -> bool:
@@ -94,9 +94,9 @@ class CheckGradients(Callback):
         own.add(gradients, self._places)
         if own.finite:
             return False
-        rows = np.zeros((self.trainer.size, finite.COLUMNS), np.int64)
+        rows = np.zeros((self.trainer.size, checks.COLUMNS), np.int64)
         rows[self.trainer.rank] = own.row()
-        problem = finite.told(rows, self._places, self.trainer._sent)
+        problem = checks.told(rows, self._places, self.trainer._sent)
         if self.on_bad == "raise":
             raise NotFiniteError(f"{problem.text}: {problem.advice}")
         self.skipped += 1

@@ -1,15 +1,16 @@
 """EarlyStopping: the training ends when a metric has stopped improving."""
 
+import math
+import numbers
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from trainers import snapshot
 from trainers.errors import ArgumentError
+from trainers.state import adopt
 from trainers.watching.callback import Callback, Logs
-from trainers.watching.monitor import Monitor, is_number
 
 
 class EarlyStopping(Callback):
@@ -56,7 +57,7 @@ class EarlyStopping(Callback):
     def _begin(self) -> None:
         self.wait = self.stopped_epoch = self.best_epoch = 0
         self.best: float | None = None
-        self._state: snapshot.State | None = None  # of the best epoch; see snapshot.take
+        self._state: adopt.State | None = None  # of the best epoch; see snapshot.take
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._begin()
@@ -86,7 +87,7 @@ class EarlyStopping(Callback):
         if self._state is not None:
             self._say(f"the model is that of the best epoch, {self.best_epoch + 1}")
             state, self._state = self._state, None
-            snapshot.give_back(self.trainer, state)
+            adopt.give_back(self.trainer, state)
 
     def state(self) -> dict[str, Any]:
         best = {} if self.best is None else {"best": self.best}
@@ -106,7 +107,7 @@ class EarlyStopping(Callback):
 
     def _keep(self, epoch: int) -> None:
         self._state, self.best_epoch = None, epoch  # one copy at a time
-        self._state = snapshot.take(self.trainer)
+        self._state = adopt.take(self.trainer)
 
     def _say(self, text: str) -> None:
         if self.verbose and self.trainer.rank == 0:
@@ -116,3 +117,43 @@ class EarlyStopping(Callback):
         super().set_trainer(trainer)
         if trainer is None:
             self._state = None
+
+
+MODES = ("auto", "min", "max")
+LARGER_IS_BETTER = ("acc", "auc", "fmeasure", "precision", "recall", "f1")  # the beginning of a metric's name
+
+
+def is_number(value: Any) -> bool:
+    """Whether an argument is a finite number."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class Monitor:
+    """name: in logs: "val_loss", "accuracy", ... mode: "min", "max", or "auto", which goes by the name.
+
+    min_delta: a change that is no larger counts as none. Raises ArgumentError.
+    """
+
+    def __init__(self, name: str, mode: str = "auto", min_delta: float = 0.0) -> None:
+        if mode not in MODES:
+            raise ArgumentError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
+        if not is_number(min_delta):
+            raise ArgumentError(f"min_delta must be a finite number, got {min_delta!r}")
+        self.name, self._min_delta = name, abs(float(min_delta))
+        if mode == "auto":
+            mode = "max" if name.removeprefix("val_").startswith(LARGER_IS_BETTER) else "min"
+        self._larger = mode == "max"
+
+    def value(self, logs: Logs | None) -> float:
+        """What was measured. Raises ArgumentError when nothing was measured under this name."""
+        logs = logs or {}
+        if self.name not in logs:
+            hint = "; pass validation_data to fit" if self.name.startswith("val_") else ""
+            raise ArgumentError(f"monitor={self.name!r} is not measured here{hint}; there are: {', '.join(logs)}")
+        return float(logs[self.name])
+
+    def better(self, value: float, than: float | None) -> bool:
+        """Whether `value` is an improvement; the first number always is."""
+        if than is None or math.isnan(value):
+            return not math.isnan(value)
+        return value - self._min_delta > than if self._larger else value + self._min_delta < than

@@ -12,7 +12,7 @@ import numpy as np
 
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
-from trainers.watching.monitor import is_number
+from trainers.watching.early_stopping import is_number
 
 Schedule = Callable[[int, float], float]
 WARM_UP = 5  # epochs

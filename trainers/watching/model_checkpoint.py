@@ -9,7 +9,7 @@ import numpy as np
 
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
-from trainers.watching.monitor import Monitor, is_number
+from trainers.watching.early_stopping import Monitor, is_number
 
 
 class ModelCheckpoint(Callback):

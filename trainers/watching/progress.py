@@ -3,7 +3,7 @@
 import sys
 from typing import Any, TextIO
 
-from allreduce.terminal import on_terminal
+from allreduce.notices import on_terminal
 from trainers.watching.callback import Callback, Logs
 from trainers.watching.history import Epoch
 

@@ -2,8 +2,8 @@
 
 import os
 
-from allreduce.messages.agreement import all_values
 from allreduce.tracing.trace import MOST_SPANS, Trace
+from allreduce.transport.control import all_values
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
 

@@ -1,8 +1,5 @@
-"""Where the arrays of a tree of parameters lie in flat memory; between JAX's arrays and NumPy's."""
+"""A tree of parameters in flat memory; between JAX's arrays and NumPy's."""
 
-import itertools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainers.errors import ArgumentError
+from trainers.replicas.flat import Layout
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 """The dtypes of parameters that can be averaged, by the names that `allreduce` has for them."""
 
 
-class Layout:
-    """The arrays of a tree, one after the other, in the order of JAX's leaves.
+class TreeLayout(Layout):
+    """The arrays of a tree, in the order of JAX's leaves. shapes: by their names in the tree.
 
     params: lists, tuples, dicts and whatever JAX takes for a tree, of floating arrays of one dtype. ArgumentError.
     """
@@ -31,22 +29,11 @@ class Layout:
             )
         self.dtype = np.dtype(found.pop())
         self.shapes = {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in paths}
-        ends = list(itertools.accumulate((math.prod(shape) for shape in self.shapes.values()), initial=0))
-        self.parts = [slice(*ends) for ends in itertools.pairwise(ends)]
-        self.length = ends[-1]
-
-    def views(self, flat: Any) -> list[Any]:
-        """The arrays in `flat`: views of NumPy memory, or slices of a JAX array."""
-        return [flat[part].reshape(shape) for part, shape in zip(self.parts, self.shapes.values(), strict=True)]
+        super().__init__(self.shapes.values())
 
     def cut(self, flat: Any) -> Any:
         """The tree in a flat array."""
         return jax.tree.unflatten(self.tree, self.views(flat))
-
-    def write(self, leaves: Sequence[Any], flat: np.ndarray) -> None:
-        """Copy arrays into flat NumPy memory, once; JAX's are waited for."""
-        for leaf, place in zip(leaves, self.views(flat), strict=True):
-            np.copyto(place, np.asarray(leaf))
 
 
 def _dtype(leaf: Any) -> str:

@@ -1,6 +1,6 @@
 """Any JAX function as a replica, so that trainers can train it. No MPI here."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,14 @@ except ImportError as error:
 
 import jax.numpy as jnp
 
-from trainers.replicas.jax.layout import Layout, alias, on_host, own
+from trainers.replicas.flat import FlatReplica
+from trainers.replicas.jax.layout import TreeLayout, alias, on_host, own
 from trainers.replicas.jax.optimizer import Optimizer
 
 Function = Callable[[Any, Any], Any]
 
 
-class JaxReplica(Replica):
+class JaxReplica(FlatReplica):
     """A function of parameters, its loss and its optimizer. On the CPU.
 
     apply: apply(params, x) -> output, which jax.jit can compile; Flax's `module.apply` is one.
@@ -40,6 +41,9 @@ class JaxReplica(Replica):
     JAX was told to use 64. Each new number of rows is compiled once. Raises ArgumentError.
     """
 
+    _optimizer: Optimizer
+    settable = "make the optimizer by optax.inject_hyperparams(optax.adam)(learning_rate=...)"
+
     def __init__(
         self,
         apply: Function,
@@ -50,10 +54,9 @@ class JaxReplica(Replica):
     ) -> None:
         self._apply, self._loss, self._metrics = apply, loss, dict(metrics or {})
         self.metrics = ("loss", *self._metrics)
-        self._layout = Layout(params)
+        self._layout = TreeLayout(params)
         self.gradient_dtype, self.gradient_length = self._layout.dtype.name, self._layout.length
         self._tree: Any = jax.tree.map(own, params)  # unless `_memory` holds the parameters
-        self._memory: np.ndarray | None = None
         self._transformation = optimizer
         self._optimizer = Optimizer(optimizer, self._layout, self._tree)
         self._slopes = jax.jit(self._measure_slopes, static_argnames="flat")
@@ -64,43 +67,12 @@ class JaxReplica(Replica):
     # What a trainer calls
 
     @property
-    def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._optimizer.elementwise
-
-    @property
-    def updated(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._optimizer.names
-
-    @property
-    def learning_rates(self) -> list[float]:
-        """Those of optax.inject_hyperparams(...)(learning_rate=number); others are the optimizer's own."""
-        return self._optimizer.learning_rates
-
-    @learning_rates.setter
-    def learning_rates(self, rates: Sequence[float]) -> None:
-        if len(rates) != len(self.learning_rates):
-            raise ArgumentError(
-                f"{len(rates)} learning rates for {len(self.learning_rates)} that can be set; make the optimizer by "
-                "optax.inject_hyperparams(optax.adam)(learning_rate=...) to have one"
-            )
-        self._optimizer.learning_rates = rates
-
-    @property
     def params(self) -> Any:
         return jax.tree.map(own, self._tree if self._memory is None else self._layout.cut(self._memory))
 
-    def bind(self, buffer: Any) -> None:
-        self._check_buffer("gradient", buffer)
-        self._optimizer.widen()
-        self._buffer = buffer
-
-    def bind_parameters(self, buffer: Any) -> None:
-        self._check_buffer("parameter", buffer)
-        if reason := self._optimizer.refusal():
-            raise ArgumentError(reason)
-        self._optimizer.widen()
+    def _move(self, buffer: Any) -> None:
         self._write(buffer)
-        self._memory, self._tree = buffer, None
+        self._tree = None
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
         if len(x) == 0:
@@ -127,9 +99,6 @@ class JaxReplica(Replica):
         """The output of `apply`; bfloat16 as float32."""
         return np.array(on_host(self._outputs(*self._model(), self._input(x))))
 
-    def state(self) -> dict[str, np.ndarray]:
-        return self.snapshot({})
-
     def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
         held = {}
         if "parameters" not in without:
@@ -137,9 +106,6 @@ class JaxReplica(Replica):
             held["parameters"] = reserved(memory, "parameters", (self.gradient_length,), dtype)
             self._write(held["parameters"])
         return held | self._optimizer.pack(memory, without)
-
-    def elements(self, name: str, part: slice) -> np.ndarray:
-        return self._optimizer.elements(name) if self._optimizer.part == part else super().elements(name, part)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._layout.shapes
@@ -183,9 +149,6 @@ class JaxReplica(Replica):
     def _model(self) -> tuple[bool, Any]:
         """The parameters as the compiled functions take them: a tree, or flat in the memory that a trainer gave."""
         return (False, self._tree) if self._memory is None else (True, alias(self._memory))
-
-    def _input(self, array: np.ndarray) -> np.ndarray:
-        return array.astype(self._layout.dtype, copy=False) if array.dtype.kind == "f" else array
 
     # What is compiled
 

@@ -1,13 +1,13 @@
-"""A Keras optimizer on the variables of a model, or on a slice of the flat parameters; its state as named arrays."""
+"""A Keras optimizer on the variables of a model, or on a slice of the flat parameters."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import reserved
+from trainers.errors import ArgumentError
+from trainers.replicas.flat import FlatOptimizer, Layout
 from trainers.replicas.keras.computing import array_of, assign, stepper
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
@@ -15,7 +15,7 @@ ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lion",
 
 
 class State:
-    """An optimizer and what it keeps.
+    """An optimizer and what it keeps for some variables.
 
     slots: by name, what has one number for each element of `variables`: variables, in their order.
     others: by name, the rest: step, learning rate.
@@ -25,28 +25,24 @@ class State:
         self.optimizer, self.variables = optimizer, variables
         if not optimizer.built:
             optimizer.build(variables)
-        self.slots = _slots(optimizer, variables)
+        self.slots = {f"optimizer.{name}": slot for name, slot in _slots(optimizer, variables).items()}
         taken = {id(variable) for slot in self.slots.values() for variable in slot}
-        self.others = _named(optimizer, [each for each in optimizer.variables if id(each) not in taken])
+        rest = [each for each in optimizer.variables if id(each) not in taken]
+        self.others = {f"optimizer.{name}": [each] for name, each in _named(optimizer, rest).items()}
         self.step = stepper(optimizer, variables)
 
 
-class Optimizer:
-    """The optimizer of a replica. names, elementwise: of its state's arrays. part: the slice whose state is here.
+class Optimizer(FlatOptimizer):
+    """The optimizer of a replica, which trains these variables. Raises ArgumentError."""
 
-    places: the parts of the flat parameters, in the order of the variables. Raises ArgumentError.
-    """
-
-    def __init__(self, optimizer: Any, variables: list[Any], places: list[slice], dtype: str) -> None:
+    def __init__(self, optimizer: Any, variables: list[Any], dtype: str) -> None:
         _check(optimizer, variables)
-        self._places, self._dtype, self.length = places, dtype, places[-1].stop
+        self._dtype = dtype
         self.whole = self._state = State(optimizer, variables)
-        self.part: slice | None = None
-        self.elementwise = tuple(f"optimizer.{name}" for name in self.whole.slots)
-        self.names = (*self.elementwise, *(f"optimizer.{name}" for name in self.whole.others))
+        layout = Layout(variable.shape for variable in variables)
+        super().__init__(layout, [*self.whole.slots, *self.whole.others], self.whole.slots)
 
     def refusal(self) -> str:
-        """Why it can't work on slices, or ""."""
         optimizer = self.whole.optimizer
         kind, why = type(optimizer), ""
         if not kind.__module__.startswith("keras.") or kind.__name__ not in ELEMENTWISE:
@@ -67,82 +63,46 @@ class Optimizer:
     def update(self, gradients: np.ndarray) -> None:
         """Update the model's variables by flat gradients."""
         self.widen()
-        shapes = [variable.shape for variable in self.whole.variables]
-        self.whole.step([gradients[place].reshape(shape) for place, shape in zip(self._places, shapes, strict=True)])
+        self.whole.step(self.layout.views(gradients))
 
     def update_slice(self, part: slice, parameters: np.ndarray, gradients: np.ndarray) -> None:
         """Update a slice of flat parameters in place. part: clipped to them."""
-        if self.part != part:
-            self.widen()
-            self._narrow(part)
+        self.narrow(part)
         (variable,) = self._state.variables
         assign(variable, parameters[part])
         self._state.step([gradients[part]])
         parameters[part] = array_of(variable)
 
-    def widen(self) -> None:
-        """Have the state of all parameters again; of other slices than this one's it is zero."""
-        if self.part is not None:
-            self.load(self.pack({}))
+    def entries(self) -> dict[str, list[Any]]:
+        return self._state.slots | self._state.others
 
-    def _narrow(self, part: slice) -> None:
-        plain = self.whole.optimizer
-        made = type(plain).from_config(plain.get_config())
-        flat = keras.Variable(np.zeros(part.stop - part.start, self._dtype), dtype=self._dtype, name="slice")
-        state, held = State(made, [flat]), self.pack({})
-        for name, (variable,) in state.slots.items():
-            assign(variable, held[f"optimizer.{name}"][part])
-        for name, variable in state.others.items():
-            assign(variable, held[f"optimizer.{name}"])
+    on_host = staticmethod(array_of)
+
+    def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
+        state = self.whole if part is None else State(self.remade(), [self._flat_variable(part)])
+        for name, variables in (state.slots | state.others).items():
+            for variable, array in zip(variables, entries[name], strict=True):
+                assign(variable, array)
         self._state, self.part = state, part
 
-    def pack(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        """The state as copies in `memory`, by name; of a slice's the rest is zero."""
-        held = {}
-        for name, variables in self._state.slots.items():
-            name = f"optimizer.{name}"
-            if name in without:
-                continue
-            held[name] = whole = reserved(memory, name, (self.length,), np.dtype(self._dtype))
-            if self.part is not None:
-                whole[:] = 0
-            for place, variable in zip(self._places if self.part is None else [self.part], variables, strict=True):
-                whole[place] = array_of(variable).reshape(-1)
-        for name, variable in self._state.others.items():
-            held[f"optimizer.{name}"] = np.array(array_of(variable))
-        return held
+    def remade(self) -> Any:
+        """A new optimizer of Keras' like this one, without state."""
+        plain = self.whole.optimizer
+        return type(plain).from_config(plain.get_config())
 
-    def elements(self, name: str) -> np.ndarray:
-        """An elementwise entry, of the slice alone."""
-        (variable,) = self._state.slots[name.removeprefix("optimizer.")]
-        return array_of(variable)
-
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take on what `pack` gave, for all parameters. ModelFileError when it is another one's."""
-        for name in self.names:
-            plain = name.removeprefix("optimizer.")
-            shape = (self.length,) if name in self.elementwise else tuple(self.whole.others[plain].shape)
-            if name not in arrays or arrays[name].shape != shape:
-                found = f"{arrays[name].shape}" if name in arrays else "missing"
-                raise ModelFileError(f"the saved model is another one: {name} is {found} there and {shape} here")
-        for name, variables in self.whole.slots.items():
-            flat = arrays[f"optimizer.{name}"]
-            for place, variable in zip(self._places, variables, strict=True):
-                assign(variable, flat[place])
-        for name, variable in self.whole.others.items():
-            assign(variable, arrays[f"optimizer.{name}"])
-        self._state, self.part = self.whole, None
+    def _flat_variable(self, part: slice) -> Any:
+        return keras.Variable(np.zeros(part.stop - part.start, self._dtype), dtype=self._dtype, name="slice")
 
     @property
-    def learning_rate(self) -> float | None:
+    def learning_rates(self) -> list[float]:
         """None where it is a schedule's."""
-        rate = self._state.optimizer._learning_rate
-        return float(array_of(rate)) if isinstance(rate, keras.Variable) else None
+        rate = vars(self._state.optimizer)["_learning_rate"]
+        return [float(array_of(rate))] if isinstance(rate, keras.Variable) else []
 
-    @learning_rate.setter
-    def learning_rate(self, rate: float) -> None:
-        for state in (self.whole, self._state):
-            state.optimizer.learning_rate = rate
+    @learning_rates.setter
+    def learning_rates(self, rates: Sequence[float]) -> None:
+        for rate in rates:
+            self.whole.optimizer.learning_rate = self._state.optimizer.learning_rate = rate
 
 
 def _check(optimizer: Any, variables: list[Any]) -> None:

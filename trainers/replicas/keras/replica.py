@@ -1,8 +1,6 @@
 """Any Keras model as a replica, so that trainers can train it. No MPI here."""
 
-import itertools
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -10,13 +8,14 @@ import numpy as np
 
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.replica import Replica, reserved, unfit
+from trainers.replicas.flat import FlatReplica, Layout
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
 from trainers.replicas.keras.optimizer import Optimizer
 
 DTYPES = ("float32", "float64", "float16")
 
 
-class KerasReplica(Replica):
+class KerasReplica(FlatReplica):
     """A Keras model, its loss and its optimizer, with Keras' backend JAX, PyTorch or TensorFlow.
 
     model: a built keras.Model whose trained variables have one dtype of float32, float64 and float16.
@@ -31,6 +30,9 @@ class KerasReplica(Replica):
     Raises ArgumentError.
     """
 
+    _optimizer: Optimizer
+    settable = "make the optimizer with a number, not a schedule,"
+
     def __init__(
         self,
         model: Any,
@@ -43,60 +45,24 @@ class KerasReplica(Replica):
         self._trained = _trained_of(model)
         self.gradient_dtype = keras.backend.standardize_dtype(self._trained[0].dtype)
         self._statistics = _statistics_of(model, self.gradient_dtype)
-        ends = itertools.accumulate((math.prod(each.shape) for each in [*self._trained, *self._statistics]), initial=0)
-        self._places = [slice(*pair) for pair in itertools.pairwise(ends)]
-        self.gradient_length = self._places[-1].stop
+        self._layout = Layout(each.shape for each in [*self._trained, *self._statistics])
+        self.gradient_length = self._layout.length
         optimizer = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
-        own = self._places[: len(self._trained)]
-        self._optimizer = Optimizer(optimizer, self._trained, own, self.gradient_dtype)
-        self._length = self._optimizer.length
+        self._optimizer = Optimizer(optimizer, self._trained, self.gradient_dtype)
+        self._length = self._optimizer.layout.length
         random = {id(each) for each in model.variables} - {id(each) for each in model.weights}
         others = model.non_trainable_variables
         self._shared = {f"model.{n}": each for n, each in enumerate(others) if id(each) not in random}
         self._random = {f"random.{n}": each for n, each in enumerate(others) if id(each) in random}
         self._computing = COMPUTING[keras.backend.backend()](model, self._measured)
-        self._memory: np.ndarray | None = None
         self._before: list[np.ndarray] = []
         self.bind(np.zeros(self.gradient_length, self.gradient_dtype))
 
     # What a trainer calls
 
-    @property
-    def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._optimizer.elementwise
-
-    @property
-    def updated(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._optimizer.names
-
-    @property
-    def learning_rates(self) -> list[float]:
-        rate = self._optimizer.learning_rate
-        return [] if rate is None else [rate]
-
-    @learning_rates.setter
-    def learning_rates(self, rates: Sequence[float]) -> None:
-        if len(rates) != len(self.learning_rates):
-            raise ArgumentError(
-                f"{len(rates)} learning rates for {len(self.learning_rates)} that can be set; make the optimizer with "
-                "a number, not a schedule, to have one"
-            )
-        for rate in rates:
-            self._optimizer.learning_rate = rate
-
-    def bind(self, buffer: Any) -> None:
-        self._check_buffer("gradient", buffer)
-        self._optimizer.widen()
-        self._buffer = buffer
-
-    def bind_parameters(self, buffer: Any) -> None:
-        self._check_buffer("parameter", buffer)
-        if reason := self._optimizer.refusal():
-            raise ArgumentError(reason)
-        self._optimizer.widen()
+    def _move(self, buffer: Any) -> None:
         self._take()
-        self._memory = buffer
-        self._leave()
+        self._leave(buffer)
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
         if len(x) == 0:
@@ -107,13 +73,12 @@ class KerasReplica(Replica):
             self._before = [np.array(array_of(each)) for each in self.model.non_trainable_variables]
         values, slopes = self._computing.slopes(self._input(x), self._input(y), share)
         statistics = [array_of(each) * np.asarray(share, self.gradient_dtype) for each in self._statistics]
-        for place, array in zip(self._places, [*slopes, *statistics], strict=True):
-            self._buffer[place] = 0 if array is None else array.reshape(-1)
+        self._layout.write([*slopes, *statistics], self._buffer)
         return values
 
     def undo(self) -> None:
-        for variable, value in zip(self.model.non_trainable_variables, self._before, strict=False):
-            assign(variable, value)
+        if self._before:
+            self._set(self.model.non_trainable_variables, self._before)
         self._before = []
 
     def update(self, part: slice | None = None) -> None:
@@ -125,8 +90,7 @@ class KerasReplica(Replica):
             self._take_statistics(self._buffer)
             return
         part = part or slice(0, self.gradient_length)
-        own = slice(min(part.start, self._length), min(part.stop, self._length))
-        self._optimizer.update_slice(own, self._memory, self._buffer)
+        self._optimizer.update_slice(self._own(part), self._memory, self._buffer)
         behind = slice(max(part.start, self._length), max(part.stop, self._length))
         self._memory[behind] = self._buffer[behind]
 
@@ -145,21 +109,13 @@ class KerasReplica(Replica):
             return self._computing.output(np.zeros((1, *x.shape[1:]), self._input(x).dtype))[:0]
         return self._computing.output(self._input(x))
 
-    def state(self) -> dict[str, np.ndarray]:
-        return self.snapshot({})
-
     def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
         held = {name: np.array(array_of(each)) for name, each in self._shared.items()}
         if "parameters" not in without:
             self._take()
             held["parameters"] = flat = reserved(memory, "parameters", (self._length,), np.dtype(self.gradient_dtype))
-            for place, variable in zip(self._places, self._trained, strict=False):
-                flat[place] = array_of(variable).reshape(-1)
+            self._optimizer.layout.write(map(array_of, self._trained), flat)
         return held | self._optimizer.pack(memory, without)
-
-    def elements(self, name: str, part: slice) -> np.ndarray:
-        own = slice(min(part.start, self._length), min(part.stop, self._length))
-        return self._optimizer.elements(name) if self._optimizer.part == own else super().elements(name, part)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {f"{number}/{each.name}": tuple(each.shape) for number, each in enumerate(self._trained)}
@@ -172,11 +128,10 @@ class KerasReplica(Replica):
                 f"the saved model is another one: {_outline(state)} there; {_outline(self.state())} here"
             )
         self._optimizer.load(state)
-        for place, variable in zip(self._places, self._trained, strict=False):
-            assign(variable, state["parameters"][place])
-        for name, variable in self._shared.items():
-            assign(variable, state[name])
-        self._leave()
+        self._set(self._trained, self._optimizer.layout.views(state["parameters"]))
+        self._set(self._shared.values(), [state[name] for name in self._shared])
+        if self._memory is not None:
+            self._leave(self._memory)
 
     def local_state(self) -> dict[str, np.ndarray]:
         """What layers draw random numbers from."""
@@ -193,7 +148,7 @@ class KerasReplica(Replica):
     def twin(self) -> Replica:
         try:
             model = keras.models.clone_model(self.model)
-            optimizer = type(self._optimizer.whole.optimizer).from_config(self._optimizer.whole.optimizer.get_config())
+            optimizer = self._optimizer.remade()
         except Exception as error:  # whatever a model has no configuration of
             kind = type(self.model).__name__
             raise ArgumentError(f"this {kind} can't be cloned by Keras: {type(error).__name__}: {error}") from error
@@ -218,21 +173,19 @@ class KerasReplica(Replica):
     def _take(self) -> None:
         """Have the parameters that lie in memory which a trainer gave, and which others have written, in the model."""
         if self._memory is not None:
-            for place, variable in zip(self._places, self._trained, strict=False):
-                assign(variable, self._memory[place])
+            self._set(self._trained, self._layout.views(self._memory)[: len(self._trained)])
 
     def _take_statistics(self, flat: np.ndarray) -> None:
-        for place, variable in zip(self._places[len(self._trained) :], self._statistics, strict=True):
-            assign(variable, flat[place])
+        self._set(self._statistics, self._layout.views(flat)[len(self._trained) :])
 
-    def _leave(self) -> None:
+    def _leave(self, buffer: np.ndarray) -> None:
         """Leave parameters and statistics in memory which a trainer gave."""
-        if self._memory is not None:
-            for place, variable in zip(self._places, [*self._trained, *self._statistics], strict=True):
-                self._memory[place] = array_of(variable).reshape(-1)
+        self._layout.write(map(array_of, [*self._trained, *self._statistics]), buffer)
 
-    def _input(self, array: np.ndarray) -> np.ndarray:
-        return array.astype(self.gradient_dtype, copy=False) if array.dtype.kind == "f" else array
+    @staticmethod
+    def _set(variables: Iterable[Any], arrays: Iterable[np.ndarray]) -> None:
+        for variable, array in zip(variables, arrays, strict=True):
+            assign(variable, array)
 
     def _measured(self, y: Any, output: Any, losses: Sequence[Any]) -> tuple[Any, Any]:
         y = keras.ops.convert_to_tensor(y)

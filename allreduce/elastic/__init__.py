@@ -1,0 +1,1 @@
+"""Ranks that join a running job."""

@@ -1,0 +1,1 @@
+"""A collective call, from its arguments to its result."""

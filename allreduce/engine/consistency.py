@@ -1,0 +1,103 @@
+"""A board in the memory of a node: every rank writes on it what it has been called with, and reads the others.
+
+Comparing arguments by a message would cost as much as a small reduction. A word in shared memory costs next to
+nothing, so it is compared in every call. Nobody begins a call before all have come to it, so a rank can be one call
+ahead of another, not two: two words for each user and rank are enough.
+There is a board where all ranks share a node. Elsewhere a message compares the calls (see allreduce.engine.engine).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.engine.call import NUMBER
+from allreduce.errors import UnavailableError
+from allreduce.health.status_rows import FAR_ROWS, ROW_BYTES, StatusRows
+from allreduce.transport.shared_segment import CommonWindow
+
+USERS = 64  # of one topology at a time; any more do without
+TURNS = 2
+
+
+class Slot(NamedTuple):
+    """A user's part of the board.
+
+    part: its number. met: how often ranks have met there before.
+    turns: for calls in turn, the words of all ranks. place: of this rank's. size: how many ranks there are.
+    """
+
+    part: int
+    met: int
+    turns: tuple[memoryview, memoryview]
+    place: int
+    size: int
+
+
+class Board:
+    """The board of one topology. Creating and closing are collective.
+
+    node: the ranks that really share memory. ranks: how many the topology has.
+    """
+
+    def __init__(self, node: MPI.Intracomm, ranks: int) -> None:
+        self._node = node
+        self.free = dict.fromkeys(range(USERS), 0)  # parts that no user has: how often ranks have met there
+        self._window: CommonWindow | None = None
+        self._words: memoryview | None = None
+        if node.size == ranks > 1:
+            try:
+                self._window = CommonWindow(node, USERS * TURNS * node.size, np.dtype(np.int64))
+                self._words = memoryview(self._window.array)  # type: ignore[arg-type]
+            except UnavailableError:  # on all ranks: their memory is full, and they do without
+                pass
+
+    def take(self) -> Slot | None:
+        """A part for a new user. All ranks ask in the same order."""
+        if self._words is None or not self.free:
+            return None
+        part = min(self.free)
+        size = self._node.size
+        even = part * TURNS * size
+        odd = even + size
+        turns = self._words[even:odd], self._words[odd : odd + size]
+        return Slot(part, self.free.pop(part), turns, self._node.rank, size)
+
+    def give_back(self, part: int, met: int) -> None:
+        """The user is closed. The next one goes on counting, so that it can't take old words for new ones."""
+        self.free[part] = met
+
+    def take_back(self, parts: set[int]) -> None:
+        """Of these parts, those that users who can't give them back have taken. Local, alike on all ranks."""
+        for part in parts - set(self.free):
+            self.free[part] = self._met(part)
+
+    def _met(self, part: int) -> int:
+        """How often ranks have met in a part, as far as anybody needs to know: by the words that this one has left."""
+        assert self._words is not None
+        size = self._node.size
+        even, odd = (self._words[(part * TURNS + turn) * size + self._node.rank] & NUMBER for turn in range(TURNS))
+        return odd if (odd - even) & NUMBER == 1 else even
+
+    def close(self) -> None:
+        """Free the memory. Local."""
+        if self._words is not None:
+            self._words.release()
+            self._words = None
+        if self._window is not None:
+            self._window.free()
+
+    def abandon(self) -> None:
+        """Let go of the memory. Local."""
+        self._words = self._window = None
+
+
+def shared_rows(node: MPI.Intracomm) -> StatusRows | None:
+    """The rows of the ranks of `node`, which share memory; None on all of them when it is full. Collective."""
+    if node.size == 1:
+        return None
+    try:
+        memory = CommonWindow(node, ROW_BYTES * (node.size + FAR_ROWS), np.dtype(np.uint8)).array
+    except UnavailableError:
+        return None
+    return StatusRows(memory.reshape(-1, ROW_BYTES), node.rank)

@@ -1,0 +1,1 @@
+"""Stalls, time-outs, the status of ranks, and the end of a job."""

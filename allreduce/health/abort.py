@@ -1,0 +1,340 @@
+"""What ends the whole job. An error that one rank has alone would leave all others waiting for it for ever."""
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import NoReturn, Protocol
+
+from mpi4py import MPI
+
+from allreduce.process import children
+from allreduce.transport.processes import here
+
+TOLD_SECONDS = 2.0  # how long a rank leaves an error that many have to the lowest of them
+ALIKE_SECONDS = 1.0  # how long it leaves one of which nobody knows who has it to rank 0, which may have it too
+ERROR_FILE = "ALLREDUCE_ERROR_FILE"  # names a file for the error that ends the job: mpirun's own words follow ours
+LIFE_FILE = "ALLREDUCE_LIFE_FILE"  # names a file for the begin and the end of each rank's program
+TRACEBACK = "ALLREDUCE_TRACEBACK"  # "full": also the frames inside of the library
+LIBRARY = ("allreduce", "trainers")
+TITLE = "Traceback (most recent call last):\n"
+INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # those that have called a collective
+_leaving: list[Callable[[str], object]] = []
+_ending: list[Callable[[int], object]] = []
+_installed: list[bool] = []
+_failure = [1]  # the exit code of errors
+_exits: list[int] = []  # the exit codes that this program has asked for
+
+
+class Part(Protocol):
+    """A topology of some ranks, whose errors are no other part's concern."""
+
+    closed: bool
+
+
+_parts: "weakref.WeakSet[Part]" = weakref.WeakSet()
+
+
+def install() -> None:
+    """From now on an uncaught exception prints its traceback, with the rank, and ends the whole job. Local.
+
+    A hook that the program has set prints in its own way before; one that it sets later is noticed when the
+    program ends. Exceptions in threads end the job when the thread has called a collective. A rank that ends
+    without an exception tells the others (`on_leaving`). Interactive sessions are left alone.
+    """
+    if _installed or hasattr(sys, "ps1"):
+        return
+    _installed.append(True)
+    previous, previous_thread = sys.excepthook, threading.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if children.forked() or MPI.Is_finalized():
+            previous(kind, error, trace)
+            return
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        part_alone = in_part() and not interrupted
+        if part_alone and not _tells(error):
+            return
+        leave_to_teller(error)
+        text = "interrupted\n" if interrupted else traceback_of(error)
+        if previous is not sys.__excepthook__ and not interrupted:
+            previous(kind, error, trace)
+            text = f"{kind.__name__}\n"
+        write_down(_of_this_rank("interrupted\n" if interrupted else "".join(traceback.format_exception_only(error))))
+        if part_alone:
+            say(text)  # and the end of MPI waits for the other parts
+        else:
+            end_job(text, 130 if interrupted else code_of(error), written=True)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        previous_thread(args)
+        if (
+            args.thread in _threads
+            and not (children.forked() or MPI.Is_finalized())
+            and args.exc_type is not SystemExit
+        ):
+            name = args.thread.name if args.thread else "?"
+            end_job(f"{args.exc_type.__name__} in thread {name!r}, which other ranks may wait for\n", code_of(None))
+
+    sys.excepthook, threading.excepthook = hook, thread_hook
+    sys.exit = _noting(sys.exit)
+    atexit.register(_at_exit, hook)
+
+
+@functools.cache
+def note_life() -> None:
+    """Note in the file that the environment names, if it does, that this program has begun, and its end. Local, once.
+
+    mpirun of a job with ULFM whose ranks were all killed returns 0, as it does for a job that has ended well.
+    """
+
+    def ended() -> None:
+        if not children.forked():
+            _append(LIFE_FILE, "ended")
+
+    _append(LIFE_FILE, "began")
+    atexit.register(ended)
+
+
+def traceback_of(error: BaseException) -> str:
+    """As Python prints it, but once where all ranks have met the same: not also as the error that a check has raised.
+
+    What has passed through anything but a package's own code, such as a callback, is told in full. Frames inside of
+    this library are left out, unless the environment asks for them or the error comes from a mistake of the library.
+    """
+    cause, chain = error.__cause__, True
+    if cause is not None and (type(cause), str(cause)) == (type(error), str(error)):
+        packages = [_package(frame) for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        chain = cause.__cause__ is not None or not {*packages} <= {*packages[:1], "allreduce"}
+    told = traceback.TracebackException.from_exception(error)
+    left_out = 0 if os.environ.get(TRACEBACK) == "full" else _shorten(told, error, chain)
+    text = "".join(told.format(chain=chain))
+    if not left_out:
+        return text
+    note = f"  ({left_out} frames inside of the library are left out; {TRACEBACK}=full shows them)\n"
+    return text.replace(TITLE, TITLE + note, 1)
+
+
+def _shorten(told: traceback.TracebackException, error: BaseException, chain: bool) -> int:
+    """Take the frames of this library, and of what it calls, out of an error's traceback; returns how many they were.
+
+    chain: out of those of the errors that it comes from, too.
+    """
+    left_out = 0
+    context = None if error.__suppress_context__ else error.__context__
+    for cause_told, cause in ((told.__cause__, error.__cause__), (told.__context__, context)):
+        if chain and cause_told is not None and cause is not None:
+            left_out += _shorten(cause_told, cause, chain)
+            break
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if len(frames) != len(told.stack) or _of_the_library(error):
+        return left_out
+    kept, within = [], False
+    for frame, summary in zip(frames, told.stack, strict=True):
+        within = _inside(frame, within)
+        if not within:
+            kept.append(summary)
+    left_out += len(frames) - len(kept)
+    told.stack[:] = kept
+    return left_out
+
+
+def _of_the_library(error: BaseException) -> bool:
+    """Whether an error may be a mistake of this library, which is looked for in its frames.
+
+    It is none of our named errors, and was raised by our code, or by what that calls, and not by the program's.
+    """
+    if type(error).__module__.partition(".")[0] in LIBRARY:
+        return False
+    seen = [error]
+    while (cause := error.__cause__) is not None and not any(cause is other for other in seen):
+        if (type(cause), str(cause)) != (type(error), str(error)):
+            break
+        error = cause  # a check has raised it again, on all ranks
+        seen.append(error)
+    within = False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        within = _inside(frame, within)
+    return within
+
+
+def _inside(frame: FrameType, within: bool) -> bool:
+    """Whether a frame is the library's, or of installed code that the library calls: the frame before was `within`."""
+    if _package(frame) in LIBRARY:
+        return True
+    return within and frame.f_code.co_filename.startswith(("<frozen ", *INSTALLED))
+
+
+def _package(frame: FrameType) -> str:
+    """The first package of the module that a frame belongs to; of `python -m package` too."""
+    names = frame.f_globals
+    return str(names.get("__package__") or names.get("__name__") or "").partition(".")[0]
+
+
+def _noting(leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """sys.exit, whose code nothing else tells before the end of MPI."""
+
+    @functools.wraps(leave)
+    def exit(status: object = None) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            _exits.append(status & 0xFF if isinstance(status, int) else int(status is not None))
+        leave(status)
+
+    return exit
+
+
+def exit_code() -> int:
+    """That the program of this rank ends with, as far as is known. Local."""
+    return _exits[-1] if _exits else 0
+
+
+def code_of(error: BaseException | None) -> int:
+    """The exit code of a job that ends by this error: that of a rank that has left, which it comes from, or 1.
+
+    `fail_with` has another one take the place of 1.
+    """
+    while error is not None:
+        code = getattr(error, "job_code", None)
+        if isinstance(code, int):
+            return code
+        error = error.__cause__
+    return _failure[0]
+
+
+def fail_with(code: int) -> None:
+    """From now on errors end the job with this exit code. For programs in which 1 means something. Local."""
+    _failure[:] = [code]
+
+
+def communicates() -> None:
+    """Note that the current thread calls collectives, so that other ranks may wait for it."""
+    _threads.add(threading.current_thread())
+
+
+def on_leaving(tell: Callable[[str], object]) -> None:
+    """Have `tell` called with the reason when this rank's program ends, before MPI does."""
+    _leaving.append(tell)
+
+
+def contain(part: "Part") -> None:
+    """From now on an uncaught exception ends this rank's program but not the job, until `part` is closed. Local."""
+    _parts.add(part)
+
+
+def in_part() -> bool:
+    """Whether an uncaught exception leaves the other parts alone."""
+    return any(not part.closed for part in _parts)
+
+
+def leave_to_teller(error: BaseException) -> None:
+    """Return at once on the one rank that tells an error; others that have it too wait for the job to end.
+
+    Where nobody knows which ranks have it, all may (a file that is missing): rank 0 is given the time to tell it.
+    """
+    if not _tells(error):
+        time.sleep(TOLD_SECONDS)
+    elif getattr(error, "ranks", None) is None and here()[0] > 0:
+        time.sleep(ALIKE_SECONDS)
+
+
+def _tells(error: BaseException) -> bool:
+    """Whether this is the one rank that tells an error: the one that brought it, of those that have it."""
+    ranks = range(here()[1]) if isinstance(error, KeyboardInterrupt) else getattr(error, "ranks", None)
+    teller = getattr(error, "teller", None)
+    if teller is None:
+        teller = min(ranks) if ranks else here()[0]
+    return here()[0] == teller
+
+
+def say(text: str) -> None:
+    """Print an error's text, with the rank, behind what the program has printed."""
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed: the job must end
+        sys.stdout.flush()
+    # Not sys.stderr: torch.distributed wraps the hook and prints what it wrote there afterwards, too late.
+    stderr = sys.__stderr__ or sys.stderr
+    with contextlib.suppress(OSError, ValueError):
+        stderr.write(_of_this_rank(text))
+        stderr.flush()
+
+
+def write_down(text: str) -> None:
+    """Add an error to the file that the environment names, if it does; see scripts/train.sh."""
+    _append(ERROR_FILE, text)
+
+
+def _append(variable: str, text: str) -> None:
+    """Add lines to the file that an environment variable names, if it does."""
+    if path := os.environ.get(variable):
+        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8", errors="replace") as file:
+            file.write(text.rstrip("\n") + "\n")
+
+
+def _of_this_rank(text: str) -> str:
+    rank, size = here()
+    return f"rank {rank} of {size}: {text}"
+
+
+def on_ending(tell: Callable[[int], object]) -> None:
+    """Have `tell` called with the exit code when this rank ends the job, from any thread."""
+    _ending.append(tell)
+
+
+def follow(code: int) -> NoReturn:
+    """Another rank ends the job, and has said why. From any thread."""
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def end_job(text: str, code: int, written: bool = False) -> NoReturn:
+    """Say why, with the rank, and end all ranks. From any thread. written: it has been written down already."""
+    say(text)
+    if not written:
+        write_down(_of_this_rank(text))
+    for tell in _ending:
+        tell(code)
+    time.sleep(0.5)  # MPICH's launcher drops output that it has not passed on when it hears of the end
+    if not _all_others_failed():
+        MPI.COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def _all_others_failed() -> bool:
+    """Whether this rank is the last living one (ULFM): for MPI_Abort of such a one Open MPI's mpirun returns 0. Local.
+
+    So it is in a job of one rank. False where ranks can't fail alone: MPI_Abort gives the code there.
+    """
+    world = MPI.COMM_WORLD
+    if "OMPI_MCA_mpi_ft_enable" not in os.environ:
+        return False
+    try:
+        with contextlib.suppress(MPI.Exception):  # it raises when a rank has failed
+            world.Iprobe()  # MPI hears of failures inside of its calls
+        failed = world.Get_failed()
+        alone = bool(failed.size == world.size - 1)
+        failed.Free()
+    except (MPI.Exception, NotImplementedError):  # no ULFM
+        return False
+    return alone
+
+
+def _at_exit(hook: object) -> None:
+    """The program ends on this rank: by an exception that our hook did not see, or so that others must know."""
+    if MPI.Is_finalized() or children.forked():
+        return
+    died = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if died is not None and sys.excepthook is not hook and here()[1] > 1 and not in_part():
+        leave_to_teller(died)
+        end_job(f"{type(died).__name__}: {died}\n", code_of(died))
+    for tell in _leaving:
+        tell("it has ended its program" if died is None else f"{type(died).__name__}: {died}")

@@ -1,0 +1,66 @@
+"""SIGUSR1: a rank says where it stands, and goes on.
+
+faulthandler prints the stack of the main thread, at once, wherever the program is: in C code that keeps Python's lock
+too. A thread, which a byte from Python's own signal handler wakes, prints where the rank waits, and the stacks of all
+threads: with the lock, because stacks that run on while they are read crash the program. Both work while the main
+thread is inside of MPI. A handler that the program has set, or sets later, stays.
+"""
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import TextIO
+
+from allreduce.health import abort
+from allreduce.health.stall import standing
+from allreduce.process import children
+from allreduce.transport import processes
+
+_installed: list[int] = []  # both ends of a pair of sockets, which are open to the end
+
+
+def install() -> None:
+    """From now on uncaught errors end the job and the program's life is noted (`ending`), and SIGUSR1 prints where this
+    rank stands. Local.
+
+    Where the program has a handler for the signal, that stays.
+    """
+    abort.note_life()
+    if processes.here()[1] > 1:
+        abort.install()
+    free = hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    main = threading.current_thread() is threading.main_thread()
+    stderr = sys.__stderr__
+    if _installed or not free or not main or stderr is None:
+        return
+    try:
+        stderr.fileno()
+    except (OSError, ValueError):  # closed
+        return
+    reader, writer = (end.detach() for end in socket.socketpair())
+    os.set_blocking(writer, False)
+    _installed.extend((reader, writer))
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if previous != -1:  # a loop of asyncio, say, which hears all signals; stacks must do
+        signal.set_wakeup_fd(previous)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=False, chain=True)
+    threading.Thread(target=_listen, args=(reader, stderr), name="allreduce signals", daemon=True).start()
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _listen(reader: int, stderr: TextIO) -> None:
+    while received := os.read(reader, 64):
+        if signal.SIGUSR1 in received and not children.forked():
+            abort.say(f"process {os.getpid()} on {socket.gethostname()}:\n  {standing()}\n")
+            faulthandler.dump_traceback(stderr)
+
+
+def _let_go() -> None:
+    """A forked child is no rank, and would wake its parent's thread."""
+    previous = signal.set_wakeup_fd(-1)
+    if previous not in (-1, _installed[1]):
+        signal.set_wakeup_fd(previous)

@@ -1,0 +1,456 @@
+"""Status messages: what the ranks of a topology tell each other of themselves when a wait is long.
+
+A rank that has waited for a second writes in its row of a table in its node's memory where it waits (status_rows.py).
+The leaders of the nodes form a binary tree, and tell their neighbours in it what is known on their side of it, when
+that has changed. So every rank knows where all ranks are, without any of them having to answer. A rank sends at most
+three messages for a change, and none where one node has all ranks. One message is on its way between two ranks at a
+time, so none pile up before a rank that reads none.
+
+A loss revokes the topology's communicators. Where ranks may be lost, status messages travel on one that no loss
+revokes: ranks that leave are then told of to all others, which agree who is left (`Topology.finished`).
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+from allreduce.errors import CollectiveTimeoutError, RankLeftError
+from allreduce.health import abort, status
+from allreduce.health.status import ENDED, LEFT, SILENT, STALLED, WAITING, Fact, State
+from allreduce.health.status_rows import FAR_BYTES, OWN_BYTES, StatusRows
+from allreduce.transport import liveness, processes, ulfm
+from allreduce.transport.deferred_free import keep
+from allreduce.transport.liveness import Process
+from allreduce.transport.wait import Call, Wait, asleep
+
+SILENT_SECONDS = 5.0  # after which a rank that passes no messages on is told of
+GIVEN_UP_SECONDS = 5.0  # for which a wait that has ended in an error is still told of
+GONE_SECONDS = 1.0  # how often a long wait looks whether the processes of the node live
+LAST_SECONDS = 0.3  # for the last messages of a rank that leaves
+NOTHING = status.encode({})
+
+
+class Sent(NamedTuple):
+    """A message on its way. since: by time.monotonic()."""
+
+    request: MPI.Request
+    buffer: bytearray
+    since: float
+
+    def taken(self) -> bool:
+        """Whether its receiver has begun to receive it; before that MPI may still read the buffer."""
+        try:
+            return bool(self.request.Test())
+        except MPI.Exception:  # the receiver is lost
+            return True
+
+
+class Neighbour(NamedTuple):
+    """A rank that this one tells what it knows, usually the leader of a node, and the ranks heard of through it."""
+
+    leader: int
+    ranks: tuple[int, ...]
+
+
+def tree(nodes: Sequence[Sequence[int]], own: int) -> list[Neighbour]:
+    """The neighbours of the node `own` in the tree. nodes: the ranks of each, the leader first."""
+
+    def below(node: int) -> list[int]:
+        found, left = [], [node]
+        while left:
+            node = left.pop()
+            found.append(node)
+            left += [child for child in (2 * node + 1, 2 * node + 2) if child < len(nodes)]
+        return found
+
+    def side(node: int, of: Iterable[int]) -> Neighbour:
+        return Neighbour(nodes[node][0], tuple(sorted(rank for each in of for rank in nodes[each])))
+
+    found = [side(child, below(child)) for child in (2 * own + 1, 2 * own + 2) if child < len(nodes)]
+    if own:
+        found.append(side((own - 1) // 2, {*range(len(nodes))} - {*below(own)}))
+    return found
+
+
+class Notes:
+    """What the ranks of one topology tell of themselves.
+
+    comm: a communicator of their own. Until `connect` this rank knows of itself alone.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.state: State = {}  # all that is known
+        self.ended: int | None = None  # the exit code of a rank that ends the job
+        self.lost = False  # a rank was lost: only who leaves is told, to all ranks
+        self._own: dict[Fact, set[int]] = {}  # what this rank tells
+        self._connected = False
+        self._given_up: dict[Fact, float] = {}  # waits of this rank that have ended in an error, and when
+        self._rows: StatusRows | None = None
+        self._node: tuple[int, ...] = (self.rank,)  # the leader first
+        self._looks, self._looked_at = 0, 0.0  # of the leader: the last count, and since when it is that
+        self._unheard: State = {}  # of other nodes, while the leader does not look
+        self._of_node: dict[int, State] = {}  # by index on the node
+        self._neighbours: list[Neighbour] = []
+        self._processes: dict[int, Process] = {}  # of this machine's other ranks
+        self._looked = 0.0  # at them
+        self._heard: dict[int, State] = {}  # by the rank that has sent it
+        self._version = 0  # of what is known
+        self._told: dict[int, tuple[int, bytes]] = {}  # the version that was told, and the message
+        self._sent: dict[int, Sent] = {}  # on their way
+        self._last: list[Sent] = []  # sent although others were on their way
+        weakref.finalize(self, _keep_sent, self._sent, self._last).atexit = False
+        self._left: dict[Fact, float] = {}  # since when it is known
+        self._asks: set[tuple[int, int]] = set()  # for stacks, which were heard
+        self._partings: MPI.Intracomm | None = None
+        self._finish = Wait(-1)
+
+    def connect(
+        self, nodes: Sequence[Sequence[int]], own: int, rows: StatusRows | None, found: Mapping[int, Process]
+    ) -> None:
+        """Share what is told with the other ranks. Local; on all ranks.
+
+        nodes: the ranks of each node, the leader first; own: this one's index. rows: of this node, or None where its
+        ranks share no memory: they tell their leader by messages. found: the processes of ranks of this machine.
+        """
+        members, self._connected = nodes[own], True
+        self._of_node.clear()
+        if members[0] == self.rank:
+            self._neighbours = tree(nodes, own)
+        if rows is not None:
+            self._rows, self._node, self._looked_at = rows, tuple(members), time.monotonic()
+        elif members[0] == self.rank:
+            self._neighbours += [Neighbour(rank, (rank,)) for rank in members[1:]]
+        else:
+            self._neighbours = [Neighbour(members[0], tuple(rank for rank in range(self.size) if rank != self.rank))]
+        self._processes = {rank: process for rank, process in found.items() if rank != self.rank}
+        numbers = processes.world_ranks(self.comm)
+        liveness.know({numbers[rank]: process for rank, process in self._processes.items()})
+        self._write()
+
+    def part_on(self, comm: MPI.Intracomm, finish: Wait) -> None:
+        """Have messages travel on `comm`, which no loss revokes. Local.
+
+        finish: where ranks agree on what is done. Who has left after an agreement is not missed in it.
+        """
+        self._partings, self._finish = comm, finish
+
+    # What this rank tells
+
+    def waits(self, waits: Iterable[tuple[Wait, Call]]) -> None:
+        """These are the long waits of this rank."""
+        now = time.monotonic()
+        self._given_up = {each: since for each, since in self._given_up.items() if now - since < GIVEN_UP_SECONDS}
+        told = [_waiting(wait, call) for wait, call in waits]
+        if (facts := list(dict.fromkeys([*told, *self._given_up]))) != [
+            each for each in self._own if each.kind == WAITING
+        ]:
+            self._tell([WAITING], facts)
+
+    def gives_up(self, wait: Wait, call: Call) -> None:
+        """A wait ends in an error. Others, who come to theirs a moment later, still see that this rank had come."""
+        self._given_up[_waiting(wait, call)] = time.monotonic()
+
+    def leaves(self, why: str, wait: Wait | None) -> None:
+        """This rank waits for nobody any more: in one place or, as its program ends, in any."""
+        if wait is not None:
+            word = 0 if wait.call is None else wait.call.word
+            self._tell([], [status.fact(LEFT, wait.number, wait.count, word, why)])
+        else:
+            passed = self._finish.count - (self._finish.call is not None)
+            self._tell([WAITING], [status.fact(LEFT, 0, abort.exit_code(), passed, why)])
+        self.listen()
+        self._spread_last()
+
+    def ends(self, code: int) -> None:
+        """This rank ends the job."""
+        self._tell([], [Fact(ENDED, turn=code)])
+        self._spread_last()
+
+    def asks_for_stacks(self, text: str) -> None:
+        """All ranks are to write their stacks down."""
+        asked = max((each.turn for each in self._own if each.kind == STALLED), default=0)
+        self._tell([STALLED], [status.fact(STALLED, 0, asked + 1, 0, text)])
+
+    def _tell(self, instead: Collection[int], facts: Iterable[Fact], ranks: Collection[int] | None = None) -> None:
+        """Facts of this rank, or of `ranks`, take the place of those of these kinds."""
+        own = {each: of for each, of in self._own.items() if each.kind not in instead}
+        self._own = {**own, **{each: {*(ranks or [self.rank])} for each in facts}}
+        self._write()
+
+    def _write(self) -> None:
+        newest_first = list(reversed(self._own))
+        facts = sorted(newest_first, key=lambda each: (each.kind == LEFT and each.number != 0, each.kind == WAITING))
+        if self._rows is not None:
+            self._rows.write(status.fitting({each: self._own[each] for each in facts}, OWN_BYTES))
+        self._of_node[self._rows.own if self._rows is not None else 0] = self._own
+        self._merge()
+
+    # What is heard
+
+    def exchange(self) -> None:
+        """Take what others tell, and tell the neighbours what has changed."""
+        if self._rows is not None:
+            self._rows.count_look()
+        self.listen()
+        self._see_silence()
+        self._spread()
+
+    def listen(self) -> None:
+        """Take what others tell."""
+        changed = self._read()
+        if self._neighbours or self.lost or not self._connected:
+            with suppress(MPI.Exception):  # another one is lost just now; so they are taken the next time
+                if self._partings is not None:
+                    self._partings.Ack_failed()
+                if self._take(self._channel):
+                    self._pass_on()
+                    changed = True
+        if changed:
+            self._merge()
+
+    def _read(self) -> bool:
+        """See what the ranks of this node have written. True: something has changed."""
+        news = self._rows.changed() if self._rows is not None else []
+        for index, content in news:
+            self._of_node[index] = status.decode(content, self.size)
+        return bool(news)
+
+    def _pass_on(self) -> None:
+        """Show the other ranks of this node what was heard of other nodes."""
+        if self._rows is not None and not self.lost:
+            heard = status.limited(status.merged(self._heard.values()))
+            self._rows.write(status.fitting(heard, FAR_BYTES), far=True)
+
+    @property
+    def _channel(self) -> MPI.Intracomm:
+        return self._partings or self.comm
+
+    def _take(self, comm: MPI.Intracomm) -> bool:
+        envelope, taken = MPI.Status(), False
+        while (message := comm.Improbe(status=envelope)) is not None:
+            buffer = bytearray(envelope.Get_count(MPI.BYTE))
+            message.Recv([buffer, MPI.BYTE])
+            self._heard[envelope.source] = status.decode(bytes(buffer), self.size)
+            taken = True
+        return taken
+
+    def _merge(self) -> None:
+        self._version += 1
+        self.state = status.merged([*self._of_node.values(), *self._heard.values(), self._unheard])
+        now = time.monotonic()
+        for each, ranks in self.state.items():
+            if each.kind == LEFT and {*ranks} - {self.rank}:
+                self._left.setdefault(each, now)
+            elif each.kind == ENDED and {*ranks} - {self.rank}:
+                self.ended = each.turn if abs(each.turn) < 2**31 else 1
+
+    def asked_for_stacks(self) -> list[tuple[int, str]]:
+        """The ranks that have asked for all stacks since the last call, and where they wait."""
+        found = []
+        for each, ranks in list(self.state.items()):
+            for rank in [rank for rank in ranks if each.kind == STALLED and rank != self.rank]:
+                if (rank, each.turn) not in self._asks:
+                    self._asks = {pair for pair in self._asks if pair[0] != rank} | {(rank, each.turn)}
+                    found.append((rank, each.text))
+        return found
+
+    def look_for_gone_processes(self) -> None:
+        """While any rank waits long: a process of this node that has ended is a rank that is lost, or has left."""
+        now = time.monotonic()
+        if now - self._looked < GONE_SECONDS or not any(each.kind == WAITING for each in self.state):
+            return
+        self._looked = now
+        left = {rank for each, ranks in self.state.items() if each.kind == LEFT and each.number == 0 for rank in ranks}
+        for rank, process in list(self._processes.items()):
+            if rank not in left and liveness.gone(process):
+                del self._processes[rank]
+                if not liveness.declare(process):
+                    why = f"its process ({process.pid}) has ended without a word"
+                    self._tell([], [status.fact(LEFT, 0, 1, -1, why)], [rank])
+
+    # Messages
+
+    def _spread(self) -> None:
+        """Tell each neighbour what is known on this side, if that has changed and it has taken what it was told."""
+        for neighbour in self._told_to() if self._connected else []:
+            self._send(neighbour, False)
+
+    def _spread_last(self) -> None:
+        """The same, also where a message is on its way; and give them time to leave."""
+        neighbours = self._told_to()
+        for neighbour in neighbours:
+            self._send(neighbour, True)
+        if neighbours and ulfm.in_force():  # otherwise the end of MPI waits for all ranks, and passes them on
+            asleep(self._all_taken, LAST_SECONDS)
+
+    def _told_to(self) -> list[int]:
+        if self._connected and not self.lost:
+            return [each.leader for each in self._neighbours]
+        leaves = not self._connected or any(each.kind == LEFT and each.number == 0 for each in self.state)
+        return [rank for rank in range(self.size) if rank != self.rank] if leaves else []
+
+    def _send(self, neighbour: int, last: bool) -> None:
+        if neighbour in self._sent and self._sent[neighbour].taken():
+            del self._sent[neighbour]
+        if neighbour in self._sent and not last:
+            return
+        version, before = self._told.get(neighbour, (-1, NOTHING))
+        if version == self._version:
+            return
+        heard = [state for source, state in self._heard.items() if source != neighbour]
+        far = self._rows.far if self._rows is not None else -1
+        near = [state for index, state in self._of_node.items() if index != far]
+        known = status.merged([*near, *heard])
+        if self.lost:
+            known = {each: ranks for each, ranks in known.items() if each.kind == LEFT}
+        message = status.encode(status.limited(known))
+        self._told[neighbour] = self._version, message
+        if message == before:
+            return
+        with suppress(MPI.Exception):  # it is lost
+            buffer = bytearray(message)
+            sent = Sent(self._channel.Issend([buffer, MPI.BYTE], neighbour), buffer, time.monotonic())
+            if neighbour not in self._sent:
+                self._sent[neighbour] = sent
+            else:
+                self._last.append(sent)
+
+    def _all_taken(self) -> bool:
+        return all(sent.taken() for sent in [*self._sent.values(), *self._last])
+
+    def _see_silence(self) -> None:
+        """Say which ranks can't be heard, because the one that passes their messages on does not."""
+        now, silent = time.monotonic(), {}
+        for leader, ranks in self._neighbours:
+            sent = self._sent.get(leader)
+            if sent is not None and now - sent.since > SILENT_SECONDS and not sent.taken():
+                silent[_silence(leader)] = {*ranks} - {leader}
+        silent = {each: ranks for each, ranks in silent.items() if ranks}
+        if silent != {each: ranks for each, ranks in self._own.items() if each.kind == SILENT}:
+            self._own = {**{each: of for each, of in self._own.items() if each.kind != SILENT}, **silent}
+            self._write()
+        unheard = self._behind_a_silent_leader(now)
+        if unheard != self._unheard:
+            self._unheard = unheard
+            self._merge()
+
+    def _behind_a_silent_leader(self, now: float) -> State:
+        """The ranks of other nodes, when this node's leader no longer shows what it hears of them."""
+        leader = self._node[0]
+        if self._rows is None or leader == self.rank or len(self._node) == self.size:
+            return {}
+        if (looks := self._rows.looks(0)) != self._looks:
+            self._looks, self._looked_at = looks, now
+        if now - self._looked_at <= SILENT_SECONDS:
+            return {}
+        return {_silence(leader): {*range(self.size)} - {*self._node}}
+
+    def probe(self) -> None:
+        """Let MPI go on; it raises when a rank has died, or when another one says so."""
+        self.comm.Iprobe()
+
+    def drain(self, limit: float) -> None:
+        """Take all messages, so that the communicators can be freed. Collective.
+
+        limit: seconds after which a CollectiveTimeoutError is raised, when ranks don't come.
+        """
+        deadline = time.monotonic() + limit
+
+        def until(done: Callable[[], bool]) -> None:
+            while not done():
+                self.listen()
+                if time.monotonic() > deadline:
+                    raise CollectiveTimeoutError(f"waited {limit:.0f} s for other ranks to close a topology")
+                time.sleep(1e-5)
+
+        until(self._all_taken)
+        request = self.comm.Ibarrier()  # then nothing is on its way to anybody
+        try:
+            until(request.Test)
+        except CollectiveTimeoutError:
+            keep(request)
+            raise
+        self._sent.clear()
+        self._last.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the memory that the node shares. Local."""
+        self._rows = None
+
+    # Judgement
+
+    @property
+    def left(self) -> bool:
+        """Whether a rank is known to have left."""
+        return bool(self._left)
+
+    def departure(self, rank: int) -> tuple[Fact, float] | None:
+        """That a rank has ended its program, or closed the topology, and since when this is known here. Local."""
+        for fact, heard in list(self._left.items()):
+            if fact.number == 0 and rank in self.state.get(fact, ()):
+                return fact, heard
+        return None
+
+    def gone(self, wait: Wait, before: float, call: Call) -> RankLeftError | None:
+        """The error of `call`, to whose place a rank comes no more, as was heard before a time, by time.monotonic()."""
+        for fact, heard in list(self._left.items()):
+            ranks = {*self.state.get(fact, ())} - {self.rank}
+            has_come = wait is self._finish and fact.number == 0 and fact.word >= wait.count
+            if fact.number in (0, wait.number) and heard < before and not has_come and ranks:
+                error = RankLeftError(
+                    f"rank {min(ranks)} has left: {fact.text}, while this rank waits for it in {call}"
+                )
+                error.job_code = (fact.turn if fact.number == 0 else 0) or 1
+                return error
+        return None
+
+    def disagree(self, wait: Wait, call: Call) -> bool:
+        """Whether another rank has come to this place with another call."""
+        return any(
+            (each.kind, each.number, each.turn) == (WAITING, wait.number, wait.count) and each.word != call.word
+            for each in self.state
+        )
+
+    def speaker(self, wait: Wait, call: Call, most: int) -> bool:
+        """Whether this rank reports a wait: the lowest one that waits in this call, of at most so many calls."""
+        others = [each for each, ranks in self.state.items() if each.kind == WAITING and min(ranks) < self.rank]
+        here = wait.number, wait.count, call.word
+        return len(others) < most and here not in [(each.number, each.turn, each.word) for each in others]
+
+    def teller(self, wait: Wait, call: Call) -> int:
+        """The number in the job of the rank that reports an error of this call: the lowest one that waits in it."""
+        here = WAITING, wait.number, wait.count, call.word
+        ranks = {rank for each, of in self.state.items() if each[:4] == here for rank in of}
+        return processes.world_ranks(self.comm)[min({self.rank, *ranks})]
+
+    def look_at_end(self, call: Call) -> None:
+        """Raise what ends `call`, in which ranks agree on what is done, also after a loss. Costs little."""
+        error = self._finish.error or self.gone(self._finish, time.monotonic(), call)
+        if error is not None:
+            raise error
+
+    def table(self, call: Call) -> str:
+        """Where all ranks are, as far as this one knows, which is in `call`. At most 20 lines."""
+        return status.table(self.state, self.size, self.rank, str(call))
+
+
+def _keep_sent(sent: Mapping[int, Sent], last: Sequence[Sent]) -> None:
+    """A topology was dropped while its messages were on their way."""
+    for each in (*sent.values(), *last):
+        keep(each)
+
+
+def _silence(leader: int) -> Fact:
+    return status.fact(
+        SILENT, leader, 0, 0, f"can't be heard: rank {leader}, which passes their messages on, takes none"
+    )
+
+
+def _waiting(wait: Wait, call: Call) -> Fact:
+    return status.fact(WAITING, wait.number, wait.count, call.word, str(call))

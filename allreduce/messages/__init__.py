@@ -1,1 +1,0 @@
-"""All that communicates below a backend."""

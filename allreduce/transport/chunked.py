@@ -1,0 +1,100 @@
+"""Memory of any size from one rank to all, or of all to all, and bytes that differ from rank to rank to rank 0 or from
+there."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.arrays.chunks import segments
+from allreduce.errors import CommunicationError
+from allreduce.transport.control import all_values, known, root_value, waiting
+
+LARGEST = 1 << 38  # bytes of a rank: more than a state that fits its memory
+SHOWN = 200  # characters of sizes that can't be
+PIECE = 1 << 30  # bytes in a message: an MPI count is a C int in Open MPI 5
+
+
+def broadcast(comm: MPI.Intracomm, arrays: Iterable[np.ndarray], root: int, what: str) -> None:
+    """Overwrite contiguous arrays of any dtype with those of rank `root`, alike on all ranks. Collective."""
+    with waiting(comm, what):
+        for array in arrays:
+            overwrite(comm, array, root)
+
+
+def overwrite(comm: MPI.Intracomm, array: np.ndarray, root: int) -> None:
+    """As `broadcast`, for one array, in a call that is watched already. Collective."""
+    for piece in pieces(array):
+        comm.Bcast(piece, root)
+
+
+def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    """A contiguous array's memory as bytes, in pieces that MPI can count."""
+    memory = array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)  # elements may have no bytes
+    for span in segments(slice(0, memory.size), PIECE):
+        yield memory[span]
+
+
+def counts(comm: MPI.Intracomm, mine: int) -> np.ndarray:
+    """Every rank's number, by rank, int64, in a call that is watched already. Collective."""
+    everyone = np.empty(comm.size, np.int64)
+    comm.Allgather(np.array([mine], np.int64), everyone)
+    return everyone
+
+
+def gather(comm: MPI.Intracomm, mine: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """All ranks' arrays one after another, in a call that is watched already. Collective.
+
+    mine: a contiguous array of any dtype. lengths: of the ranks' first dimensions; the others are alike.
+    """
+    everyone = np.empty((int(lengths.sum()), *mine.shape[1:]), mine.dtype)
+    if everyone.nbytes > PIECE:
+        parts = np.split(everyone, np.cumsum(lengths)[:-1])
+        parts[comm.rank][...] = mine
+        for rank, part in enumerate(parts):
+            overwrite(comm, part, rank)
+    elif everyone.nbytes:
+        nbytes = lengths * (everyone.nbytes // len(everyone))
+        comm.Allgatherv(mine.reshape(-1).view(np.uint8), [everyone.reshape(-1).view(np.uint8), nbytes.tolist()])
+    return everyone
+
+
+def bytes_to_root(comm: MPI.Intracomm, mine: bytes, what: str) -> list[bytes]:
+    """Every rank's bytes, by rank, on rank 0; none elsewhere. Collective."""
+    sizes = _checked(comm, all_values(comm, len(mine), what), what)
+    if comm.rank:
+        _send(comm, mine, 0, what)
+        return []
+    return [mine, *(_receive(comm, size, rank, what) for rank, size in enumerate(sizes[1:], 1))]
+
+
+def bytes_of_root(comm: MPI.Intracomm, everyone: list[bytes], what: str) -> bytes:
+    """What rank 0 has for this rank in a list, which the others leave empty. Collective."""
+    sizes = _checked(comm, root_value(comm, [len(each) for each in everyone], what), what)
+    if comm.rank:
+        return _receive(comm, sizes[comm.rank], 0, what)
+    for rank in range(1, comm.size):
+        _send(comm, everyone[rank], rank, what)
+    return everyone[0]
+
+
+def _checked(comm: MPI.Intracomm, sizes: list[int], what: str) -> list[int]:
+    """The sizes that ranks have told, before memory is taken for them. All ranks see the same ones."""
+    if len(sizes) != comm.size or not all(type(size) is int and 0 <= size <= LARGEST for size in sizes):
+        told = str(sizes)[:SHOWN]
+        raise known(CommunicationError(f"{what}: ranks can't have {told} bytes to send; {LARGEST} are the most"), comm)
+    return sizes
+
+
+def _send(comm: MPI.Intracomm, message: bytes, rank: int, what: str) -> None:
+    with waiting(comm, what):
+        for piece in pieces(np.frombuffer(message, np.uint8)):
+            comm.Send(piece, rank)
+
+
+def _receive(comm: MPI.Intracomm, size: int, rank: int, what: str) -> bytes:
+    memory = np.empty(size, np.uint8)
+    with waiting(comm, what):
+        for piece in pieces(memory):
+            comm.Recv(piece, rank)
+    return memory.tobytes()

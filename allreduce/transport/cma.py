@@ -1,0 +1,94 @@
+"""The ordinary memory of the other ranks of a node, read and written where it is: one copy, and no message.
+
+Linux's process_vm_readv and process_vm_writev ("cross memory attach", C. Yeoh, 2012; MPI libraries move large messages
+so). A process may do it to those of the same user, unless a container or the system (Yama's ptrace_scope) forbids it.
+"""
+
+import ctypes
+import os
+import secrets
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.errors import CommunicationError
+from allreduce.transport.control import on_all, waiting
+
+
+class _Span(ctypes.Structure):
+    """struct iovec"""
+
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+def _call(name: str) -> Any:
+    """A function of the C library, or None where there is no such thing."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is not None:
+        span = ctypes.POINTER(_Span)
+        function.argtypes = [ctypes.c_int, span, ctypes.c_ulong, span, ctypes.c_ulong, ctypes.c_ulong]
+        function.restype = ctypes.c_ssize_t
+    return function
+
+
+_read, _write = _call("process_vm_readv"), _call("process_vm_writev")
+
+
+class Reach:
+    """What ranks that share a node can do in each other's memory. Collective.
+
+    works: whether all of them can; the same on all.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._rank = comm.rank
+        secret = np.array([secrets.randbits(62)], np.int64)
+        mine = np.array([os.getpid(), MPI.Get_address(secret), secret[0]], np.int64)
+        everyone = np.empty((comm.size, 3), np.int64)
+        with waiting(comm, "exchange addresses"):
+            comm.Allgather(mine, everyone)
+        self._pids = everyone[:, 0].tolist()
+        works = all(self._sees(rank, *row) for rank, row in enumerate(everyone[:, 1:].tolist()))
+        self.works = on_all(comm, works, "see each other's memory")  # and then nobody uses `secret` any more
+
+    def address(self, array: np.ndarray) -> int:
+        """Where other ranks find an array's memory; 0 for memory of a kind that they can't reach (of some devices)."""
+        begin, byte = MPI.Get_address(array), np.empty(1, np.uint8)
+        last = begin + array.nbytes - 1
+        return begin if all(_move(_read, self._pids[self._rank], at, byte) == 1 for at in (begin, last)) else 0
+
+    def read(self, rank: int, address: int, into: np.ndarray) -> None:
+        """Fill a 1-D array from a rank's memory."""
+        self._move(_read, rank, address, into)
+
+    def write(self, rank: int, address: int, array: np.ndarray) -> None:
+        """Copy a 1-D array into a rank's memory."""
+        self._move(_write, rank, address, array)
+
+    def _move(self, function: Any, rank: int, address: int, array: np.ndarray) -> None:
+        memory, done = array.view(np.uint8), 0
+        while done < memory.size:  # Linux moves at most 2 GiB in a call
+            moved = _move(function, self._pids[rank], address + done, memory[done:])
+            if moved <= 0:
+                reason = os.strerror(ctypes.get_errno())
+                raise CommunicationError(f"the memory of rank {rank} of this node can't be reached any more: {reason}")
+            done += moved
+
+    def _sees(self, rank: int, address: int, secret: int) -> bool:
+        """Whether a rank's secret is there, and may be written over (by itself).
+
+        A process of this number may be another one, where ranks have spaces of process numbers of their own.
+        """
+        found = np.zeros(1, np.int64)
+        pid = self._pids[rank]
+        is_it = _move(_read, pid, address, found) == found.nbytes and int(found[0]) == secret
+        return is_it and _move(_write, pid, address, found) == found.nbytes
+
+
+def _move(function: Any, pid: int, address: int, array: np.ndarray) -> int:
+    """How many bytes were moved; less than nothing after an error."""
+    if function is None:
+        return -1
+    here, there = _Span(MPI.Get_address(array), array.nbytes), _Span(address, array.nbytes)
+    return function(pid, here, 1, there, 1, 0)

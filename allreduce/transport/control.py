@@ -1,0 +1,283 @@
+"""Agreement: what raises an error on every rank, or on none.
+
+Control messages have communicators of their own, on which no data travels. Every wait here looks at the
+topology's watch (`watched` ties a communicator to it), so it ends in a result or in a named error. Whoever has to
+wait inside of MPI, for large messages, does it in `waiting`; outside of `allreduce.messages` and of backends, whose
+calls are watched, there is no other wait. Values travel as JSON: a pickle would run what a peer has put into it.
+"""
+
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar, cast
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError
+from allreduce.health.stall import Watch, lonely
+from allreduce.notices import log
+from allreduce.transport import processes
+from allreduce.transport.deferred_free import keep
+from allreduce.transport.wait import LOOK_SECONDS, Call, Pause, Said, Wait
+
+ResultT = TypeVar("ResultT")
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+Portable = tuple[str, str, str]  # an error: its type's module and name, its text
+
+AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to different ones get a table too
+_REST = (0,) * (AGREED_VALUES - 1)
+LONE_SECONDS = 60.0  # how long a rank with an error waits for others to hear of it
+LARGEST_VALUES = 1 << 30  # bytes of JSON that are taken from other ranks
+EAGER_SECONDS, LONGEST_SLEEP = 1e-3, 1e-3  # of waits for small messages, which are seldom long
+
+
+@functools.cache
+def _watched() -> int:
+    """The key of what is tied to a communicator; made at its first use, because MPI does not run in child processes."""
+    return MPI.Comm.Create_keyval()
+
+
+def watched(comm: MPI.Comm, watch: Watch, wait: Wait) -> None:
+    """From now on agreements on `comm` are waits of `watch`, in this place."""
+    comm.Set_attr(_watched(), (watch, wait))
+
+
+def place_of(comm: MPI.Comm) -> Wait | None:
+    """Where agreements on a communicator wait, if it is watched."""
+    pair: Any = comm.Get_attr(_watched())
+    return pair[1] if pair else None
+
+
+def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
+    """Raise on every rank when at least one rank brings an error. Collective.
+
+    Every rank raises the error of the lowest rank that has one, with that rank named in its text;
+    without any error the cost is one small all-reduce.
+    """
+    found = np.array([error is not None], dtype=np.int64)
+    wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, found, MPI.SUM), "hear whether all ranks are well")
+    if found[0]:
+        raise _first_error(comm, [portable for _, portable in _exchange(comm, "what went wrong", error)]) from error
+
+
+def together(comm: MPI.Comm, step: Callable[[], ResultT]) -> ResultT:
+    """What `step` returns on each rank; an error that it meets on some ranks is raised on all. Collective."""
+    result, error = None, None
+    try:
+        result = step()
+    except Exception as met:  # whatever it is, the other ranks must not wait for this one
+        error = met
+    raise_together(comm, error)
+    return cast(ResultT, result)
+
+
+def agree(comm: MPI.Comm, values: Sequence[int], side: str, error: Exception | None) -> None:
+    """Return when all ranks bring equal `values` and no error; otherwise raise on all of them. Collective.
+
+    values: at most AGREED_VALUES. side: this rank's in words, its line in the table of a
+    DisagreementError. An agreement costs one small all-reduce; only a failed one exchanges text.
+    """
+    row = [error is not None, *values, *[0] * (AGREED_VALUES - len(values))]
+    mine = np.array([*row, *[-each for each in row]], np.int64)  # the minimum of -x is minus the maximum
+    low = mine.copy()
+    try:
+        limit = LONE_SECONDS if error else math.inf
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), side, limit)
+    except AllReduceError as ended:
+        if error is None:
+            raise
+        raise error from ended  # an error of this rank alone, for which the others do not come
+    if error is not None or not np.array_equal(low, mine):
+        _raise_difference(comm, side, error)
+
+
+class Comparison:
+    """Agreements on known calls, in memory that is kept. Making one is local.
+
+    An agreement of any other kind may meet one of these: all ranks get the table then.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+        self._low = np.zeros(2 * (AGREED_VALUES + 1), np.int64)
+
+    def agree(self, call: Call) -> None:
+        """As the function `agree`, for the word of a call and no error. Collective."""
+        low, word = self._low, call.word
+        low[:] = 0
+        low[1], low[AGREED_VALUES + 2] = word, -word
+        wait_for(self._comm, self._comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), "compare a call")
+        if low.tolist() != [0, word, *_REST, 0, -word, *_REST]:
+            _raise_difference(self._comm, str(call), None)
+
+
+def _raise_difference(comm: MPI.Comm, side: str, error: Exception | None) -> NoReturn:
+    """All ranks have seen that they differ, or that one of them has an error: raise that, on all of them."""
+    sides = _exchange(comm, side, error)
+    if any(side_error is not None for _, side_error in sides):
+        raise _first_error(comm, [side_error for _, side_error in sides]) from error
+    raise disagreement(comm, [words for words, _ in sides])
+
+
+def disagreement(comm: MPI.Comm, sides: Sequence[str]) -> DisagreementError:
+    """The error of ranks that brought these sides of a call; all ranks of `comm` raise it."""
+    table = "\n".join(f"  rank {rank}: {side}" for rank, side in enumerate(sides))
+    error = DisagreementError(f"the ranks disagree about this call; it must be the same on all of them:\n{table}")
+    return known(error, comm)
+
+
+def known(error: ErrorT, comm: MPI.Comm) -> ErrorT:
+    """`error`, marked as one that all ranks of `comm` raise. Errors of other packages are agreed on as well."""
+    error.ranks = processes.world_ranks(comm)  # type: ignore[attr-defined]
+    return error
+
+
+def everywhere(error: BaseException, comm: MPI.Comm) -> bool:
+    """Whether all ranks of `comm` raise this error, so that they are in step; others may not know of it. Local."""
+    return set(processes.world_ranks(comm)) <= set(getattr(error, "ranks", None) or ())
+
+
+def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = math.inf) -> None:
+    """Wait for a control message, and say so when it takes long.
+
+    limit: seconds after which it is given up; never longer than the topology's timeout.
+    Raises CollectiveTimeoutError, RankLeftError or DisagreementError on this rank when the others don't come.
+    """
+    with _at_place(comm, what, raises=True) as (watch, wait):
+        try:
+            if not request.Test():
+                _look_until(request, watch, wait, what, limit)
+        except BaseException:
+            keep(request)  # and its buffer, into which MPI may still write
+            raise
+
+
+@contextmanager
+def waiting(comm: MPI.Comm, what: str) -> Iterator[None]:
+    """Around a call of MPI that waits for the other ranks of `comm`, which no loop of ours can end. Local.
+
+    When they don't come, the watch says who is missing in `what`, and ends the job.
+    """
+    with _at_place(comm, what, raises=False):
+        yield
+
+
+@contextmanager
+def _at_place(comm: MPI.Comm, what: str, raises: bool) -> Iterator[tuple[Watch, Wait]]:
+    """The place where this rank waits on a communicator, with `what` as its call unless a backend's is under way."""
+    pair: Any = comm.Get_attr(_watched())
+    watch, wait = pair or (lonely(), lonely().place(0))
+    begins = wait.call is None
+    if begins:
+        wait.begin(Said(what))
+    inside, wait.raises = wait.raises, raises
+    try:
+        with watch.hearing():
+            yield watch, wait
+    finally:
+        wait.raises = inside
+        if begins:
+            wait.end()
+        if pair is None:
+            watch.forget(wait)
+
+
+def _look_until(request: MPI.Request, watch: Watch, wait: Wait, what: str, limit: float) -> None:
+    begin = looked = time.monotonic()
+    pause = Pause(EAGER_SECONDS, LONGEST_SLEEP)
+    while not request.Test():
+        now = time.monotonic()
+        pause(now)
+        watch.check()
+        if now - looked > LOOK_SECONDS:
+            looked = now
+            watch.look(wait)
+        if now - begin > limit:
+            raise CollectiveTimeoutError(f"waited {now - begin:.0f} s for other ranks in: {what}")
+
+
+def all_values(comm: MPI.Comm, value: Any, what: str) -> list[Any]:
+    """Every rank's `value`, by rank. Collective. value: what JSON can hold; tuples become lists.
+
+    Two all-reduces of tables in which a rank fills its own part: MPI's run on a tree or a ring. A non-blocking
+    all-gather of Open MPI connects all pairs of ranks.
+    """
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = np.zeros(comm.size, np.int64)
+    lengths[comm.rank] = mine.size
+    combine(comm, lengths, what)
+    _check_size(comm, int(lengths.sum()), what)
+    ends = np.cumsum(lengths)
+    everyone = np.zeros(ends[-1], np.uint8)
+    everyone[ends[comm.rank] - mine.size : ends[comm.rank]] = mine
+    combine(comm, everyone, what)
+    return [json.loads(text.tobytes()) for text in np.split(everyone, ends[:-1])]
+
+
+def root_value(comm: MPI.Comm, value: Any, what: str, root: int = 0) -> Any:
+    """Rank `root`'s `value`, on all ranks, as all_values(); what others bring does not matter. Collective."""
+    mine = np.frombuffer(json.dumps(value).encode() if comm.rank == root else b"", np.uint8)
+    length = np.array([mine.size])
+    wait_for(comm, comm.Ibcast(length, root), what)
+    _check_size(comm, int(length[0]), what)
+    text = mine if comm.rank == root else np.empty(length[0], np.uint8)
+    wait_for(comm, comm.Ibcast(text, root), what)
+    return json.loads(text.tobytes())
+
+
+def combine(comm: MPI.Comm, numbers: np.ndarray, what: str, op: MPI.Op = MPI.SUM) -> np.ndarray:
+    """Overwrite a few numbers with those of all ranks, added up say; returns them. Collective."""
+    if comm.size > 1:
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, numbers, op), what)
+    return numbers
+
+
+def on_all(comm: MPI.Comm, true: bool, what: str) -> bool:
+    """Whether something is so on all ranks. Collective."""
+    return bool(combine(comm, np.array([true], np.uint8), what, MPI.MIN)[0])
+
+
+def _check_size(comm: MPI.Comm, nbytes: int, what: str) -> None:
+    """All ranks see the same size."""
+    if not 0 <= nbytes <= LARGEST_VALUES:
+        raise known(AllReduceError(f"{what}: values of {nbytes} bytes; at most {LARGEST_VALUES} are sent"), comm)
+
+
+def _exchange(comm: MPI.Comm, side: str, error: Exception | None) -> list[tuple[str, Portable | None]]:
+    """Every rank's side of something that went wrong: in words, and its error. Collective."""
+    sides = all_values(comm, [side, _portable(error)], side)
+    return [(words, tuple(portable) if portable else None) for words, portable in sides]
+
+
+def _portable(error: Exception | None) -> Portable | None:
+    """An exception as something that any rank can build again: its type's module and name, and its text."""
+    if error is None:
+        return None
+    kind = type(error)
+    try:
+        if _found(kind.__module__, kind.__qualname__) is kind and isinstance(kind(str(error)), kind):
+            return kind.__module__, kind.__qualname__, str(error)
+    except Exception:  # UnicodeDecodeError and the like want more arguments than a text
+        log.debug("%s can't be made from a text", kind)
+    return AllReduceError.__module__, AllReduceError.__qualname__, f"{kind.__name__}: {error}"
+
+
+def _found(module: str, name: str) -> type[Exception]:
+    """An exception's type, where this rank has it too."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else AllReduceError
+
+
+def _first_error(comm: MPI.Comm, errors: Sequence[Portable | None]) -> Exception:
+    rank, first = next((rank, error) for rank, error in enumerate(errors) if error is not None)
+    module, name, text = first
+    error = known(
+        _found(module, name)(text if all(error == first for error in errors) else f"rank {rank}: {text}"), comm
+    )
+    error.teller = error.ranks[rank]  # type: ignore[attr-defined]  # whose traceback shows where it comes from
+    return error

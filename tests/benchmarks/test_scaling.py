@@ -1,0 +1,422 @@
+"""benchmarks.scaling: each formula against its paper, the fit against known constants, the command line."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import scaling
+from benchmarks.predicting import fitting, published
+from benchmarks.predicting.cost_model import FORMULAS, predict
+from benchmarks.predicting.cost_parts import FITTED, SEGMENT, Machine, Place, on_link
+from benchmarks.predicting.fitting import Point
+from benchmarks.predicting.training_cost import MODELS, Prediction, _saturation, exposed, forecast, placed
+from benchmarks.showing.results import FileError, Run, summarize, to_json
+from tests import launch
+
+FREE = Machine(**dict.fromkeys(FITTED, 0.0), bus=0.0, cores=64)  # type: ignore[arg-type]
+ONE_NODE = [Place((n,)) for n in (2, 3, 4, 5, 8, 64)]
+MIB = float(1 << 20)
+
+
+def count(name: str, constant: str, at: Place, s: float, allocated: bool = True) -> float:
+    """How often a formula takes a constant: its value when all others are 0."""
+    return predict(name, replace(FREE, **{constant: 1.0}), at, s, allocated)
+
+
+@pytest.mark.parametrize("at", ONE_NODE, ids=lambda at: f"{at.n}ranks")
+def test_ring_sends_and_adds_what_its_paper_says(at: Place) -> None:
+    n, s = at.n, 1000.0
+    assert count("ring", "beta", at, s) == pytest.approx(2 * s * (n - 1) / n)
+    assert count("ring", "gamma", at, s) == pytest.approx(s * (n - 1) / n)
+    assert count("ring", "alpha", at, s) == 2 * (n - 1)
+
+
+@pytest.mark.parametrize(("n", "power", "extra"), [(2, 2, 0), (4, 4, 0), (8, 8, 0), (5, 4, 1), (7, 4, 1), (64, 64, 0)])
+def test_halving_doubling(n: int, power: int, extra: int) -> None:
+    at, s = Place((n,)), 1024.0
+    assert count("halving_doubling", "alpha", at, s) == 2 * (power.bit_length() - 1) + 2 * extra
+    assert count("halving_doubling", "beta", at, s) == pytest.approx(2 * s * (power - 1) / power + 2 * s * extra)
+    assert count("halving_doubling", "gamma", at, s) == pytest.approx(s * (power - 1) / power + s * extra)
+
+
+def test_reduce_to_one_burdens_the_root() -> None:
+    at, s = Place((8,)), 1000.0
+    assert count("reduce_to_one", "gamma", at, s) == 7 * s
+    assert count("reduce_to_one", "beta", at, s) == 7 * s + 3 * s  # and a tree of three levels
+    assert count("reduce_to_one", "alpha", at, s) == 7 + 3
+
+
+@pytest.mark.parametrize("n", [2, 4, 6])
+def test_shared(n: int) -> None:
+    at, s = Place((n,)), 1000.0
+    rounds = int(np.ceil(np.log2(n)))
+    assert count("shared", "alpha", at, s) == count("shared", "beta", at, s) == 0, "no messages, nothing staged"
+    assert count("shared", "fence", at, s) == 2 * rounds
+    assert count("shared", "gamma", at, s) == pytest.approx(s * (n - 1) / n)
+    assert count("shared", "beta", at, s, allocated=False) == pytest.approx(2 * (n - 1) / n * s), "fetched, and brought"
+    assert count("shared", "fence", at, 4 * MIB, allocated=False) == 2 * rounds
+
+
+@pytest.mark.parametrize(("sizes", "factor"), [((2, 2), 1.0), ((4,) * 4, 1.5), ((8,) * 16, 30 / 16), ((3, 1), 1.0)])
+def test_hierarchical_copy_loads_each_link_as_few_ranks_as_there_are_nodes(
+    sizes: tuple[int, ...], factor: float
+) -> None:
+    """2 S (m - 1) / m, however many ranks a node has."""
+    assert count("hierarchical_copy", "net_beta", Place(sizes), 1000.0) == pytest.approx(factor * 1000.0)
+
+
+def test_links_of_flat_algorithms() -> None:
+    at, s = Place((4, 4)), 1000.0
+    assert count("ring", "net_beta", at, s) == pytest.approx(2 * s * 7 / 8), "one rank of a node sends out of it"
+    assert count("halving_doubling", "net_beta", at, s) == pytest.approx(2 * 4 * s / 2), "all four at once, half each"
+    assert count("reduce_to_one", "net_beta", at, s) == pytest.approx(4 * s + s), "four come, the tree crosses once"
+
+
+def test_simulated_nodes_have_no_links() -> None:
+    at = Place((2, 2), one_machine=True, linked=False)
+    for name in set(FORMULAS) - {"shared"}:
+        assert count(name, "net_beta", at, 1000.0) == 0
+        assert predict(name, Machine(cores=2), at, 1e6) > 0
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("allocated", [True, False])
+def test_limits(name: str, allocated: bool) -> None:
+    machine = Machine()
+    assert predict(name, machine, Place((1,)), 1e6, allocated) == 0, "nothing to do alone"
+    assert predict(name, machine, Place((4,)), 0, allocated) == 0
+    sizes = [predict(name, machine, Place((4,)), size, allocated) for size in np.geomspace(8, 1e9, 60)]
+    assert all(more >= less > 0 for less, more in pairwise(sizes)), "monotonic in the bytes"
+    ranks = [predict(name, machine, Place((n,)), 1e6, allocated) for n in (2, 4, 8, 16)]
+    assert ranks == sorted(ranks), "monotonic in the ranks"
+    slower = [predict(name, replace(machine, cores=cores), Place((8,)), 1e6, allocated) for cores in (8, 4, 2)]
+    assert slower == sorted(slower), "ranks that share cores are slower"
+    assert slower[0] < slower[-1]
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="no formula for 'nccl'"):
+        predict("nccl", Machine(), Place((2,)), 8)
+    with pytest.raises(ValueError, match="one node only"):
+        predict("shared", Machine(), Place((2, 2)), 8)
+
+
+def test_ring_across_nodes_is_paced_by_the_link_the_core_or_a_single_segment() -> None:
+    at, slow = Place((1,) * 4), replace(FREE, net_beta=8e-9, net_alpha=1e-4)
+    long, short = 4 * 16.0 * MIB, 4 * 0.5 * MIB  # a chunk of 16 segments, and one of half a segment
+    assert predict("ring", replace(slow, gamma=1e-10), at, long) == pytest.approx(6 * 16 * MIB * 8e-9), "all hidden"
+    alone = 6 * (3 * 1e-4 + 0.5 * MIB * 8e-9) + 3 * 0.5 * MIB * 1e-10
+    assert predict("ring", replace(slow, gamma=1e-10), at, short) == pytest.approx(alone), "every step pays in full"
+    assert predict("ring", replace(slow, gamma=1e-6), at, long) == pytest.approx(3 / 4 * long * 1e-6), "the core"
+    assert SEGMENT == MIB
+
+
+def test_nodes_that_swap_queue_behind_their_own_acknowledgements() -> None:
+    machine = replace(FREE, net_beta=8e-9, duplex=0.5)
+    pair, four = Place((1, 1)), Place((1,) * 4)
+    assert predict("ring", machine, pair, 64 * MIB) == pytest.approx(1.5 * 64 * MIB * 8e-9, rel=0.02)
+    assert predict("ring", machine, four, 64 * MIB) == pytest.approx(1.5 * 64 * MIB * 8e-9), "2 (m - 1) / m, no swap"
+    assert predict("ring", on_link(machine, 1.25e8, 0), pair, 64 * MIB) == pytest.approx(64 * MIB * 8e-9)
+
+
+def test_a_burst_passes_a_shaped_link_at_once_but_not_more_often_than_its_rate_allows() -> None:
+    at, machine = Place((1, 1)), replace(FREE, net_beta=8e-9, net_alpha=1e-4)
+    shaped = replace(machine, burst=131072.0)
+    assert predict("ring", machine, at, 16384) == pytest.approx(2e-4 + 16384 * 8e-9)
+    assert predict("ring", shaped, at, 16384) == pytest.approx(2e-4)
+    assert predict("ring", shaped, at, 65536) == pytest.approx(65536 * 8e-9)
+    assert predict("reduce_to_one", shaped, at, 16 * MIB) == pytest.approx(2 * 16 * MIB * 8e-9, rel=0.02)
+
+
+def test_ranks_that_share_a_core_take_turns() -> None:
+    machine = replace(FREE, cores=2, switch=1.0)
+    turns = [predict("ring", machine, Place((n,)), 8) for n in (2, 3, 4, 5, 8)]
+    assert turns == [0, 2, 3, 8, 21], "2 (n - 1) steps, half a turn each, of the ranks on the fullest core"
+    busy = replace(FREE, cores=2, gamma=1.0)
+    assert predict("shared", busy, Place((3,)), 3.0) == 2 * 2.0, "two ranks on one core, one on the other"
+
+
+def test_uneven_nodes_load_a_link_only_with_the_ranks_that_cross_it() -> None:
+    assert count("halving_doubling", "net_beta", Place((3, 1)), 1000.0) == pytest.approx(2 * (500 + 250)), "one crosses"
+
+
+# ---- The fit ----
+
+TRUE = Machine(
+    call=9e-6, alpha=7e-6, handshake=6e-6, beta=2.5e-10, gamma=8e-11, fence=4e-6, switch=3e-5, lib_alpha=2e-6,
+    lib_switch=1e-5, fault=6e-10, net_alpha=5e-5, net_switch=2e-4, net_beta=6e-9, duplex=0.4, cores=2,
+)  # fmt: skip
+PLACES = [Place((n,)) for n in (2, 3, 4, 5, 8)] + [Place(sizes, one_machine=True) for sizes in ((2, 2), (1, 1), (3, 1))]
+
+
+def made_points(noise: float, places: list[Place] = PLACES) -> list[Point]:
+    generator, points = np.random.default_rng(1), []
+    for at in places:
+        for name in FORMULAS:
+            for size in (8, 512, 8192, 1 << 17, 1 << 20, 1 << 23, 1 << 26):
+                if name != "shared" or at.m == 1:
+                    seconds = predict(name, TRUE, at, size) * np.exp(generator.normal(0, noise))
+                    points.append(Point(name, at, size, True, seconds))
+    return points
+
+
+def test_fit_recovers_constants_that_made_the_data() -> None:
+    fitted = fitting.fit(made_points(0.0), Machine(cores=2))
+    for name in (name for name in FITTED if name != "call"):
+        assert getattr(fitted, name) == pytest.approx(getattr(TRUE, name), rel=0.15), name
+    assert fitting.median_error(made_points(0.0), fitted) < 0.02
+
+
+def test_fit_stands_noise_and_outliers() -> None:
+    points = made_points(0.1)
+    points[::15] = [replace(point, seconds=point.seconds * 10) for point in points[::15]]
+    fitted = fitting.fit(points, Machine(cores=2))
+    assert fitting.median_error(made_points(0.0), fitted) < 0.06, "near the truth, not near the noise"
+    assert fitted.net_beta == pytest.approx(TRUE.net_beta, rel=0.1)
+
+
+def test_held_out_ranks_are_predicted_and_judged() -> None:
+    check = fitting.leave_out(made_points(0.05), Machine(cores=2))
+    assert check is not None
+    assert (check.fitted_to, check.held_out) == ((2, 4), (3, 5, 8))
+    assert check.error < 0.1
+    assert fitting.leave_out(made_points(0, PLACES[:2]), Machine(cores=2)) is None, (
+        "two counts leave nothing to predict"
+    )
+
+
+def test_constants_without_data_keep_their_values_and_are_named() -> None:
+    points = made_points(0.0, [Place((2,))])
+    start = Machine(cores=2)
+    fitted = fitting.fit(points, start)
+    assert set(fitting.untouched(points, fitted)) == {
+        "switch", "lib_switch", "net_alpha", "net_switch", "net_beta", "duplex"
+    }  # fmt: skip
+    assert fitted.net_beta == pytest.approx(start.net_beta)
+
+
+def test_large_errors_are_told_with_a_reason() -> None:
+    points = [
+        replace(point, seconds=point.seconds * (2 if point.backend == "native" else 1)) for point in made_points(0)
+    ]
+    wrong = [cell for cell in fitting.cells(points, TRUE) if cell.error > 0.2]
+    assert {cell.backend for cell in wrong} == {"native"}
+    assert all("measured slower than predicted" in cell.reason for cell in wrong)
+
+
+def test_times_that_more_ranks_beat_are_told_as_disturbed() -> None:
+    points = made_points(0)
+    assert fitting.disturbed(points) == {}
+    busy = [replace(point, seconds=point.seconds * 3) if point.place == PLACES[2] else point for point in points]
+    assert list(fitting.disturbed(busy)) == [Place((4,))]
+    reasons = {cell.backend: cell.reason for cell in fitting.cells([p for p in busy if p.place.n >= 4], TRUE)}
+    assert all("4 ranks" in reason for reason in reasons.values() if reason)
+    located = {place.place: place for place in fitting.by_place(busy, TRUE, Machine(cores=2))}
+    assert "disturbed" in located["4 ranks"].note
+    assert located["4 ranks"].held_out == pytest.approx(2 / 3, abs=0.1), "predicted as if it had not been disturbed"
+    assert located["3 ranks"].note == ""
+    assert located["3 ranks"].held_out is not None
+    assert located["3 ranks"].held_out < 0.1
+
+
+def test_times_that_scatter_count_less() -> None:
+    points = [replace(point, seconds=point.seconds * 2, spread=4.0) if index % 3 == 0 else point
+              for index, point in enumerate(made_points(0))]  # fmt: skip
+    steady = [replace(point, spread=1.0) for point in points]
+    errors = [fitting.median_error(made_points(0), fitting.fit(some, Machine(cores=2))) for some in (points, steady)]
+    assert points[0].weight < steady[0].weight == 1
+    assert errors[0] < errors[1]
+
+
+def test_more_ranks_never_cost_less_out_to_the_last() -> None:
+    """On a cluster, whatever was fitted on few and crowded cores."""
+    at = {n: placed(n, 8) for n in (8, 16, 64, 512, 4096)}
+    crowded = replace(TRUE, switch=1.0, net_switch=1.0, lib_switch=1.0, cores=8)
+    for name in set(FORMULAS) - {"shared"}:
+        for size in (8.0, MIB, 100 * MIB):
+            seconds = [predict(name, TRUE, place, size) for place in at.values()]
+            assert seconds == sorted(seconds), (name, size)
+            assert predict(name, crowded, at[512], size) == predict(name, replace(TRUE, cores=8), at[512], size)
+
+
+# ---- Training ----
+
+
+def test_placed() -> None:
+    assert placed(8, 4).sizes == (4, 4)
+    assert placed(3, 4).sizes == (3,)
+    assert placed(9, 4).sizes == (4, 4, 1)
+
+
+def test_exposed() -> None:
+    assert exposed(1.0, 3.0, 0.0) == 1.0
+    assert exposed(1.0, 3.0, 2 / 3) == 0.0
+    assert exposed(3.0, 3.0, 2 / 3) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forecasts_hang_together(name: str) -> None:
+    found = forecast(MODELS[name], Machine(), 8)
+    assert [row.ranks for row in found.rows] == [2**power for power in range(13)]
+    assert found.rows[0].efficiency == 1
+    for row in found.rows[1:]:
+        assert row.seconds[row.winner] == min(row.seconds.values())
+        assert 0 < row.efficiency <= row.efficiency_overlapped <= 1
+        assert ("shared" in row.seconds) == (row.nodes == 1)
+    half = forecast(MODELS[name], Machine(), 8, itemsize=2)
+    assert all(small.step < large.step for small, large in zip(half.rows[1:], found.rows[1:], strict=True))
+
+
+def rows(efficiencies: dict[int, float]) -> list[Prediction]:
+    return [Prediction(n, 1, {"ring": 0.1}, "ring", 1 / each, each, 1, 1) for n, each in efficiencies.items()]
+
+
+def test_saturation_is_where_doubling_stops_to_pay() -> None:
+    assert _saturation(rows({1: 1, 2: 0.9, 4: 0.8, 8: 0.43, 16: 0.2})) == 4, "8 ranks are 3.44 as fast, 4 are 3.2"
+    assert _saturation(rows({1: 1, 2: 0.9, 4: 0.8, 8: 0.7})) is None
+
+
+def test_strong_scaling_has_a_best_number_of_ranks() -> None:
+    slow = replace(Machine(), net_beta=8 / 1e9)
+    fast = replace(Machine(), net_beta=8 / 1e12, net_alpha=1e-6)
+    assert forecast(MODELS["resnet50"], slow, 1).best_strong < forecast(MODELS["resnet50"], fast, 1).best_strong
+
+
+@pytest.mark.parametrize("case", published.CASES, ids=lambda case: case.name)
+def test_published_speedups_come_out(case: published.Case) -> None:
+    ways = {way.way: way for way in published.alternatives(case, Machine())}
+    assert ways["parameter servers (as published)"].speedup == pytest.approx(case.speedup)
+    assert ways["16-bit gradients and parameters on the wire"].speedup > case.speedup
+    assert all(0 < way.speedup <= case.workers + 1e-9 for way in ways.values())
+    assert published.solve(case) > 0
+    with pytest.raises(ValueError, match="can't be explained"):
+        published.solve(replace(case, speedup=case.workers + 1.0))
+
+
+# ---- Files and the command line ----
+
+
+def saved(path: Path, ranks: int, *, dtype: str = "float32") -> str:
+    run = Run({"cpu": "made up", "cores": 2}, [ranks], False, dtype, "sum", "2026-01-02", "made up")
+    for name in FORMULAS:
+        for size in (8, 4096, 1 << 20, 1 << 24):
+            seconds = np.full(5, predict(name, TRUE, Place((ranks,)), size) or 1e-6)
+            run.results.append(summarize(name, "allocated", size // 4, 4, ranks, seconds, 0))
+    path.write_text(to_json(run))
+    return str(path)
+
+
+def test_reading_files(tmp_path: Path) -> None:
+    points, runs = fitting.read([saved(tmp_path / "2.json", 2), saved(tmp_path / "4.json", 4)])
+    assert len(points) == 2 * len(FORMULAS) * 4
+    assert [run.ranks for run in runs] == [2, 4]
+    assert all(abs(point.error(TRUE)) < 1e-6 for point in points)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("", "no JSON"), ("[1]", "no results of"), ('{"format": "allreduce bandwidth", "version": 99}', "version 99")],
+)
+def test_bad_files_are_refused_in_one_line(
+    content: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text(content)
+    assert scaling.main(["--fit", str(bad)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert str(bad) in shown.err
+    assert text in shown.err
+
+
+def test_files_that_cannot_be_fitted_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = saved(tmp_path / "1.json", 1)
+    with pytest.raises(FileError, match="no time of"):
+        fitting.read([alone])
+    with pytest.raises(FileError, match="bfloat16"):
+        fitting.read([saved(tmp_path / "half.json", 2, dtype="bfloat16")])
+    assert scaling.main(["--fit", str(tmp_path / "missing.json")]) == 2
+    assert "missing.json" in capsys.readouterr().err
+
+
+def test_fit_report_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [saved(tmp_path / f"{ranks}.json", ranks) for ranks in (2, 3, 4)]
+    record = tmp_path / "record.json"
+    assert scaling.main(["--fit", *files, "--json", str(record), "--max-ranks", "64"]) == 0
+    shown = capsys.readouterr().out
+    assert "Median error: overall" in shown
+    assert "flat" in shown
+    assert re.search(r"3 ranks +\d+ +\d+% +\d+%", shown), "each place, and predicted from the others"
+    assert "fitted to 2, 4 ranks it predicts 3 ranks" in shown
+    assert "not in these runs: the default" in shown
+    found = json.loads(record.read_text())
+    assert found["fit"]["median_error"] < 0.05
+    assert found["fit"]["held_out"]["error"] < 0.1
+    assert [row["ranks"] for row in found["forecasts"][0]["rows"]] == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_every_model_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "scaling.png"
+    files = [saved(tmp_path / f"{ranks}.json", ranks) for ranks in (2, 4)]
+    assert scaling.main(["--model", "all", "--fit", *files, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert all(model.title in shown and model.source in shown for model in MODELS.values())
+    assert scaling.main(["--plot", str(tmp_path / "scaling.doc")]) == 2
+    assert not (tmp_path / "scaling.doc").exists()
+
+
+def test_published_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "published.json"
+    assert scaling.main(["--published", "--json", str(record)]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{case.speedup:g}x on {case.workers}" in shown for case in published.CASES)
+    assert "What this leaves out" in shown
+    assert "Not checked" in shown, "what came from memory is marked"
+    assert [case["name"] for case in json.loads(record.read_text())["published"]] == [
+        case.name for case in published.CASES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "resnet51"], "unknown; use all, or some of resnet50"),
+        (["--link", "fast"], "such as 10gbit"),
+        (["--link", "0gbit"], "such as 10gbit"),
+        (["--node-size", "0"], "from 1 to 1024"),
+        (["--overlap", "1.5"], "from 0 to 1"),
+        (["--json", "/nowhere/at/all.json"], "does not exist"),
+        (["--published", "--plot", "x.png"], "leave one of them out"),
+    ],
+)
+def test_bad_options(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = scaling.main(arguments)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    assert code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_links() -> None:
+    assert scaling._link("100gbit") == (100e9, scaling.LINK_LATENCY)
+    assert scaling._link("2.5Gbit,30us") == (2.5e9, pytest.approx(30e-6))
+
+
+def test_runs_without_mpirun() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.scaling", "--max-ranks", "4"],
+        cwd=launch.ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "ResNet-50" in ended.stdout

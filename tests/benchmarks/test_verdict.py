@@ -1,0 +1,270 @@
+"""Sizes, winners, crossovers and sentences: no MPI, no clock."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.measuring import sizes
+from benchmarks.showing import table
+from benchmarks.showing.advice import Choice, advice, choices
+from benchmarks.showing.results import MEMORIES, Run, summarize
+from benchmarks.showing.verdict import Range, competing, crossovers, ranges, runner_up, speedup, times_of, verdict
+from benchmarks.tune import steps
+from tests.benchmarks.made_runs import made_run
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("8", 8), ("64K", 65536), ("128M", 1 << 27), ("1.5KiB", 1536), ("1g", 1 << 30)]
+)
+def test_sizes_are_read_as_nccl_tests_does(text: str, nbytes: int) -> None:
+    assert sizes.parse(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "K", "12Q", "-8", "8 9"])
+def test_bad_sizes_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        sizes.parse(text)
+
+
+def test_sweep() -> None:
+    assert sizes.sweep(8, 64) == [8, 16, 32, 64]
+    assert sizes.sweep(8, 63, factor=2.5) == [8, 20, 50]
+    assert sizes.sweep(10, 40, step=15) == [10, 25, 40]
+    assert sizes.sweep(1, 6, factor=1.1) == [1, 2, 3, 4, 5, 6]
+    assert sizes.whole([1, 2, 4, 5, 6, 9], 4) == [4, 8]
+
+
+def test_show() -> None:
+    assert [sizes.show(each) for each in (8, 1000, 1024, 1536, 1 << 27, 1 << 30)] == [
+        "8 B",
+        "1000 B",
+        "1 KiB",
+        "1.5 KiB",
+        "128 MiB",
+        "1 GiB",
+    ]
+
+
+def test_busbw_is_that_of_nccl_tests() -> None:
+    result = summarize("ring", "foreign", 250, 4, 4, np.array([3e-6, 1e-6, 2e-6]), 0)
+    assert (result.size, result.iterations) == (1000, 3)
+    assert result.time_us == pytest.approx(2)
+    assert result.min_us == pytest.approx(1)
+    assert result.p99_us == pytest.approx(2.98)
+    assert result.algbw == pytest.approx(0.5)
+    assert result.busbw == pytest.approx(0.5 * 2 * 3 / 4)
+
+
+def test_ranges_merge_neighbours_and_forgive_ties() -> None:
+    times = {1: {"a": 1.0, "b": 2.0}, 2: {"a": 1.02, "b": 1.0}, 4: {"a": 2.0, "b": 1.0}, 8: {"b": 1.0}}
+    assert ranges(times) == [Range(1, 2, "a"), Range(4, 8, "b")]
+    assert ranges(times, tie=1.0) == [Range(1, 1, "a"), Range(2, 8, "b")]
+
+
+def test_crossover_lies_where_the_curves_meet() -> None:
+    # a takes 10 whatever the size, b a millisecond a byte: they meet at 10 bytes
+    times = {size: {"a": 10.0, "b": float(size)} for size in (1, 4, 16, 64)}
+    (crossing,) = crossovers(times)
+    assert (crossing.before, crossing.after) == ("b", "a")
+    assert crossing.nbytes == pytest.approx(10, rel=1e-6)
+
+
+def test_speedup_and_runner_up() -> None:
+    times = {1: {"a": 1.0, "b": 2.0, "c": 3.0}, 2: {"a": 1.0, "b": 8.0, "c": 3.0}}
+    span = Range(1, 2, "a")
+    assert speedup(times, span, "b") == pytest.approx(4)
+    assert runner_up(times, span) == "c"
+    assert speedup(times, span, "d") is None
+
+
+def test_verdict_in_words() -> None:
+    lines = verdict(made_run())
+    allocated = [line for line in lines if line.startswith("Arrays from allocate()")]
+    foreign = [line for line in lines if line.startswith("Foreign arrays")]
+    assert "native wins from 8 B to 32 KiB" in allocated[0]
+    assert "shared wins from 128 KiB to 128 MiB" in allocated[1]
+    assert "as fast as native" in allocated[1]
+    assert "auto reaches" in allocated[2]
+    assert "of native's" in foreign[-1]
+    assert sorted(lines) == sorted(allocated + foreign)
+
+
+def run_of(times: dict[str, list[float]]) -> Run:
+    """A run of two ranks on foreign arrays: backend -> microseconds at 8, 16, 32, ... bytes."""
+    run = Run({}, [2], False, "float32", "sum", "2026", "made up")
+    for backend, each in times.items():
+        run.results += [
+            summarize(backend, "foreign", 2 << index, 4, 2, np.array([us * 1e-6]), 0) for index, us in enumerate(each)
+        ]
+    return run
+
+
+def test_verdict_names_no_winner_where_two_are_level() -> None:
+    level = run_of({"ring": [1.0, 1.02, 1.0], "native": [1.01, 1.0, 1.0], "shared": [2.0, 2.0, 2.0]})
+    assert verdict(level) == ["Foreign arrays: ring and native are level at all sizes from 8 B to 32 B (within 3%)"]
+    above = run_of({"ring": [1.0, 1.0], "native": [2.0, 2.0], "shared": [1.0, 1.0]})
+    (line,) = verdict(above)
+    assert "ring and shared are level" in line
+    assert "(within 3%), 2.00x as fast as native" in line
+
+
+def test_verdict_gives_the_lead_over_the_runner_up() -> None:
+    (line,) = verdict(run_of({"ring": [1.0], "native": [3.0], "shared": [2.0]}))
+    assert line == "Foreign arrays: ring wins at 8 B, 3.00x as fast as native and 2.00x as fast as the runner-up shared"
+    (line,) = verdict(run_of({"ring": [1.0], "native": [2.0]}))
+    assert line == "Foreign arrays: ring wins at 8 B, 2.00x as fast as the runner-up native"
+
+
+def test_who_is_wrong_wins_nothing() -> None:
+    run = run_of({"ring": [1.0, 1.0], "native": [2.0, 2.0], "shared": [3.0, 3.0]})
+    run.results[0] = replace(run.results[0], wrong=1)
+    assert verdict(run) == [
+        "WRONG RESULTS: ring, foreign arrays, 8 B: 1 elements",
+        "Left out of what follows: ring",
+        "Foreign arrays: native wins at all sizes from 8 B to 16 B, 1.50x as fast as the runner-up shared",
+    ]
+
+
+def test_verdict_judges_auto_apart_from_the_others() -> None:
+    names = {name for found in competing(times_of(made_run(), "allocated")).values() for name in found}
+    assert names == {"ring", "shared", "native"}
+
+
+def test_verdict_of_one_rank_says_so() -> None:
+    assert ["One rank only" in line for line in verdict(made_run(ranks=1))] == [True]
+
+
+def test_verdict_begins_with_wrong_results() -> None:
+    run = made_run()
+    run.results.append(summarize("ring", "foreign", 4, 4, 4, np.array([1e-6]), 3))
+    assert verdict(run)[0] == "WRONG RESULTS: ring, foreign arrays, 16 B: 3 elements"
+
+
+def test_steps_of_a_decision_table() -> None:
+    found = steps({16: {"a": 1.0, "b": 2.0}, 64: {"a": 1.0, "b": 0.99}, 256: {"a": 2.0, "b": 1.0}})
+    assert found == [(128, "a"), (None, "b")]  # 1 % is no reason to change; the middle of 64 and 256 is 128
+
+
+def test_table_has_nccl_tests_columns() -> None:
+    run = made_run(sizes=[1 << 20])
+    head = table.header(run).splitlines()
+    columns = "size count type redop root time algbw busbw #wrong time algbw busbw #wrong backend min p99 min p99"
+    assert head[-2].lstrip("#").split() == columns.split()
+    lines = {backend: table.row(run, [r for r in run.results if r.backend == backend]) for backend in run.backends()}
+    row = lines["shared"].split()
+    assert row[:5] == ["1048576", "262144", "float", "sum", "-1"]
+    assert row[5:9] == ["316.6", "3.31", "4.97", "0"]  # foreign: 17 us + 1 MiB at 3.5 GB/s
+    assert row[9:14] == ["98.38", "10.66", "15.99", "0", "shared"]
+    assert lines["gloo"].split()[9:13] == ["N/A"] * 4
+    assert len({len(line) for line in lines.values()}) == 1
+    assert table.footer(run).startswith("# Out of bounds values : 0 OK\n# Avg bus bandwidth    : ")
+
+
+def test_a_size_at_which_auto_alone_was_measured() -> None:
+    run = made_run()
+    run.results = [each for each in run.results if each.backend == "auto" or each.size != run.results[0].size]
+    assert any("wins" in line for line in verdict(run))
+
+
+def with_times(times: dict[str, list[float]], spread: float = 1.0) -> Run:
+    """A run of two ranks, the same with both kinds of memory: backend -> microseconds at 64 KiB, 128 KiB, ..."""
+    run = Run({"cores": 2}, [2], False, "float32", "sum", "2026", "made up")
+    for memory in MEMORIES:
+        for backend, each in times.items():
+            for index, us in enumerate(each):
+                seconds = np.array([us, us, us * spread]) * 1e-6
+                run.results.append(summarize(backend, memory, 16384 << index, 4, 2, seconds, 0))
+    return run
+
+
+ADVICE = {
+    "auto is best": ({"auto": [100, 200], "ring": [110, 195], "native": [300, 100_000]}, 'Use "auto": no backend is'),
+    "a difference that nobody sees": (
+        {"auto": [5.0, 6.0], "native": [2.0, 3.0]},
+        'Use "auto": no backend is more than',
+    ),
+    "another for some": (
+        {"auto": [100, 200, 300], "ring": [110, 100, 150], "native": [300, 300, 300]},
+        'Use "auto", but "ring" for arrays from allocate() of 128 KiB to 256 KiB, where it is 2.00 times as fast and '
+        '"ring" for foreign arrays of 128 KiB to 256 KiB, where it is 2.00 times as fast.',
+    ),
+    "many others": (
+        {"auto": [100, 200, 300], "ring": [50, 210, 50], "native": [300, 300, 300]},
+        'Let "auto" decide by measurements of this machine (mpirun -n 2 python -m benchmarks.tune): now it misses '
+        '"ring" for arrays from allocate() of 256 KiB, where it is 6.00 times as fast.',
+    ),
+    "one of two": ({"ring": [10, 20], "native": [11, 40]}, 'Use "ring": it is the fastest at every size, or within'),
+    "by size": (
+        {"ring": [10, 20, 20], "native": [5, 40, 40]},
+        'Use "native" up to 64 KiB, "ring" from 128 KiB on.',
+    ),
+    "back and forth": (
+        {"ring": [10, 20, 10], "native": [20, 10, 20]},
+        'Use "auto", which was not measured: the fastest',
+    ),
+    "alone": ({"ring": [10, 20]}, "Only ring took part: leave out --backends to compare all."),
+}
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_advice_is_one_sentence(case: str) -> None:
+    times, expected = ADVICE[case]
+    told = advice(with_times(times))
+    assert told.startswith(expected)
+    assert told.endswith(".")
+    assert "\n" not in told
+
+
+def test_advice_names_a_backend_only_where_it_is_faster() -> None:
+    """Two backends that are fast at neighbouring sizes, and slow at each other's, are two choices."""
+    run = with_times({"auto": [100, 100, 100], "ring": [20, 900, 50], "native": [900, 10, 60]})
+    told = [choice._replace(gain=0) for choice in choices(run, "allocated", {"ring", "native"})]
+    sizes = sorted({each.size for each in run.results})
+    assert told == [
+        Choice("allocated", sizes[0], sizes[0], "ring", 0),
+        Choice("allocated", sizes[1], sizes[2], "native", 0),
+    ]
+
+
+def test_a_lead_that_only_the_median_has_is_no_advice() -> None:
+    """A backend whose minimum is no better was lucky."""
+    run = with_times({"auto": [100], "ring": [50], "native": [300]})
+    run.results = [replace(each, min_us=40) for each in run.results]
+    assert advice(run).startswith('Use "auto": no backend')
+
+
+def test_advice_of_noise_of_wrong_results_and_of_one_rank() -> None:
+    times = {"auto": [100.0, 200.0], "ring": [50.0, 300.0]}
+    noisy = with_times(times, spread=103)
+    noise = "Too noisy: in a quarter of the results p99 is at least 101 times the median"
+    assert advice(noisy) == f"{noise}; run again when the machine is quiet."
+    noisy.machine["cores"] = 1
+    assert advice(noisy).endswith("is quiet, with at most 1 rank on a node, one for each core.")
+    wrong = with_times(times)
+    wrong.results[0] = replace(wrong.results[0], wrong=1)
+    assert advice(wrong) == 'Do not use "auto" here: there are wrong results, so times were not compared.'
+    assert advice(made_run(ranks=1)) == "Start at least 2 ranks (mpirun -n 2): one rank has nothing to reduce."
+
+
+def test_other_software_is_no_advice() -> None:
+    run = with_times({"auto": [100.0], "ring": [120.0]})
+    run.results.append(summarize("gloo", "foreign", 16384, 4, 2, np.array([1e-6]), 0))
+    assert advice(run).startswith('Use "auto": no backend')
+
+
+def test_the_short_table_has_a_line_for_each_size() -> None:
+    run = made_run(sizes=[1 << 20])
+    head = table.short_header(run, run.backends()).splitlines()
+    assert head[0] == "# 4 ranks on 1 node: Made Up CPU <1>, 2 cores, Open MPI v0, numpy 0"
+    assert head[-1].lstrip("#").split() == ["size", *["fastest", "us", "GB/s", "auto", "native"] * 2]
+    row = table.short_row(run.results)
+    assert row.split() == [
+        *("1", "MiB", "shared", "98.38", "15.99", "98.33", "351.5"),
+        *("ring", "282.1", "5.57", "352.5", "351.5"),
+    ]
+    run.results[0] = replace(run.results[0], wrong=1)
+    assert table.short_row(run.results).endswith("  WRONG: ring")
+    alone = [each for each in run.results if each.backend == "gloo"]
+    assert table.short_row(alone).split() == ["1", "MiB", "-", "gloo", "1198.6", "1.31"]
+    assert table.short_header(run, ["native"]).splitlines()[-1].split()[1:] == ["size", *["fastest", "us", "GB/s"] * 2]

@@ -1,0 +1,225 @@
+"""A job of test_compressed.py: float32 and float64 that travel as 16 bits, with every backend and in training."""
+
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+import allreduce
+from allreduce import errors
+from allreduce.two_phase import TwoPhase
+from allreduce.wrappers.compressed import Compressed
+from tests.ranks.counting import Counting
+from trainers import MirroredTrainer
+from trainers.pytorch import MirroredOptimizer
+from trainers.replicas.numpy.network import NumpyNetwork
+
+topology = allreduce.Topology()
+rank, size = topology.rank, topology.size
+LENGTH = 12_000
+SHORT = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def values(number: int, dtype: str, length: int = LENGTH) -> np.ndarray:
+    return np.random.default_rng(number).normal(size=length).astype(dtype)
+
+
+def wanted(short: np.dtype, dtype: str) -> np.ndarray:
+    """Every rank's values rounded, added up in float32 and rounded once more."""
+    sides = [values(number, dtype).astype(short).astype(np.float32) for number in range(size)]
+    return np.sum(sides, axis=0, dtype=np.float32).astype(short)
+
+
+def raised(kind: type[Exception], call: Any) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} on rank {rank}")
+
+
+def expect(found: np.ndarray, short: np.dtype, what: str) -> None:
+    """The sums, but for the last bit, which the order of adding decides; of 16 bits, and the same everywhere."""
+    right = wanted(short, str(found.dtype)).astype(np.float64)
+    unit = 2.0 ** (-10 if short == np.float16 else -7)
+    assert (np.abs(found - right) <= unit * np.abs(right) + 2.0**-20).all(), what
+    assert (found == found.astype(short)).all(), f"{what}: not rounded"
+    assert len(set(topology.world.allgather(found.tobytes()))) == 1, f"{what}: ranks have different bits"
+
+
+def sums(name: str, compress: str) -> None:
+    with allreduce.create(name, topology, compress=compress) as reduce:
+        assert isinstance(reduce, Compressed)
+        short = SHORT[compress]
+        for dtype in ("float32", "float64"):
+            for array in (np.empty(LENGTH, dtype), reduce.allocate(LENGTH, dtype)):
+                for _ in range(2):
+                    array[:] = values(rank, dtype)
+                    reduce(array, "sum")
+                    expect(array, short, f"{name}, {compress}, {dtype}")
+            table = np.empty((30, LENGTH // 30), dtype, order="F")
+            table.reshape(-1, order="A")[:] = values(rank, dtype)
+            reduce({"table": table}, "sum")
+            flat = table.reshape(-1, order="A")
+            expect(flat, short, f"{name}, {compress}, {dtype}, a tree")
+            phases(reduce, dtype, short)
+        exact(reduce)
+        disagree(reduce, compress)
+
+
+def phases(reduce: Any, dtype: str, short: np.dtype) -> None:
+    assert isinstance(reduce, TwoPhase) == isinstance(reduce.inner, TwoPhase)
+    if isinstance(reduce, TwoPhase):
+        array = values(rank, dtype)
+        part = reduce.reduce_scatter(array, "sum")
+        assert part.base is array
+        reduce.all_gather(array)
+        expect(array, short, f"the phases of {reduce}")
+
+
+def exact(reduce: Any) -> None:
+    """What is not compressed: integers, what moves, and what is reduced by `exact`."""
+    counts = np.full(5, 1_000_001 + rank)
+    reduce(counts, "sum")
+    assert (counts == size * 1_000_001 + sum(range(size))).all()
+    moved = values(rank, "float32")
+    reduce.broadcast(moved, root=size - 1)
+    assert (moved == values(size - 1, "float32")).all()
+    assert (reduce.collect(values(rank, "float64")) == [values(number, "float64") for number in range(size)]).all()
+    if isinstance(reduce, TwoPhase):
+        array = np.zeros(LENGTH)
+        array[reduce.owned(LENGTH)] = values(0, "float64")[reduce.owned(LENGTH)]
+        reduce.all_gather(array)
+        assert (array == values(0, "float64")).all()
+    flag = np.full(3, 1 + 2.0**-20)
+    reduce.exact(flag, "max")
+    assert (flag == 1 + 2.0**-20).all()
+    found, rows = reduce.sparse(np.array([rank]), np.full((1, 2), 1 + 2.0**-20), size, "sum")
+    assert found.tolist() == list(range(size))
+    assert (rows == 1 + 2.0**-20).all()
+
+
+def disagree(reduce: Any, compress: str) -> None:
+    text = raised(errors.DisagreementError, lambda: reduce(np.ones(10 + (rank == 0), "float32"), "sum"))
+    assert f"sent as {compress}" in text, text
+    raised(errors.DisagreementError, lambda: reduce(np.ones(30, "float32" if rank else "float64"), "sum"))
+    raised(errors.DisagreementError, lambda: reduce(np.ones(31, "float32" if rank else "int32"), "sum"))
+    raised(errors.NotContiguousError, lambda: reduce(np.ones(64)[:: 1 + (rank == 0)], "sum"))
+    raised(errors.UnsupportedOpError, lambda: reduce(np.ones(7), "no"))
+    reduce(np.ones(7), "mean")
+
+
+def bad_input() -> None:
+    assert 'use "float16"' in raised(errors.OptionError, partial(allreduce.create, "ring", topology, compress="int8"))
+    assert "sums no 16-bit" in raised(
+        errors.OptionError, partial(allreduce.create, "native", topology, compress="float16")
+    )
+    text = raised(
+        errors.DisagreementError,
+        partial(allreduce.create, "ring", topology, compress="float16" if rank else "bfloat16"),
+    )
+    assert "compress='bfloat16'" in text, text
+    with allreduce.create("ring", topology, compress="float16") as reduce:
+        network = NumpyNetwork([4, 3])
+        refused = partial(MirroredTrainer, network, reduce, compress="float16")
+        assert "made already" in raised(errors.OptionError, refused)
+        large = np.array([1e6, 6e4, 2**-26], "float32")
+        reduce(large, "sum")
+        assert large.tolist() == [np.inf, np.inf, 0.0]  # no float16: the first itself, the second's sum, the last
+        again = allreduce.create(reduce.recipe.name, topology, **reduce.recipe.options)
+        assert isinstance(again, Compressed)
+    refused = partial(MirroredTrainer, NumpyNetwork([4, 3]), "ring", topology, compress="half")
+    raised(errors.OptionError, refused)
+    again.close()
+    raised(errors.ClosedError, lambda: again(np.ones(3)))
+
+
+def sent(reduce: Any, dtype: str) -> int:
+    """The bytes that one call sends; the first one, which allocates, is not counted."""
+    reduce(np.ones(LENGTH, dtype), "sum")
+    transfer = reduce.exact._transfer
+    transfer._comm = counting = Counting(transfer._comm)
+    reduce(np.ones(LENGTH, dtype), "sum")
+    transfer._comm = counting._comm
+    return counting.sent.total()
+
+
+def bytes_across_nodes() -> None:
+    with (
+        allreduce.Topology(ranks_per_node=1) as nodes,
+        allreduce.create("ring", nodes) as plain,
+        allreduce.create("ring", nodes, compress="bfloat16") as reduce,
+    ):
+        assert 2 * sent(reduce, "float32") == sent(plain, "float32")
+        assert 4 * sent(reduce, "float64") == sent(plain, "float64")
+
+
+def fitted(**options: Any) -> tuple[Any, np.ndarray]:
+    """The history of a small training and its parameters."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(90, 8)).astype("float32")
+    y = (x[:, 0] + x[:, 1] > 0).astype(int)
+    with MirroredTrainer(NumpyNetwork([8, 16, 2], seed=1), topology=topology, **options) as trainer:
+        history = trainer.fit(x, y, epochs=8, batch_size=30, progress=False)
+        return history, np.array(trainer.replica.state()["parameters"])
+
+
+def trainers() -> None:
+    """Losses come exact: those of the first step are the uncompressed ones. Parameters are equal on all ranks."""
+    plain, exact_parameters = fitted(allreduce="ring")
+    for options in ({"allreduce": "ring"}, {"allreduce": "auto", "update": "sharded"}, {"allreduce": "shared"}):
+        history, parameters = fitted(compress="bfloat16", **options)
+        assert len(set(topology.world.allgather(parameters.tobytes()))) == 1
+        assert not (parameters == exact_parameters).all()
+        assert np.abs(parameters - exact_parameters).max() < 0.05
+        assert abs(history[-1].loss - plain[-1].loss) < 0.01
+
+
+def one_step(**options: Any) -> float:
+    """The loss of a step, as the trainer tells it."""
+    x, y = values(9, "float32", 8 * 30).reshape(30, 8), np.arange(30) % 2
+    with MirroredTrainer(NumpyNetwork([8, 2], seed=1), "ring", topology, **options) as trainer:
+        return trainer.fit(x, y, epochs=1, batch_size=30, progress=False)[0].loss
+
+
+def torch_optimizer() -> None:
+    for update in ("replicated", "sharded"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(40, 5)
+        start = model.weight.detach().clone()
+        optimizer = MirroredOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model,
+            "ring",
+            topology=topology,
+            update=update,
+            compress="bfloat16",
+        )
+        x = torch.from_numpy(values(rank, "float32", 200).reshape(5, 40))
+        optimizer.rows(5)
+        model(x).sum().backward()
+        optimizer.synchronize()
+        grad = model.weight.grad.numpy().copy()
+        exact = np.mean([values(n, "float32", 200).reshape(5, 40).sum(0) for n in range(size)], axis=0)
+        assert (grad == grad.astype(ml_dtypes.bfloat16)).all()
+        np.testing.assert_allclose(grad, np.broadcast_to(exact, grad.shape), rtol=2**-7, atol=2**-6)
+        optimizer.step()
+        np.testing.assert_allclose(
+            model.weight.detach().numpy(), start.numpy() - grad, rtol=1e-6
+        )  # parameters keep all their bits
+        optimizer.close()
+
+
+for name in allreduce.NAMES:
+    for compress in SHORT if name in ("ring", "shared") else ("bfloat16",):
+        if name not in ("native", "nccl"):
+            sums(name, compress)
+bad_input()
+bytes_across_nodes()
+trainers()
+assert abs(one_step(compress="bfloat16") - one_step()) < 1e-6
+torch_optimizer()
+topology.close()
+print(f"rank {rank} is done")

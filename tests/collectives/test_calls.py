@@ -1,0 +1,129 @@
+"""One rank's side of calls: what fails half-way, and threads that come at the same time."""
+
+import gc
+import os
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import allreduce
+from allreduce import errors, registry
+from allreduce.engine import engine, queue
+from allreduce.engine.engine import Call
+from allreduce.errors import BrokenError, OptionError
+from allreduce.health import abort
+from allreduce.transport.control import together
+
+
+def known(reduce: Any) -> Call:
+    """The call that sums ten float64 up."""
+    reduce(np.ones(10), "sum")
+    return next(iter(reduce._known.values()))
+
+
+def test_an_array_outlives_a_call_that_failed_half_way() -> None:
+    """Other ranks, and messages that are under way, may still write there."""
+    reduce = allreduce.create("native")
+    call, array = known(reduce), np.ones(10)
+    seen = weakref.ref(array)
+
+    def fail(*_: Any) -> None:
+        raise FloatingPointError("of this rank alone")
+
+    call.reduce = fail
+    with pytest.raises(FloatingPointError):
+        reduce(array, "sum")
+    with pytest.raises(BrokenError, match="has failed half-way"):
+        reduce(array, "sum")
+    reduce.close()
+    del array, reduce
+    gc.collect()
+    assert seen() is not None
+
+
+def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one is refused, also when the first one comes while the second is about to begin."""
+    with allreduce.create("native") as reduce:
+        call = known(reduce)
+        inside, leave = threading.Event(), threading.Event()
+        entered, refused = [], []
+
+        def work(*_: Any) -> None:
+            entered.append(threading.current_thread())
+            inside.set()
+            assert leave.wait(20)
+
+        def second() -> None:
+            try:
+                reduce(np.ones(10), "sum")
+            except OptionError as error:
+                refused.append(error)
+
+        def first_comes() -> None:
+            if threading.current_thread() is late:
+                assert inside.wait(20)
+
+        call.reduce = work
+        monkeypatch.setattr(engine.ending, "communicates", first_comes)
+        first, late = threading.Thread(target=reduce, args=(np.ones(10), "sum")), threading.Thread(target=second)
+        late.start()
+        first.start()
+        late.join(5)
+        leave.set()
+        first.join()
+        late.join()
+        assert entered == [first]
+        assert "while another thread of this rank is in" in str(refused[0])
+
+
+@pytest.mark.parametrize("error", [errors.RankLeftError("rank 1 has left"), errors.CollectiveTimeoutError("late")])
+def test_an_error_of_this_rank_is_not_taken_for_one_of_all(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what all ranks have passed alike is refused on all of them, who can then clean up together."""
+
+    class Lonely:
+        def __init__(self, *_: Any) -> None:
+            raise error
+
+    with allreduce.Topology() as topology:
+        with pytest.raises(type(error)):
+            registry._constructed(Lonely, topology, {})  # type: ignore[arg-type]
+        assert error.ranks is None  # type: ignore[attr-defined]
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a copy of the workers and none of their threads, so at its end it would wait, and then end the job."""
+    with allreduce.Topology() as topology:
+        lane = topology.worker.lane("slow", threaded=True)
+        inside, leave = threading.Event(), threading.Event()
+        pending = lane.submit(lambda: (inside.set(), leave.wait(20)))
+        assert inside.wait(20)
+        monkeypatch.setattr(queue, "EXIT_SECONDS", 0.1)
+        child = os.fork()
+        if not child:
+            monkeypatch.setattr(queue.ending, "end_job", lambda *_: os._exit(7))
+            queue._end()
+            os._exit(0)
+        leave.set()
+        pending.wait()
+        lane.close()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_what_a_check_finds_on_all_ranks_is_printed_once() -> None:
+    """But in full where the program's own code has raised it, in a callback say: its lines are in the first part."""
+
+    def own() -> None:
+        raise OptionError("mine")
+
+    with allreduce.Topology() as topology:
+        with pytest.raises(errors.UnknownBackendError) as refused:
+            allreduce.create("rign", topology)
+        assert abort.traceback_of(refused.value).count("UnknownBackendError: no backend is called 'rign'") == 1
+        with pytest.raises(OptionError) as raised:
+            together(topology.world, own)
+        text = abort.traceback_of(raised.value)
+        assert text.count("OptionError: mine") == 2
+        assert "in own" in text

@@ -1,0 +1,61 @@
+"""Ranks as the doctor finds them on good hosts, and what it says of them, for the tests of allreduce.doctor."""
+
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+from allreduce.doctor.findings import OK, Finding, Needs, Rank
+from allreduce.doctor.pairs import Measured, Results
+
+GIB = 1 << 30
+NEEDS = Needs(25_000_000)
+LINK: Any = {"name": "eth0", "address": "10.0.0.1", "network": "10.0.0.0/24", "speed": 1000}
+
+
+def facts_of(node: int, node_rank: int) -> dict[str, Any]:
+    """A rank on a good host, in a cluster of such."""
+    reached = {"name": f"host{node}", "first": "host0", "resolves": f"10.0.0.{node + 1}", "first_resolves": "10.0.0.1"}
+    interfaces = [LINK | {"address": f"10.0.0.{node + 1}"}]
+    return {
+        "mpi": {
+            "library": "Open MPI v5.0.11", "threads": "MPI_THREAD_MULTIPLE", "ulfm": False, "launch": None,
+        },
+        "cores": {"cores": [node_rank], "of": 64, "quota": None, "threads": 1},
+        "memory": {
+            "shared_path": "/dev/shm", "shared_bytes": 64 * GIB, "shared_free": 64 * GIB, "available": 128 * GIB,
+            "malloc": "glibc 2.36", "reach": True,
+        },
+        "gpus": {
+            "devices": [], "driver": None, "trouble": "", "cupy": None, "mine": None, "present": 0, "visible": None,
+            "cuda_aware": False,
+        },
+        "versions": {"versions": {"Python": "3.11.7", "numpy": "2.4.6", "allreduce": "0.1.0 (code 1)"}, "cpu": "EPYC"},
+        "network": None if node_rank else {**reached, "interfaces": interfaces, "infiniband": []},
+    }  # fmt: skip
+
+
+def cluster(*sizes: int) -> list[Rank]:
+    """Ranks on good hosts, of so many ranks each."""
+    places = [(node, node_rank) for node, size in enumerate(sizes) for node_rank in range(size)]
+    return [Rank(rank, node, f"host{node}", facts_of(node, place)) for rank, (node, place) in enumerate(places)]
+
+
+def measured(ranks: list[Rank], **slow: tuple[float, float]) -> Results:
+    """All pairs. slow: "r0_1" -> latency and bandwidth of ranks 0 and 1."""
+    kinds = {True: (1e-6, 8e9), False: (50e-6, 0.12e9)}
+    pairs = [
+        Measured(one.rank, other.rank, *slow.get(f"r{one.rank}_{other.rank}", kinds[one.node == other.node]))
+        for one, other in combinations(ranks, 2)
+    ]
+    return Results(pairs, [])
+
+
+def worse(findings: Iterable[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.level != OK]
+
+
+def only(findings: Iterable[Finding]) -> Finding:
+    """The one finding that is not ok."""
+    (found,) = worse(findings)
+    assert found.advice
+    return found

@@ -1,0 +1,225 @@
+"""scripts/keep_going.sh: a job that dies goes on from its last checkpoint on the ranks that are left."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.conftest import lacking
+
+BASH = shutil.which("bash") or "/bin/bash"
+SCRIPT = launch.ROOT / "scripts" / "keep_going.sh"
+
+# A launcher that pretends: it notes what it was given, and does what the next line of $PLAN says.
+LAUNCHER = f"""#!{BASH}
+if [ "$1" = --version ]; then echo "$MPI"; exit; fi
+echo "$*" >>"$CALLS"
+starts=$(wc -l <"$CALLS")
+next=$(sed -n "${{starts}}p" "$PLAN")
+[[ $next != *checkpoint* ]] || echo "$starts" >"$RUN/checkpoint-$starts"
+[[ $next != *told* ]] || echo "rank 2 of 4: ValueError: broken" >>"$ALLREDUCE_ERROR_FILE"
+[[ $next != *asleep* ]] || {{ trap 'exit 7' TERM INT; touch "$RUN/asleep"; while :; do sleep 0.05; done; }}
+exit "${{next##* }}"
+"""
+
+
+class Pretended:
+    """keep_going.sh with a launcher that does as planned, and hosts of which some do not answer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.calls, self.plan, self.run_folder = folder / "calls", folder / "plan", folder / "run"
+        self.run_folder.mkdir()
+        self.variables = {"CALLS": str(self.calls), "PLAN": str(self.plan), "RUN": str(self.run_folder)}
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for name, text in (("mpirun", LAUNCHER), ("ssh", f"#!{BASH}\n[[ $1 != lost* ]]\n")):
+            (self.bin / name).write_text(text)
+            (self.bin / name).chmod(0o755)
+
+    def start(self, plan: Sequence[str], *options: str, mpi: str = "Open MPI") -> "subprocess.Popen[str]":
+        self.plan.write_text("\n".join(plan) + "\n")
+        path = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.Popen(
+            [BASH, SCRIPT, *options, "--", "train", "--checkpoint", str(self.run_folder)],
+            env={**os.environ, **self.variables, "PATH": path, "MPI": mpi},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self, plan: Sequence[str], *options: str, mpi: str = "Open MPI") -> tuple[int, str]:
+        """The exit code, and what was said last."""
+        job = self.start(plan, *options, mpi=mpi)
+        _, said = job.communicate(timeout=30)
+        return job.returncode, said.strip().splitlines()[-1]
+
+    @property
+    def ranks(self) -> list[str]:
+        """What followed -n in every start."""
+        return [line.split()[1] for line in self.calls.read_text().splitlines()]
+
+
+@pytest.fixture
+def pretended(tmp_path: Path) -> Pretended:
+    return Pretended(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "code", "ranks", "said"),
+    [
+        (["checkpoint 137", "checkpoint 1", "0"], [], 0, "4 3 2", "+ mpirun -n 2"),
+        (["checkpoint 137"] * 4 + ["0"], ["--least", "3"], 0, "4 3 3 3 3", "+ mpirun -n 3"),
+        (["checkpoint 137", "0"], ["--same-ranks"], 0, "4 4", "+ mpirun -n 4"),
+        (["checkpoint 9", "5", "6", "7", "0"], [], 7, "4 3 2 1", "3 starts in a row have written no checkpoint: it is"),
+        (["5", "0"], ["--attempts", "1"], 5, "4", "1 starts in a row have written no checkpoint: it is given up"),
+        (["checkpoint 1", "2", "0"], [], 2, "4 3", "the program was called wrongly: it is given up (exit code 2)"),
+    ],
+)  # fmt: skip
+def test_ranks_and_attempts(
+    plan: list[str], options: list[str], code: int, ranks: str, said: str, pretended: Pretended
+) -> None:
+    found, last = pretended.run(plan, "--ranks", "4", *options)
+    assert (found, pretended.ranks) == (code, ranks.split())
+    assert said in last
+
+
+def test_a_job_s_error_is_said_once_more_behind_mpirun_s_block(pretended: Pretended) -> None:
+    _, said = pretended.start(["told 5", "6"], "--attempts", "2").communicate(timeout=30)
+    lines = said.splitlines()
+    assert [line for line in lines if "ValueError" in line] == ["keep_going.sh: rank 2 of 4: ValueError: broken"]
+    assert "the job died with exit code 5" in lines[lines.index("keep_going.sh: rank 2 of 4: ValueError: broken") + 1]
+
+
+@pytest.mark.parametrize(
+    ("mpi", "before", "after"),
+    [
+        ("Open MPI", "-n 7 --hostfile FILE", "-n 4 --hostfile FILE"),
+        ("HYDRA", "-n 7 -f FILE", "-n 4 -f FILE"),
+        ("slurm", "-n 7 -N 3 -w here,lost,there", "-n 4 -N 2 -w here,there"),
+    ],
+)
+def test_a_lost_host_is_left_out(mpi: str, before: str, after: str, pretended: Pretended, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# ours\nhere slots=3\n\nlost:3  # an old one\nthere\n")
+    given = ["--hostfile", str(hosts), "--reach", "ssh"]
+    assert pretended.run(["checkpoint 1", "checkpoint 1", "0"], *given, mpi=mpi)[0] == 0
+    lines = [" ".join("FILE" if word.endswith("/hosts") else word for word in line.split())
+             for line in pretended.calls.read_text().splitlines()]  # fmt: skip
+    rest = f" train --checkpoint {pretended.run_folder}"
+    assert lines[:2] == [before + rest, after + rest]
+    assert lines[2].startswith("-n 3 ")  # all that are left answer: one rank less
+    hosts.write_text("lost1\nlost2\n")
+    pretended.calls.unlink()
+    assert pretended.run(["3"], *given)[1] == "keep_going.sh: no host answers: it is given up (exit code 3)"
+
+
+def test_the_job_of_slurm_goes_on_without_the_lost_node(pretended: Pretended) -> None:
+    programs = {"srun": LAUNCHER.replace("$*", "srun $*"), "scontrol": f"#!{BASH}\nprintf 'a\\nb\\nc\\n'\n"}
+    for name, text in (programs | {"not_b": f"#!{BASH}\n[[ $1 != b ]]\n"}).items():
+        (pretended.bin / name).write_text(text)
+        (pretended.bin / name).chmod(0o755)
+    pretended.plan.write_text("checkpoint 1\n0\n")
+    slurm = {"SLURM_SUBMIT_DIR": str(launch.ROOT), "SLURM_JOB_NODELIST": "[a-c]", "SLURM_NTASKS_PER_NODE": "2"}
+    slurm |= {"MPI": "slurm 23", "KEEP_GOING": f"--least 3 --reach {pretended.bin / 'not_b'}"}
+    ended = subprocess.run(
+        [BASH, SCRIPT.with_suffix(".sbatch"), "train", "--checkpoint", str(pretended.run_folder)],
+        env={**os.environ, **pretended.variables, **slurm, "PATH": f"{pretended.bin}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    starts = [line.partition(" train")[0] for line in pretended.calls.read_text().splitlines()]
+    assert starts == ["srun --mpi=pmix -n 6 -N 3 -w a,b,c", "srun --mpi=pmix -n 4 -N 2 -w a,c"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_handed_on_and_nothing_is_started_again(number: int, pretended: Pretended) -> None:
+    job = pretended.start(["asleep", "0"])
+    until = time.monotonic() + 20
+    while not (pretended.run_folder / "asleep").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    job.send_signal(number)
+    _, said = job.communicate(timeout=20)
+    assert job.returncode == 7, said
+    assert f"stopped by {signal.Signals(number).name}" in said
+    assert len(pretended.ranks) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "which program?"),
+        (["--ranks", "none"], "--ranks none: give a number of at least 1"),
+        (["--ranks"], "--ranks needs a value"),
+        (["--rank", "3"], '"--rank" is no option; put -- before the program'),
+        (["--hostfile", "missing", "--", "a"], "--hostfile missing: there is no such file"),
+        (["--", "python", "mine.py"], "where are the checkpoints? The program has no --checkpoint DIR"),
+        (["--", "python", "-m", "trainers", "--checkpoint=run"], "add --resume behind --checkpoint run"),
+        (["--launcher", "nompi", "--progress", "run", "--", "a"], "there is no nompi"),
+        (["--ranks", "2", "--least", "3", "--launcher", "true", "--progress", "run", "--", "a"], "--least 3: it beg"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: list[str], words: str) -> None:
+    ended = subprocess.run([BASH, SCRIPT, *arguments], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 2
+    assert words in ended.stderr
+
+
+def jobs_of(mark: str) -> list[int]:
+    """The ranks that train, of a job that was started with this mark."""
+    found = []
+    for pid in launch._marked(mark):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"python" in words[0] and b"trainers" in words:
+            found.append(pid)
+    return sorted(found)
+
+
+def kill_a_rank(mark: str, folder: Path, job: "subprocess.Popen[str]", variables: Mapping[str, str]) -> None:
+    until = time.monotonic() + 60
+    while not list(folder.glob("checkpoint-*")):
+        assert job.poll() is None
+        assert time.monotonic() < until, variables
+        time.sleep(0.01)
+    os.kill(jobs_of(mark)[1], signal.SIGKILL)
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_a_job_whose_rank_is_killed_ends_on_one_rank_less(mpi: str, tmp_path: Path) -> None:
+    try:
+        bin_folder = launch.environment(mpi) / "bin"
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+        return
+    folder, result, mark = tmp_path / "run", tmp_path / "result.json", uuid.uuid4().hex
+    train = ["-m", "trainers", "--data", "iris", "--epochs", "150", "--checkpoint", str(folder), "--resume"]
+    with tempfile.TemporaryDirectory(prefix="job", ignore_cleanup_errors=True) as temporary:
+        variables = {**launch._variables(mark, 3), "TMPDIR": temporary}
+        variables["PATH"] = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+        launcher = " ".join([str(bin_folder / launch.LAUNCHERS[mpi][0]), *launch.LAUNCHERS[mpi][1:]])
+        job = subprocess.Popen(
+            [BASH, SCRIPT, "--ranks", "3", "--launcher", launcher, "--", bin_folder / "python", *train,
+             "--json", str(result)],
+            cwd=launch.ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            kill_a_rank(mark, folder, job, variables)
+            said, _ = job.communicate(timeout=60)
+        finally:
+            launch._end(job, mark)
+    assert job.returncode == 0, said
+    assert "goes on from the last checkpoint on 2 ranks" in said
+    assert f"resumed: {folder}/checkpoint-" in said
+    written = json.loads(result.read_text())
+    assert written["ranks"] == 2
+    assert [epoch["epoch"] for epoch in written["history"]] == list(range(1, 151))
+    assert written["test_accuracy"] > 0.9

@@ -1,0 +1,272 @@
+"""Ranks that die while the others go on: in every backend, at named moments, one after the other."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from allreduce import NAMES, Topology
+from allreduce.errors import BrokenError, CommunicationError, RankLeftError, RankLostError, UnavailableError
+from allreduce.health.status import LEFT, Fact
+from allreduce.nodes import nodes_left
+from allreduce.transport import ulfm
+from allreduce.transport.control import agree
+from allreduce.transport.wait import Said
+from tests.conftest import JobRunner
+from tests.faults import job_of
+from tests.faults.moments import losses as driver
+
+FLAT = (
+    "ring:in_the_work",
+    "shared:between_phases",
+    "auto:in_the_background",
+    "native:at_random",
+    "reduce_to_one:in_close",
+    "halving_doubling:in_an_agreement",
+    "auto:in_create",
+)
+NODES = (
+    "hierarchical_copy:in_the_work",
+    "auto:at_random",
+    "hierarchical_copy:in_a_part",
+    "halving_doubling:between_phases",
+    "auto:in_an_agreement",
+    "hierarchical_copy:in_the_background",
+    "auto:in_close",
+)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "rounds"), [(0, FLAT), (2, NODES)], ids=["flat", "nodes"])
+def test_those_that_are_left_go_on_down_to_one(mpirun: JobRunner, ranks_per_node: int, rounds: tuple[str, ...]) -> None:
+    job = mpirun(len(rounds) + 1, [*job_of("losses"), ranks_per_node, *rounds], ulfm=True, timeout=120)
+    told = [line.partition(": ")[0] for line in job.stdout.splitlines() if " go on without rank " in line]
+    assert told == list(rounds), job.stdout + job.stderr
+    assert job.stdout.count("this rank ends well") == 1, job.stdout + job.stderr
+    assert job.returncode == 0
+    assert "Traceback" not in job.stderr
+
+
+def test_agreements_are_right_while_another_thread_communicates(mpirun: JobRunner) -> None:
+    """Without a loss: Open MPI garbles one in hundreds."""
+    job = mpirun(3, [*job_of("agreements"), 2], ulfm=True, timeout=60)
+    assert job.stdout.splitlines() == ["all were right"] * 3, job.stdout + job.stderr
+
+
+def test_a_garbled_agreement_is_made_again() -> None:
+    brought = []
+
+    class Garbles:
+        """Writes an address in the place of what ranks bring to the first agreement."""
+
+        def Ack_failed(self) -> None:  # noqa: N802
+            pass
+
+        def Iagree(self, bits: np.ndarray) -> MPI.Request:  # noqa: N802
+            brought.append(int(bits[0]))
+            bits &= 0x26CE5358 if len(brought) == 1 else -1
+            return MPI.REQUEST_NULL
+
+    for ok in (True, False):
+        brought.clear()
+        assert ulfm.agree(Garbles(), ok) is ok  # type: ignore[arg-type]
+        assert len(set(brought)) == 1
+        assert len(brought) == 2
+
+
+def test_every_backend_and_every_moment_is_tried() -> None:
+    tried = [text.split(":") for text in FLAT + NODES]
+    assert {name for name, _ in tried} == set(NAMES) - {"nccl"}
+    assert {moment for _, moment in tried} == set(driver.MOMENTS)
+
+
+LOOP = """
+import os
+import allreduce
+reduce = allreduce.create("ring")
+grads = reduce.allocate(100_000, "float32")
+for step in range(1000):
+    if step == 5 and reduce.rank == 0:
+        os.kill(os.getpid(), 9)
+    reduce(grads)
+"""
+
+
+def test_a_loss_that_nobody_catches_ends_the_job(mpirun: JobRunner) -> None:
+    job = mpirun(3, ["-c", LOOP], ulfm=True)
+    assert job.returncode == 1
+    assert "RankLostError: rank 0 of 3 was lost" in job.stderr or "RankLostError: a rank of 3 was lost" in job.stderr
+    assert job.stderr.count("Traceback") <= 2  # of one rank: the wait, and the call
+
+
+RAISES = """
+import allreduce
+topology = allreduce.Topology()
+if topology.rank == 1:
+    raise ValueError("on one rank alone")
+topology.agree([], "waits for it")
+"""
+
+
+def test_an_exception_on_one_rank_ends_the_job_here_too(mpirun: JobRunner) -> None:
+    """MPI_Abort alone does not, as long as no rank was lost."""
+    job = mpirun(3, ["-c", RAISES], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"})
+    assert job.returncode == 1
+    assert "ValueError: on one rank alone" in job.stderr
+
+
+ENDS_UNSEEN = """
+import os, sys
+import numpy as np
+import allreduce
+from allreduce.errors import RankLostError
+topology = allreduce.Topology.of_survivors(ranks_per_node=int(sys.argv[1]))
+reduce = allreduce.create("auto", topology)
+reduce(np.ones(10), "sum")
+if topology.rank == 1:
+    os._exit(3)
+try:
+    reduce(np.ones(10), "sum")
+except RankLostError:
+    left = topology.survivors()
+    with allreduce.create("auto", left) as reduce:
+        array = np.ones(10)
+        reduce(array, "sum")
+    print("former ranks", left.former, "sum", array[0], flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+def test_a_rank_that_ends_without_a_word_is_lost(mpirun: JobRunner, ranks_per_node: int) -> None:
+    """By os._exit with another code than 0, of which Open MPI's launcher tells nobody."""
+    job = mpirun(
+        4, ["-c", ENDS_UNSEEN, ranks_per_node], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"}
+    )
+    assert job.stdout.count("former ranks (0, 2, 3) sum 3.0") == 3, job.stdout + job.stderr
+
+
+LEAVES = """
+import os, sys, time
+from allreduce import Topology
+from allreduce.errors import RankLeftError
+topology = Topology()
+if topology.rank == 2:
+    os.kill(os.getpid(), 9)
+while topology.watch.lost is None:
+    time.sleep(0.01)
+if topology.rank == 0:
+    if sys.argv[1] == "closes":
+        topology.close()
+        time.sleep(60)
+    sys.exit(0)
+try:
+    topology.finished(False)
+except RankLeftError as error:
+    print(error, flush=True)
+    os._exit(5)
+"""
+
+
+@pytest.mark.parametrize(("way", "why"), [("ends", "has ended its program"), ("closes", "has closed the topology")])
+def test_a_rank_that_leaves_after_a_loss_is_not_waited_for(mpirun: JobRunner, way: str, why: str) -> None:
+    """What it says travels on a communicator that the loss has not revoked."""
+    job = mpirun(3, ["-c", LEAVES, way], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"})
+    assert f"rank 0 has left: it {why}" in job.stdout, job.stdout + job.stderr
+
+
+def test_who_has_left_after_an_agreement_is_not_missed_in_it() -> None:
+    """The word of its leaving may come before the answer."""
+    with Topology(MPI.COMM_SELF) as topology:
+        notes, finish, call = topology.watch.notes, topology._finish, Said("finished")
+        notes.part_on(topology.world, finish)
+        notes._heard[1] = {Fact(LEFT, 0, 0, 1, "it has ended its program"): {1}}
+        notes._merge()
+        finish.begin(call)
+        notes.look_at_end(call)
+        finish.begin(call)
+        with pytest.raises(RankLeftError, match="rank 1 has left"):
+            notes.look_at_end(call)
+        finish.end()
+
+
+def test_where_ranks_can_not_be_outlived_nothing_is_asked_of_mpi() -> None:
+    assert not ulfm.in_force()
+    assert ulfm.lost(RankLostError("told")) is None
+    with Topology.of_survivors() as topology:
+        assert topology.finished(True)
+        assert not topology.finished(False)
+        topology.revoke()
+        topology.agree([], "goes on")
+        with pytest.raises(UnavailableError, match="--with-ft ulfm"):
+            topology.survivors()
+
+
+def test_a_loss_is_known_by_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ulfm, "in_force", lambda: True)
+    told = RankLostError("told")
+    told.lost = (2,)
+    broken = BrokenError("again")
+    broken.__cause__ = CommunicationError("in a call")
+    broken.__cause__.__cause__ = told
+    assert ulfm.lost(broken) is told
+    assert ulfm.again(told).lost == (2,)
+    assert ulfm.lost(ValueError("other")) is None
+    revoked = MPI.Exception(MPI.ERR_REVOKED)
+    assert (ulfm.lost(revoked) is not None) == (revoked.Get_error_class() == MPI.ERR_REVOKED)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "left", "sizes"),
+    [
+        (None, (0, 2), None),
+        (2, (0, 2, 3), [1, 2]),
+        (2, (2, 3, 4), [2, 1]),
+        ([1, 3, 1], (0, 3), [1, 1]),
+        ([1, 3, 1], (4,), [1]),
+        ([9], (0, 1), [9]),  # Topology refuses it
+    ],
+)
+def test_those_that_are_left_stay_on_their_simulated_nodes(
+    ranks_per_node: int | list[int] | None, left: tuple[int, ...], sizes: list[int] | None
+) -> None:
+    assert nodes_left(ranks_per_node, left, 5) == sizes
+
+
+def test_what_a_loss_has_cut_off_in_the_making_is_freed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, left = [], []
+
+    def cut_off(topology: Topology, comm: MPI.Intracomm) -> None:
+        topology._own(comm.Dup())
+        made.append(topology)
+        topology._revoked = True
+        raise RankLostError("told")
+
+    monkeypatch.setattr(Topology, "_connect", cut_off)
+    monkeypatch.setattr("allreduce.ownership.free_later", left.extend)
+    with pytest.raises(RankLostError):
+        Topology(MPI.COMM_SELF)
+    assert len(left) == 2
+    assert made[0].watch.closed
+    for comm in left:
+        comm.Free()
+
+
+def test_an_error_may_be_its_own_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `raise error from error`."""
+    monkeypatch.setattr(ulfm, "in_force", lambda: True)
+    error = ValueError("x")
+    error.__cause__ = error
+    assert ulfm.lost(error) is None
+    assert not ulfm.may_be(error)
+
+
+def test_an_agreement_that_ends_in_an_error_has_no_cause_but_itself() -> None:
+    """It was raised from itself, and who looked for its cause looked for ever."""
+
+    class Failing:
+        size = 1
+
+        def Iallreduce(self, *_: object) -> object:  # noqa: N802
+            raise CommunicationError("on purpose")
+
+    with pytest.raises(CommunicationError, match="on purpose") as caught:
+        agree(Failing(), [1], "a call", None)  # type: ignore[arg-type]
+    assert caught.value.__cause__ is None

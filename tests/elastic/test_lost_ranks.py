@@ -1,0 +1,217 @@
+"""Trainings that lose ranks, and go on: jobs under Open MPI's ULFM in which ranks kill themselves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import event_files
+from tests.conftest import JobRunner
+from tests.faults import job_of
+
+LOADING = """
+import os, sys
+from mpi4py import MPI
+from trainers import __main__ as command, datasets
+load = datasets.load
+datasets.load = lambda name: os.kill(os.getpid(), 9) if MPI.COMM_WORLD.rank == 1 else load(name)
+sys.exit(command.main())
+"""
+
+pytestmark = pytest.mark.jobs
+
+
+def training(mpirun: JobRunner, ranks: int, name: str, *options: str) -> dict[str, Any]:
+    job = mpirun(ranks, [*job_of("training"), name, *options], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    return json.loads(job.stdout.splitlines()[-1])
+
+
+def check_like_alone(came: dict[str, Any]) -> None:
+    """Every step counts once: the training is that of one rank, to float tolerance."""
+    for name in {"epoch", "loss", "accuracy", "validation_loss"} & set(came["alone"][0]):
+        np.testing.assert_allclose([e[name] for e in came["history"]], [e[name] for e in came["alone"]], rtol=1e-4)
+    np.testing.assert_allclose(came["predicted"], came["predicted alone"], rtol=1e-3)
+    assert len(set(came["sha256"])) == 1
+
+
+def test_ranks_are_lost_one_after_another_down_to_one(mpirun: JobRunner) -> None:
+    came = training(mpirun, 4, "several")
+    assert (came["ranks"], came["lost"]) == (1, [[0], [2], [1]])
+    check_like_alone(came)
+    ends = [text for text in came["told"] if text.startswith(("batch_end", "epoch_end"))]
+    assert len(ends) == len(set(ends)) == 6 * 5 + 6  # each event once, on this rank
+
+
+def test_ranks_are_lost_while_a_trainer_is_made(mpirun: JobRunner) -> None:
+    came = training(mpirun, 4, "making")
+    assert came["ranks"] == 2
+    assert sorted(rank for lost in came["lost"] for rank in lost) == [1, 3]
+    check_like_alone(came)
+
+
+def test_an_edit_that_a_lost_rank_interrupts_is_done_once(mpirun: JobRunner) -> None:
+    came = training(mpirun, 3, "edited")
+    assert came["during"] == ["fit, epoch 2, step 6", "edit"]
+    np.testing.assert_allclose(came["predicted"], came["predicted alone"], rtol=1e-3)
+
+
+def test_a_rank_is_lost_while_the_command_loads_its_data(mpirun: JobRunner) -> None:
+    job = mpirun(3, ["-c", LOADING, "--data", "iris", "--epochs", "2", "--on-failure", "continue"], ulfm=True)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "a rank was lost before the training; the others begin it" in job.stderr
+    assert "2 ranks on 1 node" in job.stdout
+    assert "test accuracy" in job.stdout
+
+
+def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRunner) -> None:
+    """A worker that has pushed to one of two servers, others in asynchronous epochs, and a spare replica."""
+    job = mpirun(6, [*job_of("served")], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
+    alone = came["alone"]["history"]
+    for name, ranks, lost in (("sync", 5, [[0]]), ("async", 3, [[1], [2]]), ("spare", 2, [[5]])):
+        assert (came[name]["ranks"], sorted(came[name]["lost"])) == (ranks, lost)
+        assert len(set(came[name]["sha256"])) == 1
+        for metric in ("loss", "accuracy", "validation_loss"):
+            exact = {"rtol": 1e-4} if name != "async" else {"atol": 0.25}  # whose order of updates is anybody's
+            np.testing.assert_allclose([e[metric] for e in came[name]["history"]], [e[metric] for e in alone], **exact)
+    assert {sum(epoch["staleness"]) for epoch in came["async"]["history"]} == {5 * 3}  # each part counts once
+    assert "a server was lost" in came["no server"]["error"]
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "central"])
+def test_ranks_that_wait_take_the_places_of_lost_ones(mpirun: JobRunner, kind: str, tmp_path: Path) -> None:
+    job = mpirun(6, [*job_of("joining"), kind, tmp_path], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    lines = job.stdout.splitlines()
+    assert lines.count("not needed") == (kind == "central")
+    all_came = [json.loads(line) for line in lines if line != "not needed"]
+    assert sorted(came["rank"] for came in all_came) == [0, 1, 2]
+    for came in all_came:
+        assert (came["ranks"], came["lost"]) == (3, [[1], [0]])
+        assert came["history"] == all_came[0]["history"]
+        check_like_alone(came)
+    assert "rank 3 joined" in job.stderr
+    assert "rank 4 joined" in job.stderr
+
+
+@pytest.mark.parametrize(("name", "ranks", "lost"), [("sharded", 3, [[1]]), ("storage", 4, [[0, 3]])])
+def test_a_lost_part_of_the_state_is_gone_back_for(
+    mpirun: JobRunner, name: str, ranks: int, lost: list, tmp_path: Path
+) -> None:
+    came = training(mpirun, ranks, name, f"folder={tmp_path}")
+    assert (came["ranks"], came["lost"]) == (2, lost)
+    check_like_alone(came)
+    if name == "sharded":
+        assert "a rank was lost in evaluate that alone had a part of the optimizer's state" in came["outside"]
+        assert "go on with fit(..., checkpoint=folder, resume=True), by another trainer" in came["outside"]
+        assert came["resumed"] == 6
+
+
+def test_slices_that_are_kept_twice_outlive_their_ranks(mpirun: JobRunner) -> None:
+    """But not a rank with its keeper. Then: a node in the exchange, memory in common half updated, the storage."""
+    losing = ["shared:8:sent:0,1", "ring:3:exchange:3,4", "shared:8:update:1", "central:8:exchange:0"]
+    job = mpirun(7, [*job_of("copies"), *losing], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    failed, *all_came = [json.loads(line) for line in job.stdout.splitlines()]
+    assert "that alone had a part of the optimizer's state" in failed["error"]
+    assert [(came["ranks"], came["lost"]) for came in all_came] == [(3, 2), (2, 1), (1, 1)]
+    for came in all_came:
+        check_like_alone(came)
+
+
+def test_central_storage_goes_on_with_what_the_storage_has(mpirun: JobRunner) -> None:
+    came = training(mpirun, 3, "central")
+    assert (came["ranks"], came["lost"]) == (1, [[0], [2]])
+    check_like_alone(came)
+
+
+@pytest.mark.parametrize(
+    ("moment", "lost_in", "total"),
+    [("batch_begin,1,2", 3, 7), ("batch_end,1,4", 6, 10), ("epoch_end,1,0", 6, 10), ("epoch_begin,1,0", 1, 5)],
+)
+def test_a_training_stops_with_a_checkpoint_of_where_it_is(
+    mpirun: JobRunner, moment: str, lost_in: int, total: int, tmp_path: Path
+) -> None:
+    """And goes on from it, as if it had never stopped: each epoch is measured, and told to callbacks, once."""
+    job = mpirun(3, [*job_of("training"), "stop", f"folder={tmp_path}", f"moment={moment}"], ulfm=True, timeout=120)
+    assert job.returncode == 1, job.stdout + job.stderr
+    assert f"rank 0 of the job was lost in fit, epoch 2, step {lost_in}; the job stops" in job.stderr
+    assert max(tmp_path.glob("checkpoint-*")).name == f"checkpoint-{total:08d}.npz"
+    came = training(mpirun, 2, "resumed", f"folder={tmp_path}")
+    check_like_alone(came)
+    assert came["told"][0] == f"epoch_begin {total // 5} 0"
+    newest = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert f"checkpoint-{30:08d}.npz" in newest
+
+
+def test_no_checkpoint_is_made_of_half_an_epoch(mpirun: JobRunner, tmp_path: Path) -> None:
+    job = mpirun(3, [*job_of("training"), "stop apart", f"folder={tmp_path}"], ulfm=True, timeout=120)
+    assert job.returncode == 1, job.stdout + job.stderr
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert "no checkpoint is written in the middle of epoch 2" in job.stderr
+
+
+@pytest.mark.parametrize(("way", "ranks", "dies"), [("continue", 3, 0), ("standby", 4, 1)])
+def test_callbacks_go_on_when_ranks_are_lost_and_join(
+    mpirun: JobRunner, way: str, ranks: int, dies: int, tmp_path: Path
+) -> None:
+    """All shipped callbacks do what they do on one rank, and a rank that joins touches no file of rank 0."""
+    pytest.importorskip("tensorboardX")
+    job = mpirun(ranks, [*job_of("watched"), way, dies, tmp_path], ulfm=True, timeout=120)
+    all_came = [json.loads(line) for line in job.stdout.splitlines()]
+    assert sorted(came["rank"] for came in all_came) == list(range(2 if way == "continue" else 3)), job.stderr
+    assert [came["began as"] for came in all_came if came["late"]] == ([] if way == "continue" else [-1])
+    for came in all_came:
+        alone = came["alone"]
+        np.testing.assert_allclose(came["loss"], alone["loss"], rtol=1e-4)
+        np.testing.assert_allclose(came["stopped"], alone["stopped"], rtol=1e-4)
+        np.testing.assert_allclose(came["predicted"], alone["predicted"], rtol=1e-3)
+        assert came["rates"].items() <= alone["rates"].items()
+        if not came["late"]:
+            assert came["rates"] == alone["rates"]
+    epochs = len(all_came[0]["loss"])
+    assert {path.stem for path in tmp_path.glob("*.npz")} == {"best", *map(str, range(1, epochs + 1))}
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["epoch", *map(str, range(epochs))]
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert len(list((tmp_path / "logs" / "train").iterdir())) == (1 if dies else 2)
+    shown = event_files.values(tmp_path / "logs" / "train")
+    assert {value.step for value in shown if value.tag == "epoch_loss"} == set(range(epochs))
+    lacking = set(range(1, 5 * epochs + 1)) - {value.step for value in shown if value.tag == "batch_loss"}
+    assert lacking <= (set() if dies else {6, 7})  # rank 0 was killed before it had written them
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "dies", "left", "says"),
+    [
+        ("trainer", 2, 1, 2, False),
+        ("trainer", 1, 1, 0, True),
+        ("optimizer", 2, 1, 2, False),
+        ("optimizer", 0, 0, 1, True),
+    ],
+)
+def test_the_replica_of_source_is_copied_after_a_loss(
+    mpirun: JobRunner, kind: str, source: int, dies: int, left: int, says: bool
+) -> None:
+    """That of the same process, whatever its rank is then; of the majority, which a line says, when it was lost."""
+    if kind == "optimizer":
+        pytest.importorskip("torch")
+    job = mpirun(4, [*job_of("sources"), kind, source, dies], ulfm=True, timeout=120)
+    all_came = [json.loads(line) for line in job.stdout.splitlines()]
+    assert [came["ranks"] for came in all_came] == [3] * 3, job.stderr
+    assert {came["left"] for came in all_came} == {left}, job.stderr
+    assert (f"rank {dies} of the job is lost, whose replica was to be copied" in job.stderr) == says
+
+
+def test_an_error_of_a_rank_that_has_joined_ends_the_job_once(mpirun: JobRunner, tmp_path: Path) -> None:
+    """The rank that raised it ends the job."""
+    job = mpirun(4, [*job_of("watched"), "standby", 1, tmp_path, "injected"], ulfm=True, timeout=120)
+    assert job.returncode == 1
+    assert "rank 3 of 4: Traceback" in job.stderr
+    assert job.stderr.count("InjectedError: rank 2: by the rank that has joined") == 1
+    assert "rank 0 of 4: " not in job.stderr
+    assert "rank 2 of 4: " not in job.stderr

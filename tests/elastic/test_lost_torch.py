@@ -1,0 +1,114 @@
+"""A lost rank under PyTorch, in jobs of Open MPI's with ULFM: MirroredOptimizer outlives it, DDP tells of it."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from allreduce import Topology
+from allreduce.errors import RankLostError
+from tests.conftest import JobRunner
+from tests.faults import job_of
+from tests.house.test_readme import blocks
+
+PARTS = (("replicated, in backward", 4), ("two optimizers", 3), ("sharded, kept twice", 2), ("sharded", 1))
+
+
+@pytest.mark.jobs
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment")
+def test_five_of_six_ranks_die(mpirun: JobRunner, tmp_path: Path) -> None:
+    """In trainers/pytorch/README.md's recipe, in backward with overlap, between optimizers, in the update of slices."""
+    (program,) = (block for block in blocks("python") if block.startswith("# outlives.py"))
+    (tmp_path / "outlives.py").write_text(program)
+    job = mpirun(6, [*job_of("lost_torch"), tmp_path], ulfm=True, timeout=400)
+    lines = job.stdout.splitlines()
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert sum("rank 3 of 6 was lost; 5 go on, after step 100" in line for line in lines) == 5
+    for part, left in PARTS:
+        assert sum(line.startswith(f"{part}: rank ") and line.endswith(f"of {left}") for line in lines) == left, part
+    assert lines.count("done") == 1
+
+
+def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once more; a rank that passed it over would keep the others waiting, or find it closed."""
+    torch = pytest.importorskip("torch")
+    from trainers.pytorch import MirroredOptimizer
+    from trainers.pytorch.assembly import Assembly
+
+    def lost(*_: Any) -> None:
+        raise RankLostError("rank 1 was lost")
+
+    model = torch.nn.Linear(3, 2)
+    with Topology(MPI.COMM_SELF) as topology:
+        optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=topology)
+        group = optimizer._parts.reducer.group
+        with monkeypatch.context() as patch:
+            patch.setattr("trainers.pytorch.assembly.losses.in_force", lambda: True)
+            patch.setattr(Assembly, "_make", lost)
+            with pytest.raises(RankLostError):
+                optimizer._parts.rebuild(group)
+            assert not optimizer.closed
+        optimizer._parts.rebuild(group)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        assert optimizer.steps == 1
+
+
+def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else those of the replica that was overwritten would come back with the next loss."""
+    torch = pytest.importorskip("torch")
+    from trainers.pytorch import MirroredOptimizer, step_checks
+    from trainers.pytorch.recovery import Backup, collect
+
+    class Found:
+        root, differing = staticmethod(lambda source: 0), staticmethod(lambda root: [1])
+
+    def overwrite(comm: MPI.Intracomm, tensors: Any, root: int) -> None:
+        for each in tensors:
+            each.data.fill_(7.0)
+
+    monkeypatch.setattr(step_checks, "compare", lambda *_: Found())
+    monkeypatch.setattr(step_checks, "broadcast_tensors", overwrite)
+    model = torch.nn.Linear(3, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"update": "sharded", "check_every": 1, "on_divergence": "copy", "source": 0}
+    with (
+        Topology(MPI.COMM_SELF) as topology,
+        MirroredOptimizer(plain, model, topology=topology, **options) as optimizer,
+    ):
+        sharded = optimizer._parts.sharded
+        sizes = [bucket.stop - bucket.start for bucket in sharded.reducer.plan]
+        backup = sharded.backup = Backup(sharded.held, sharded._owned, sizes, topology, sharded.reducer.comm)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        whole = collect(topology.world, backup, list(model.parameters()))
+        assert whole is not None
+        assert whole.steps == 1
+        assert all((each == 7).all() for each in whole.parameters)
+
+
+@pytest.mark.jobs
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment")
+def test_a_batch_that_is_computed_again_counts_once_in_batch_norm(mpirun: JobRunner) -> None:
+    job = mpirun(4, [*job_of("batch_norm")], ulfm=True, timeout=240)
+    assert job.returncode == 0, job.stdout + job.stderr
+    came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
+    for name, ranks in (("sharded", 3), ("mirrored", 2), ("central", 1)):
+        assert (came[name]["ranks"], came[name]["batches"]) == (ranks, 15)
+        np.testing.assert_allclose(came[name]["mean"], came["alone"]["mean"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.jobs
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment")
+def test_torch_distributed_tells_of_a_lost_rank(mpirun: JobRunner) -> None:
+    """All operations from then on raise. DDP, which waits for futures in C++, raises too, and doesn't crash."""
+    job = mpirun(3, [*job_of("lost_distributed")], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    lines = job.stdout.splitlines()
+    assert sum(line.startswith("disagreement: ") and "DisagreementError: the ranks" in line for line in lines) == 3
+    for name in ("backward", "all_reduce", "wait", "recv", "monitored_barrier"):
+        assert sum(line.startswith(f"{name}: ") and "RankLostError: " in line for line in lines) == 2, job.stdout

@@ -1,0 +1,117 @@
+"""The newest state that ranks can put together of what they have."""
+
+import json
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from allreduce import Topology
+from trainers import MirroredTrainer, SpareReplicasTrainer, group
+from trainers.errors import ArgumentError
+from trainers.replicas.numpy.network import NumpyNetwork
+from trainers.state import adopt
+from trainers.state.backup import keepers
+from trainers.state.pieces import Choice, choose, joined
+from trainers.trainer import Trainer
+
+
+def test_the_newest_step_whose_state_is_whole_is_chosen() -> None:
+    apart = [[(7, 8, 0, 5)], [(8, 9, 5, 10)]]  # the second rank has updated, or the first has left a step out
+    assert choose(apart, 10) == Choice(8, [(0, 0), (1, 0)])
+    twice = [[(9, 9, 0, 5), (8, 8, 0, 5)], [(8, 8, 5, 10)]]
+    assert choose(twice, 10) == Choice(8, [(0, 1), (1, 0)])
+
+
+def test_who_has_it_whole_hands_it_to_all() -> None:
+    assert choose([[(3, 3, 0, 5)], [(3, 3, 0, 10)], [(2, 2, 0, 10)]], 10) == Choice(3, [(1, 0)])
+
+
+def test_halves_arrive_as_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a replica of bfloat16, which NumPy's own names for dtypes don't know."""
+    told: list[Any] = []
+
+    class Other:
+        rank, size = 1, 2
+
+    state = {"halves": np.ones(3, ml_dtypes.bfloat16), "bytes": np.zeros(2, "V2"), "big": np.ones((2, 1), ">f4")}
+
+    def tell(comm: MPI.Intracomm, value: Any, *_: Any) -> Any:
+        if comm.rank == 0:
+            told.append(json.loads(json.dumps(value)))
+        return told[0]
+
+    monkeypatch.setattr(adopt, "root_value", tell)
+    group.sent(MPI.COMM_SELF, state, 0, "a test")
+    monkeypatch.setattr(adopt, "broadcast", lambda *_: None)
+    came = group.sent(Other(), {}, 0, "a test")  # type: ignore[arg-type]
+    assert {name: (array.dtype, array.shape) for name, array in came.items()} == {
+        name: (array.dtype, array.shape) for name, array in state.items()
+    }
+
+
+def test_a_slice_that_nobody_has_is_missed() -> None:
+    assert choose([[(4, 4, 0, 3)], [(4, 4, 5, 10)]], 10) is None
+    assert choose([[(4, 4, 0, 5)], [(5, 5, 5, 10)]], 10) is None
+    assert choose([[], []], 10) is None
+
+
+def test_nodes_that_cut_in_other_places_stand_in_for_each_other() -> None:
+    """The longest piece leads to a gap, the shorter ones do not."""
+    halves, thirds = [[(4, 4, 0, 6)], []], [[(4, 4, 0, 4)], [(4, 4, 4, 8)], [(4, 4, 8, 12)]]
+    assert choose([*halves, *thirds], 12) == Choice(4, [(2, 0), (3, 0), (4, 0)])
+
+
+def test_a_rank_is_asked_for_its_own_slice_before_who_keeps_it() -> None:
+    assert choose([[(4, 4, 5, 10), (4, 4, 0, 5)], [(4, 4, 0, 5)]], 10) == Choice(4, [(1, 0), (0, 0)])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "apart"),
+    [([0, 0, 0], 0), ([0, 1], 2), ([0, 0, 1, 1], 4), ([0, 1, 0, 1, 2], 5), ([0, 0, 0, 1], 2), ([2, 1, 1, 0, 0, 0], 6)],
+)
+def test_slices_are_kept_on_another_node(nodes: list[int], apart: int) -> None:
+    """apart: how many can be."""
+    keeper = keepers(nodes)
+    assert sorted(keeper) == list(range(len(nodes)))  # each keeps one
+    assert all(rank != other for rank, other in enumerate(keeper))
+    assert sum(nodes[rank] != nodes[other] for rank, other in enumerate(keeper)) == apart
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"copies": 3, "update": "sharded"}, "copies=3: give 1, or 2"),
+        ({"copies": True, "update": "sharded"}, "copies=True: give 1, or 2"),
+        ({"copies": 2}, 'with update="replicated" all ranks have everything'),
+        ({"copies": 2, "update": "sharded"}, "there is only one rank"),
+    ],
+)
+def test_copies_that_make_no_sense(options: dict, match: str) -> None:
+    with Topology(MPI.COMM_SELF) as topology, pytest.raises(ArgumentError, match=match):
+        MirroredTrainer(NumpyNetwork([3, 2]), topology=topology, **options)
+
+
+def test_pieces_are_joined_in_order() -> None:
+    first = {"parameters": np.arange(3.0)}, {"steps": np.array(4)}
+    second = {"parameters": np.arange(3.0, 5.0)}, {"steps": np.array(9)}
+    state = joined([first, second])
+    assert state["parameters"].tolist() == [0, 1, 2, 3, 4]
+    assert state["steps"] == 4
+
+
+@pytest.mark.parametrize(("kind", "options"), [(MirroredTrainer, {}), (SpareReplicasTrainer, {"spare": 0})])
+def test_a_loss_finds_a_trainer_half_made(kind: type, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as the topology knows it, it may be abandoned."""
+    init = Trainer.__init__
+
+    def lost(self: Trainer, replica: NumpyNetwork, topology: Topology) -> None:
+        init(self, replica, topology)
+        self.abandon()
+        raise KeyError("lost")
+
+    monkeypatch.setattr(Trainer, "__init__", lost)
+    with Topology(MPI.COMM_SELF) as topology, pytest.raises(KeyError, match="lost"):
+        kind(NumpyNetwork([3, 2]), topology=topology, **options)

@@ -1,0 +1,179 @@
+"""Ranks of real jobs are killed, again and again: do the others go on, in what time, and is the result right?
+
+    python -m tests.faults --runs 1000 --seed 1       a table: injected, survived, hung, wrong, seconds, work lost
+    python -m tests.faults --only 1000017             one run again, by the number that it was told with
+    python -m tests.faults --scenarios                one run of every kind of fault, also of damaged checkpoints,
+                                                           a full /dev/shm, and sums that are made wrong and so found
+
+Starts jobs of its own, under Open MPI's mpirun --with-ft ulfm: start it without mpirun. A run is one program of 2 to
+5 ranks in a random configuration: every trainer, with and without checkpoints and spare ranks, loops with
+MirroredOptimizer, plain calls of a backend. One or several of its ranks, rank 0 too, get a SIGKILL: at an instant that
+nothing in the program knows, or at a named point, such as the middle of a reduction or the repair after another loss.
+Some runs have another fault: SIGSTOP and SIGCONT, SIGTERM, an exception, sys.exit(0), ranks that do different things.
+
+    survived   those left have finished, with the same bits, and with the parameters and the accuracy of a training that
+               no rank has left (to float tolerance: batches do not depend on the number of ranks). Where the result
+               depends on who is fast, as with servers that do not wait: with every update, and about the accuracy
+    refused    ranks did different things, or one brought a NaN: all of them have raised the right named error
+    orderly    the job ended by a fault that has to end it, and told of it: an exception, or the loss of a server
+    hung       no rank came any further for --limit seconds
+    wrong      it ended well, with another result
+    MPI's own  it ended in a known defect of Open MPI's (see DEFECTS_OF_MPI in judging.py)
+    ended      it ended, in another error or without a word
+
+The seconds go from the kill until the last of those left has finished a step, or a call, without the lost rank; of
+ranks that differ, until the last one has raised the error. What a bad run has left, with its output, is kept in --keep.
+Exit code 1 says that there was one.
+"""
+
+import mpi4py
+
+mpi4py.rc.initialize = False  # the jobs have MPI; this process needs none
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import shutil  # noqa: E402
+import signal  # noqa: E402
+import statistics  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+import time  # noqa: E402
+from collections import Counter  # noqa: E402
+from collections.abc import Callable, Iterator, Sequence  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+from tests.faults import drawing, jobs, judging, plans  # noqa: E402
+from tests.faults.judging import ENDED, HUNG, OF_MPI, OUTCOMES, WRONG, Injected, Judged  # noqa: E402
+from tests.faults.plans import Plan  # noqa: E402
+from trainers.cli.options import Parser  # noqa: E402
+
+SEED_RUNS = 1_000_000  # numbers from one seed to the next
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    drawn = _plans(options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no job outlives this
+    begin = time.monotonic()
+    runs: list[Judged] = []
+    try:
+        for run in run_all(drawn, options):
+            runs.append(run)
+            _tell(run, len(runs), len(drawn), options)
+    except KeyboardInterrupt:
+        print("interrupted: what was done until then", flush=True)
+    seconds = time.monotonic() - begin
+    print(table(runs))
+    bad = [run for run in runs if run.outcome not in judging.GOOD]
+    print(f"{len(runs)} runs in {seconds:.0f} s, {len(bad)} of them bad")
+    if options.json:
+        Path(options.json).write_text(json.dumps(record(runs, options.seed, seconds), indent=1) + "\n")
+    return 1 if bad else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m tests.faults", description=__doc__)
+    add = parser.add_argument
+    add("--runs", type=int, default=100, metavar="N", help="how many jobs (default: 100)")
+    add("--seed", type=int, default=1, metavar="S", help="another one gives other runs (default: 1)")
+    add("--only", type=int, metavar="NUMBER", help="one run, by its number")
+    add("--scenarios", action="store_true", help="one run of every kind of fault instead")
+    add("--programs", default=",".join(plans.PROGRAMS), metavar="NAME,...", help="(default: %(default)s)")
+    add("--most-ranks", type=int, default=5, metavar="N", help="(default: 5)")
+    add("--jobs", type=int, default=1, metavar="N", help="jobs at once, which spoils the seconds (default: 1)")
+    add(
+        "--limit",
+        type=float,
+        default=120,
+        metavar="S",
+        help="without progress, after which a job is said to hang (default: 120)",
+    )
+    add("--keep", default="faults", metavar="DIR", help="where what is bad is kept (default: ./faults)")
+    add("--json", metavar="FILE", help="write all runs as JSON")
+    return parser
+
+
+def _plans(options: argparse.Namespace) -> list[Plan]:
+    if options.scenarios:
+        return list(plans.SCENARIOS.values())
+    numbers = [options.seed * SEED_RUNS + place for place in range(options.runs)]
+    if options.only is not None:
+        numbers = [options.only]
+    return [drawing.draw(number, options.programs.split(","), options.most_ranks) for number in numbers]
+
+
+def run_all(drawn: Sequence[Plan], options: argparse.Namespace) -> Iterator[Judged]:
+    """These runs, in their order."""
+    with ThreadPoolExecutor(options.jobs) as pool:
+        yield from pool.map(lambda plan: _run(plan, options), drawn)
+
+
+def _run(plan: Plan, options: argparse.Namespace) -> Judged:
+    with tempfile.TemporaryDirectory(prefix="faults", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        ended = jobs.run(plan, folder, options.limit)
+        judged = judging.judge(plan, ended, folder)
+        if judged.outcome not in judging.GOOD or options.only is not None:
+            kept = Path(options.keep) / str(plan.number)
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(folder, kept)
+    return judged
+
+
+def _tell(run: Judged, done: int, runs: int, options: argparse.Namespace) -> None:
+    seconds = [f"{fault.seconds * 1e3:.0f} ms" if fault.seconds is not None else "-" for fault in run.faults]
+    why = f": {run.why}; see {options.keep}/{run.plan.number}" if run.why else ""
+    print(f"{done}/{runs} {run.outcome}{why} [{', '.join(seconds)}] {run.plan}", flush=True)
+
+
+HEAD = f"{'times':>6}" + "".join(f"{name:>10}" for name in OUTCOMES) + f"{'median s':>10}{'max s':>8}{'redone':>8}"
+
+
+def table(runs: Sequence[Judged]) -> str:
+    """A line for every kind of fault, one for every program, one for all, and why runs have ended."""
+    pairs = [(run, fault) for run in runs for fault in run.faults]
+    lines = _group("injected", pairs, lambda _, fault: fault.name)
+    lines += ["", *_group("program", pairs, lambda run, _: run.plan.program), "", _line("all", pairs)]
+    bad = Counter((run.outcome, run.why) for run in runs if run.outcome in (HUNG, WRONG, OF_MPI, ENDED))
+    lines += [f"{times} x {outcome}: {why}" for (outcome, why), times in bad.most_common()]
+    return "\n".join(lines)
+
+
+def _group(title: str, pairs: Sequence[tuple[Judged, Injected]], key: Callable[[Judged, Injected], str]) -> list[str]:
+    names = sorted({key(*pair) for pair in pairs})
+    return [f"{title:32}{HEAD}", *(_line(name, [pair for pair in pairs if key(*pair) == name]) for name in names)]
+
+
+def _line(name: str, pairs: Sequence[tuple[Judged, Injected]]) -> str:
+    """redone: the most steps that a run has done again, besides the one that a loss has broken off."""
+    counts = "".join(f"{sum(fault.outcome == outcome for _, fault in pairs):>10}" for outcome in OUTCOMES)
+    seconds = [fault.seconds for _, fault in pairs if fault.seconds is not None]
+    times = f"{statistics.median(seconds):>10.3f}{max(seconds):>8.3f}" if seconds else f"{'':>18}"
+    redone = max((run.redone for run, _ in pairs), default=0)
+    return f"{name:32}{len(pairs):>6}{counts}{times}{redone:>8}"
+
+
+def record(runs: Sequence[Judged], seed: int, seconds: float) -> dict[str, Any]:
+    """All of it, for JSON."""
+    return {
+        "seed": seed,
+        "seconds": seconds,
+        "runs": [
+            {
+                "number": run.plan.number,
+                "plan": str(run.plan),
+                "outcome": run.outcome,
+                "why": run.why,
+                "seconds": run.seconds,
+                "redone": run.redone,
+                "faults": [vars(fault) for fault in run.faults],
+            }
+            for run in runs
+        ],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Draws a run: all comes from its number, so that a run can be had again by it. Pure."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tests.faults.plans import DISAGREEMENTS, EPOCHS, IN_TWO, PROGRAMS, STEPS, Fault, Plan
+
+# Places in the code of the rank that is lost: before, in the middle of, and after them. See `points`.
+REDUCE_POINTS = ("call", "reduce", "middle of a reduction", "end of a step")
+STEP_POINTS = ("compute", "update", *REDUCE_POINTS)
+SERVED_POINTS = ("compute", "push", "reply", "update", "end of a step")
+CALL_POINTS = ("evaluate", "predict", "mirror")
+REPAIR_POINTS = ("finished", "survivors", "rebuild")
+DELAY_SECONDS = 0.01  # of a signal from outside, behind the step that it waits for: at most
+STOP_SECONDS = 1.0
+OTHERS = ("stop", "term", "raise", "exit")  # kinds of faults besides a loss
+OTHERS_SHARE = 0.15
+HOLDERS_STAY = 0.85  # how often nobody is lost without whom the others can't go on
+COPIED = ("sharded", "central storage")  # programs whose slices another rank can keep too
+EDITED = ("mirrored", "sharded", "central storage", "spare ranks")
+
+
+def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int = 5) -> Plan:
+    """The run of a number: one to all but one of its ranks are killed, or one meets something else."""
+    chance = random.Random(number)
+    program = chance.choices(programs, [PROGRAMS[name].weight for name in programs])[0]
+    kind = PROGRAMS[program]
+    ranks = max(kind.least, min(most_ranks, chance.choice((2, 3, 3, 4, 5))))
+    nodes = () if program == "spare ranks" else chance.choice(_nodes(ranks))
+    names = tuple(name for name in kind.backends if name != "shared" or not nodes)
+    plan = Plan(
+        number=number,
+        ranks=ranks,
+        program=program,
+        framework=chance.choice(kind.frameworks),
+        backend=chance.choice(names) if names else "auto",
+        checkpoint=chance.choice(kind.checkpoints),
+        optimizer=chance.choice(("momentum", "adam")),
+        nodes=nodes,
+    )
+    if program in COPIED and chance.random() < 0.5:
+        plan = replace(plan, copies=2, checkpoint=chance.choice((0, 0, 7)))
+    if program.endswith("servers"):
+        plan = replace(plan, servers=chance.choice(range(1, ranks - 1)))
+    if program.startswith("spare "):
+        plan = replace(plan, spares=chance.randrange(program == "spare ranks", ranks - 1))
+    return replace(plan, faults=tuple(_faults(chance, plan)))
+
+
+def _nodes(ranks: int) -> list[tuple[int, ...]]:
+    halves = (ranks - ranks // 2, ranks // 2)
+    return [(), (), (), halves, (1,) * ranks]
+
+
+def _faults(chance: random.Random, plan: Plan) -> list[Fault]:
+    if plan.program == "disagreement":
+        about = chance.choice(sorted(DISAGREEMENTS))
+        return [Fault("differ", chance.randrange(plan.ranks), about, 1 + chance.randrange(STEPS // 3))]
+    if chance.random() < OTHERS_SHARE:
+        return [_other(chance, plan)]
+    losses = chance.choice((1, 1, *range(1, plan.ranks)))
+    victims = chance.sample(range(plan.ranks), losses)
+    if plan.holders and chance.random() < HOLDERS_STAY:
+        left = [rank for rank in victims if rank not in plan.holders]
+        victims = left or [min(set(range(plan.ranks)) - set(plan.holders))]
+    return [_loss(chance, plan, victim, first=not place) for place, victim in enumerate(victims)]
+
+
+def _other(chance: random.Random, plan: Plan) -> Fault:
+    """Something else than a loss, that ends the job in order or is survived."""
+    kind = chance.choice(OTHERS if plan.kind.module == "training" else ("stop", "raise", "exit"))
+    working = plan.ranks - (plan.spares if plan.program == "spare ranks" else 0)
+    rank, turn = chance.randrange(working), chance.randrange(STEPS - 10)
+    if kind == "stop":
+        return Fault(kind, rank, turn=turn, delay=chance.random() * STOP_SECONDS)
+    if kind == "term":
+        return Fault(kind, rank, turn=turn, delay=chance.random() * DELAY_SECONDS)
+    return Fault(kind, rank, "end of a step", 1 + turn % 10, after=True)
+
+
+def _loss(chance: random.Random, plan: Plan, victim: int, first: bool) -> Fault:
+    """A loss at an instant, or at a point that the program comes to."""
+    waits = plan.program == "spare ranks" and victim >= plan.ranks - plan.spares
+    if waits or chance.random() < 0.4:
+        return Fault("kill", victim, turn=chance.randrange(STEPS), delay=chance.random() * DELAY_SECONDS)
+    points = list(_points(plan))
+    if not first:
+        points += REPAIR_POINTS * 2
+    point = chance.choice(points)
+    if point == "rebuild":
+        return Fault("kill", victim, point, 2, after=chance.random() < 0.5)
+    most = {
+        "checkpoint": 8,
+        "evaluate": EPOCHS + 1,
+        **dict.fromkeys((*STEP_POINTS, *SERVED_POINTS), STEPS),
+    }
+    return Fault("kill", victim, point, 1 + chance.randrange(most.get(point, 1)), after=chance.random() < 0.5)
+
+
+def _points(plan: Plan) -> tuple[str, ...]:
+    """The places that this program comes to when nobody is lost."""
+    module = plan.kind.module
+    points = {"calls": REDUCE_POINTS, "loop": (*STEP_POINTS, "backward")}.get(module, STEP_POINTS)
+    if not plan.kind.backends and plan.program != "central storage":
+        points = SERVED_POINTS
+    if module == "training":
+        points += CALL_POINTS
+    if plan.program in EDITED:
+        points += ("edit",)
+    if plan.checkpoint:
+        points += ("checkpoint",)
+    return tuple(point for point in points if point != "middle of a reduction" or plan.backend in IN_TWO)

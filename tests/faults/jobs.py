@@ -1,0 +1,186 @@
+"""Drives one job: starts it under mpirun, sends signals from outside, waits, and leaves nothing behind."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests import launch
+from tests.faults import notes
+from tests.faults.plans import OUTSIDE, Fault, Plan
+
+RANK = "tests.faults.rank"  # what each rank runs
+LOOK_SECONDS = 0.001
+GRACE_SECONDS = 5.0
+STEP = re.compile(r'"step": (\d+),')
+LINE = 100  # characters of a note that may have been half written; steps that are read twice do not matter
+SMALL = "64m"  # what containers often have
+
+
+class Ended(NamedTuple):
+    """A job's end. code: None when it did not end in its time. sent: when each fault from OUTSIDE came, by number."""
+
+    code: int | None
+    printed: str
+    sent: dict[int, float]
+    seconds: float
+
+
+def run(plan: Plan, folder: Path, limit: float) -> Ended:
+    """Run a plan's job with its notes in `folder`; it is killed when no rank has noted anything for `limit` seconds."""
+    (folder / "plan.json").write_text(json.dumps(plan.as_dict(), indent=1))
+    begin = time.monotonic()
+    with (
+        open(folder / "output", "wb") as output,
+        tempfile.TemporaryDirectory(prefix="job", ignore_cleanup_errors=True) as temporary,
+    ):
+        job = subprocess.Popen(
+            [*launcher(plan), sys.executable, "-m", RANK, str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_variables(temporary),
+            cwd=launch.ROOT,
+            start_new_session=True,
+        )
+        try:
+            sent = _watch(job, plan, folder, limit)
+            code = job.poll()
+            if code is None:
+                _ask(plan, folder)
+        finally:
+            _end(job, plan, folder)
+    printed = (folder / "output").read_text(errors="replace")
+    return Ended(code, printed, sent, time.monotonic() - begin)
+
+
+def launcher(plan: Plan) -> list[str]:
+    """Open MPI's, with its way to survive where the plan wants it: the one beside this Python, or the one on PATH."""
+    beside = Path(sys.executable).with_name("mpirun")
+    name = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
+    surviving = ["--with-ft", "ulfm"] if plan.goes_on else []
+    command = [name, *surviving, "--oversubscribe", "--bind-to", "none", "-n", str(plan.ranks)]
+    if any(fault.kind == "shm" for fault in plan.faults):
+        command = [
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            f'mount -t tmpfs -o size={SMALL} tmpfs /dev/shm && exec "$@"',
+            "sh",
+            *command,
+        ]
+    return command
+
+
+def _variables(temporary: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_COMM", "PRTE"))}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
+    told = {"ALLREDUCE_STALL_SECONDS": "1", "OMP_NUM_THREADS": "1"}
+    return {**told, **inherited, **root, "TMPDIR": temporary}
+
+
+def _watch(job: "subprocess.Popen[bytes]", plan: Plan, folder: Path, limit: float) -> dict[int, float]:
+    """Send each signal from outside at its instant; returns when the job has ended, or hangs."""
+    noted, since = 0, time.monotonic()
+    newest = Newest(plan, folder)
+    outside = [(number, fault) for number, fault in enumerate(plan.faults) if fault.point == OUTSIDE]
+    coming = {number: _signals(fault, folder, newest) for number, fault in outside}
+    sent: dict[int, float] = {}
+    while job.poll() is None and time.monotonic() - since < limit:
+        if (size := sum(path.stat().st_size for path in folder.glob("notes.*"))) != noted:
+            noted, since = size, time.monotonic()
+            newest.read()
+        for number, signals in coming.items():
+            if (found := next(signals, None)) is not None:
+                sent.setdefault(number, time.monotonic())
+                _send(*found)
+        time.sleep(LOOK_SECONDS)
+    return sent
+
+
+class Newest:
+    """The newest step that any rank has noted; -1 before. A rank that waits for a place notes none."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self._paths = [notes.path_of(folder, rank) for rank in range(plan.ranks)]
+        self._read = dict.fromkeys(self._paths, 0)
+        self.step = -1
+
+    def read(self) -> None:
+        """Look at what has come since."""
+        for path in filter(Path.exists, self._paths):
+            with path.open() as file:
+                file.seek(self._read[path])
+                steps = STEP.findall(file.read())
+                self._read[path] = max(0, file.tell() - LINE)
+            self.step = max(self.step, *map(int, steps), self.step)
+
+
+def _signals(fault: Fault, folder: Path, newest: Newest) -> Iterator[tuple[int, signal.Signals] | None]:
+    """None until the instant of a signal has come; then the number of the process that it is for, and the signal."""
+    while newest.step < fault.turn:
+        yield None
+    for number, delay in _series(fault):
+        instant = time.monotonic() + delay
+        while time.monotonic() < instant:
+            yield None
+        for pid in pids(folder, fault.rank):
+            yield pid, number
+
+
+def _series(fault: Fault) -> list[tuple[signal.Signals, float]]:
+    """The signals of a fault from outside, each with the seconds before it."""
+    if fault.kind == "stop":
+        return [(signal.SIGSTOP, 0), (signal.SIGCONT, fault.delay)]
+    return [({"kill": signal.SIGKILL, "term": signal.SIGTERM}[fault.kind], fault.delay)]
+
+
+def pids(folder: Path, rank: int) -> list[int]:
+    """The process of a rank, if it has begun."""
+    return [note["pid"] for note in notes.read(folder, rank) if note["what"] == "pid"]
+
+
+def _ask(plan: Plan, folder: Path) -> None:
+    """Have every rank of a job that hangs print where it is."""
+    for rank in range(plan.ranks):
+        for pid in pids(folder, rank):
+            _send(pid, signal.SIGUSR2)
+    time.sleep(1)
+
+
+def _end(job: "subprocess.Popen[bytes]", plan: Plan, folder: Path) -> None:
+    if job.poll() is None:
+        job.terminate()
+        try:
+            job.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    for rank in range(plan.ranks):
+        for pid in pids(folder, rank):
+            if _is_ours(pid, folder):
+                _send(pid, signal.SIGKILL)
+
+
+def _is_ours(pid: int, folder: Path) -> bool:
+    """Whether the process of this number still is the rank that noted it."""
+    try:
+        return str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,239 @@
+"""What became of a run: did those left survive, in what time, with what lost, and is the result right?"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.faults import notes
+from tests.faults.jobs import Ended
+from tests.faults.plans import BATCH, DISAGREEMENTS, EPOCHS, KINDS, ROWS, TOLD_SECONDS, Fault, Plan
+from tests.faults.programs import model
+
+SURVIVED, REFUSED, ORDERLY, HUNG, WRONG, OF_MPI, ENDED = OUTCOMES = (
+    "survived", "refused", "orderly", "hung", "wrong", "MPI's own", "ended",
+)  # fmt: skip
+QUIET, FOUND = "quiet", "found"  # no fault came to happen; one that makes the result wrong did, and it was
+GOOD = (SURVIVED, REFUSED, ORDERLY, QUIET, FOUND)
+TOLERANCE = 1e-5  # of parameters, which are about 0.1: one batch left out, or done twice, changes them by 1e-3 or more
+ACCURACY = 0.011  # two of the rows that are tested
+WORSE = 0.15  # by which the accuracy may be, where the result depends on who is fast
+
+Notes = list[dict[str, Any]]
+
+
+@dataclass
+class Injected:
+    """One fault that happened. seconds: until the last survivor had finished a step, or call, without the lost rank,
+    or until the last rank had met its error."""
+
+    number: int
+    name: str
+    outcome: str
+    seconds: float | None = None
+
+
+@dataclass
+class Judged:
+    """outcome: one of OUTCOMES, QUIET or FOUND. redone: steps that were done again."""
+
+    plan: Plan
+    outcome: str
+    why: str
+    seconds: float
+    redone: int = 0
+    faults: list[Injected] = field(default_factory=list)
+
+
+def judge(plan: Plan, ended: Ended, folder: Path) -> Judged:
+    """Look at all that a job has left behind."""
+    ranks = [notes.read(folder, rank) for rank in range(plan.ranks)]
+    when = dict(ended.sent)
+    for mine in ranks:
+        when |= {note["number"]: note["time"] for note in mine if note["what"] == "fault"}
+    for number, time in list(when.items()):
+        if _had_ended(ranks[plan.faults[number].rank], time):
+            del when[number]
+    happened = [plan.faults[number] for number in when]
+    lost = {fault.rank for fault in happened if fault.kind == "kill"}
+    left = [rank for rank in range(plan.ranks) if rank not in lost]
+    outcome, why = _outcome(plan, ended, folder, {rank: ranks[rank] for rank in left}, happened)
+    if outcome == SURVIVED and not when:
+        outcome = QUIET
+    if any(fault.kind == "spoil" for fault in happened):
+        outcome = {WRONG: FOUND, SURVIVED: ENDED}.get(outcome, outcome)
+    survivors = [ranks[rank] for rank in left]
+    redone = max((_redone(mine) for mine in survivors), default=0) if plan.kind.together else 0
+    return Judged(plan, outcome, why, ended.seconds, redone, _faults(plan, when, survivors, outcome))
+
+
+def _had_ended(mine: Notes, time: float) -> bool:
+    """Whether a signal came too late: the rank was through with everything."""
+    return any(note["what"] == "end" and note["time"] < time for note in mine)
+
+
+def _outcome(
+    plan: Plan, ended: Ended, folder: Path, left: dict[int, Notes], happened: Sequence[Fault]
+) -> tuple[str, str]:
+    """One of OUTCOMES, and why. left: the notes of the ranks that are left. happened: the faults that did."""
+    if "WrongSumError" in ended.printed:
+        return WRONG, "a sum was wrong"
+    if ended.code is None:
+        return HUNG, f"nothing happened any more; {ended.seconds:.0f} s in all"
+    if plan.program == "disagreement":
+        return _refused(left, happened)
+    ends = {rank: note for rank, mine in left.items() for note in mine if note["what"] == "end"}
+    ending = [fault for fault in happened if KINDS[fault.kind].ends]
+    if missing := [fault for fault in happened if not _told(fault, ended.printed)]:
+        return _broken(ended, f"nobody has told of: {missing[0]}")
+    if ending:
+        seen = ended.code or KINDS[ending[0].kind].silent or len(ends) == len(left)
+        return (ORDERLY, "") if seen else (ENDED, "exit code 0 after a fault that ends the job")
+    if len(ends) < len(left):
+        if words := _nobody_could(plan, happened):
+            if re.search(words, ended.printed):
+                return ORDERLY, ""
+            return _broken(ended, f"exit code {ended.code}, and nobody said {words!r}")
+        return _broken(ended, f"rank {min(set(left) - set(ends))} did not come to its end; exit code {ended.code}")
+    if ended.code:
+        return _broken(ended, f"exit code {ended.code}")
+    wrong = "" if plan.program == "calls" else _wrong(plan, folder, ends)
+    return (WRONG, wrong) if wrong else (SURVIVED, "")
+
+
+def _broken(ended: Ended, why: str) -> tuple[str, str]:
+    """A job that has ended as it should not have."""
+    if defect := of_mpi(ended.printed):
+        return OF_MPI, f"{defect} ({why})"
+    return ENDED, f"{why}: {reason(ended.printed)}"
+
+
+def _told(fault: Fault, printed: str) -> bool:
+    words = KINDS[fault.kind].words
+    short = fault.kind == "stop" and fault.delay < TOLD_SECONDS
+    return not words or short or re.search(words.format(rank=fault.rank), printed) is not None
+
+
+def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
+    """What has to be said when those were lost without whom nobody can go on; "" when somebody can."""
+    lost = {fault.rank for fault in happened if fault.kind == "kill"}
+    if lost & set(plan.holders):
+        return "RankLostError: a server was lost"
+    workers = set(range(plan.ranks - plan.servers))
+    remade = any(fault.point == "mirror" for fault in happened)  # perhaps in the making: then other ranks are servers
+    left_alone = "RankLostError: all workers were lost|leaves no worker" if remade or workers <= lost else ""
+    if plan.copies > 1 and len(lost) > 1 and not plan.checkpoint:  # one may have kept the other's slice
+        return "RankLostError: a rank was lost in .* that alone had a part"
+    if plan.program == "spare ranks" and set(range(plan.ranks - plan.spares)) <= lost:
+        return "RankLostError: all ranks that worked were lost"
+    return left_alone if plan.servers else ""
+
+
+def _refused(left: dict[int, Notes], happened: Sequence[Fault]) -> tuple[str, str]:
+    """Whether all ranks have raised the same right error."""
+    if not happened:
+        return SURVIVED, ""
+    wanted = DISAGREEMENTS[happened[0].point].error
+    for rank, mine in left.items():
+        errors = [note["error"] for note in mine if note["what"] == "refused"]
+        if errors != [wanted]:
+            return ENDED, f"rank {rank} has raised {errors[0] if errors else 'nothing'}, not {wanted}"
+    return REFUSED, ""
+
+
+def _wrong(plan: Plan, folder: Path, ends: dict[int, dict[str, Any]]) -> str:
+    """What is wrong with the results of those that are left; "" for nothing."""
+    ends = {rank: end for rank, end in ends.items() if not end.get("idle")}
+    right, accuracy = model.without_faults(plan)
+    found = {rank: np.load(folder / f"parameters.{rank}.npy") for rank in ends}
+    first = next(iter(ends))
+    for rank, end in ends.items():
+        if not np.array_equal(found[rank], found[first]) or len(set(end.get("hashes", [""]))) > 1:
+            return f"the parameters of rank {rank} and of rank {first} differ"
+        if not set(ends) <= set(end["ranks"]):  # one that has died behind its last step may be there still
+            return f"rank {rank} has ended among ranks {end['ranks']}, of {sorted(ends)}"
+        if end.get("epochs", EPOCHS) != EPOCHS:
+            return f"the history of rank {rank} has {end['epochs']} epochs, not {EPOCHS}"
+        if wrong := _accuracy(plan, end, accuracy) or _updates(plan, end):
+            return wrong
+    if not plan.kind.exact:
+        return "" if np.isfinite(found[first]).all() else "parameters are no numbers"
+    shift = model.SHIFT if ends[first].get("shifted") else 0.0
+    apart = float(np.abs(found[first] - shift - right).max())
+    return "" if apart < TOLERANCE else f"parameters are up to {apart:.2g} from those of a training without faults"
+
+
+def _accuracy(plan: Plan, end: dict[str, Any], right: float) -> str:
+    found = end["accuracy"], end["predicted"]
+    worst = max(abs(each - right) for each in found) - ACCURACY if plan.kind.exact else right - min(found) - WORSE
+    return "" if worst <= 0 else f"accuracy {found[0]:.3f}, predicted {found[1]:.3f}, without faults {right:.3f}"
+
+
+def _updates(plan: Plan, end: dict[str, Any]) -> str:
+    """Every part of every batch must have come into the model once."""
+    if not plan.program.startswith("asynchronous"):
+        return ""
+    wanted = ROWS // BATCH * end["parts"]
+    return "" if set(end["updates"]) == {wanted} else f"epochs of {end['updates']} updates, and not of {wanted}"
+
+
+def _redone(mine: Notes) -> int:
+    steps = [note["step"] for note in mine if note["what"] == "step"]
+    return sum(max(0, before - after + 1) for before, after in pairwise(steps))
+
+
+def _faults(plan: Plan, when: dict[int, float], survivors: list[Notes], outcome: str) -> list[Injected]:
+    """Every fault that happened, in order; those behind which the others went on have been survived."""
+    found = []
+    for place, (number, time) in enumerate(sorted(when.items(), key=lambda item: item[1])):
+        fault = plan.faults[number]
+        seconds = _seconds(fault, survivors, time)
+        kept = outcome if place == len(when) - 1 or seconds is None else SURVIVED
+        found.append(Injected(number, fault.name, kept, seconds))
+    return found
+
+
+def _seconds(fault: Fault, survivors: list[Notes], time: float) -> float | None:
+    """Until all survivors had finished something without the rank that was lost, or had met the error."""
+    busy = [mine for mine in survivors if not any(note.get("idle") for note in mine)]
+    firsts = [next((note["time"] for note in mine if _is_behind(note, fault, time)), None) for mine in busy]
+    known = [first for first in firsts if first is not None]
+    return max(known) - time if known and len(known) == len(firsts) else None
+
+
+def _is_behind(note: dict[str, Any], fault: Fault, time: float) -> bool:
+    if note["time"] < time:
+        return False
+    if fault.kind == "kill":
+        return fault.rank not in note.get("ranks", [fault.rank])
+    return fault.kind == "differ" and note["what"] == "refused"
+
+
+# Why a job has ended that should have gone on: in classes, from what it has printed.
+
+# Defects of Open MPI's own (5.0.11). The second comes of calls that wait for several requests, of which one fails: see
+# allreduce.transport.wait. No call of ours does so, but MPI's collectives may.
+DEFECTS_OF_MPI = {
+    "a rank died inside of MPI_Comm_dup or split": r"ompi_comm_revoke_local|ompi_comm_activate",
+    "Send error after request freed": r"Send error after request freed",
+    "MPI aborts by itself": r"\*\*\* An error occurred in|PMIx ABORT|OPAL ERROR|mca_btl_",
+}
+NAMED = re.compile(r"\b(\w+(?:Error|Exception|Interrupt)): (.{0,100})")
+
+
+def of_mpi(printed: str) -> str:
+    """Which of MPI's own defects it was; "" for none that is known."""
+    return next((reason for reason, words in DEFECTS_OF_MPI.items() if re.search(words, printed)), "")
+
+
+def reason(printed: str) -> str:
+    """The last named error, or how the processes have ended."""
+    named = NAMED.findall(printed)
+    if named:
+        return ": ".join(named[-1])
+    signals = re.findall(r"Signal: (.*)|exited on (signal .*)", printed)
+    return next((word for pair in signals for word in pair if word), "without a word")

@@ -1,0 +1,53 @@
+"""One rank of a job in which ranks die while the others have computed a batch whose step is never taken.
+
+    mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.batch_norm
+
+Batch norm comes first in the model, so that its running mean does not depend on who has which rows. Prints it, and how
+many batches it has counted, of each training and of one rank alone, from the rank that is 0 in the end.
+"""
+
+import json
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from allreduce import Topology
+from tests.faults.moments.copies import Dying
+from tests.faults.moments.training import BATCH, Deaths, data
+from trainers import CentralStorageTrainer, MirroredTrainer
+from trainers.replicas.pytorch import TorchReplica
+
+EPOCHS = 3
+
+
+def trained(name: str, kind: Any, ranks: Topology, moment: tuple[str, int, int] | None, **options: Any) -> None:
+    """moment: of this rank's death; with second copies of slices it is in the update of the memory in common."""
+    torch.manual_seed(7)
+    norm = torch.nn.BatchNorm1d(8)
+    module = torch.nn.Sequential(norm, torch.nn.Linear(8, 3))
+    replica = TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), 0.1, momentum=0.9))
+    with kind(replica, topology=ranks, **options) as trainer:
+        twice = moment is not None and "copies" in options
+        callbacks = [Dying("update", trainer) if twice else Deaths(moment)]
+        trainer.fit(*data(), EPOCHS, BATCH, callbacks=callbacks, progress=False)
+        mean, batches = norm.running_mean.tolist(), int(norm.num_batches_tracked)
+        if trainer.rank == 0:
+            print(json.dumps({"name": name, "mean": mean, "batches": batches, "ranks": trainer.size}), flush=True)
+
+
+def main() -> None:
+    with Topology.of_survivors() as ranks:
+        moment = ("batch_begin", 1, 2) if ranks.rank == 1 else None
+        trained("sharded", MirroredTrainer, ranks, moment, update="sharded", copies=2, on_failure="continue")
+    with Topology.of_survivors() as ranks:
+        moment = ("batch_begin", 1, 2) if ranks.rank == 1 else None
+        trained("mirrored", MirroredTrainer, ranks, moment, on_failure="continue")
+    with Topology.of_survivors() as ranks:
+        moment = ("batch_begin", 1, 2) if ranks.rank == 1 else None
+        trained("central", CentralStorageTrainer, ranks, moment, on_failure="continue")
+    trained("alone", MirroredTrainer, Topology(MPI.COMM_SELF), None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""One rank of a job in which ranks die whose slices others keep too, and the others go on without a checkpoint.
+
+    mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.copies KIND:RANKS_PER_NODE:MOMENT:RANK,RANK ...
+
+One training after another, on the ranks that are left, each losing these RANKs of its own at a MOMENT (below). KIND:
+central, or the backend of a sharded update. Prints, from rank 0, what came of each, as JSON.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce import Topology
+from allreduce.errors import RankLostError
+from tests.faults.moments.training import BATCH, EPOCHS, ROWS, data, die, network
+from trainers import CentralStorageTrainer, MirroredTrainer
+from trainers.callbacks import Callback
+from trainers.state import backup
+from trainers.strategies import sharded
+
+BATCHES = ROWS // BATCH
+STEP = BATCHES + 1  # in which they die: the first after an edit
+
+
+def before(step: int, function: Callable[..., Any], calls: int, skipped: int) -> Callable[..., Any]:
+    """`function`, in which this rank dies. calls: of it in a step. skipped: before that in the step of the death."""
+    count = 0
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > step * calls + skipped:
+            die()
+        return function(*arguments, **options)
+
+    return dying
+
+
+class Halving(Callback):
+    """Halves the parameters after the first epoch."""
+
+    collective = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 0:
+            self.trainer.edit(self.halve)
+
+    def halve(self) -> None:
+        self.trainer.replica.parameters *= 0.5
+
+
+class Dying(Callback):
+    """Has this rank die in step STEP, at `moment`."""
+
+    def __init__(self, moment: str, trainer: MirroredTrainer) -> None:
+        self._moment, self._mine, self._step = moment, trainer, 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._step += 1
+        if self._step != STEP:
+            return
+        update = self._mine._sharded
+        assert isinstance(update, sharded.ShardedUpdate)
+        replica, kept = self._mine.replica, update._twins
+        assert kept is not None
+        if self._moment == "batch":
+            die()
+        elif self._moment == "update":  # parameters are half updated
+            plain = replica.update
+
+            def half(part: slice | None = None) -> None:
+                plain(part)
+                die()
+
+            replica.update = half  # type: ignore[method-assign]
+        elif self._moment == "gathered":
+            kept.keep = die  # type: ignore[method-assign]
+        elif self._moment == "exchange":  # something was sent
+            backup.pieces = before(0, backup.pieces, 1, 2)
+        elif self._moment == "sent":
+            backup.wait_for = die
+        elif self._moment == "kept":
+            keep = kept.keep
+
+            def kept_then(step: int) -> None:
+                keep(step)
+                die()
+
+            kept.keep = kept_then  # type: ignore[method-assign]
+
+
+def make(kind: str, ranks: Topology) -> MirroredTrainer:
+    if kind == "central":
+        return CentralStorageTrainer(network(0), ranks, copies=2, on_failure="continue")
+    return MirroredTrainer(network(0), kind, ranks, update="sharded", copies=2, on_failure="continue")
+
+
+def run(kind: str, nodes: int, moment: str, dying: list[int]) -> None:
+    x, y = data()
+    with Topology.of_survivors(ranks_per_node=nodes) as ranks:
+        trainer = make(kind, ranks)
+        callbacks = [Halving(), *([Dying(moment, trainer)] if ranks.rank in dying else [])]
+        try:
+            history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=callbacks, progress=False)
+        except RankLostError as error:
+            if trainer.rank == 0:
+                print(json.dumps({"error": str(error)}), flush=True)
+            return
+        came = {
+            "kind": kind,
+            "ranks": trainer.size,
+            "lost": len([rank for loss in trainer.losses for rank in loss.ranks]),
+            "sha256": trainer.parameters_sha256(),
+            "history": [epoch.as_dict() for epoch in history],
+            "predicted": trainer.predict(x)[:5].tolist(),
+        }
+        rank = trainer.rank
+        trainer.close()
+    if rank == 0:
+        with MirroredTrainer(network(0), topology=Topology(MPI.COMM_SELF)) as alone:
+            history = alone.fit(x, y, EPOCHS, BATCH, callbacks=[Halving()], progress=False)
+            came["alone"] = [epoch.as_dict() for epoch in history]
+            came["predicted alone"] = alone.predict(x)[:5].tolist()
+        print(json.dumps(came), flush=True)
+
+
+if __name__ == "__main__":
+    for text in sys.argv[1:]:
+        kind, nodes, moment, dying = text.split(":")
+        np.seterr(all="ignore")
+        run(kind, int(nodes), moment, [int(rank) for rank in dying.split(",")])

@@ -1,0 +1,40 @@
+"""One rank of a training in which ranks kill themselves, and ranks that wait take their places.
+
+    mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.joining mirrored
+    mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.joining central FOLDER
+
+Three ranks work and three wait: two of them are needed, and the last one is let go, or was lost before. Each rank
+prints what came of it.
+"""
+
+import json
+import sys
+from typing import Any
+
+from allreduce import Topology
+from allreduce.elastic import standby
+from tests.faults.moments.training import Deaths, die, trained
+from trainers import CentralStorageTrainer, Checkpoint
+
+WORKING = 3
+
+
+def main(kind: str, folder: str = "") -> None:
+    """central: the first to die has the storage, so all go back to a checkpoint of the middle of an epoch."""
+    given: dict[str, Any] = {"options": {}}
+    if kind == "central":
+        given = {"options": {"storage": 1}, "kind": CentralStorageTrainer, "checkpoint": Checkpoint(folder, "7 steps")}
+    pool = Topology()
+    moments = {1: ("batch_begin", 1, 2), 0: ("epoch_end", 3, 0)}
+    deaths = Deaths(moments.get(pool.rank))
+    if kind == "mirrored" and pool.rank == 5:  # while the others form the ranks that work
+        die()
+    ranks = standby.man(pool, pool.size - WORKING)
+    if ranks is None:
+        print("not needed", flush=True)
+        return
+    print(json.dumps(trained(ranks, deaths=deaths, **given)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

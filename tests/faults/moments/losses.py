@@ -1,0 +1,167 @@
+"""One rank of a job in which ranks kill themselves at named moments, and the others go on.
+
+    mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.losses RANKS_PER_NODE BACKEND:MOMENT ...
+
+In each round the ranks that are left make a backend and use it, and one of them dies at the moment; the others repair,
+make the backend again by its recipe, and see that its sums are right. Rank 0 prints a line a round.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import allreduce
+import allreduce.engine.engine
+from allreduce.errors import RankLostError
+from allreduce.topology import Topology
+from allreduce.wrappers.background import Background
+
+LENGTH = 300_001
+KILL_SECONDS = 0.02
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sums(reduce: Any) -> None:
+    """Sums of what every rank brings, in memory of the backend's and in ordinary memory, in three sizes."""
+    for length in (3, 1000, LENGTH):
+        index = np.arange(length) % 7
+        for array in (reduce.allocate(length, "float32"), np.empty(length, np.float32)):
+            array[:] = reduce.rank + 1 + index
+            reduce(array, "sum")
+            assert np.array_equal(array, reduce.size * (reduce.size + 1) / 2 + reduce.size * index), (reduce, array)
+
+
+# Moments: what all ranks do, and where the one that dies does so
+
+
+def in_the_work(reduce: Any, dies: bool) -> None:
+    """It has met the others on the board, and does nothing of its part."""
+    run = reduce._calls.run
+    if dies:
+        reduce._calls.run = lambda call, _, flat: run(call, die, flat)
+    sums(reduce)
+
+
+def in_an_agreement(reduce: Any, dies: bool) -> None:
+    """It has met the others on the board, and does not agree."""
+    if dies:
+        allreduce.engine.engine.agree = die
+    sums(reduce)
+
+
+def between_phases(reduce: Any, dies: bool) -> None:
+    buffer = reduce.allocate(LENGTH, "float32")
+    reduce.reduce_scatter(buffer, "sum")
+    if dies:
+        die()
+    reduce.all_gather(buffer)
+
+
+def at_random(reduce: Any, dies: bool) -> None:
+    """It dies in whatever it does; an array from allocate, ordinary ones, moves."""
+    mine, other = reduce.allocate(LENGTH, "float32"), np.empty(1000, np.float32)
+    if dies:
+        threading.Timer(KILL_SECONDS, die).start()
+    while True:
+        mine[:] = other[:] = 1
+        reduce(mine, "sum")
+        reduce(other, "sum")
+        assert mine[-1] == other[-1] == reduce.size
+        assert reduce.collect(reduce.rank).tolist() == list(range(reduce.size))
+
+
+def in_the_background(reduce: Any, dies: bool) -> None:
+    """The others' threads are inside of MPI, or wait for its announcement."""
+    background = Background(reduce.topology, inner=reduce)
+    mine = background.allocate(LENGTH, "float32")
+    if dies:
+        threading.Timer(KILL_SECONDS, die).start()
+    while True:
+        mine[:] = 1
+        pending = [background.submit(lambda: reduce(mine, "max")) for _ in range(3)]
+        for call in pending:
+            call.wait()
+        assert mine[0] == 1
+
+
+def in_close(reduce: Any, dies: bool) -> None:
+    """Closing raises nothing: whoever hears of the loss lets go."""
+    if dies:
+        reduce._close = die
+    reduce.close()
+    assert reduce.closed
+    reduce.topology.agree([], "after close()")
+
+
+def in_create(reduce: Any, dies: bool) -> None:
+    if dies:
+        Topology.private = die  # type: ignore[assignment,method-assign]
+    allreduce.create("auto", reduce.topology)
+
+
+def in_a_part(reduce: Any, dies: bool) -> None:
+    """Parts whose ranks all live end too, since their topology does."""
+    part = reduce.topology.split(reduce.rank % 2)
+    inner = allreduce.create("ring", part)
+    if dies:
+        die()
+    while True:
+        inner(np.ones(1000), "sum")
+
+
+MOMENTS: dict[str, Callable[[Any, bool], None]] = {
+    moment.__name__: moment
+    for moment in (
+        in_the_work, in_an_agreement, between_phases, at_random, in_the_background, in_close, in_create, in_a_part
+    )
+}  # fmt: skip
+
+
+def attempt(name: str, moment: str, topology: Topology, dies: bool) -> None:
+    reduce = allreduce.create(name, topology)
+    sums(reduce)
+    MOMENTS[moment](reduce, dies)
+    raise AssertionError(f"{name}:{moment}: no rank was lost")
+
+
+def repaired(topology: Topology, text: str) -> Topology:
+    """One round, and the topology of those that are left after it."""
+    name, moment = text.split(":")
+    victim = len(text) % topology.size
+    try:
+        with topology.watch.hearing():  # a part's error has the part's numbers
+            attempt(name, moment, topology, topology.rank == victim)
+    except RankLostError as error:
+        lost = error.lost
+    assert set(lost) <= {victim}, lost
+    assert not topology.finished(False)
+    left = topology.survivors()
+    assert topology.closed
+    assert left.former == tuple(rank for rank in range(len(left.former) + 1) if rank != victim)
+    with allreduce.create(name, left) as reduce:
+        sums(reduce)
+    if left.rank == 0:
+        print(f"{text}: {left} go on without rank {victim}", flush=True)
+    return left
+
+
+def main(ranks_per_node: str, rounds: list[str]) -> None:
+    topology = Topology.of_survivors(ranks_per_node=int(ranks_per_node) or None)
+    for text in rounds:
+        topology = repaired(topology, text)
+    assert topology.finished(True)
+    assert not topology.finished(topology.rank != 0)
+    topology.close()
+    print("this rank ends well", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,221 @@
+"""One rank of a job of six, of which five kill themselves, one after the other, and MirroredOptimizer goes on.
+
+    mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.lost_torch FOLDER
+
+In FOLDER: outlives.py of trainers/pytorch/README.md.
+
+Every rank that is left ends with the parameters of a training that nobody was lost from, and prints a line a part.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import allreduce  # prepares the environment of MPI, so it comes first
+
+# isort: split
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn import functional
+
+from allreduce.errors import RankLostError
+from trainers.pytorch import MirroredOptimizer
+
+STEPS, ROWS = 8, 24
+SMALL_BUCKETS = {"first_bucket_mb": 0.001, "bucket_mb": 0.002}
+torch.set_num_threads(1)
+
+
+def network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 17), nn.Tanh(), nn.Linear(17, 3))
+
+
+def plain(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(ROWS, 12, generator=generator)
+    return x, torch.randint(0, 3, (ROWS,), generator=generator)
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def reference(seed: int, steps: int = STEPS) -> nn.Module:
+    model = network(seed)
+    optimizer = plain(model)
+    for step in range(steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def train(model: nn.Module, optimizer: MirroredOptimizer, at: Callable[[str, int], None]) -> None:
+    """The step after those that are done, of this rank's rows. at: is told where this rank is."""
+    step, ranks = optimizer.steps, optimizer.topology
+    x, y = (each[ranks.rank :: ranks.size] for each in batch(step))
+    optimizer.rows(len(x))
+    optimizer.zero_grad()
+    loss = functional.cross_entropy(model(x), y)
+    at("before backward", step)
+    hook = model[2].weight.register_hook(lambda _: at("in backward", step))
+    try:
+        loss.backward()
+    finally:
+        hook.remove()
+    at("before step", step)
+    optimizer.step()
+
+
+def check(part: str, topology: allreduce.Topology, *models: tuple[nn.Module, int]) -> None:
+    """The parameters are those of one rank that has trained alone, and in bits those of all that are left."""
+    for model, seed in models:
+        for (name, here), there in zip(model.named_parameters(), reference(seed).parameters(), strict=True):
+            torch.testing.assert_close(here.detach(), there.detach(), rtol=1e-4, atol=1e-5, msg=f"{part}: {name}")
+        bits = nn.utils.parameters_to_vector(model.parameters()).detach().numpy().tobytes()
+        assert len(set(topology.world.allgather(bits))) == 1, part
+    print(f"{part}: rank {MPI.COMM_WORLD.rank} is one of {topology.size}", flush=True)
+
+
+def replicated(topology: allreduce.Topology, overlap: bool, place: str, victim: int) -> MirroredOptimizer:
+    """A rank dies in the fourth step."""
+    model = network(1)
+    optimizer = MirroredOptimizer(plain(model), model, "ring", topology=topology, overlap=overlap, **SMALL_BUCKETS)
+    dies = topology.rank == victim
+    lost = []
+    while optimizer.steps < STEPS:
+        try:
+            train(model, optimizer, lambda at, step: die() if dies and (at, step) == (place, 3) else None)
+        except RankLostError as error:
+            lost.append(error.lost)
+    assert lost == [(victim,)]
+    check(f"replicated, {place}", optimizer.topology, (model, 1))
+    return optimizer
+
+
+def two(topology: allreduce.Topology) -> allreduce.Topology:
+    """Two optimizers on one backend of the program's; the first rank dies when one of them has done its step."""
+    backend = allreduce.create("shared", topology)
+    models = network(2), network(3)
+    first, second = (MirroredOptimizer(plain(each), each, backend) for each in models)
+    victim = topology.rank == 0
+    while second.steps < STEPS:
+        try:
+            if first.steps == second.steps:
+                train(models[0], first, lambda at, step: None)
+            train(models[1], second, lambda at, step: die() if victim and (at, step) == ("in backward", 5) else None)
+        except RankLostError as error:
+            print(error, flush=True)
+    left = second.topology
+    assert first.topology is left
+    check("two optimizers", left, (models[0], 2), (models[1], 3))
+    return left
+
+
+def sharded(topology: allreduce.Topology, folder: Path) -> None:
+    """Rank 1 dies in its update, when others may have done theirs: all go back to the last checkpoint."""
+    model = network(4)
+    optimizer = MirroredOptimizer(plain(model), model, topology=topology, update="sharded")
+    file = folder / "checkpoint.pt"
+    dies = topology.rank == 1
+    step, told = -1, []
+    while step < STEPS:
+        try:
+            if step < 0:
+                saved = torch.load(file) if file.exists() else None
+                if saved is not None:
+                    model.load_state_dict(saved["model"])
+                    optimizer.load_state_dict(saved["optimizer"])
+                step = 0 if saved is None else saved["step"]
+            if step % 2 == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                if optimizer.topology.rank == 0:
+                    torch.save(state, folder / "new.pt")
+                    os.replace(folder / "new.pt", file)
+            x, y = (each[optimizer.topology.rank :: optimizer.topology.size] for each in batch(step))
+            optimizer.rows(len(x))
+            functional.cross_entropy(model(x), y).backward()
+            if dies and step == 5:
+                optimizer._parts.sharded.step = die  # type: ignore[union-attr, method-assign]
+            optimizer.step()
+            step += 1
+        except RankLostError as error:
+            told.append(str(error))
+            step = -1
+    assert "load model and optimizer from the last checkpoint" in told[0]
+    assert len(told) == 1
+    check("sharded", optimizer.topology, (model, 4))
+    optimizer.close()
+
+
+def twice(
+    topology: allreduce.Topology, victim: int = 1, backend: str = "auto", sends: bool = True
+) -> MirroredOptimizer:
+    """A rank dies whose slice another one has too; the loop is that of replicated ones.
+
+    sends: it dies in the exchange of copies, which some may have come through; or else after its own update.
+    """
+    model = network(5)
+    optimizer = MirroredOptimizer(plain(model), model, backend, topology=topology, update="sharded", copies=2)
+    told = []
+    while optimizer.steps < STEPS:
+        sharded = optimizer._parts.sharded
+        if optimizer.steps == 5 and topology.rank == victim and sharded is not None and sharded.backup is not None:
+            if sends:
+                sharded.backup._swap = die  # type: ignore[method-assign]
+            else:
+                sharded.placement.share = die  # type: ignore[method-assign]
+        try:
+            train(model, optimizer, lambda at, step: None)
+        except RankLostError as error:
+            told.append(str(error))
+    assert len(told) == 1
+    assert "last checkpoint" not in told[0], told
+    check("sharded, kept twice", optimizer.topology, (model, 5))
+    return optimizer
+
+
+def recipe(program: str) -> allreduce.Topology:
+    """That of trainers/pytorch/README.md, whose rank 3 dies instead of its hundredth step."""
+    step = MirroredOptimizer.step
+
+    def steps(self: MirroredOptimizer, *arguments: Any) -> Any:
+        if self.topology.rank == 3 and self.steps == 99:
+            die()
+        return step(self, *arguments)
+
+    MirroredOptimizer.step = steps  # type: ignore[method-assign]
+    try:
+        found: dict[str, Any] = {}
+        exec(program, found)
+    finally:
+        MirroredOptimizer.step = step  # type: ignore[method-assign]
+    assert len(found["batch"]) in (19, 20)  # of 96
+    assert functional.mse_loss(found["model"](found["x"]), found["y"]).item() < 0.1
+    return allreduce.Topology.of_survivors()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    left = recipe((folder / "outlives.py").read_text())
+    optimizer = replicated(left, True, "in backward", 1)
+    left = optimizer.topology
+    left = two(left)
+    optimizer = twice(left, sends=False)
+    left = optimizer.topology
+    sharded(left, folder)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

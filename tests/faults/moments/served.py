@@ -1,0 +1,85 @@
+"""One rank of a job in which workers, and at last a server, kill themselves, and the others go on.
+
+    mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.served
+
+Prints what came of each training, from the rank that is 0 in the end, as a line of JSON.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from allreduce import Topology
+from allreduce.errors import RankLostError
+from tests.faults.moments.training import BATCH, EPOCHS, Deaths, data, die, network
+from trainers import MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+
+Moment = tuple[str, int, int]
+
+
+class Dying(MPI.Prequest):
+    """A message that is not sent: its sender dies."""
+
+    def Start(self) -> None:  # noqa: N802
+        die()
+
+
+class WorkersDeath(Deaths):
+    """Has this worker die: ("push", epoch, batch) when it has pushed its gradients to the first server, and to no
+    other; ("part", epoch, 0) when it computes, in that epoch or later, for parts are dealt to who comes first."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        event, epoch, _ = self.moment or ("", 0, 0)
+        if event == "part" and self.epoch >= epoch:
+            die()
+        if self.moment == ("push", self.epoch, batch):
+            client = self.trainer._client
+            client._whole[1] = Dying(client._whole[1])
+        super().on_train_batch_begin(batch)
+
+
+def trained(name: str, make: Callable[..., Any], deaths: dict[int, Moment], **options: Any) -> None:
+    """A training of all ranks that are left, in which some die."""
+    with Topology.of_survivors() as ranks, make(network(0), ranks, on_failure="continue", **options) as trainer:
+        x, y = data()
+        moment = deaths.get(ranks.rank)
+        watches = [WorkersDeath(moment)]
+        history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=watches, validation_data=(x[:50], y[:50]), progress=False)
+        came = {
+            "history": [epoch.as_dict() for epoch in history],
+            "ranks": trainer.size,
+            "lost": [loss.ranks for loss in trainer.losses],
+            "sha256": trainer.parameters_sha256(),
+        }
+        if trainer.rank == 0:
+            print(json.dumps({"name": name, **came}), flush=True)
+
+
+def alone() -> None:
+    """What one rank comes to."""
+    x, y = data()
+    with MirroredTrainer(network(0), topology=Topology(MPI.COMM_SELF)) as trainer:
+        history = trainer.fit(x, y, EPOCHS, BATCH, validation_data=(x[:50], y[:50]), progress=False)
+    print(json.dumps({"name": "alone", "history": [epoch.as_dict() for epoch in history]}), flush=True)
+
+
+def without_its_server() -> None:
+    """The only server dies."""
+    server = MPI.COMM_WORLD.Shrink().size - 1
+    try:
+        trained("no server", ParameterServerTrainer, {server: ("batch_begin", 1, 3)})
+    except RankLostError as error:
+        if error.ranks and MPI.COMM_WORLD.rank == min(error.ranks):
+            print(json.dumps({"name": "no server", "error": str(error)}), flush=True)
+
+
+if __name__ == "__main__":
+    # Each moment is of the ranks that are left: the servers are the last ones, and rank 0 dies among others.
+    trained("sync", ParameterServerTrainer, {0: ("push", 1, 2)}, servers=2, updates="sync")
+    trained("async", ParameterServerTrainer, {1: ("part", 1, 0), 0: ("epoch_end", 3, 0)}, servers=2)
+    trained("spare", SpareReplicasTrainer, {2: ("batch_end", 2, 1)}, spare=0)
+    if MPI.COMM_WORLD.Shrink().rank == 0:
+        alone()
+    without_its_server()

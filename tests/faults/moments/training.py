@@ -1,0 +1,253 @@
+"""One rank of a training in which ranks kill themselves at named moments, and the others go on.
+
+    mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.training TRAINING [OPTION=VALUE ...]
+
+TRAINING: one of TRAININGS below. Prints, from the rank that is 0 in the end, what came of it, as JSON.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce import Topology
+from allreduce.errors import RankLostError
+from trainers import CentralStorageTrainer, Checkpoint, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
+from trainers.callbacks import Callback, LearningRateSchedule
+from trainers.fit.loop import Fit
+
+ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(5)
+    return random.normal(size=(ROWS, 8)).astype(np.float32), random.integers(0, 3, ROWS)
+
+
+def network(seed: int) -> NumpyNetwork:
+    return NumpyNetwork([8, 16, 3], seed=seed, lr=0.01)
+
+
+def schedule() -> LearningRateSchedule:
+    """Whose rate of an epoch depends on all epochs before it."""
+    return LearningRateSchedule(lambda epoch, rate: 0.9 * rate)
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Deaths(Callback):
+    """Has this rank die at a moment: (event, epoch, batch), batch 0 for those of epochs."""
+
+    def __init__(self, moment: tuple[str, int, int] | None) -> None:
+        self.moment, self.epoch = moment, -1
+        self.told: list[str] = []
+
+    def _come(self, event: str, batch: int = 0) -> None:
+        self.told.append(f"{event} {self.epoch} {batch}")
+        if (event, self.epoch, batch) == self.moment:
+            die()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+        self._come("epoch_begin")
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._come("batch_begin", batch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._come("batch_end", batch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._come("epoch_end")
+
+
+def several(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """Three of four ranks die, the chief first, in a batch, after one and in an event, down to one rank."""
+    moments = {0: ("batch_begin", 1, 2), 2: ("batch_end", 3, 4), 1: ("epoch_end", 4, 0)}
+    deaths = Deaths(moments.get(ranks.rank))
+    return trained(ranks, options, deaths)
+
+
+def sharded(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """A rank of three dies, and with it its slice of the optimizer's state: back to a checkpoint."""
+    deaths = Deaths(("batch_begin", 2, 3) if ranks.rank == 1 else None)
+    came = trained(ranks, {"update": "sharded"}, deaths, Checkpoint(options["folder"], every="7 steps"))
+    return came | outside_of_a_fit(options["folder"])
+
+
+def outside_of_a_fit(folder: str) -> dict[str, Any]:
+    """The others can't go on from what they have, and do what they are told: another trainer takes the checkpoint."""
+    x, y = data()
+    with Topology.of_survivors() as ranks:
+        trainer = MirroredTrainer(network(0), topology=ranks, update="sharded", on_failure="continue")
+        if trainer.rank == 1:
+            die()
+        try:
+            trainer.evaluate(x, y)
+        except RankLostError as error:
+            text = str(error)
+    with MirroredTrainer(network(0), topology=trainer.topology, update="sharded") as trainer:
+        history = trainer.fit(x, y, EPOCHS, BATCH, checkpoint=folder, resume=True, progress=False)
+    return {"outside": text, "resumed": len(history)}
+
+
+def central(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """Two of three ranks die that do not have the storage, which moves with its rank."""
+    moments = {0: ("batch_begin", 1, 4), 2: ("batch_end", 3, 0)}
+    return trained(ranks, {"storage": 1}, Deaths(moments.get(ranks.rank)), kind=CentralStorageTrainer)
+
+
+def storage(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """The rank with the storage dies: back to a checkpoint, and one of four dies on the way."""
+    if ranks.rank == 3:
+        Fit.go_back = die  # type: ignore[method-assign]
+    deaths = Deaths(("epoch_begin", 2, 0) if ranks.rank == 0 else None)
+    return trained(ranks, {}, deaths, Checkpoint(options["folder"], every="epoch"), CentralStorageTrainer)
+
+
+def stop(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """The chief dies, and the others stop, with a checkpoint of where they are. moment: EVENT,EPOCH,BATCH."""
+    event, epoch, batch = options["moment"].split(",")
+    deaths = Deaths((event, int(epoch), int(batch)) if ranks.rank == 0 else None)
+    return stopped(MirroredTrainer(network(0), topology=ranks), deaths, options["folder"])
+
+
+def resumed(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """A training that was stopped goes on, and nobody dies."""
+    return trained(ranks, {}, Deaths(None), Checkpoint(options["folder"]), resume=True)
+
+
+def stop_apart(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """A worker dies in an asynchronous epoch, of whose middle there is no checkpoint, and the others stop."""
+    deaths = Deaths(("epoch_begin", 1, 0) if ranks.rank == 0 else None)
+    trainer = ParameterServerTrainer(network(0), topology=ranks)
+    return stopped(trainer, deaths, Checkpoint(options["folder"], every="2 epochs"))
+
+
+def stopped(trainer: Any, deaths: Deaths, checkpoint: Checkpoint | str) -> dict[str, Any]:
+    callbacks = [deaths, schedule()]
+    x, y = data()
+    given: dict[str, Any] = {"validation_data": (x[:50], y[:50]), "progress": False}
+    trainer.fit(x, y, EPOCHS, BATCH, callbacks=callbacks, checkpoint=checkpoint, **given)
+    raise AssertionError("nobody has stopped")
+
+
+class Dying(NumpyNetwork):
+    """Has its rank die in the making of a trainer."""
+
+    dies_in = ""  # a method
+
+    def bind(self, buffer: Any) -> None:
+        if self.dies_in == "bind":
+            die()
+        super().bind(buffer)
+
+    def bind_parameters(self, buffer: Any) -> None:
+        if self.dies_in == "bind_parameters":
+            die()
+        super().bind_parameters(buffer)
+
+
+def making(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """Two of four ranks die while a trainer is made, one in its second making, which others have come through."""
+    replica = Dying([8, 16, 3], seed=ranks.rank, lr=0.01)
+    replica.dies_in = {3: "bind", 1: "bind_parameters"}.get(ranks.rank, "")
+    return trained(ranks, {"update": "sharded"}, Deaths(None), replica=replica)
+
+
+class Halving(Callback):
+    """Halves the parameters after an epoch. dies: this rank, in it."""
+
+    collective = True
+
+    def __init__(self, replica: NumpyNetwork, dies: bool) -> None:
+        self.replica, self.dies = replica, dies
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self.trainer.edit(self.halve)
+
+    def halve(self) -> None:
+        if self.dies:
+            die()
+        self.replica.parameters *= 0.5
+
+
+def edited(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """A rank dies in an edit that others have done, in a callback, and another in one of its own."""
+    x, y = data()
+    outputs, during = [], []
+    for topology, dying in ((ranks, (1, 2)), (Topology(MPI.COMM_SELF), ())):
+        replica, on = network(0), "continue" if dying else None
+        with MirroredTrainer(replica, topology=topology, on_failure=on) as trainer:
+            halving = Halving(replica, dies=dying[:1] == (ranks.rank,))
+            trainer.fit(x, y, 3, BATCH, callbacks=[halving], progress=False)
+            trainer.edit(Halving(replica, dies=dying[1:] == (ranks.rank,)).halve)
+            outputs.append(trainer.predict(x)[:3].tolist())
+            during += [loss.during for loss in trainer.losses]
+    return {"rank": 0, "during": during, "predicted": outputs[0], "predicted alone": outputs[1]}
+
+
+def trained(
+    ranks: Topology,
+    options: dict[str, Any],
+    deaths: Deaths,
+    checkpoint: Checkpoint | None = None,
+    kind: Any = MirroredTrainer,
+    replica: NumpyNetwork | None = None,
+    on_failure: str = "continue",
+    resume: bool = False,
+) -> dict[str, Any]:
+    """What comes of a training, and what one rank alone has come to."""
+    x, y = data()
+    given: dict[str, Any] = {"validation_data": (x[:50], y[:50])}
+    replica = replica or network(ranks.rank)
+    with kind(replica, topology=ranks, on_failure=on_failure, **options) as trainer:
+        callbacks = [deaths, schedule()]
+        given |= {"progress": False}
+        history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=callbacks, checkpoint=checkpoint, resume=resume, **given)
+        came = {
+            "history": [epoch.as_dict() for epoch in history],
+            "ranks": trainer.size,
+            "lost": [loss.ranks for loss in trainer.losses],
+            "sha256": trainer.parameters_sha256(),
+            "evaluated": trainer.evaluate(x, y),
+            "predicted": trainer.predict(x)[:3].tolist(),
+            "told": deaths.told,
+            "rank": trainer.rank,
+        }
+    with MirroredTrainer(network(0), topology=Topology(MPI.COMM_SELF)) as alone:
+        came["alone"] = [epoch.as_dict() for epoch in alone.fit(x, y, EPOCHS, BATCH, callbacks=[schedule()], **given)]
+        came["predicted alone"] = alone.predict(x)[:3].tolist()
+    return came
+
+
+TRAININGS: dict[str, Callable[[Topology, dict[str, str]], dict[str, Any]]] = {
+    "several": several,
+    "sharded": sharded,
+    "central": central,
+    "storage": storage,
+    "stop": stop,
+    "resumed": resumed,
+    "stop apart": stop_apart,
+    "making": making,
+    "edited": edited,
+}
+
+
+def main(name: str, *options: str) -> None:
+    ranks = Topology()
+    came = TRAININGS[name](ranks, dict(option.split("=") for option in options))
+    if came["rank"] == 0:
+        print(json.dumps(came), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

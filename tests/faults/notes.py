@@ -1,0 +1,45 @@
+"""What a rank leaves behind of a run: a line for every event, written at once, so that a killed rank's stay."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from allreduce.topology import Topology
+from allreduce.transport import processes
+
+
+class Notes:
+    """The notes of one rank in a folder; `add` may be called from any thread."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self._file = os.open(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def add(self, what: str, **more: Any) -> None:
+        """what: "pid", "step" (step, ranks), "call" (name, ranks), "fault" (number), "refused" (error) or "end"."""
+        line = json.dumps({"what": what, "time": time.monotonic(), **more}) + "\n"
+        os.write(self._file, line.encode())
+
+    def step(self, number: int, topology: Topology) -> None:
+        """A step is finished, on the ranks of this topology; a point of its own, whatever the program is."""
+        self.add("step", step=number, ranks=members(topology))
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    return folder / f"notes.{rank}"
+
+
+def read(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """A rank's notes; none when it never began. A line that is not whole yet is left out."""
+    path = path_of(folder, rank)
+    if not path.exists():
+        return []
+    *lines, _ = path.read_text().split("\n")
+    return [json.loads(line) for line in lines]
+
+
+def members(topology: Topology) -> list[int]:
+    """Those of the job's first ranks; who was started in the place of a lost one is not counted."""
+    return [rank for rank in processes.world_ranks(topology.world) if rank >= 0]

@@ -1,0 +1,262 @@
+"""What one run does: a program in a configuration, and the faults that are injected into it. Pure."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+OUTSIDE = "any instant"  # the driver sends the signal, at a drawn instant
+START = "the start"
+BETWEEN = "between two fits"  # the program does it itself
+
+BACKENDS = ("auto", "shared", "ring", "halving_doubling", "reduce_to_one", "hierarchical_copy", "native")
+TWO_PHASE = ("auto", "shared", "ring", "halving_doubling", "hierarchical_copy")
+IN_TWO = ("halving_doubling", "hierarchical_copy")  # whose reductions are two calls of their own
+ROWS, BATCH, EPOCHS = 480, 48, 6  # small, so that the losses and not the steps take the time
+STEPS = ROWS // BATCH * EPOCHS
+
+
+class Program(NamedTuple):
+    """What the ranks of a run do. weight: how often it is drawn.
+
+    module: of this package, whose `run` it is. backends: that it can have; none where it takes none.
+    frameworks: of its model. checkpoints: numbers of steps between two; 0: none are written.
+    exact: whether the result is that of one rank alone, to float rounding; otherwise only its accuracy is.
+    together: whether the ranks take every step together, so that steps that were done again can be counted.
+    least: ranks that it needs.
+    """
+
+    weight: int
+    module: str
+    backends: tuple[str, ...] = ()
+    frameworks: tuple[str, ...] = ("numpy",) * 7 + ("torch",)
+    checkpoints: tuple[int, ...] = (0,)
+    exact: bool = True
+    together: bool = True
+    least: int = 2
+
+
+PROGRAMS = {
+    "mirrored": Program(6, "training", BACKENDS, checkpoints=(0, 3, 7)),
+    "sharded": Program(4, "training", TWO_PHASE, checkpoints=(3, 7)),
+    "central storage": Program(3, "training", checkpoints=(3, 7)),
+    "synchronous servers": Program(3, "training", checkpoints=(0, 7), least=3),
+    "asynchronous servers": Program(3, "training", checkpoints=(0, 7), exact=False, together=False, least=3),
+    "spare replicas": Program(3, "training", checkpoints=(0, 7), exact=False, together=False),
+    "spare ranks": Program(3, "training", BACKENDS, checkpoints=(0, 7), least=3),
+    "optimizer": Program(3, "loop", BACKENDS, ("torch",)),
+    "sharded optimizer": Program(2, "loop", TWO_PHASE, ("torch",), (3, 7)),
+    "calls": Program(5, "calls", BACKENDS),
+    "disagreement": Program(4, "disagreeing", BACKENDS),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: one of `kinds.KINDS`. rank: the one that it happens to, of the whole job.
+
+    point: where in its code, or OUTSIDE; of a disagreement, what it is about. turn: the how-manieth time that it comes
+    there, or from OUTSIDE the step after which the signal is sent. after: whether the point is left already.
+    delay: seconds: from OUTSIDE, until SIGCONT, or slow.
+    """
+
+    kind: str
+    rank: int
+    point: str = OUTSIDE
+    turn: int = 1
+    after: bool = False
+    delay: float = 0.0
+
+    def __str__(self) -> str:
+        where = f"after step {self.turn} + {self.delay * 1e3:.1f} ms" if self.point == OUTSIDE else ""
+        where = where or f"{'after' if self.after else 'before'} {self.point} {self.turn}"
+        return f"{self.kind} of rank {self.rank} {where}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}: {self.point}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """program: one of PROGRAMS. framework: of the model.
+
+    goes_on: whether it goes on without ranks that are lost, under a launcher that lets it.
+    copies: in how many ranks every slice of a sharded update is kept.
+    checkpoint: steps between two; 0 for none. servers: how many of the last ranks are servers. spares: how many of the
+    last ranks wait for a place; or for how many ranks a step of spare replicas does not wait.
+    nodes: sizes of simulated nodes; empty for one real node.
+    """
+
+    number: int
+    ranks: int
+    program: str = "mirrored"
+    framework: str = "numpy"
+    backend: str = "auto"
+    copies: int = 1
+    checkpoint: int = 0
+    servers: int = 0
+    spares: int = 0
+    optimizer: str = "momentum"
+    goes_on: bool = True
+    nodes: tuple[int, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{self.ranks} ranks", self.program, self.framework, self.backend, self.optimizer]
+        parts += [f"nodes {'+'.join(map(str, self.nodes))}"] if self.nodes else []
+        parts += [f"copies {self.copies}"] if self.copies > 1 else []
+        parts += [f"{self.servers} servers"] if self.servers else []
+        parts += [f"{self.spares} spare"] if self.spares else []
+        parts += [f"checkpoint every {self.checkpoint} steps"] if self.checkpoint else []
+        parts += [] if self.goes_on else ["without ULFM"]
+        return f"run {self.number}: {', '.join(parts)}; {'; '.join(map(str, self.faults)) or 'no fault'}"
+
+    @property
+    def kind(self) -> Program:
+        return PROGRAMS[self.program]
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks without one of which nobody could go on: they alone have a part of the state."""
+        if self.copies > 1:
+            return ()
+        return (0,) if self.program == "spare replicas" else tuple(range(self.ranks - self.servers, self.ranks))
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_dict(cls, held: dict[str, Any]) -> "Plan":
+        faults = tuple(Fault(**fault) for fault in held["faults"])
+        return cls(**{**held, "nodes": tuple(held["nodes"]), "faults": faults})
+
+
+# What kinds of faults there are, and what must be seen of each.
+
+
+class Kind(NamedTuple):
+    """about: what is done to a rank. ends: whether the job has to end, with a code; if not, with the right result.
+
+    words: what has to be printed, a regular expression; {rank} is the rank that it happens to.
+    silent: whether the launcher's exit code is 0 although the job has ended.
+    """
+
+    about: str
+    ends: bool
+    words: str = ""
+    silent: bool = False
+
+
+KINDS = {
+    "kill": Kind("SIGKILL", False),
+    "stop": Kind(
+        "SIGSTOP, and SIGCONT after a while",
+        False,
+        r"has waited \d+ s for other ranks in: [^\0]*rank {rank}: has not come",
+    ),
+    "slow": Kind("it sleeps in every step", False),
+    "raise": Kind("an exception that nobody catches", True, r"InjectedError: on purpose"),
+    "nan": Kind("a gradient that is no number, with CheckGradients", True, r"NotFiniteError: .*rank {rank}"),
+    "exit": Kind("sys.exit(0) in the middle", True, r"RankLeftError: rank {rank} has left"),
+    "term": Kind("SIGTERM", True, r"SIGTERM"),
+    "differ": Kind("it does something else than the others, see `disagreements`", False),
+    "revoke": Kind("it ends all waits of its topology, as if it had heard of a loss", False),
+    "spoil": Kind("it brings a wrong summand, or takes a wrong sum: that has to be found", False),
+    "truncate": Kind("the newest checkpoint is cut off, and gone on from", False, r"checkpoint"),
+    "alter": Kind("a byte of the newest checkpoint is changed, and gone on from", False, r"checkpoint"),
+    "cut": Kind(
+        "the link of a host is cut, in scripts/cluster_sim.sh", True, r"lost communication with a remote daemon", True
+    ),
+    "shm": Kind("/dev/shm is full", True, r"shared memory is too small"),
+}
+TOLD_SECONDS = 2.0  # after which a stop must be told of, with the driver's ALLREDUCE_STALL_SECONDS=1
+
+
+# What one rank can have otherwise than the others, and the named error that all ranks must raise then.
+
+
+class Disagreement(NamedTuple):
+    """way: "calls" of a backend, a "trainer", or a "loop" of PyTorch's. error: the name of its class."""
+
+    way: str
+    error: str = "DisagreementError"
+
+
+DISAGREEMENTS = {
+    "length": Disagreement("calls"),
+    "dtype": Disagreement("calls"),
+    "op": Disagreement("calls"),
+    "order of calls": Disagreement("calls"),
+    "model": Disagreement("trainer"),
+    "batch size": Disagreement("trainer"),
+    "epochs": Disagreement("trainer"),
+    "rows": Disagreement("trainer"),
+    "learning rate": Disagreement("trainer"),
+    "callbacks": Disagreement("trainer"),
+    "NaN in a gradient": Disagreement("trainer", "NotFiniteError"),
+    "parameters": Disagreement("loop"),
+    "a step left out": Disagreement("loop"),
+    "NaN in backward": Disagreement("loop", "NotFiniteError"),
+}
+
+
+# Faults that are not left to chance: one run of each kind, and of moments that a loss may come at.
+# tests/faults/test_faults.py runs those of SHORT; python -m tests.faults --scenarios all of them.
+
+SCENARIOS = {
+    "stop": Plan(1, 2, goes_on=False, faults=(Fault("stop", 1, turn=10, delay=2.5),)),
+    "slow": Plan(2, 2, goes_on=False, backend="ring", faults=(Fault("slow", 1, "compute", delay=0.01),)),
+    "raise": Plan(3, 2, goes_on=False, faults=(Fault("raise", 1, "compute", 20),)),
+    "nan": Plan(9, 2, goes_on=False, faults=(Fault("nan", 1, "compute", 20, after=True),)),
+    "exit": Plan(4, 3, goes_on=False, faults=(Fault("exit", 2, "compute", 20),)),
+    "truncate": Plan(6, 2, goes_on=False, checkpoint=7, faults=(Fault("truncate", 0, BETWEEN),)),
+    "alter": Plan(7, 2, goes_on=False, checkpoint=7, faults=(Fault("alter", 0, BETWEEN),)),
+    "shm": Plan(8, 2, goes_on=False, backend="shared", faults=(Fault("shm", 0, START),)),
+    "losses in calls": Plan(
+        10,
+        4,
+        program="calls",
+        backend="halving_doubling",
+        faults=(
+            Fault("kill", 0, "middle of a reduction", 10),
+            Fault("kill", 2, "survivors", 1),
+            Fault("kill", 1, turn=30, delay=0.002),
+        ),
+    ),
+    "losses in shared": Plan(
+        11, 3, program="calls", backend="shared", faults=(Fault("kill", 1, "reduce", 20, after=True),)
+    ),
+    "losses in a training": Plan(
+        12,
+        4,
+        backend="hierarchical_copy",
+        nodes=(2, 2),
+        checkpoint=7,
+        faults=(
+            Fault("kill", 0, turn=12, delay=0.001),
+            Fault("kill", 1, "checkpoint", 6),
+            Fault("kill", 3, "evaluate", 6),
+        ),
+    ),
+    "losses in a sharded training": Plan(
+        13,
+        3,
+        program="sharded",
+        backend="ring",
+        checkpoint=7,
+        faults=(Fault("kill", 0, "update", 30), Fault("kill", 1, "edit", 1)),
+    ),
+    "an alarm while a rank waits": Plan(
+        17, 2, program="spare ranks", spares=1, faults=(Fault("revoke", 0, "compute", 20),)
+    ),
+    "a wrong summand": Plan(14, 2, backend="native", faults=(Fault("spoil", 1, "reduce", 20),)),
+    "a wrong sum": Plan(
+        15, 2, program="calls", backend="native", faults=(Fault("spoil", 1, "reduce", 20, after=True),)
+    ),
+    "disagreement": Plan(16, 3, program="disagreement", backend="ring", faults=(Fault("differ", 1, "op", 20),)),
+    "term": Plan(5, 2, goes_on=False, checkpoint=7, faults=(Fault("term", 1, turn=20),)),
+}
+# Exceptions and SIGTERM have tests of their own, test_abort.py and test_terminating.py.
+SHORT = (
+    "stop", "exit", "truncate", "shm", "losses in calls", "losses in a training", "losses in a sharded training",
+    "an alarm while a rank waits",    "a wrong summand", "disagreement",
+)  # fmt: skip

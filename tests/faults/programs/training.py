@@ -1,0 +1,160 @@
+"""The trainers' way: a fit with an evaluation after each epoch, then each of the other calls."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from allreduce.elastic import standby
+from allreduce.errors import RankLostError
+from allreduce.topology import Topology
+from tests.faults.notes import Notes, members
+from tests.faults.plans import BATCH, BETWEEN, EPOCHS, ROWS, Plan
+from tests.faults.programs import model
+from trainers import (
+    CentralStorageTrainer,
+    Checkpoint,
+    MirroredTrainer,
+    ParameterServerTrainer,
+    SpareReplicasTrainer,
+)
+from trainers.files import checkpoint
+from trainers.replica import Replica
+from trainers.trainer import Trainer
+from trainers.watching.callback import Callback
+from trainers.watching.check_gradients import CheckGradients
+from trainers.watching.history import History
+
+ALONE_HAVE_A_PART = ("sharded", "central storage")  # programs in which only a fit goes on without a rank
+
+
+class Steps(Callback):
+    """Notes every step when it is finished."""
+
+    reads_batches = False
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes, self._epoch = notes, 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._notes.step(self._epoch * (ROWS // BATCH) + batch, self.trainer.topology)
+
+
+def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
+    """Train, and where only a fit could go back to a checkpoint, go on from it by another trainer."""
+    ranks: Topology | None = topology
+    if plan.program == "spare ranks":
+        ranks = standby.man(topology, plan.spares)
+        if ranks is None:
+            notes.add("end", idle=True)
+            return
+    resume = False
+    while True:
+        trainer = _made(plan, ranks)
+        try:
+            _use(trainer, plan, notes, folder, resume)
+            break
+        except RankLostError:
+            if plan.program not in ALONE_HAVE_A_PART or not plan.checkpoint or not plan.goes_on:
+                raise
+            ranks, resume = trainer.topology, True
+    trainer.close()
+    trainer.topology.close()
+
+
+def _made(plan: Plan, topology: Topology | None) -> Trainer:
+    """A trainer of all ranks, or of those that are left when some die while it is made. Collective."""
+    replica = model.replica(plan)
+    options: dict[str, Any] = {"copies": plan.copies} if plan.copies > 1 else {}
+    options["on_failure"] = "continue" if plan.goes_on else "stop"
+    if plan.program == "central storage":
+        return CentralStorageTrainer(replica, topology, **options)
+    if plan.program == "spare replicas":
+        return SpareReplicasTrainer(replica, topology, spare=plan.spares, **options)
+    if plan.program == "synchronous servers":
+        return ParameterServerTrainer(replica, topology, servers=plan.servers, updates="sync", **options)
+    if plan.program == "asynchronous servers":
+        return ParameterServerTrainer(replica, topology, servers=plan.servers, max_staleness=8, **options)
+    update = "sharded" if plan.program == "sharded" else "replicated"
+    return MirroredTrainer(replica, plan.backend, topology, update=update, **options)
+
+
+def _use(trainer: Trainer, plan: Plan, notes: Notes, folder: Path, resume: bool) -> None:
+    """Every call of a trainer, and note what has come of it. Collective."""
+    damages = [fault.kind for fault in plan.faults if fault.point == BETWEEN]
+    if damages:
+        _fit(trainer, plan, notes, folder, EPOCHS // 2)
+        if trainer.rank == 0:
+            _damage(folder, damages[0])
+            notes.add("fault", number=0)
+    history = _fit(trainer, plan, notes, folder, EPOCHS, resume=resume or bool(damages))
+    _, _, x_test, y_test = model.rows()
+    scores = trainer.evaluate(x_test, y_test)
+    _called(trainer, notes, "evaluate")
+    outputs = trainer.predict(x_test)
+    _called(trainer, notes, "predict")
+    if isinstance(trainer, MirroredTrainer):
+        trainer.edit(lambda: shift(trainer.replica))
+        _called(trainer, notes, "edit")
+    trainer.save(str(folder / "model.npz"))
+    _called(trainer, notes, "save")
+    hashes = trainer.parameters_sha256()
+    np.save(folder / f"parameters.{notes.rank}.npy", trainer.replica.state()["parameters"])
+    notes.add(
+        "end",
+        ranks=members(trainer.topology),
+        hashes=hashes,
+        epochs=len(history),
+        parts=trainer.parts,
+        updates=[sum(epoch.as_dict().get("staleness", ())) for epoch in history],
+        accuracy=scores["accuracy"],
+        predicted=float((outputs.argmax(1) == y_test).mean()),
+        shifted=isinstance(trainer, MirroredTrainer),
+    )
+
+
+def _called(trainer: Trainer, notes: Notes, name: str) -> None:
+    notes.add("call", name=name, ranks=members(trainer.topology))
+
+
+def shift(replica: Replica) -> None:
+    """An edit that is seen when it is done twice, or by some."""
+    if hasattr(replica, "module"):
+        import torch
+
+        with torch.no_grad():
+            for parameter in replica.module.parameters():
+                parameter += model.SHIFT
+    else:
+        replica.parameters += model.SHIFT  # type: ignore[attr-defined]
+
+
+def _fit(trainer: Trainer, plan: Plan, notes: Notes, folder: Path, epochs: int, resume: bool = False) -> History:
+    x, y, x_test, y_test = model.rows()
+    every = f"{plan.checkpoint} steps" if trainer.steps_together else "epoch"
+    return trainer.fit(
+        x,
+        y,
+        epochs,
+        BATCH,
+        validation_data=(x_test, y_test),
+        callbacks=[Steps(notes), *([CheckGradients()] if any(fault.kind == "nan" for fault in plan.faults) else [])],
+        checkpoint=Checkpoint(str(folder / "checkpoints"), every) if plan.checkpoint else None,
+        resume=resume,
+        progress=False,
+    )
+
+
+def _damage(folder: Path, kind: str) -> None:
+    """Cut the newest checkpoint off in its middle, or change a bit there."""
+    path = checkpoint.paths(str(folder / "checkpoints"))[0]
+    content = bytearray(Path(path).read_bytes())
+    middle = len(content) // 2
+    if kind == "truncate":
+        del content[middle:]
+    else:
+        content[middle] ^= 1
+    Path(path).write_bytes(content)

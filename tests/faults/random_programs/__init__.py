@@ -1,0 +1,1 @@
+"""Random programs of collective calls, in each of which one rank differs or ends."""

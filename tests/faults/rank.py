@@ -1,0 +1,38 @@
+"""What one rank of a run does; the driver starts it under mpirun.
+
+    mpirun --with-ft ulfm -n 3 python -m tests.faults.rank FOLDER
+
+FOLDER holds the plan, plan.json. Every rank writes notes there, and in the end its parameters.
+"""
+
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from allreduce import Topology, registry
+from tests.faults import points
+from tests.faults.notes import Notes
+from tests.faults.plans import Plan
+
+
+def main(folder: Path) -> None:
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the driver asks a rank that hangs where it is
+    plan = Plan.of_dict(json.loads((folder / "plan.json").read_text()))
+    topology = Topology(ranks_per_node=plan.nodes or None)
+    notes = Notes(folder, topology.rank)
+    for name in plan.backend, "native":  # so that all classes are there when points are patched
+        registry._load(name)
+    program = importlib.import_module(f"{points.PROGRAMS}.{plan.kind.module}")
+    points.install(plan, notes)
+    notes.add("pid", pid=os.getpid())
+    points.begin(plan, notes)
+    topology.world.Barrier()
+    program.run(plan, notes, folder, topology)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

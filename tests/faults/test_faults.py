@@ -1,0 +1,126 @@
+"""The drivers of tests.faults, in short: random programs with an injected disagreement, the
+table of leaks, and one job for each kind of fault."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import launch
+from tests.conftest import JobRunner, lacking
+from tests.faults import drawing, jobs, judging, notes, plans, points
+from tests.faults.programs import model
+from tests.faults.random_programs import __main__ as programs
+from tests.faults.random_programs import making
+
+
+def run_programs(mpi: str, *arguments: str) -> int:
+    try:
+        return programs.main(["--mpi", mpi, *arguments])
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+        raise
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(("mpi", "count"), [("openmpi", "15"), ("mpich", "10")])
+def test_no_program_is_wrong_or_hangs_or_ends_in_a_raw_error(mpi: str, count: str) -> None:
+    """Its table and the numbers of bad programs are in the captured output."""
+    assert run_programs(mpi, "--programs", count, "--seed", "7", "--timeout", "2", "--limit", "30", "--jobs", "3") == 0
+
+
+@pytest.mark.jobs
+def test_a_program_that_hangs_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a time-out that does not come in time."""
+    two = ["--kinds", "asleep", "--checks", "always", "--programs", "2", "--seed", "3", "--timeout", "500"]
+    assert run_programs("openmpi", *two, "--limit", "4") == 1
+    assert "hang: --only 3000000 (asleep, check always)" in capsys.readouterr().out
+
+
+def test_every_program_but_those_of_kind_none_has_one_rank_that_differs() -> None:
+    for seed in range(500):
+        program = making.make(seed)
+        assert (program.calls == program.injected) == (program.kind == "none"), str(program)
+        assert program == making.make(seed)
+
+
+def test_what_is_right_is_told_from_the_calls_of_all_ranks() -> None:
+    call = making.Call("reduce", length=3, dtype="float32", op="sum")
+    other = making.Call("reduce", length=3, dtype="float32", op="max")
+    program = making.Program(0, 2, "first", None, False, "op", 1, (call, call), (call, other))
+    sides = [making.values(call, rank, 0) for rank in range(2)]
+    right = making.expected(program, call, 0)
+    assert right is not None
+    assert right.tolist() == (sides[0] + sides[1]).tolist()
+    assert making.expected(program, call, 1) is None  # a sum and a maximum
+    assert making.expected(program, call, 2) is None  # no rank has a third call
+
+
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_nothing_leaks(mpirun: JobRunner, mpi: str) -> None:
+    job = mpirun(2, ["-m", "tests.faults.leaks", "--scale", "0.01"], mpi=mpi, timeout=300)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "nothing grew" in job.stdout
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("name", plans.SHORT)
+def test_what_must_be_seen_of_a_fault_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the job with a word, or is survived with the right result; tests.faults draws more of them."""
+    plan = plans.SCENARIOS[name]
+    if any(fault.kind == "shm" for fault in plan.faults) and os.geteuid() != 0:
+        pytest.skip("only root can mount a /dev/shm")
+    try:
+        monkeypatch.setattr(sys, "executable", str(launch.environment("openmpi") / "bin" / "python"))
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+    ended = jobs.run(plan, tmp_path, 60)
+    judged = judging.judge(plan, ended, tmp_path)
+    losses = [fault for fault in plan.faults if fault.kind == "kill"]
+    assert judged.outcome == wanted(plan), f"{judged.why}\n{ended.printed}"
+    assert len(judged.faults) == len(plan.faults), "one did not come to happen"
+    assert not losses or any(fault.seconds is not None for fault in judged.faults)
+
+
+def wanted(plan: plans.Plan) -> str:
+    """What has to become of a run."""
+    if any(plans.KINDS[fault.kind].ends for fault in plan.faults):
+        return judging.ORDERLY
+    return {"differ": judging.REFUSED, "spoil": judging.FOUND}.get(plan.faults[0].kind, judging.SURVIVED)
+
+
+def test_every_run_of_a_number_is_the_same_and_leaves_somebody() -> None:
+    drawn = [drawing.draw(number) for number in range(1000)]
+    assert drawn == [drawing.draw(number) for number in range(1000)]
+    for plan in drawn:
+        assert plan == plans.Plan.of_dict(json.loads(json.dumps(plan.as_dict())))
+        victims = [fault.rank for fault in plan.faults]
+        assert 1 <= len(set(victims)) == len(victims) < plan.ranks
+    assert {plan.program for plan in drawn} == set(plans.PROGRAMS)
+    met = {fault.point for plan in drawn for fault in plan.faults if fault.kind != "differ"}
+    assert met == {plans.OUTSIDE, *points.PLACES}
+    assert {fault.kind for plan in drawn for fault in plan.faults} == {"kill", "differ", *drawing.OTHERS}
+
+
+def test_what_a_job_has_ended_of_is_told_apart() -> None:
+    crash = "[1] ompi_comm_revoke_local+0x1\n"
+    assert judging.of_mpi(crash)
+    assert not judging.of_mpi("rank 1 of 3: RankLostError: rank 0 was lost")
+    assert judging.reason("KeyError: 1\nrank 1: RankLostError: rank 0 was lost") == "RankLostError: rank 0 was lost"
+    assert judging.reason("") == "without a word"
+
+
+def test_a_wrong_result_is_seen(tmp_path: Path) -> None:
+    """A batch that was left out, or done twice, is further from the right parameters than rounding is."""
+    plan = plans.Plan(1, 1)
+    right, accuracy = model.without_faults(plan)
+    end = {"ranks": [0], "hashes": ["a"], "epochs": plans.EPOCHS, "accuracy": accuracy, "predicted": accuracy}
+    notes.Notes(tmp_path, 0).add("end", **end)
+    found = {}
+    for name, parameters in (("right", right), ("wrong", model.without_faults(plan, left_out=7)[0])):
+        np.save(tmp_path / "parameters.0.npy", parameters)
+        found[name] = judging.judge(plan, jobs.Ended(0, "", {}, 1.0), tmp_path).outcome
+    assert found == {"right": "quiet", "wrong": "wrong"}

@@ -1,0 +1,489 @@
+"""Started by test_horovod.py on 2 and 3 ranks: Horovod's API, call by call, with the values that must come out."""
+
+import contextlib
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import trainers.horovod.torch as hvd
+from allreduce.errors import CollectiveTimeoutError, DisagreementError
+from allreduce.topology import Topology
+from allreduce.torch_backend.reduce import Reducer
+from trainers.horovod import session
+from trainers.horovod.errors import (
+    AdasumError,
+    ArgumentError,
+    DuplicateNameError,
+    MismatchError,
+    NotInitializedError,
+    NotSendableError,
+    OrderError,
+    ProcessSetError,
+    StalledError,
+)
+
+with pytest.raises(NotInitializedError, match="comes first"):
+    hvd.size()
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+TOTAL = sum(range(SIZE))  # of all ranks' numbers
+
+
+def here(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor of this rank's number."""
+    return torch.full(shape, RANK, dtype=dtype)
+
+
+def same(found: torch.Tensor, expected: object) -> None:
+    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=1e-6, atol=1e-6)
+
+
+def who_is_where() -> None:
+    hvd.init()  # once more: nothing happens
+    assert hvd.is_initialized()
+    assert hvd.mpi_enabled()
+    assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (RANK, SIZE, 0, 1)
+    assert hvd.is_homogeneous()
+    assert not hvd.gloo_built()
+
+
+def reductions() -> None:
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
+        tensor = here(2, 3, dtype=dtype)
+        same(hvd.allreduce(tensor, op=hvd.Sum), torch.full((2, 3), TOTAL))
+        same(tensor, here(2, 3))  # not modified
+    expected = {hvd.Sum: TOTAL + SIZE, hvd.Min: 1, hvd.Max: SIZE, hvd.Product: int(np.prod(range(1, SIZE + 1)))}
+    for op, value in expected.items():
+        same(hvd.allreduce(here(3) + 1, op=op), [value] * 3)
+    same(hvd.allreduce(here(3)), [TOTAL / SIZE] * 3)
+    same(hvd.allreduce(here(3, dtype=torch.int32)), [TOTAL // SIZE] * 3)
+    same(hvd.allreduce(here(2), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0), [2 * TOTAL] * 2)
+    strided = here(4, 3).t()
+    hvd.allreduce_(strided, op=hvd.Sum)
+    same(strided, torch.full((3, 4), TOTAL))
+    one, two = hvd.grouped_allreduce([here(2), here(3, dtype=torch.int64)], op=hvd.Sum)
+    same(one, [TOTAL] * 2)
+    same(two, [TOTAL] * 3)
+    assert hvd.allreduce(here(2), compression=hvd.Compression.fp16).dtype == torch.float32
+
+
+def adasum() -> None:
+    """Orthogonal tensors are added and equal ones averaged, each by itself; so are the updates of an optimizer."""
+    numbers = torch.arange(1.0, SIZE + 1)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        mine, equal = (numbers * (torch.arange(SIZE) == RANK)).to(dtype), torch.full((2, 2), 3.0, dtype=dtype)
+        same(hvd.allreduce(mine, op=hvd.Adasum), numbers)
+        one, two = hvd.grouped_allreduce([mine, equal], op=hvd.Adasum)
+        same(one, numbers)
+        same(two, equal)
+    same(hvd.allreduce(equal, op=hvd.Adasum, prescale_factor=0.5, postscale_factor=4.0), torch.full((2, 2), 6.0))
+    strided = torch.full((4, 3), 3.0).t()
+    hvd.allreduce_(strided, op=hvd.Adasum)
+    same(strided, torch.full((3, 4), 3.0))
+    one, two = torch.nn.Parameter(torch.zeros(SIZE)), torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([one, two], lr=0.5), op=hvd.Adasum)
+    assert isinstance(optimizer, torch.optim.SGD)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        (one[RANK] * (RANK + 1) + two.sum()).backward()
+        assert one.grad is not None
+        same(one.grad, numbers * (torch.arange(SIZE) == RANK))  # this rank's own
+        optimizer.synchronize()
+        optimizer.step()
+        same(one.detach(), -0.5 * step * numbers)
+        same(two.detach(), [-0.5 * step] * 2)
+    with pytest.raises(OrderError, match="nothing to skip"):
+        optimizer.skip_synchronize()
+
+
+def names_in_any_order() -> None:
+    names = [f"name {number}" for number in range(20)]
+    order = names if RANK % 2 else names[::-1]
+    handles = {name: hvd.allreduce_async(here(2) + int(name.split()[1]), name=name, op=hvd.Sum) for name in order}
+    for name in names:
+        same(hvd.synchronize(handles[name]), [TOTAL + SIZE * int(name.split()[1])] * 2)
+    assert hvd.poll(handles[names[0]])
+    assert hvd.synchronize(handles[names[0]]) is None
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """What is submitted inside is decided together, when all ranks have left."""
+    if RANK == 0:
+        session.world().worker._turning.acquire()
+    try:
+        yield
+        session.world().agree([], "all have submitted")
+    finally:
+        if RANK == 0:
+            session.world().worker._turning.release()
+
+
+def fused() -> None:
+    """What is ready together and akin runs in one call; one that is refused fails alone."""
+    sums: list[int] = []
+    reducer = session.current().world.reducer
+    reducer.all_reduce_many = lambda tensors, how: (
+        sums.append(len(tensors)) or Reducer.all_reduce_many(reducer, tensors, how)
+    )
+    tensors = [here(7), torch.tensor(float(RANK)), here(0), here(4, 3).t(), here(300_000), here(2, 2).requires_grad_()]
+    integers = [here(number + 1, dtype=torch.int32) for number in range(3)]
+    halves = [here(number + 1, dtype=torch.float16) for number in range(3)]
+    with held_back():
+        handles = [hvd.allreduce_async(each, name=f"sum {at}", op=hvd.Sum) for at, each in enumerate(tensors)]
+        odd = hvd.allreduce_async(here(3 + RANK), name="odd", op=hvd.Sum)
+        mean = [hvd.allreduce_async_(each, name=f"mean {at}") for at, each in enumerate(integers)]
+        scaled = [hvd.allreduce_async(here(2), name=f"{at}", prescale_factor=2.0 + at) for at in (0, 0.5)]
+        least = [hvd.allreduce_async(each > 0, name=f"least {at}", op=hvd.Min) for at, each in enumerate(halves)]
+        half = [hvd.allreduce_async(each, name=f"half {at}", op=hvd.Sum) for at, each in enumerate(halves)]
+    with pytest.raises(MismatchError, match="odd: float32"):
+        hvd.synchronize(odd)
+    for handle, each in zip(handles, tensors, strict=True):
+        same(hvd.synchronize(handle), torch.full(each.shape, TOTAL))
+    for handle, each in zip(mean, integers, strict=True):
+        assert hvd.synchronize(handle) is each
+        same(each, torch.full(each.shape, TOTAL // SIZE))
+    for handle, factor in zip(scaled, (2.0, 2.5), strict=True):
+        same(hvd.synchronize(handle), [TOTAL / SIZE * factor] * 2)
+    for number, (small, short) in enumerate(zip(least, half, strict=True), 1):
+        assert hvd.synchronize(small).tolist() == [False] * number
+        same(hvd.synchronize(short), [TOTAL] * number)
+    assert sorted(sums) == [3, 3, 3, 5]  # all but 1.2 MB of float32, and what is scaled otherwise
+    del reducer.all_reduce_many
+
+
+def movements() -> None:
+    rows = hvd.allgather(here(RANK + 1, 2))  # other first dimensions, and none of rank 0's below
+    same(rows, [[rank] * 2 for rank in range(SIZE) for _ in range(rank + 1)])
+    same(hvd.allgather(here(RANK)), [rank for rank in range(SIZE) for _ in range(rank)])
+    one, two = hvd.grouped_allgather([here(1), here(RANK + 1, dtype=torch.uint8)])
+    same(one, list(range(SIZE)))
+    same(two, [rank for rank in range(SIZE) for _ in range(rank + 1)])
+    mine = here(2, 2)
+    same(hvd.broadcast(mine, SIZE - 1), [[SIZE - 1] * 2] * 2)
+    same(mine, [[RANK] * 2] * 2)
+    hvd.broadcast_(mine, 1)
+    same(mine, [[1, 1]] * 2)
+    same(hvd.alltoall(torch.arange(SIZE) + 10 * RANK), [RANK + 10 * rank for rank in range(SIZE)])
+    splits = torch.arange(SIZE)  # r rows to rank r
+    rows, received = hvd.alltoall(here(int(splits.sum()), 3), splits)
+    same(rows, torch.arange(SIZE).repeat_interleave(RANK)[:, None].expand(-1, 3))
+    assert received.tolist() == [RANK] * SIZE
+    whole = torch.arange(SIZE + 1.0)  # the first rank has one row more
+    expected = [[0, SIZE], [2 * SIZE], [3 * SIZE]] if SIZE == 3 else [[0, SIZE], [2 * SIZE]]
+    same(hvd.reducescatter(whole, op=hvd.Sum), expected[RANK])
+    assert [len(part) for part in hvd.grouped_reducescatter([whole, whole[:1]])] == [1 + (RANK == 0), int(RANK == 0)]
+    hvd.barrier()
+
+
+def gradients() -> None:
+    def gradient(call: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> torch.Tensor:
+        tensor = torch.ones(shape, requires_grad=True)
+        output = call(tensor)
+        output.backward(torch.full_like(output, RANK + 1.0))
+        assert tensor.grad is not None
+        return tensor.grad
+
+    mean = (TOTAL + SIZE) / SIZE
+    same(gradient(lambda tensor: hvd.allreduce(tensor, op=hvd.Sum), 2), [mean * SIZE] * 2)
+    same(gradient(hvd.allreduce, 2), [mean] * 2)
+    same(gradient(lambda tensor: hvd.grouped_allreduce([tensor, tensor])[1], 2), [mean] * 2)
+    same(gradient(hvd.allgather, RANK + 1), [mean] * (RANK + 1))
+    same(gradient(lambda tensor: hvd.broadcast(tensor, 1), 2), [mean if RANK == 1 else 0] * 2)
+    same(gradient(hvd.alltoall, SIZE), [rank + 1 for rank in range(SIZE)])
+    same(gradient(lambda tensor: hvd.alltoall(tensor, [1] * SIZE)[0], SIZE + 1), [*range(1, SIZE + 1), 0])
+    same(gradient(hvd.reducescatter, SIZE), list(range(1, SIZE + 1)))
+
+
+def joined() -> None:
+    """Who has no data left stands in, with what changes nothing."""
+    if RANK == 0:  # what the others submit soon is decided together
+        session.world().worker._turning.acquire()
+        threading.Timer(0.3, session.world().worker._turning.release).start()
+    else:
+        handles = [hvd.allreduce_async(here(2 + at), name=f"small {at}", op=hvd.Sum) for at in range(5)]
+        for at, handle in enumerate(handles):
+            same(hvd.synchronize(handle), [TOTAL] * (2 + at))
+        same(hvd.allreduce(here(2), op=hvd.Sum), [TOTAL] * 2)
+        same(hvd.allreduce(here(2)), [TOTAL / SIZE] * 2)
+        same(hvd.allreduce(here(2), op=hvd.Min), [1] * 2)
+        same(hvd.grouped_allreduce([here(2), here(1, dtype=torch.int64)], op=hvd.Product)[0], [max(1, SIZE - 1)] * 2)
+        with pytest.raises(MismatchError, match=r"ranks \[0\] have joined"):
+            hvd.allgather(here(1))
+    last = hvd.join()
+    assert last > 0
+    assert hvd.allgather_object(last) == [last] * SIZE
+
+
+def sparse() -> None:
+    """Two ranks have row 1, one has it twice."""
+    places = torch.tensor([[1, 1, 3], [0, 0, 0]]) if RANK == 0 else torch.tensor([[RANK], [0]])
+    values = torch.ones(places.size(1))
+    tensor = torch.sparse_coo_tensor(places, values, (4, 1))
+    expected = torch.zeros(4, 1)
+    expected[1], expected[3] = 3, 1
+    if SIZE == 3:
+        expected[2] = 1
+    same(hvd.sparse_allreduce(tensor, op=hvd.Sum).to_dense(), expected)
+    hybrid = torch.sparse_coo_tensor(places[:1], values[:, None].expand(-1, 2), (4, 2))
+    same(hvd.sparse_allreduce_async(hybrid, "hybrid", hvd.Average)().to_dense(), expected.expand(-1, 2) / SIZE)
+
+
+def process_sets() -> None:
+    first = hvd.add_process_set([0])
+    others = hvd.add_process_set(hvd.ProcessSet(range(1, SIZE)))
+    own, ranks = (first, [0]) if RANK == 0 else (others, list(range(1, SIZE)))
+    assert (own.size(), own.rank(), own.included()) == (len(ranks), ranks.index(RANK), True)
+    same(hvd.allreduce(here(2), op=hvd.Sum, process_set=own), [sum(ranks)] * 2)
+    same(hvd.broadcast(here(2), ranks[-1], process_set=own), [ranks[-1]] * 2)
+    assert hvd.allgather_object(RANK, process_set=own) == ranks
+    with pytest.raises(ProcessSetError, match=f"rank {RANK} is not in"):
+        hvd.allreduce(here(2), process_set=others if RANK == 0 else first)
+    with pytest.raises(ProcessSetError, match="already"):
+        hvd.add_process_set([0])
+    with pytest.raises(ProcessSetError, match="some of the ranks"):
+        hvd.add_process_set([0, SIZE])
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), process_set=own)
+    (model.weight.sum() * RANK).backward()
+    optimizer.step()
+    same(model.weight.grad, [[sum(ranks) / len(ranks)]])
+    assert hvd.remove_process_set(first)
+    assert hvd.remove_process_set(others)
+    assert not hvd.remove_process_set(first)
+    with pytest.raises(DisagreementError, match="add_process_set"):
+        hvd.add_process_set([min(RANK, 1)])
+    with pytest.raises(ProcessSetError, match="not in use"):
+        hvd.allreduce(here(2), process_set=own)
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(RANK)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return model
+
+
+ROWS = torch.arange(36.0).view(12, 3) / 36
+
+
+def alone(make: Callable[[list], torch.optim.Optimizer], steps: int) -> list[torch.Tensor]:
+    """The parameters after steps of one process with all rows."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    optimizer = make(list(model.parameters()))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(ROWS).square().mean().backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+def optimizers() -> None:
+    """As one process with all rows, whatever the arguments."""
+
+    def make(parameters: list) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    expected = alone(make, 3)
+    mine = ROWS[RANK::SIZE]
+    for arguments, tolerance in (
+        ({}, 1e-6),
+        ({"groups": 2}, 1e-6),
+        ({"gradient_predivide_factor": 2.0}, 1e-6),
+        ({"compression": hvd.Compression.fp16}, 1e-2),
+        ({"compression": hvd.Compression.bf16, "groups": 1}, 5e-2),
+        ({"backward_passes_per_step": 2}, 1e-6),
+    ):
+        model = network()
+        names = list(model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(make(list(model.parameters())), named_parameters=names, **arguments)
+        assert isinstance(optimizer, torch.optim.SGD)
+        passes = optimizer.backward_passes_per_step
+        for _ in range(3):
+            optimizer.zero_grad()
+            for part in mine.chunk(passes):
+                (model(part).square().mean() / passes).backward()
+            with pytest.raises(OrderError, match="zero_grad"):
+                optimizer.zero_grad()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        for found, wanted in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    optimizer.zero_grad()
+    model(mine).sum().backward()
+    model(mine).sum().backward()
+    with pytest.raises(OrderError, match="more than 2 times"):
+        model(mine).sum().backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="skip_synchronize"):
+        optimizer.step()
+
+
+def later() -> None:
+    """Parameters that are added to an optimizer are averaged as well."""
+    first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=1.0))
+    optimizer.add_param_group({"params": list(second.parameters())})
+    (second.weight.sum() * RANK).backward()
+    optimizer.step()
+    same(second.weight.grad, [[TOTAL / SIZE]])
+
+
+def embeddings() -> None:
+    for dense in (False, True):
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(10, 2, sparse=True)
+        model = torch.nn.Sequential(table, torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(1, 1))
+        model[1].weight.data.fill_(1.0)
+        model[2].weight.data.fill_(1.0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), sparse_as_dense=dense)
+        assert optimizer._averaging.calls == 1  # all is small
+        expected = table.weight.detach().clone()
+        for turn in range(2):
+            optimizer.zero_grad()
+            model(torch.tensor([RANK, RANK, 5])).sum().backward()
+            assert optimizer._averaging.calls == 1 + (not dense)  # sparse gradients go by themselves
+            optimizer.synchronize()
+            if turn == 0:
+                same(model[2].bias.grad, [3.0])
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+                expected[5] -= 1
+                expected[:SIZE] -= 2 / SIZE
+                same(table.weight.detach(), expected)
+
+
+def states() -> None:
+    """Adam's, which rank 0 alone has; then hyperparameters; objects of all kinds."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + RANK))
+    if RANK == 0:
+        model(ROWS).sum().backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.named_parameters(), root_rank=0)
+    digest = [each["exp_avg"].sum().item() for each in optimizer.state_dict()["state"].values()]
+    everyone = hvd.allgather_object([digest, optimizer.param_groups[0]["lr"]])
+    assert len(digest) == 4
+    assert everyone == [everyone[0]] * SIZE
+    value = {"a": [1, 2.5, None, True], 3: ("x", b"\0y"), "set": {1, 2}, "array": np.arange(3), "tensor": here(2) + 1}
+    found = hvd.broadcast_object(value if RANK == 1 else None, root_rank=1)
+    assert (found["a"], found[3], found["set"]) == (value["a"], value[3], value["set"])
+    assert found["array"].tolist() == [0, 1, 2]
+    same(found["tensor"], [2, 2])
+    for call in (hvd.broadcast_object, hvd.allgather_object):
+        with pytest.raises(NotSendableError, match="no pickle"):
+            call(network if RANK == 0 else 1)
+
+
+def batch_norm() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(7, 3, 2)
+    plain, ours = torch.nn.BatchNorm1d(3), hvd.SyncBatchNorm(3)
+    mine = torch.arange(7) % SIZE == RANK  # not equally many
+    whole, part = rows.clone().requires_grad_(), rows[mine].clone().requires_grad_()
+    for _ in range(2):
+        plain(whole).pow(3).sum().backward()
+        ours(part).pow(3).sum().backward()
+    torch.testing.assert_close(part.grad, whole.grad[mine], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hvd.allreduce(ours.weight.grad, op=hvd.Sum), plain.weight.grad, rtol=1e-4, atol=1e-4)
+    same(ours.running_mean, plain.running_mean)
+    same(ours.running_var, plain.running_var)
+    torch.testing.assert_close(ours.eval()(part), plain.eval()(whole)[mine])
+
+
+def bad_input() -> None:
+    for rank in (0, 1):
+        if rank == RANK:  # it is under way until the others come, after the barrier
+            handle = hvd.allreduce_async(here(2), name=f"twice {rank}")
+            with pytest.raises(DuplicateNameError, match=f"twice {rank} is under way"):
+                hvd.allreduce_async(here(2), name=f"twice {rank}")
+        hvd.barrier()
+        if rank != RANK:
+            handle = hvd.allreduce_async(here(2), name=f"twice {rank}")
+        same(hvd.synchronize(handle), [TOTAL / SIZE] * 2)
+    with pytest.raises(MismatchError, match=r"rank 0: allreduce.shape: float32 \[3\]; Average"):
+        hvd.allreduce(here(3 + RANK), name="shape")
+    with pytest.raises(MismatchError, match=r"float32 \[2\]; (Average|Sum)"):
+        hvd.allreduce(here(2), name="op", op=hvd.Sum if RANK else hvd.Average)
+    with pytest.raises(MismatchError, match="from rank 1"):
+        hvd.broadcast(here(2), min(RANK, 1))
+    with pytest.raises(hvd.HorovodInternalError, match="the ranks disagree"):
+        hvd.allgather(here(2, 2 + RANK))
+    for call, match in (
+        (lambda: hvd.broadcast(here(2), SIZE), "root_rank"),
+        (lambda: hvd.alltoall(here(SIZE + 1)), "shared equally"),
+        (lambda: hvd.alltoall(here(2), [2] * SIZE), "more than the 2 rows"),
+        (lambda: hvd.reducescatter(torch.tensor(1.0)), "has no rows"),
+        (lambda: hvd.allreduce(here(2), op=17), "op=17 is unknown"),
+        (lambda: hvd.allreduce(here(2), average=True, op=hvd.Sum), "op= alone"),
+        (lambda: hvd.allreduce(here(2), postscale_factor=float("nan")), "finite"),
+        (lambda: hvd.synchronize(10**6), "no handle"),
+        (lambda: hvd.DistributedOptimizer(network()), "takes an optimizer of torch.optim, not Sequential"),
+        (lambda: hvd.broadcast_optimizer_state(network(), 0), "takes an optimizer of torch.optim, not Sequential"),
+    ):
+        with pytest.raises(ArgumentError, match=match):
+            call()
+    with pytest.raises(AdasumError):
+        hvd.reducescatter(here(2), op=hvd.Adasum)
+    with pytest.raises(ArgumentError, match="floating-point"):
+        hvd.allreduce(here(2, dtype=torch.int32), op=hvd.Adasum)
+    same(hvd.allreduce(here(2), op=hvd.Sum), [TOTAL] * 2)  # all goes on
+
+
+def never_comes() -> None:
+    """A name that comes on rank 0 alone; the other ranks are somewhere else."""
+    apart = Topology(timeout=120)
+    old, other = hvd.add_process_set([0]), hvd.ProcessSet([1])
+    hvd.shutdown()
+    with pytest.raises(ProcessSetError, match="already"):
+        hvd.init(process_sets=[hvd.ProcessSet([0]), hvd.ProcessSet([0])])
+    assert not hvd.is_initialized()
+    hvd.init(process_sets=[other])
+    assert other.size() == 1
+    with pytest.raises(ProcessSetError, match="not in use"):
+        old.size()
+    if RANK == 0:
+        watch = session.world().watch  # short from here on: on a busy machine the others may be late in `init`
+        watch.timeout, watch.stall = 6.0, 2.0
+        with pytest.raises(
+            StalledError, match=r"waited \d+ s for other ranks in: allreduce.never: float32 \[2\]"
+        ) as met:
+            hvd.allreduce(here(2), name="never")
+        assert isinstance(met.value, CollectiveTimeoutError)
+    apart.agree([], "all have waited")
+    if RANK == 0:
+        hvd.shutdown()  # local, as its calls have failed
+    assert hvd.is_initialized() == (RANK > 0)
+
+
+def timeline() -> None:
+    """Rank 0 writes it; a row for each name."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "timeline.json"
+        hvd.start_timeline(str(path), mark_cycles=True)
+        hvd.allreduce(here(2), name="seen")
+        hvd.stop_timeline()
+        if RANK == 0:
+            events = {event["name"]: event for event in json.loads(path.read_text())}
+            assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START"} <= set(events)
+            assert events["thread_name"]["args"] == {"name": "allreduce.seen"}
+        with pytest.raises(ArgumentError, match="folder that exists") if RANK == 0 else contextlib.nullcontext():
+            hvd.start_timeline(str(path / "none" / "t.json"))
+
+
+for check in (
+    who_is_where, reductions, adasum, names_in_any_order, fused, movements, gradients, joined, sparse, process_sets,
+    optimizers, later, embeddings, states, batch_norm, timeline, bad_input, never_comes,
+):  # fmt: skip
+    check()
+    if RANK == 0:
+        print(check.__name__, flush=True)

@@ -1,0 +1,298 @@
+"""A job of test_jax.py: trainers with JaxReplica, and allreduce.jax, on some ranks."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import allreduce
+import allreduce.jax as ours
+from allreduce import errors
+from tests.frameworks.replica_checks import check_training
+from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+from trainers.errors import ArgumentError
+from trainers.replicas.jax import JaxReplica
+
+topology = allreduce.Topology()
+rank, size = topology.rank, topology.size
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.normal(size=(50, 6)), RANDOM.integers(0, 4, 50)
+
+
+def apply(params: Any, x: Any) -> Any:
+    return jnp.tanh(x @ params["w"][0] + params["b"]) @ params["w"][1]
+
+
+def loss(output: Any, y: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(output, y).mean()
+
+
+def accuracy(output: Any, y: Any) -> Any:
+    return (output.argmax(1) == y).mean()
+
+
+def replica(seed: int = 0, optimizer: Any = None) -> JaxReplica:
+    random = np.random.default_rng(seed)
+    weights = [random.normal(size=shape).astype("float32") for shape in ((6, 7), (7, 4))]
+    params = {"w": weights, "b": np.zeros(7, "float32")}
+    return JaxReplica(apply, loss, params, optimizer or optax.adam(0.02), {"accuracy": accuracy})
+
+
+def alone(optimizer: Any = None) -> tuple[np.ndarray, Any]:
+    """What one rank learns by itself."""
+    with topology.split(rank) as self, MirroredTrainer(replica(0, optimizer), "native", self) as trainer:
+        history = trainer.fit(X, Y, epochs=1, batch_size=16, progress=False)
+        return trainer.replica.state()["parameters"].copy(), history
+
+
+def learned(trainer: Any) -> tuple[np.ndarray, Any]:
+    history = trainer.fit(X, Y, epochs=1, batch_size=16, progress=False)
+    scores = trainer.evaluate(X, Y)
+    assert scores == topology.world.bcast(scores)
+    return trainer.replica.state()["parameters"].copy(), history
+
+
+def check_trainers() -> None:
+    """P ranks train as one, with each strategy; models of other ranks than 0 begin as others and become equal."""
+    wanted, history = alone()
+    made: dict[str, Callable[[], Any]] = {
+        "replicated": partial(MirroredTrainer, replica(rank), "auto", topology),
+        "sharded": partial(MirroredTrainer, replica(rank), "shared", topology, update="sharded"),
+        "sharded, without common memory": partial(MirroredTrainer, replica(rank), "ring", topology, update="sharded"),
+        "central": partial(CentralStorageTrainer, replica(rank), topology, storage=size - 1),
+    }
+    check_training(made, learned, wanted, history, (X[:4].astype("float32"), Y[:4]))
+    check_whole_arrays()
+    for make in (
+        partial(ParameterServerTrainer, replica(rank), topology, servers=1),
+        partial(SpareReplicasTrainer, replica(rank), topology, spare=1),
+    ):
+        with make() as trainer:
+            epochs = trainer.fit(X, Y, epochs=3, batch_size=16, progress=False)
+            assert epochs[-1].loss < epochs[0].loss
+            assert trainer.evaluate(X, Y)["loss"] < 2
+
+
+def check_whole_arrays() -> None:
+    """An optimizer that needs all gradients trains replicated, and is refused where ranks divide the update."""
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.02))
+    wanted, _ = alone(clipped)
+    with MirroredTrainer(replica(rank, clipped), "auto", topology) as trainer:
+        np.testing.assert_allclose(learned(trainer)[0], wanted, rtol=2e-4, atol=2e-5)
+    with CentralStorageTrainer(replica(rank, clipped), topology) as trainer:  # which then copies the whole state
+        np.testing.assert_allclose(learned(trainer)[0], wanted, rtol=2e-4, atol=2e-5)
+    assert "slices" in raised(
+        ArgumentError, lambda: MirroredTrainer(replica(rank, clipped), "shared", topology, update="sharded")
+    )
+
+
+def raised(kind: type[Exception], call: Callable[[], Any]) -> str:
+    """Every rank raises `kind`."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} on rank {rank}")
+
+
+def tree(number: float) -> dict[str, Any]:
+    """Floats of two kinds and integers; every rank's own."""
+    return {
+        "w": jnp.arange(6.0).reshape(2, 3) * (number + 1),
+        "half": [jnp.full(4, number, "bfloat16"), jnp.float32(number)],
+        "count": jnp.full((2,), int(number), "int32"),
+    }
+
+
+def check_values(reduce: Any) -> None:
+    """Eagerly and compiled, against NumPy over all ranks' trees."""
+    everyone = [tree(number) for number in range(size)]
+    combined = {"psum": np.sum, "pmax": np.max, "pmin": np.min}
+    for name in (*combined, "all_gather", "broadcast"):
+        call = partial(getattr(ours, name), backend=reduce)
+        found = [call(tree(rank)), jax.jit(call)(tree(rank))]
+        stacked = jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *everyone)
+        if name in combined:
+            wanted = jax.tree.map(lambda leaf, name=name: combined[name](leaf, axis=0).astype(leaf.dtype), stacked)
+        else:
+            wanted = stacked if name == "all_gather" else jax.tree.map(lambda leaf: leaf[0], stacked)
+        for each in found:
+            assert jax.tree.structure(each) == jax.tree.structure(wanted)
+            for here, there in zip(jax.tree.leaves(each), jax.tree.leaves(wanted), strict=True):
+                assert here.dtype == there.dtype
+                np.testing.assert_allclose(np.asarray(here, "float32"), np.asarray(there, "float32"), rtol=1e-2)
+    assert ours.pmean({}, reduce) == {}
+    check_moves(reduce)
+    assert float(ours.pmean(float(rank), reduce)) == (size - 1) / 2
+
+
+def check_moves(reduce: Any) -> None:
+    """What computes nothing takes every dtype: random keys are uint32, or of a kind of their own."""
+    for kind in ("uint16", "uint32", "int16", "complex64", "bool", "float8_e4m3fn"):
+        mine = {"moved": jnp.arange(4).astype(kind) * (rank % 2), "float": jnp.ones(2)}
+        found = jax.jit(partial(ours.broadcast, backend=reduce, root=size - 1))(mine)["moved"]
+        assert found.dtype == mine["moved"].dtype
+        np.testing.assert_array_equal(found, jnp.arange(4).astype(kind) * ((size - 1) % 2))
+        assert ours.all_gather(mine, reduce)["moved"].shape == (size, 4)
+    for key in (jax.random.PRNGKey(rank), jax.random.key(rank)):
+        first = ours.broadcast({"key": key}, reduce)["key"]
+        assert first.dtype == key.dtype
+        wanted = jax.random.PRNGKey(0) if key.dtype == "uint32" else jax.random.key(0)
+        np.testing.assert_array_equal(jax.random.normal(first, 3), jax.random.normal(wanted, 3))
+        assert ours.all_gather(key, reduce).shape == (size, *key.shape)
+    assert "uint32" in raised(errors.UnsupportedDtypeError, lambda: ours.psum(jax.random.PRNGKey(0), reduce))
+
+
+def check_derivatives(reduce: Any) -> None:
+    """The gradient of the mean is the mean; of the others what calculus says of the sum of all ranks' losses."""
+    mine = jnp.arange(3.0) + rank
+    ranks = range(size)
+    mean = np.arange(3.0) + (size - 1) / 2
+    calls = {
+        "pmean": (ours.pmean, lambda array: array**2, 2 * mean),
+        "psum": (ours.psum, lambda array: array**2, 2 * size * size * mean),
+        "all_gather": (ours.all_gather, lambda array: array**2, 2 * size * np.asarray(mine)),
+        "broadcast": (ours.broadcast, lambda array: array * (rank + 1), np.full(3, (rank == 0) * sum(ranks, size))),
+    }
+    for name, (call, then, wanted) in calls.items():
+
+        def value(array: Any, call: Any = call, then: Any = then) -> Any:
+            return then(call(array, reduce)).sum()
+
+        for found in (
+            jax.jit(jax.grad(value))(mine),
+            jax.value_and_grad(value)(mine)[1] if name == "pmean" else wanted,
+        ):
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=name)
+    slopes = jax.jit(jax.grad(lambda array: (array * rank).sum()))(mine)  # as data-parallel code has it
+    np.testing.assert_allclose(jax.jit(partial(ours.pmean, backend=reduce))(slopes), np.full(3, (size - 1) / 2))
+    assert "stop_gradient" in raised(
+        errors.UnsupportedOpError, lambda: jax.grad(lambda a: ours.pmax(a, reduce).sum())(mine)
+    )
+    _, tangent = jax.jvp(lambda array: ours.psum(array, reduce), (mine,), (jnp.ones(3) * rank,))
+    np.testing.assert_allclose(tangent, sum(ranks))
+    stacked = jax.vmap(lambda array: ours.all_gather(array, reduce), in_axes=1, out_axes=1)(jnp.ones((3, 5)) * rank)
+    assert stacked.shape == (size, 5, 3)
+    np.testing.assert_array_equal(stacked[:, 0, 0], ranks)
+    looped = jax.jit(lambda array: jax.lax.fori_loop(0, 5, lambda _, each: ours.pmean(each, reduce) + 1, array))(mine)
+    np.testing.assert_allclose(looped, mean + 5, rtol=1e-6)
+
+
+def check_memory(reduce: Any) -> None:
+    """Compiled, results lie where arguments lay; these are not touched where somebody else reads them."""
+    call = partial(ours.pmean, backend=reduce)
+    mine = jnp.full(100_000, float(rank))
+    memory = jax.jit(call, donate_argnums=0).lower(mine).compile().memory_analysis()
+    if ours._KNOWS_BUFFERS:  # JAX 0.6.2 and later
+        assert memory.temp_size_in_bytes < 1000
+    before, mean, after = jax.jit(lambda array: (array, call(array), array + 0))(mine)
+    for each in (mine, before, after):
+        np.testing.assert_array_equal(each, rank)
+    np.testing.assert_array_equal(mean, (size - 1) / 2)
+
+
+def check_surroundings(reduce: Any) -> None:
+    """What JAX has round a call: no compilation, recomputed layers, more than one device."""
+    call = partial(ours.pmean, backend=reduce)
+    with jax.disable_jit():
+        assert float(call(jnp.float32(rank))) == (size - 1) / 2
+
+    def layer(array: Any) -> Any:
+        return jnp.sin(call(jnp.sin(array)))
+
+    mine = jnp.arange(3.0) + rank
+    wanted = jax.grad(lambda array: layer(array).sum())(mine)
+    found = jax.jit(jax.grad(lambda array: jax.checkpoint(layer)(array).sum()))(mine)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    devices = np.array(jax.devices())
+    assert devices.size == 2
+    everywhere = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("here",)), jax.sharding.PartitionSpec("here"))
+    for changed in (call, jax.jit(lambda array: call(array * 2))):
+        text = raised(errors.UnavailableError, lambda changed=changed: changed(jax.device_put(jnp.ones(4), everywhere)))
+        assert "one device of each rank" in text
+    assert float(call(jax.device_put(jnp.float32(rank), devices[1]))) == (size - 1) / 2
+
+
+class Layer(NamedTuple):
+    """As layers of Equinox and Flax's TrainState: beside arrays it holds what differs in each process, a function."""
+
+    weights: Any
+    activation: Callable[[Any], Any]
+
+
+jax.tree_util.register_pytree_node(
+    Layer, lambda layer: ((layer.weights,), layer.activation), lambda kept, parts: Layer(*parts, kept)
+)
+
+
+def check_nodes(reduce: Any) -> None:
+    layer = Layer({"w": jnp.full(3, float(rank))}, lambda array: array)
+    for found in (ours.pmean(layer, reduce), jax.jit(partial(ours.pmean, backend=reduce))(layer)):
+        assert found.activation is layer.activation
+        np.testing.assert_array_equal(found.weights["w"], (size - 1) / 2)
+    other = Layer({"w" if rank else "v": jnp.ones(3)}, jnp.tanh)
+    text = raised(errors.DisagreementError, lambda: ours.pmean(other, reduce))
+    assert "['v'] of float32[3]" in text, text
+
+
+def check_order(reduce: Any) -> None:
+    """Many calls under way, compiled and not, of which nobody waits for the first: the same order on all ranks."""
+
+    @jax.jit
+    def two(array: Any) -> tuple[Any, Any]:
+        return ours.psum(array, reduce), ours.pmax(array * 2, reduce)
+
+    found = []
+    for number in range(10):
+        found.append(two(jnp.full(1000 + 100 * (number % 3), float(rank))))
+        found.append((ours.psum(jnp.float32(number), reduce), jnp.float32(2 * (size - 1))))
+    for number, (summed, largest) in enumerate(found):
+        assert float(largest.max()) == 2 * (size - 1)
+        assert float(summed.max()) == (sum(range(size)) if number % 2 == 0 else size * (number // 2))
+
+
+def check_errors(reduce: Any) -> None:
+    """The same named error on every rank, eagerly and compiled, and good calls behind it."""
+    shape = (2, 3) if rank == 0 else (3, 2)
+    call = partial(ours.pmean, backend=reduce)
+    for _ in range(2):
+        text = raised(errors.DisagreementError, lambda: call(jnp.ones(shape)))
+        assert "rank 0: a tree mean * of float32[2, 3]" in text, text
+        assert float(call(jnp.float32(rank))) == (size - 1) / 2
+    text = raised(jax.errors.JaxRuntimeError, lambda: jax.block_until_ready(jax.jit(call)(jnp.ones(shape[0] + 7))))
+    assert "DisagreementError" in text
+    with_names = ours.named_errors(reduce)
+
+    def compiled() -> None:
+        with with_names:
+            jax.block_until_ready(jax.jit(call)(jnp.ones(shape[0] + 9)))
+
+    assert "float32[11]" in raised(errors.DisagreementError, compiled)
+    raised(errors.DisagreementError, lambda: call({"a" if rank else "b": jnp.ones(3)}))
+    assert "mean" in raised(errors.UnsupportedOpError, lambda: call(jnp.ones(3, "int32")))
+    raised(errors.UnsupportedDtypeError, lambda: ours.psum(jnp.ones(3, "complex64"), reduce))
+    raised(errors.OptionError, lambda: ours.pmean(jnp.ones(3), "ring"))
+    raised(errors.OptionError, lambda: ours.broadcast(jnp.ones(3), reduce, root=size))
+    assert float(jax.jit(call)(jnp.float32(rank))) == (size - 1) / 2
+    reduce.close()
+    raised(errors.ClosedError, lambda: call(jnp.ones(3)))
+
+
+if "trainers" in sys.argv:
+    check_trainers()
+if "calls" in sys.argv:
+    reduce = allreduce.create("auto", topology)
+    check_values(reduce)
+    check_derivatives(reduce)
+    check_memory(reduce)
+    check_surroundings(reduce)
+    check_nodes(reduce)
+    check_order(reduce)
+    check_errors(reduce)
+topology.close()
+print(f"rank {rank} is done")

@@ -1,0 +1,383 @@
+"""A job of test_keras.py: trainers.keras on some ranks, with Keras' backend from KERAS_BACKEND."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import allreduce
+from allreduce import errors
+from tests.frameworks.replica_checks import check_slices, check_training
+from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+from trainers.errors import ArgumentError, ModelFileError
+from trainers.keras import AverageMetrics, MirroredOptimizer, SaveOnFirstRank, StartFromFirstRank, WarmUp, shard
+from trainers.replicas.keras import KerasReplica
+
+topology = allreduce.Topology()
+rank, size = topology.rank, topology.size
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.normal(size=(203, 6)).astype("float32"), RANDOM.integers(0, 4, 203)
+ROWS = 203 - 203 % size  # that shard keeps
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def model(seed: int) -> Any:
+    keras.utils.set_random_seed(seed)
+    layers = [keras.Input((6,)), keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(4)]
+    return keras.Sequential(layers)
+
+
+def arrays(variables: Any) -> list[np.ndarray]:
+    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
+
+
+def same_bits(variables: Any) -> None:
+    bits = b"".join(array.tobytes() for array in arrays(variables))
+    assert topology.world.bcast(bits) == bits
+
+
+def raised(kind: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> str:
+    """Every rank raises `kind`."""
+    try:
+        call()
+    except kind as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError(f"no {kind} on rank {rank}")
+
+
+def check_fit(folder: Path) -> None:
+    """Ranks that begin with other weights train as one process does on all rows, and save what is loaded without us."""
+    alone = model(0)
+    alone.compile(keras.optimizers.Adam(0.02), LOSS, metrics=["accuracy"])
+    wanted = alone.fit(X[:ROWS], Y[:ROWS], batch_size=24 * size, epochs=3, shuffle=False, verbose=0).history
+    ours, file = model(rank), folder / "model.keras"
+    optimizer = MirroredOptimizer(keras.optimizers.Adam(0.02), topology=topology)
+    ours.compile(optimizer, LOSS, metrics=["accuracy"])
+    x, y = shard((X, Y), topology)
+    seen: list[float] = []
+    watch = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs["loss"]))
+    checkpoint = keras.callbacks.ModelCheckpoint(str(file))
+    callbacks = [StartFromFirstRank(), AverageMetrics(), SaveOnFirstRank(watch), SaveOnFirstRank(checkpoint)]
+    found = ours.fit(x, y, batch_size=24, epochs=3, shuffle=False, verbose=0, callbacks=callbacks).history
+    for here, there in zip(arrays(ours.weights), arrays(alone.weights), strict=True):
+        np.testing.assert_allclose(here, there, rtol=2e-3, atol=2e-5)
+    for name in ("loss", "accuracy"):
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-3)
+        assert topology.world.bcast(found[name]) == found[name]
+    same_bits([*ours.weights, *optimizer.variables])
+    assert seen == (found["loss"] if rank == 0 else [])
+    if rank == 0:
+        loaded = keras.models.load_model(file)
+        assert not hasattr(loaded.optimizer, "backend")
+        for here, there in zip(arrays(loaded.optimizer.variables), arrays(optimizer.variables), strict=True):
+            np.testing.assert_array_equal(here, there)
+    optimizer.close()
+    raised((Exception,), lambda: ours.fit(x[:24], y[:24], verbose=0))
+
+
+def check_data() -> None:
+    """As many rows on each rank, from trees of arrays; what can't be divided is told."""
+    x, (y, more) = shard((X, [Y, {"a": X[:, :1]}]), topology)
+    for whole, part in ((X, x), (Y, y), (X[:, :1], more["a"])):
+        np.testing.assert_array_equal(part, whole[rank:ROWS:size])
+    for bad, words in (
+        ((X, Y[:9]), "the arrays differ in rows: 9, 203"),
+        (X[: size - 1], f"{size - 1} rows can't be divided among {size} ranks"),
+        (iter([]), "DistributedSampler"),
+        (np.float32(1), "DistributedSampler"),
+    ):
+        assert words in raised(ArgumentError, lambda bad=bad: shard(bad, topology))
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        part = shard(tf.data.Dataset.range(2 * size + 1), topology)
+        assert [int(element) for element in part] == [rank, rank + size]
+        endless = shard(tf.data.Dataset.range(size).repeat(), topology)
+        assert int(next(iter(endless))) == rank
+        odd = tf.data.Dataset.range(9).filter(lambda number: number % 2 == 1)
+        assert "assert_cardinality" in raised(ArgumentError, lambda: shard(odd, topology))
+
+
+def check_warm_up() -> None:
+    """In steps, and then the rate is anybody's."""
+    ours = model(0)
+    optimizer = MirroredOptimizer(keras.optimizers.SGD(0.25, momentum=0.5), "native", topology=topology)
+    ours.compile(optimizer, LOSS)
+    rates: list[float] = []
+
+    class Rates(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if hasattr(self.model, "jax_state_sync"):
+                self.model.jax_state_sync()
+            rates.append(float(optimizer.learning_rate))
+
+    warm_up = WarmUp(2, scale=3.0)
+    for epochs in (3, 1):
+        ours.fit(X[:40], Y[:40], batch_size=20, epochs=epochs, verbose=0, callbacks=[warm_up, Rates()])
+    np.testing.assert_allclose(np.array(rates) / 0.25, [1.5, 2, 2.5, 3, 3, 3, 3, 3])
+    schedule = MirroredOptimizer(
+        keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 10)), "native", topology=topology
+    )
+    ours.compile(schedule, LOSS)
+    assert "schedule" in raised(ArgumentError, lambda: ours.fit(X[:20], Y[:20], verbose=0, callbacks=[WarmUp()]))
+    for each in (optimizer, schedule):
+        each.close()
+
+
+def apply(optimizer: Any, gradient: Any, variable: Any) -> None:
+    """As loops of one's own do, with Keras' backends."""
+    if keras.backend.backend() != "jax":
+        optimizer.apply([gradient], [variable])
+        return
+    state = [each.value for each in optimizer.variables]
+    (changed,), state = optimizer.stateless_apply(state, [gradient], [variable.value])
+    for each, value in zip([variable, *optimizer.variables], [changed, *state], strict=True):
+        each.assign(value)
+
+
+def check_scaled() -> None:
+    """A gradient that is not finite on one rank makes all leave the step out; eagerly, by a loop of one's own."""
+    variable = keras.Variable(np.ones(3, "float32") * (rank + 1))
+    inner = keras.optimizers.SGD(0.5)
+    optimizer = MirroredOptimizer(keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0), topology=topology)
+    optimizer.build([variable])
+    for value in (1.0, np.inf if rank == 0 else 1.0, 2.0):
+        apply(optimizer, keras.ops.full((3,), value * 4.0 * (rank + 1)), variable)
+        inner.learning_rate = 1.0
+    mean = (size + 1) / 2  # of rank + 1; after the step that was left out the scale is 2
+    np.testing.assert_allclose(arrays([variable])[0], np.full(3, 1 - 0.5 * mean - 4 * mean))
+    same_bits([variable])
+    ours = model(0)
+    ours.dtype_policy = keras.dtype_policies.DTypePolicy("mixed_float16")
+    plain = MirroredOptimizer("sgd", topology=topology)
+    assert "Put it inside" in raised(errors.OptionError, lambda: ours.compile(plain, LOSS))
+    ours.compile(optimizer, LOSS)
+    for each in (optimizer, plain):
+        each.close()
+
+
+def check_without_callbacks() -> None:
+    """Weights of rank 0, and what an optimizer has made of them; metrics that are arrays."""
+    ours, alone, targets = model(rank), model(0), np.eye(4, dtype="float32")[Y]
+    optimizer = MirroredOptimizer(keras.optimizers.ScheduleFreeAdamW(0.02), topology=topology)
+    x, y = shard((X, targets), topology)
+    for each, own in ((ours, optimizer), (alone, keras.optimizers.ScheduleFreeAdamW(0.02))):
+        each.compile(own, "mse", metrics=[keras.metrics.F1Score(name="f1")])
+    alone.fit(X[:ROWS], targets[:ROWS], batch_size=24 * size, shuffle=False, verbose=0)
+    ours.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    for here, there in zip(arrays(ours.weights), arrays(alone.weights), strict=True):
+        np.testing.assert_allclose(here, there, rtol=2e-3, atol=2e-5)
+    same_bits([*ours.weights, *optimizer.variables])
+    found = ours.fit(x, y, verbose=0, callbacks=[AverageMetrics()]).history["f1"][0]
+    assert found.shape == (4,)
+    assert (topology.world.bcast(found) == found).all()
+    built = keras.optimizers.SGD(0.1)
+    if rank == 0:
+        built.build(ours.trainable_variables)
+    text = raised(errors.DisagreementError, lambda: MirroredOptimizer(built, topology=topology))
+    assert "MirroredOptimizer(SGD, 'auto'), built" in text, text
+    optimizer.close()
+
+
+class Halved(keras.Model):
+    """Which makes its weights when it is called first, as Keras warns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x) / 2
+
+
+def check_errors() -> None:
+    """Named, on every rank."""
+    text = raised(errors.OptionError, lambda: MirroredOptimizer(object(), topology=topology))
+    assert "takes an optimizer of Keras'" in text
+    assert "Could not" in raised(errors.OptionError, lambda: MirroredOptimizer("adamant", topology=topology))
+    raised(errors.UnknownBackendError, lambda: MirroredOptimizer("adam", "rign", topology=topology))
+    assert "makes no sums" in raised(errors.OptionError, lambda: MirroredOptimizer("adam", "adasum", topology=topology))
+    kind = keras.optimizers.SGD if rank else keras.optimizers.Adam
+    text = raised(errors.DisagreementError, lambda: MirroredOptimizer(kind(0.1), topology=topology))
+    assert "MirroredOptimizer(Adam, 'auto')" in text
+    with allreduce.create("auto", topology) as backend:
+        optimizer = MirroredOptimizer("adam", backend)
+        assert "already" in raised(errors.OptionError, lambda: MirroredOptimizer(optimizer, backend))
+        optimizer.close()  # the backend is ours
+        other = keras.Variable(np.ones(3 + rank, "float32"))
+        raised(errors.DisagreementError, lambda: optimizer.build([other]))
+        ours = keras.Sequential([keras.layers.Dense(2)])
+        ours.compile(MirroredOptimizer("sgd", backend), "mse")
+        start = StartFromFirstRank()
+        start.set_model(ours)
+        assert "is not built" in raised(ArgumentError, start.on_train_begin)
+        empty = Halved()
+        empty.build((None, 6))  # which makes nothing
+        empty.compile(MirroredOptimizer("sgd", backend), "mse")
+        start.set_model(empty)
+        assert "is not built" in raised(ArgumentError, start.on_train_begin)
+        start.set_model(ours)
+        ours.compile("sgd", "mse")
+        assert "is SGD" in raised(errors.OptionError, start.on_train_begin)
+        if keras.backend.backend() == "tensorflow":
+            ours.compile(MirroredOptimizer("sgd", backend), "mse", jit_compile=True)
+            assert "jit_compile=False" in raised(errors.OptionError, start.on_train_begin)
+        optimizer = MirroredOptimizer("sgd", backend)
+        variable = keras.Variable(np.ones(3, "float32"))
+        optimizer.build([variable])
+        text = raised((Exception,), lambda: optimizer.apply([keras.ops.ones((3 + rank,))], [variable]))
+        assert "float32[4]" in text, text
+    raised(ArgumentError, lambda: SaveOnFirstRank("checkpoint"))
+    assert "changes the training" in raised(ArgumentError, lambda: SaveOnFirstRank(keras.callbacks.EarlyStopping()))
+    raised(ArgumentError, lambda: WarmUp(-1))
+    raised(ArgumentError, lambda: WarmUp(scale=0))
+
+
+ACCURACY = {"accuracy": keras.metrics.sparse_categorical_accuracy}
+
+
+def replica(seed: int, optimizer: Any = None, norm: bool = False, **options: Any) -> KerasReplica:
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(7, activation="tanh", **options), keras.layers.Dense(4)]
+    if norm:
+        layers[1:1] = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
+    return KerasReplica(
+        keras.Sequential([keras.Input((6,)), *layers]), LOSS, optimizer or keras.optimizers.Adam(0.02), ACCURACY
+    )
+
+
+def learned(trainer: Any, epochs: int = 1) -> Any:
+    history = trainer.fit(X[:50], Y[:50], epochs=epochs, batch_size=16, progress=False)
+    scores = trainer.evaluate(X[:50], Y[:50])
+    assert scores == topology.world.bcast(scores)
+    return trainer.replica.state()["parameters"].copy(), history
+
+
+def check_trainers(every: bool) -> None:
+    """P ranks train as one, with each strategy; models of other ranks than 0 begin as others and become equal.
+
+    every: not only one rank by itself, whose update is whole, and a sharded one.
+    """
+    with topology.split(rank) as self, MirroredTrainer(replica(0), "native", self) as trainer:
+        history = trainer.fit(X[:50], Y[:50], epochs=1, batch_size=16, progress=False)
+        wanted = trainer.replica.state()["parameters"].copy()
+    made: dict[str, Callable[[], Any]] = {
+        "sharded": partial(MirroredTrainer, replica(rank), "shared", topology, update="sharded")
+    }
+    if every:
+        made["replicated"] = partial(MirroredTrainer, replica(rank), "auto", topology)
+        made["central"] = partial(CentralStorageTrainer, replica(rank), topology, storage=size - 1)
+    check_training(made, learned, wanted, history, (X[:4], Y[:4]))
+    if every:
+        check_more_trainers()
+
+
+def check_more_trainers() -> None:
+    """Those that do not train as one rank does, by batch norm or by their nature; and what an optimizer can't do."""
+    for make in (
+        partial(MirroredTrainer, replica(rank, norm=True), "ring", topology, update="sharded"),
+        partial(ParameterServerTrainer, replica(rank), topology, servers=1),
+        partial(SpareReplicasTrainer, replica(rank, norm=True), topology, spare=1),
+    ):
+        with make() as trainer:
+            _, epochs = learned(trainer, 10)
+            assert min(epoch.loss for epoch in epochs[1:]) < epochs[0].loss  # which gradients are used is by chance
+            state = b"".join(
+                each.tobytes() for name, each in sorted(trainer.replica.state().items()) if "model" in name
+            )
+            assert isinstance(trainer, SpareReplicasTrainer) or topology.world.bcast(state) == state
+    clipped = keras.optimizers.Adam(0.02, global_clipnorm=1.0)
+    text = raised(ArgumentError, lambda: MirroredTrainer(replica(0, clipped), "shared", topology, update="sharded"))
+    assert 'need whole arrays. Use update="replicated"' in text
+
+
+def check_parts() -> None:
+    """Two replicas on one memory, each of which updates its part, end as one does, and so does their state."""
+    kinds: list[Callable[[], Any]] = [
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.Nadam(0.02, weight_decay=0.1, gradient_accumulation_steps=2),
+    ]
+    for kind in kinds:
+        whole, first, second = (replica(0, kind()) for _ in range(3))
+        for each in (whole, first, second):  # begun in one piece
+            each.gradients(X, Y, 1.0)
+            each.update()
+        check_slices(whole, first, second, X, Y)
+
+
+def check_replica(folder: Path) -> None:
+    """Gradients are weighted; batches can be undone; files, twins, rates and what is refused."""
+    ours, other = replica(0, norm=True), replica(1, norm=True)
+    buffer = np.full(ours.gradient_length, np.nan, "float32")
+    ours.bind(buffer)
+    ours.undoable = True
+    before, random = ours.state(), ours.local_state()
+    values = ours.gradients(X, Y, 0.25)
+    assert any((ours.state()[name] != array).any() for name, array in before.items())
+    ours.undo()
+    assert all((ours.state()[name] == array).all() for name, array in before.items())
+    quarter = buffer.copy()
+    ours.load_local_state(random)
+    ours.gradients(X, Y, 1.0)
+    np.testing.assert_allclose(4 * quarter, buffer, rtol=1e-4, atol=1e-6)
+    assert np.isfinite(values).all()
+    ours.update()
+    path = str(folder / f"replica{rank}.npz")
+    ours.save(path)
+    other.restore(path)
+    for each in (other, ours.twin()):
+        for name, array in ours.state().items():
+            np.testing.assert_array_equal(array, each.state()[name])
+    np.testing.assert_allclose(ours.evaluate(X, Y) / len(X), ours.twin().evaluate(X, Y) / len(X), rtol=1e-5)
+    assert ours.gradients(X[:0], Y[:0], 0.0) == [0.0, 0.0]
+    assert not buffer.any()
+    assert ours.predict(X[:0]).shape == (0, 4)
+    ours.learning_rates = [0.5]
+    assert ours.learning_rates == [0.5]
+    schedule = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 10))
+    assert replica(0, schedule).learning_rates == []
+    constant = replica(0, kernel_regularizer=keras.regularizers.L2(1.0))
+    assert constant.evaluate(X, Y)[0] > 1.5 * replica(0).evaluate(X, Y)[0]
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    mixed = replica(0)
+    keras.config.set_dtype_policy("float32")
+    mixed.check(X, Y)
+    np.testing.assert_allclose(mixed.predict(X).astype("float32"), replica(0).predict(X), rtol=0.1, atol=0.03)
+    np.testing.assert_allclose(mixed.gradients(X, Y, 1.0)[0], replica(0).gradients(X, Y, 1.0)[0], rtol=0.1)
+    refused: list[tuple[str, Callable[[], Any]]] = [
+        ("takes an optimizer of Keras'", lambda: replica(0, object())),
+        ("scales no losses", lambda: replica(0, keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))),
+        ("was built for another model", lambda: replica(0, ours._optimizer.whole.optimizer)),
+        ("use_ema", lambda: replica(0, keras.optimizers.SGD(0.1, use_ema=True))),
+        ("is not built", lambda: KerasReplica(keras.Sequential([keras.layers.Dense(2)]), "mse", "sgd")),
+        ("takes a keras.Model", lambda: KerasReplica(object(), "mse", "sgd")),
+        ('reduction="sum"', lambda: KerasReplica(ours.model, keras.losses.MeanSquaredError(reduction="sum"), "sgd")),
+        (r"can't be fed with x float32 of shape (203, 5)", lambda: ours.check(X[:, :5], Y)),
+        ("buffer must be 1-D, float32", lambda: ours.bind(np.zeros(3, "float32"))),
+    ]
+    for words, call in refused:
+        assert words in raised(ArgumentError, call)
+    for another in (replica(0), replica(0, keras.optimizers.SGD(0.1), norm=True)):
+        assert "another one" in raised(ModelFileError, lambda another=another: ours.load_state(another.state()))
+
+
+if "data" in sys.argv:
+    check_data()
+if "fit" in sys.argv:
+    check_fit(Path(sys.argv[-1]))
+if "trainers" in sys.argv or "sharded" in sys.argv:
+    check_trainers("trainers" in sys.argv)
+if "replica" in sys.argv:
+    check_parts()
+    check_replica(Path(sys.argv[-1]))
+if "rest" in sys.argv:
+    check_warm_up()
+    check_scaled()
+    check_without_callbacks()
+    check_errors()
+topology.close()
+print(f"rank {rank} is done")

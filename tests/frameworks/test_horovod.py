@@ -1,0 +1,170 @@
+"""Horovod's API: what needs no other rank, jobs of 2 and 3 ranks, and the examples in scripts/."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.conftest import JobRunner
+
+SCRIPTS = launch.ROOT / "scripts"
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment"
+)
+
+
+def test_without_torch_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['torch'] = None; import trainers.horovod.torch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=launch.ROOT, timeout=60)
+    assert done.returncode
+    assert 'pip install ".[torch]" in the checkout' in done.stderr
+
+
+@needs_torch
+def test_other_imports_of_a_script() -> None:
+    import torch
+
+    import trainers.horovod as horovod
+    from trainers.horovod.torch import mpi_ops
+
+    assert horovod.torch is sys.modules["trainers.horovod.torch"]  # and not PyTorch
+    assert horovod.torch.mpi_ops is mpi_ops
+    for name in mpi_ops.__all__:
+        assert getattr(horovod.torch, name) is getattr(mpi_ops, name)
+    assert horovod.torch.gpu_available("torch") == torch.cuda.is_available()
+
+
+@needs_torch
+def test_objects_come_back_as_they_were() -> None:
+    import numpy as np
+    import torch
+
+    from trainers.horovod import objects
+    from trainers.horovod.errors import NotSendableError
+
+    value = {
+        "numbers": [1, -2.5, True, None, 1j, float("inf")],
+        ("a", 1): {frozenset({1}), "x"},
+        "bytes": b"\0\xff",
+        "kinds": (torch.float16, torch.device("cpu"), torch.Size([2, 3])),
+        "empty": [{}, [], ()],
+    }
+    found, length = objects.unpack(objects.pack(value))
+    assert found == {**value, "kinds": (torch.float16, torch.device("cpu"), (2, 3))}
+    assert length == len(objects.pack(value))
+    arrays = [
+        np.arange(6, dtype=">i2").reshape(2, 3),
+        np.float32(1.5),
+        torch.eye(2, dtype=torch.bfloat16),
+        torch.ones(0),
+    ]
+    found, _ = objects.unpack(objects.pack(arrays))
+    assert found[0].dtype == arrays[0].dtype
+    assert found[0].tolist() == arrays[0].tolist()
+    assert found[1] == 1.5
+    assert torch.equal(found[2], arrays[2])
+    for bad in (object(), len, np.array([object()]), [{"deep": Path()}]):
+        with pytest.raises(NotSendableError, match="no pickle"):
+            objects.pack(bad)
+
+
+@needs_torch
+def test_which_gradients_are_averaged_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from trainers.horovod.calls import FUSION_THRESHOLD
+    from trainers.horovod.errors import ArgumentError
+    from trainers.horovod.optimizer import _groups
+
+    parameters = [torch.zeros(length) for length in (5, 300_000, 7, 1000, 250_000, 20_000)]  # float32: 4 bytes
+
+    def together() -> list[list[int]]:
+        return [[each.numel() for each in group] for group in _groups(parameters, None)]
+
+    assert _groups([], None) == []
+    assert together() == [[20_000], [250_000, 1000, 7], [300_000], [5]]  # of at most 1 MiB, from the last one on
+    monkeypatch.setenv(FUSION_THRESHOLD, "0")
+    assert together() == [[each.numel()] for each in reversed(parameters)]
+    monkeypatch.setenv(FUSION_THRESHOLD, "64MB")
+    with pytest.raises(ArgumentError, match="number of bytes"):
+        together()
+
+
+def test_which_calls_run_as_one() -> None:
+    from allreduce.engine.negotiation import Decision, groups
+
+    def together(limit: int, *calls: tuple[str, int]) -> list[list[int]]:
+        decisions = [Decision(str(number), None, [], None, kin, nbytes) for number, (kin, nbytes) in enumerate(calls)]
+        return [[int(decision.name) for decision in group] for group in groups(decisions, limit)]
+
+    assert together(100) == []
+    assert together(100, ("a", 40), ("b", 1), ("a", 60), ("a", 1), ("b", 1)) == [[0, 2], [1, 4], [3]]
+    assert together(100, ("a", 1), ("a", 200), ("", 1), ("", 1), ("a", 0)) == [[0, 4], [1], [2], [3]]
+    assert together(0, ("a", 0), ("a", 0)) == [[0], [1]]
+
+
+@needs_torch
+@pytest.mark.jobs
+def test_the_whole_of_it(mpirun: JobRunner) -> None:
+    job = mpirun(3, ["-m", "tests.frameworks.horovod_job"], timeout=240)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.splitlines()[-1] == "never_comes"
+    assert re.search(r"rank 0 has waited \d+ s for other ranks in: allreduce.never: float32 \[2\]", job.stderr)
+
+
+@needs_torch
+@pytest.mark.jobs
+def test_examples(mpirun: JobRunner, tmp_path: Path) -> None:
+    """On two ranks; the accuracy is that of one process."""
+    job = mpirun(2, [SCRIPTS / "hvd_digits.py", "--epochs", "2"], timeout=240)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "2 ranks: test accuracy 0.9" in job.stdout
+    job = mpirun(2, [SCRIPTS / "hvd_synthetic_benchmark.py", "--iterations", "2", "--width", "64"], timeout=240)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "samples/s on 2 ranks" in job.stdout
+
+
+@needs_torch
+@pytest.mark.jobs
+def test_a_rank_is_lost(mpirun: JobRunner) -> None:
+    """Two of three go on from the last commit, with the same parameters, and take what is left of the epoch."""
+    job = mpirun(3, [SCRIPTS / "hvd_elastic.py", "--epochs", "3", "--lose", "1"], ulfm=True, timeout=240)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("goes on as rank") == 2
+    assert "2 ranks: test accuracy 0.9" in job.stdout
+
+
+FOLDER = "HOROVOD_TESTS"  # in the environment: a folder with Horovod's test_torch.py
+COMMON = """
+import contextlib, os, pathlib, tempfile, torch
+torch.FatalError = RuntimeError
+def mpi_env_rank_and_size():
+    return int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+def skip_or_fail_gpu_test(test, message):
+    test.skipTest(message)
+@contextlib.contextmanager
+def temppath():
+    with tempfile.TemporaryDirectory() as folder:
+        yield os.path.join(folder, "file")
+"""
+MUON = "not test_broadcast_state and not test_force_allreduce or no_grad"  # see trainers/horovod/README.md
+
+
+@needs_torch
+@pytest.mark.jobs
+@pytest.mark.skipif(FOLDER not in os.environ, reason=f"${FOLDER} names no folder with Horovod's test_torch.py")
+def test_horovods_own_tests(mpirun: JobRunner, tmp_path: Path) -> None:
+    """Its tests on two ranks, with the import line changed and what it imports of its own test helpers written anew."""
+    text = (Path(os.environ[FOLDER]) / "test_torch.py").read_text()
+    changed = text.replace("import horovod.torch as hvd", "import trainers.horovod.torch as hvd")
+    (tmp_path / "test_torch.py").write_text(changed)
+    (tmp_path / "common.py").write_text(COMMON)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    job = mpirun(2, ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", MUON, tmp_path], timeout=590, cwd=tmp_path)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert " passed" in job.stdout

@@ -1,0 +1,64 @@
+"""JAX on several ranks: trainers with JaxReplica, and the collectives of allreduce.jax."""
+
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.conftest import JobRunner, lacking
+
+# What one rank or replica has compiled, the others take from there.
+QUICK = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+VARIANTS = ("none", "replica", "pmean", "gloo")
+SILENT = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # of compilations that take long, on busy cores
+DEVICES = "--xla_force_host_platform_device_count=2"
+CACHE = launch.ROOT / ".pytest_cache" / "jax"
+
+
+@pytest.fixture(autouse=True)
+def jax_is_there() -> None:
+    if not all(map(find_spec, ("jax", "optax"))):
+        lacking('JAX and optax are not installed: pip install ".[jax]" in the checkout')
+
+
+@pytest.mark.parametrize(("part", "ranks"), [("trainers", 2), ("calls", 3)])
+def test_job(mpirun: JobRunner, part: str, ranks: int) -> None:
+    """All that jax_job.py asserts."""
+    environment = {**QUICK, "JAX_COMPILATION_CACHE_DIR": str(CACHE), "XLA_FLAGS": DEVICES}
+    job = mpirun(ranks, ["-m", "tests.frameworks.jax_job", part], timeout=300, env=environment)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert sorted(job.stdout.splitlines()) == [f"rank {rank} is done" for rank in range(ranks)]
+
+
+def test_script(mpirun: JobRunner) -> None:
+    """As many ranks as you like: the same training."""
+    found = [mpirun(ranks, [launch.ROOT / "scripts" / "jax_digits.py"], timeout=300, env=SILENT) for ranks in (0, 2)]
+    assert [job.returncode for job in found] == [0, 0], found
+    assert found[1].stderr == ""
+    scores = [re.search(r"loss (0\.\d+), test accuracy (0\.\d+)\n$", job.stdout) for job in found]
+    assert scores[0] is not None
+    assert scores[1] is not None
+    assert float(scores[0][1]) > 0
+    assert abs(float(scores[0][2]) - float(scores[1][2])) < 0.02
+
+
+def test_without_jax_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['jax'] = None; import allreduce.jax"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=launch.ROOT, timeout=60)
+    assert done.returncode
+    assert 'pip install ".[jax]" in the checkout' in done.stderr
+
+
+def test_benchmark(mpirun: JobRunner, tmp_path: Path) -> None:
+    """All variants, JAX's own collectives among them, in the same processes."""
+    options = ["--parameters", "0.02", "--steps", "2", "--batch", "4", "--json", tmp_path / "out.json"]
+    job = mpirun(2, ["-m", "benchmarks.jax_step", *options], timeout=300, env=SILENT)
+    assert job.returncode == 0, job.stdout + job.stderr
+    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert {name: len(each) for name, each in result["ms"].items()} == dict.fromkeys(VARIANTS, 2)
+    assert all(value > 0 for each in result["ms"].values() for value in each)

@@ -1,0 +1,50 @@
+"""Keras 3: trainers.keras on two ranks, with the backends that are installed for tests."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.conftest import JobRunner, lacking
+from tests.frameworks.test_jax import CACHE, QUICK, SILENT
+
+JAX = {**QUICK, **SILENT, "KERAS_BACKEND": "jax", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
+TORCH = {**SILENT, "KERAS_BACKEND": "torch"}
+
+
+@pytest.fixture(autouse=True)
+def keras_is_there() -> None:
+    if not all(map(find_spec, ("keras", "jax", "torch"))):
+        lacking('Keras, JAX or PyTorch is not installed: pip install ".[keras,jax,torch]" in the checkout')
+
+
+@pytest.mark.parametrize(
+    ("environment", "parts"),
+    [(TORCH, ["data", "fit", "rest", "replica", "trainers"]), (JAX, ["fit", "sharded"])],
+    ids=["torch", "jax"],
+)
+def test_job(mpirun: JobRunner, tmp_path: Path, environment: dict[str, str], parts: list[str]) -> None:
+    """All that keras_job.py asserts, and with JAX a part of it; with TensorFlow it is run by hand."""
+    job = mpirun(2, ["-m", "tests.frameworks.keras_job", *parts, tmp_path], timeout=300, env=environment)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert sorted(job.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
+
+
+def test_script(mpirun: JobRunner) -> None:
+    job = mpirun(2, [launch.ROOT / "scripts" / "keras_digits.py"], timeout=300, env=TORCH)
+    assert job.returncode == 0, job.stdout + job.stderr
+    score = re.search(r"torch, 2 ranks: loss 0\.\d+, test accuracy (0\.\d+)\n$", job.stdout)
+    assert score is not None
+    assert float(score[1]) > 0.95
+
+
+def test_without_keras_the_extra_is_named() -> None:
+    for package in ("trainers.keras", "trainers.replicas.keras"):
+        code = f"import sys; sys.modules['keras'] = None; import {package}"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=launch.ROOT, timeout=60)
+        assert done.returncode
+        assert 'pip install ".[keras,jax]" or ".[keras,torch]" in the checkout' in done.stderr

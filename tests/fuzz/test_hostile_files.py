@@ -1,0 +1,316 @@
+"""Files made to break their reader: a named error for each, and never more memory than the file deserves."""
+
+import contextlib
+import gzip
+import json
+import os
+import struct
+import tracemalloc
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from allreduce.backends import decision_table
+from allreduce.machine import identify
+from trainers import datasets
+from trainers.datasets import table
+from trainers.errors import ArgumentError, DataError, ModelFileError
+from trainers.files import model_file
+from trainers.replicas.numpy.network import NumpyNetwork
+
+ENOUGH = 1 << 30  # no reader may hold so many bytes for any of these files
+ZEROS = gzip.compress(bytes(1 << 26))  # 64 MiB of zeros; members of a gzip file may follow each other
+LABELS = struct.pack(">HBBI", 0, 8, 1, 7) + bytes([0, 1, 2, 0, 1, 2, 0])
+
+
+@pytest.fixture(autouse=True)
+def little_memory() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < ENOUGH
+
+
+def npy(header: str | bytes, content: bytes = b"", version: tuple[int, int] = (1, 0)) -> bytes:
+    """The bytes of a .npy file with any text for a header."""
+    text = header.encode() if isinstance(header, str) else header
+    return b"\x93NUMPY" + bytes(version) + struct.pack("<H", len(text)) + text + content
+
+
+def described(shape: str, descr: str = "'<f4'") -> str:
+    return f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n"
+
+
+def archive(path: Path, members: dict[str, bytes], method: int = zipfile.ZIP_STORED, claim: int | None = None) -> None:
+    """A .npz of these members; claim: what the directory says that each of them holds."""
+    with zipfile.ZipFile(path, "w", method) as file:
+        for name, content in members.items():
+            file.writestr(f"{name}.npy", content)
+        for member in file.filelist if claim else []:
+            member.file_size = claim or 0
+
+
+def lying(path: Path, claim: int) -> None:
+    """A .npz whose directory and .npy header say that a stored member holds more than there is."""
+    content = data(x=npy(described(f"({claim // 8}, 2)")))
+    archive(path, content)
+    with zipfile.ZipFile(path, "a") as file:
+        file.getinfo("x.npy").file_size = len(content["x"]) + claim
+        file.writestr("z.npy", content["y"])  # which writes the directory anew
+
+
+def twice(path: Path, name: str) -> None:
+    archive(path, data())
+    with zipfile.ZipFile(path, "a") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zipfile notices it too
+        for _ in range(2):
+            file.writestr(f"{name}.npy", data()["x"])
+
+
+def data(**replaced: bytes) -> dict[str, bytes]:
+    """The members of a good data set, some of them replaced."""
+    good = {"x": npy(described("(4, 2)"), bytes(32)), "y": npy(described("(4,)", "'<i8'"), bytes(32))}
+    return {**good, **replaced}
+
+
+NPZ: dict[str, Callable[[Path], object]] = {
+    "terabytes": lambda path: archive(path, data(x=npy(described("(1099511627776, 2)")))),
+    "more than an int": lambda path: archive(path, data(x=npy(described(f"({10**30}, 2)")))),
+    "a product that overflows": lambda path: archive(path, data(x=npy(described("(4294967296, 4294967296)")))),
+    "nothing of a lot": lambda path: archive(path, data(x=npy(described("(0, 4294967295, 4294967295, 65536)")))),
+    "negative": lambda path: archive(path, data(x=npy(described("(-4, -2)"), bytes(32)))),
+    "an open bracket": lambda path: archive(path, data(x=npy("{'descr': ('<f4', \n"))),
+    "half a token": lambda path: archive(path, data(x=npy("{'descr': '''<f4\n"))),
+    "no descr": lambda path: archive(path, data(x=npy(described("(4, 2)", "3"), bytes(32)))),
+    "descr of a list": lambda path: archive(path, data(x=npy(described("(4, 2)", "[1, 2]"), bytes(32)))),
+    "shape of text": lambda path: archive(path, data(x=npy(described("('a', 2)"), bytes(32)))),
+    "no shape": lambda path: archive(path, data(x=npy("{}\n", bytes(32)))),
+    "a deep header": lambda path: archive(path, data(x=npy("(" * 9000 + "\n"))),
+    "a long header": lambda path: archive(path, data(x=npy(b" " * 60000 + b"\n"))),
+    "bytes that are no text": lambda path: archive(path, data(x=npy(b"\xff\xfe\x00\n"))),
+    "a version to come": lambda path: archive(path, data(x=npy(described("(4, 2)"), bytes(32), (9, 0)))),
+    "64 dimensions too many": lambda path: archive(path, data(x=npy(described(str((1,) * 100)), bytes(4)))),
+    "lzma": lambda path: archive(path, data(), zipfile.ZIP_LZMA),
+    "bzip2": lambda path: archive(path, data(), zipfile.ZIP_BZIP2),
+    "a directory that lies": lambda path: archive(path, data(), claim=1 << 40),
+    "a deflated bomb": lambda path: archive(
+        path, data(x=npy(described("(300, 1048576)", "'|u1'"), bytes(300 << 20))), zipfile.ZIP_DEFLATED
+    ),
+    "a member cut short": lambda path: archive(path, data(x=npy(described("(4, 2)"), bytes(31)))),
+    "a stored member that lies": lambda path: lying(path, 1 << 24),
+    "one name twice": lambda path: twice(path, "x"),
+    "a long name twice": lambda path: twice(path, "x" * 60_000),
+    "a zip in a bomb": lambda path: path.write_bytes(ZEROS * 64),
+}
+
+
+@pytest.mark.parametrize("fault", NPZ)
+def test_npz(tmp_path: Path, fault: str) -> None:
+    path = tmp_path / "set.npz"
+    archive(path, data())
+    assert datasets.load(str(path)).features == 2
+    NPZ[fault](path)
+    with pytest.raises(DataError, match=r"set\.npz") as caught:
+        datasets.load(str(path))
+    with pytest.raises(ModelFileError, match=r"set\.npz") as refused:
+        NumpyNetwork.load(str(path))
+    assert max(len(str(caught.value)), len(str(refused.value))) <= 500
+
+
+@pytest.mark.filterwarnings("error")
+def test_any_byte_of_a_header(tmp_path: Path) -> None:
+    """Bytes of the .npy header itself, which the archive's checksum would hide: written anew each time."""
+    path, good = tmp_path / "set.npz", data()["x"]
+    for position in range(8, len(good) - 32):
+        for value in (0, 0x27, 0x28, 0x5B, 0x39, 0xFF):
+            archive(path, data(x=good[:position] + bytes([value]) + good[position + 1 :]))
+            with contextlib.suppress(DataError):  # and nothing else
+                datasets.load(str(path))
+
+
+IDX = {
+    "100 dimensions": (struct.pack(">HBB100I", 0, 8, 100, *[1] * 100) + b"x", "magic number 0x00000864"),
+    "nothing of a lot": (struct.pack(">HBB3I", 0, 8, 3, 0, 2**32 - 1, 2**32 - 1), "is empty"),
+    "a lot of nothing": (struct.pack(">HBB3I", 0, 8, 3, 2**32 - 1, 2**32 - 1, 0), "is empty"),
+    "claims all there is": (struct.pack(">HBB3I", 0, 0x0E, 3, *[2**32 - 1] * 3), "is truncated"),
+    "gzipped, claims all": (gzip.compress(struct.pack(">HBB3I", 0, 0x0E, 3, *[2**32 - 1] * 3)), "is truncated"),
+    "a bomb": (ZEROS * 64, "has magic number 0x00000000"),
+    "a bomb behind a header": (gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 7, 3, 2)) + ZEROS * 64, "is too long"),
+    "a bomb that its header owns to": (
+        gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 1 << 12, 1 << 10, 1 << 10)) + ZEROS * 64,
+        "unpacks to more than",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", IDX)
+def test_idx(tmp_path: Path, fault: str) -> None:
+    content, complaint = IDX[fault]
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(content)
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(LABELS)
+    with pytest.raises(DataError, match=f"train-images-idx3-ubyte.*{complaint}"):
+        datasets.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_idx_that_declares_less_than_it_has_takes_no_memory(tmp_path: Path, packed: bool) -> None:
+    """128 MiB are declared, and there is a byte more."""
+    path, declared = tmp_path / "train-images-idx3-ubyte", 1 << 27
+    header = struct.pack(">HBB3I", 0, 8, 3, declared >> 10, 1 << 5, 1 << 5)
+    if packed:
+        noise = np.random.default_rng(0).bytes(1 << 23)  # 8 MiB that don't compress, so that 128 MiB are believed
+        path.write_bytes(gzip.compress(header + noise, 1) + gzip.compress(bytes(declared - len(noise) + 1)))
+    else:
+        path.write_bytes(header)
+        os.truncate(path, len(header) + declared + 1)
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(LABELS)
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    with pytest.raises(DataError, match="is too long: its header says 134217744 bytes"):
+        datasets.load(str(tmp_path))
+    assert tracemalloc.get_traced_memory()[1] - before < 1 << 24
+
+
+def test_errors_are_cut_and_keep_their_end() -> None:
+    assert str(DataError("short")) == "short"
+    assert str(DataError("x" * 500)) == "x" * 500
+    for text in ("x" * 501, "\x1b" * 400, "a" * 100_000):
+        said = str(DataError(f"set.csv: {text}; do this"))
+        assert said.startswith("set.csv: ")
+        assert said.endswith("; do this")
+        assert len(said) <= 500
+        assert said.isprintable()
+
+
+CSV = {
+    "one long line": (ZEROS * 64, "line 1 has more than"),
+    "no line at all": (gzip.compress(b"\n" * (1 << 18)), "unpacks to more than"),
+    "short lines": (gzip.compress(b"1,1\n" * (1 << 16)), "unpacks to more than"),
+    "many names": (gzip.compress("".join(f"1,a{label}\n" for label in range(1 << 12)).encode()), "different labels"),
+}
+
+
+@pytest.mark.parametrize("fault", CSV)
+def test_csv_bomb(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_file, "LEAST_LIMIT", 1 << 17)
+    monkeypatch.setattr(table, "LONGEST_LINE", 1 << 16)
+    monkeypatch.setattr(table, "MOST_NAMES", 1 << 10)
+    path, (content, complaint) = tmp_path / "set.csv.gz", CSV[fault]
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"set\.csv\.gz.* {complaint}"):
+        datasets.load(str(path))
+
+
+@pytest.mark.parametrize("name", ["set.csv", "set.csv.gz", "set.npz", "train-images-idx3-ubyte", "model"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_is_not_read(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    if name == "model":
+        with pytest.raises(ModelFileError, match="no regular file"):
+            NumpyNetwork.load(str(path))
+        return
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(LABELS)
+    with pytest.raises(DataError, match="no regular file"):
+        datasets.load(str(tmp_path if name.startswith("train") else path))
+
+
+# Models
+
+
+def saved(path: Path, config: dict[str, Any] | None = None, **arrays: Any) -> str:
+    """A model file of NumpyNetwork([4, 3]) with adam, some of it replaced."""
+    network = NumpyNetwork([4, 3])
+    header = {"format": 1, "kind": "NumpyNetwork", "config": {**network.config(), **(config or {})}}
+    np.savez(path, model=np.array(json.dumps(header)), **{**network.state(), **arrays})  # type: ignore[arg-type]
+    return str(path)
+
+
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "huge sizes": ({"sizes": [10**9, 10**9]}, {}, "describes no network"),
+    "sizes beyond int": ({"sizes": [10**30, 3]}, {}, "describes no network"),
+    "sizes of text": ({"sizes": ["4", "3"]}, {}, "describes no network"),
+    "sizes that are a text": ({"sizes": "43"}, {}, "describes no network"),
+    "one size": ({"sizes": 4}, {}, "describes no network"),
+    "infinite sizes": ({"sizes": [4, float("inf")]}, {}, "describes no network"),
+    "nested sizes": ({"sizes": [[4], [3]]}, {}, "describes no network"),
+    "a seed": ({"seed": -1}, {}, "describes no network"),
+    "a device": ({"device": "cuda"}, {}, "describes no network"),
+    "options": ({"optimizer_options": [1]}, {}, "describes no network"),
+    "a huge rate": ({"optimizer_options": {"lr": 10**400}}, {}, "describes no network"),
+    "an unhashable name": ({"activation": ["relu"]}, {}, "describes no network"),
+    "an unhashable optimizer": ({"optimizer": {}}, {}, "describes no network"),
+    "text": ({}, {"parameters": np.array(["a"] * 15)}, "parameters is <U1, no numbers"),
+    "sizes array of text": ({}, {"sizes": np.array(["4", "3"])}, "no numbers"),
+    "dates": ({}, {"input.shift": np.zeros(4, "M8[s]")}, "no numbers"),
+    "complex": ({}, {"parameters": np.zeros(15, complex)}, "no state of a NumpyNetwork"),
+    "0-d moment": ({}, {"optimizer.first_moment": np.float32(0)}, "does not fit Adam"),
+    "2-d moment": ({}, {"optimizer.first_moment": np.zeros((15, 1), np.float32)}, "does not fit Adam"),
+    "0-d sizes": ({}, {"sizes": np.array(4)}, "sizes 4, and this one has 4-3"),
+    "2-d sizes": ({}, {"sizes": np.array([[4], [4]])}, "sizes 4-4, and this one has 4-3"),
+    "no sizes": ({}, {"sizes": np.zeros(0)}, "and this one has 4-3"),
+    "NaN parameters": ({}, {"parameters": np.full(15, np.nan, np.float32)}, "parameters has elements"),
+    "infinite moment": ({}, {"optimizer.second_moment": np.full(15, np.inf, np.float32)}, "has diverged"),
+    "NaN shift": ({}, {"input.shift": np.full(4, np.nan, np.float32)}, "input.shift has elements"),
+    "steps": ({}, {"optimizer.steps": np.array(-1)}, "-1 steps"),
+    "many steps": ({}, {"optimizer.steps": np.zeros(5)}, "no state of a NumpyNetwork"),
+    "wide shift": ({}, {"input.shift": np.zeros((1, 4), np.float32)}, "no state of a NumpyNetwork"),
+    "a parameter too many": ({}, {"parameters": np.zeros(16, np.float32)}, "describes no network"),
+    "0-d parameters": ({}, {"parameters": np.float32(1)}, "describes no network"),
+    "a header of numbers": ({}, {"model": np.zeros(100000)}, "is no model file"),
+    "a deep header": ({}, {"model": np.array("[" * 100000)}, "is no model file"),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("fault", MODELS)
+def test_models(tmp_path: Path, fault: str) -> None:
+    config, arrays, complaint = MODELS[fault]
+    path = tmp_path / "model.npz"
+    saved(path)
+    assert NumpyNetwork.load(str(path)).sizes == [4, 3]
+    header = arrays.pop("model", None)
+    saved(path, config, **arrays)
+    if header is not None:
+        arrays["model"] = header
+        np.savez(path, **arrays)
+    with pytest.raises(ModelFileError, match=complaint):
+        NumpyNetwork.load(str(path))
+    if not config:
+        with pytest.raises(ModelFileError):
+            NumpyNetwork([4, 3]).restore(str(path))
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "1", None, float("nan")])
+def test_seeds(seed: Any) -> None:
+    with pytest.raises(ArgumentError, match="seed must be an integer >= 0, got"):
+        NumpyNetwork([4, 3], seed=seed)
+
+
+# The decision table
+
+
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "folder", "large", "deep"])
+def test_tables(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "table.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind.startswith("/"):
+        path.symlink_to(kind)
+    else:
+        path.write_text("[" * 100000)
+        os.truncate(path, 1 << 40 if kind == "large" else 100000)
+    complaint = {"large": "more than", "deep": "no JSON", "folder": "directory"}.get(kind, "no regular file")
+    with pytest.raises((decision_table.TableError, OSError), match=complaint):
+        decision_table.loads(decision_table.read_text(path), identify())

@@ -1,0 +1,345 @@
+"""What benchmarks and trainers read and write, made to harm them, their readers, or those who share a folder."""
+
+import json
+import math
+import os
+import socket
+import stat
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allreduce.backends import decision_table
+from allreduce.errors import CommunicationError
+from allreduce.files import replacing
+from allreduce.health.status import ENDED, WAITING
+from allreduce.machine import identify
+from allreduce.tracing import trace
+from benchmarks import compare, scaling, timeline
+from benchmarks.showing import outputs, plot, report, trace_file, trace_plot
+from benchmarks.showing.results import FileError, load, to_json
+from benchmarks.showing.trace_file import load as load_trace
+from tests.benchmarks.made_runs import made_run
+from tests.fuzz import files, peers
+from trainers import datasets
+from trainers.cli import results
+from trainers.errors import CheckpointError, DataError
+from trainers.files import checkpoint, model_file
+from trainers.fit import checkpointing
+from trainers.state import checkpoints
+from trainers.watching.csv_logger import CSVLogger
+
+RED = "\x1b[31mred"
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    """A run's record with other values; those of a result are given by `result`, of the machine by `machine`."""
+    run = json.loads(to_json(made_run(sizes=[8, 64])))
+    run["results"][0].update(values.pop("result", {}))
+    run["machine"].update(values.pop("machine", {}))
+    return {**run, **values}
+
+
+DAMAGED = {
+    "a list": changed(result={"backend": ["ring"]}),
+    "a long number": changed(result={"time_us": 10**400}),
+    "no number": changed(result={"algbw": "fast"}),
+    "NaN": changed(result={"busbw": float("nan")}),
+    "infinity": changed(result={"wrong": float("inf")}),
+    "truth": changed(result={"size": True}),
+    "a machine with cores": changed(machine={"cores": "many"}),
+    "a machine of lists": changed(machine={"cpu": [1]}),
+    "many ranks": changed(node_sizes=[1 << 62]),
+    "half a rank": changed(node_sizes=[1.5]),
+    "a coloured backend": changed(result={"backend": RED}),
+    "a coloured machine": changed(machine={"cpu": RED}),
+    "a coloured name": changed(machine={RED: 1}),
+    "a date": changed(date=7),
+    "what was left out": changed(skipped=[1]),
+    "nothing": changed(results=[]),
+    "deep": "[" * 100_000,
+    "another version": changed(version=RED * 1000),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+@pytest.mark.parametrize("command", [compare.main, scaling.main])
+def test_results(tmp_path: Path, fault: str, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path, content = tmp_path / "run.json", DAMAGED[fault]
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    assert command([str(path)] * 2 if command is compare.main else ["--fit", str(path)]) == 2
+    said = capsys.readouterr()
+    assert "run.json" in said.err
+    assert "\x1b" not in said.out + said.err
+    assert len(said.err) < 3000
+
+
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "sparse"])
+@pytest.mark.parametrize("read", [load, load_trace])
+def test_what_is_no_file_of_results(tmp_path: Path, kind: str, read: Callable[[str], object]) -> None:
+    path = tmp_path / "run.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "sparse":
+        path.touch()
+        os.truncate(path, 1 << 42)
+    else:
+        path.symlink_to(kind)
+    with pytest.raises(FileError, match=r"run\.json"):
+        read(str(path))
+
+
+def test_a_sparse_data_set_is_not_taken_into_memory(tmp_path: Path) -> None:
+    path = tmp_path / "set.npz"
+    path.touch()
+    os.truncate(path, 1 << 42)
+    with pytest.raises(DataError, match=r"set\.npz is no \.npz archive"):
+        datasets.load(str(path))
+
+
+def test_errors_quote_no_control_characters(tmp_path: Path) -> None:
+    path = tmp_path / "set.npz"
+    path.write_bytes(files.archive([(f"{RED}.npy", files.npy(files.X))], 0, None, b""))
+    with pytest.raises(DataError, match=r"holds .x1b.31mred") as caught:
+        datasets.load(str(path))
+    assert str(caught.value).isprintable()
+    other = files.decision() | {"machine": {"cpu": RED * 100}}
+    with pytest.raises(decision_table.TableError, match="measured on another machine") as refused:
+        decision_table.loads(json.dumps(other), identify())
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 500
+
+
+def test_a_page_shows_what_it_is_told_as_text() -> None:
+    run = made_run(sizes=[64, 4096])
+    harm = "<script>alert(1)</script>"
+    run.results = [result.__class__(**{**vars(result), "backend": f"{result.backend}{harm}"}) for result in run.results]
+    run.machine = {"cpu": harm, "cores": 2, "mpi": harm, harm: harm}
+    run.command, run.date, run.skipped = harm, harm, {harm: harm}
+    page = report.page(run, [harm], harm).partition("</script>")[2]
+    assert page.count("alert(1)") > 10
+    assert harm not in page
+    assert "<script>alert" not in page.replace("\\u003c", "<")  # as plotly would read it
+
+
+def test_pictures_take_no_text_for_a_formula(tmp_path: Path) -> None:
+    path = tmp_path / "$\\frac$.json"
+    path.write_text(json.dumps(files.trace()[0]))
+    assert timeline.main([str(path), "--plot", str(tmp_path / "picture.png")]) == 0
+    run = made_run(sizes=[64, 4096])
+    run.machine["cpu"] = "$\\frac$"
+    run.results = [result.__class__(**{**vars(result), "backend": "$\\frac$"}) for result in run.results]
+    assert plot.draw(run)
+    assert trace_plot.draw(load_trace(str(path)), "$_$")
+
+
+def test_a_trace_without_numbers_of_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    events = [{"ph": "X", "ts": at, "dur": 1, "pid": at, "tid": 0, "cat": "wait", "args": {"last": 1}} for at in (0, 1)]
+    path.write_text(json.dumps(events))
+    assert timeline.main([str(path)]) == 0
+    assert "rank 0 waited" in capsys.readouterr().out
+
+
+def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a whole it would take ten times its size, and what is never a slice as much."""
+    path = tmp_path / "trace.json"
+    event = {"ph": "X", "ts": 5, "dur": 1, "pid": 0, "tid": 0, "cat": "wait"}
+    monkeypatch.setattr(trace_file, "PIECE", 1 << 14)
+    small = ", ".join(["{}"] * 30_000)
+    path.write_text(f'{{"other": 1, "traceEvents" : [{small}, {json.dumps(event)} , {small}]}}')
+    tracemalloc.start()
+    assert [each.begin for each in load_trace(str(path))] == [5]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * path.stat().st_size
+    monkeypatch.setattr(trace_file, "MOST_SLICES", 2)
+    path.write_text(json.dumps([event] * 3))
+    with pytest.raises(FileError, match="more than 2 events"):
+        load_trace(str(path))
+
+
+@pytest.mark.parametrize("text", ["[{}", "[{},]", "[{} {}]", '[{"a": 1', "{}", '{"traceEvents": {}}', "[1]", "", "["])
+def test_traces_that_are_cut_or_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(FileError, match=r"trace\.json is no such trace"):
+        load_trace(str(path))
+
+
+# Files that are written
+
+
+@pytest.fixture(params=[0o022, 0o077])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+WRITERS: dict[str, Callable[[str], object]] = {
+    "model.npz": lambda path: files.network().save(path),
+    "checkpoint.npz": lambda path: checkpoint.write(path, files.saved()),
+    "run.json": lambda path: outputs.write(path, "{}"),
+    "result.json": lambda path: results.write_json(path, {}),
+    "trace.json": lambda path: write_trace(path),
+}
+
+
+def write_trace(path: str) -> None:
+    with replacing(path, "the trace") as file:
+        file.write("{}")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_files_get_the_users_umask(tmp_path: Path, name: str, umask: int) -> None:
+    WRITERS[name](str(tmp_path / name))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o666 & ~umask
+
+
+def test_the_best_checkpoint_gets_the_users_umask(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError("no links")
+
+    monkeypatch.setattr(os, "link", no_links)
+    path = checkpoint.path_of(str(tmp_path), 3)
+    checkpoint.write(path, files.saved())
+    checkpoint.keep_as_best(path)
+    assert stat.S_IMODE((tmp_path / checkpoint.BEST).stat().st_mode) == 0o666 & ~umask
+    assert checkpoint.read(str(tmp_path / checkpoint.BEST)).progress.total == 3
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_links_that_others_have_laid_are_not_followed(tmp_path: Path, name: str) -> None:
+    """Whoever shares the folder, /tmp say, and guesses a temporary name, has nothing of ours written elsewhere."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    guesses = [f"{name}.{os.getpid()}.part", f".{name}.{os.getpid()}.part", f"{name}.part", f"{name}.tmp"]
+    for guess in guesses:
+        (tmp_path / guess).symlink_to(victim)
+    WRITERS[name](str(tmp_path / name))
+    assert victim.read_text() == "mine"
+    assert (tmp_path / name).stat().st_size
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*guesses, "victim", name])
+
+
+# What is read to go on from
+
+
+@pytest.mark.parametrize("place", [-1, 625, 1 << 30, 1 << 62])
+def test_a_random_state_that_points_elsewhere(place: int) -> None:
+    """NumPy would read there, and crash."""
+    state = checkpoints.take()
+    altered = state[checkpoints.NUMPY].copy()
+    altered[0] = place
+    with pytest.raises(ValueError, match="624 words"):
+        checkpoints.load({**state, checkpoints.NUMPY: altered})
+    assert all((each == state[name]).all() for name, each in checkpoints.take().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("epoch", math.inf), ("dropped", -math.inf), ("seconds", "x"), ("staleness", [math.inf])]
+)
+def test_a_history_that_makes_no_sense(name: str, value: Any) -> None:
+    saved = files.saved()
+    checkpointing.check("run", saved, files.network(), saved.progress.settings, 3)
+    saved.progress.history[0][name] = value
+    with pytest.raises(CheckpointError, match="its history or its shapes can't be read"):
+        checkpointing.check("run", saved, files.network(), saved.progress.settings, 3)
+
+
+def test_a_damaged_message_with_arrays() -> None:
+    content = files.message()
+    assert sorted(model_file.unpacked(content)) == ["random", "watching.step"]
+    for damaged in (b"", content[:-30], content.replace(b"NUMPY", b"NUMPI")):
+        with pytest.raises(CheckpointError, match="damaged"):
+            model_file.unpacked(damaged)
+
+
+def test_a_log_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    os.mkfifo(path)
+    end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    logger = CSVLogger(path, append=True)
+    logger.set_trainer(peers.Alone())
+    logger.on_train_begin()
+    logger.on_epoch_end(0, {"loss": 1.0})
+    logger.on_train_end()
+    assert os.read(end, 100) == b"epoch,loss\n0,1.0\n"
+    os.close(end)
+
+
+def test_a_folder_with_the_name_of_a_leftover_stays(tmp_path: Path) -> None:
+    (tmp_path / ".best.npz.01234567").mkdir()
+    (tmp_path / ".best.npz.76543210").write_bytes(b"part")
+    checkpoint.clean(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [".best.npz.01234567"]
+
+
+# Messages
+
+
+def test_a_trace_of_another_rank() -> None:
+    assert trace._of_rank(1, json.dumps(files.recorded()[0]).encode()).left_out == 0
+    for text in (b"", b"[1, 2]", b"[" * 9999, b'[[["a", "b", 1, 2]], [], 0]', b"[[], [], 1e999]"):
+        with pytest.raises(CommunicationError, match="rank 1"):
+            trace._of_rank(1, text)
+
+
+def test_status_messages_of_another_version() -> None:
+    facts = [[WAITING, 1, 1, 1, "\x1b[2Jx" + "y" * 9999, [[1, 1]]], [9, 1, 1, 1, "", [[1, 1]]], [WAITING, "1"], 3]
+    assert "waits in [2Jx" in (table := peers.read_notes([json.dumps(facts).encode()], Path()))
+    assert "\x1b" not in table
+    assert len(table) < 600
+    bad = [b"", b"\x00" * 31, b"[" * 9999, b"{}", json.dumps([[WAITING, 1, 1, 1, "x", [[0, 1 << 60]]]]).encode()]
+    assert "rank 1: has not come" in peers.read_notes(bad, Path())
+    peers.read_notes([json.dumps([[ENDED, 0, 1 << 99, 0, "", [[1, 1]]]]).encode()], Path())
+
+
+def test_a_store_of_one_machine_listens_to_no_other() -> None:
+    pytest.importorskip("torch")
+    from allreduce.torch_backend import rendezvous
+
+    (listener,) = rendezvous._listeners(True)
+    store = rendezvous._serve(listener, timedelta(seconds=5))
+    socket.create_connection((rendezvous.LOOPBACK, store.port), 5).close()
+    if sys.platform == "linux":  # where the whole of 127.0.0.0/8 is this machine
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", store.port), 5)
+
+
+def test_a_store_of_several_hosts_listens_on_one_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On that of MPI's interfaces where MPI is told some, by name or by network."""
+    pytest.importorskip("torch")
+    from allreduce.torch_backend import rendezvous
+
+    names = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5"}
+    entries = [(0, 0, 0, "", (address, 0)) for address in ("127.0.1.1", "10.0.0.5", "fe80::1%eth0", "fd00::5")]
+    everything = ["10.0.0.5", "fd00::5", "10.1.0.5"]
+    for variable, value, left in (
+        ("", "", everything),
+        ("OMPI_MCA_btl_tcp_if_include", "10.1.0.0/16", ["10.1.0.5"]),
+        ("OMPI_MCA_btl_tcp_if_include", "lo, ib0", ["10.1.0.5"]),
+        ("OMPI_MCA_btl_tcp_if_exclude", "127.0.0.1/8,eth0", ["fd00::5", "10.1.0.5"]),
+        ("FI_TCP_IFACE", "eth0", ["10.0.0.5"]),
+        ("UCX_NET_DEVICES", "mlx5_0:1", everything),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "if_nameindex", lambda: list(enumerate(names)))
+            patch.setattr(socket, "getaddrinfo", lambda *_, **__: entries)
+            patch.setattr(rendezvous, "_address_of", names.get)
+            for each in (*rendezvous.INCLUDE, *rendezvous.EXCLUDE):
+                patch.setenv(each, value if each == variable else "")
+            assert rendezvous._addresses() == left, value
+    monkeypatch.setattr(rendezvous, "_addresses", lambda: ["127.0.0.2", "198.51.100.77"])  # of no host
+    (listener,) = rendezvous._listeners(False)
+    store = rendezvous._serve(listener, timedelta(seconds=5))
+    socket.create_connection(("127.0.0.2", store.port), 5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", store.port), 5)

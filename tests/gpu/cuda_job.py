@@ -1,0 +1,219 @@
+"""Run by test_cuda.py on several ranks: what trains on a GPU, on a stand-in for CuPy, NCCL and PyTorch's streams.
+
+What is reduced and updated must be right, and no work on a stream may touch what another stream has not been waited
+for with; see fake_gpu.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+import allreduce
+from allreduce.errors import NotAnArrayError, UnavailableError
+from allreduce.wrappers.background import Background
+from tests.gpu import fake_cupy
+from tests.gpu.cuda_training import compare, fitted, optimized
+from tests.gpu.fake_gpu import Gpu, TorchCuda
+from tests.ranks.grid import expected, numpy_dtype, values
+from trainers import MirroredTrainer
+from trainers.pytorch import MirroredOptimizer
+from trainers.pytorch.buckets import flat
+from trainers.replicas.pytorch import devices
+
+GPU = Gpu()
+CUDA = TorchCuda(GPU)
+PATCH = pytest.MonkeyPatch()
+HOST = torch.device("cpu")
+TOPOLOGY = allreduce.Topology()
+WORLD = TOPOLOGY.world.Dup()
+RANK, SIZE = WORLD.rank, WORLD.size
+CUPY: Any = fake_cupy.install(PATCH, GPU, WORLD)
+DTYPES = ("bfloat16", "float32", "int32")
+
+
+def tracked(array: Any) -> Any:
+    GPU.track(array.data.ptr, array.nbytes)
+    return array
+
+
+def no_races() -> None:
+    races = WORLD.allgather(list(GPU.races))
+    assert not any(races), races
+
+
+def check_backends() -> None:
+    """Reduced whole and in two phases, of CuPy's and NumPy's arrays, whatever is left over."""
+    for name, lengths in (("nccl", (0, 1, 1000, 1001)), ("ring", (1001,)), ("shared", (1001,))):
+        with allreduce.create(name, TOPOLOGY) as reduce:
+            for dtype in map(numpy_dtype, DTYPES):
+                ops = ("sum", "mean", "max") if dtype.kind not in "iub" else ("sum",)
+                for length in lengths:
+                    for turn, op in enumerate(ops):
+                        check_one(reduce, dtype, length, op, turn)
+            bad = reduce.allocate(6, "float32", device="cuda")
+            with pytest.raises(NotAnArrayError, match="takes a 1-D array"):
+                reduce.reduce_scatter(bad.reshape(2, 3))
+    GPU.forget()
+    no_races()
+
+
+def check_streams() -> None:
+    """Two streams that use one backend in turns wait for each other's use of its scratch memory."""
+    for dtype, compress in (("bfloat16", None), ("float32", "float16")):
+        with allreduce.create("nccl", TOPOLOGY, compress=compress) as reduce:
+            arrays = [reduce.allocate(100, dtype) for _ in range(2)]
+            reduce(arrays[0], "sum")
+            tracked(reduce._wide if compress is None else reduce._shorts[True])
+            for array in arrays:
+                with CUPY.cuda.Stream(non_blocking=True):
+                    reduce(array, "sum")
+        GPU.forget()
+        no_races()
+
+
+def check_background() -> None:
+    """Calls in a thread are on the stream of who has made them."""
+    with allreduce.create("nccl", TOPOLOGY) as reduce, Background(TOPOLOGY, inner=reduce) as background:
+        array = tracked(reduce.allocate(10, "float32"))
+        with CUPY.cuda.Stream(non_blocking=True):
+            array.set(np.full(10, RANK, np.float32))
+            background(array, "sum")
+            assert array.get().tolist() == [sum(range(SIZE))] * 10
+    GPU.forget()
+    no_races()
+
+
+def check_one_rank() -> None:
+    """Nothing goes to the host and back for a backend that has nobody to talk to; what looks at gradients sees them."""
+    with allreduce.Topology(MPI.COMM_SELF) as topology, allreduce.create("ring", topology) as reduce:
+        memory = flat(reduce, 8, "float32", devices.Cuda(HOST, CUDA)).part(2, 6)
+        memory.tensor.fill_(1.0)
+        memory.through(reduce)
+        assert not memory.array.any()
+        assert memory.tensor.eq(1).all()
+        assert memory.fetched().all()
+
+
+def check_abandon() -> None:
+    """What is under way on the GPU is ended, since it may wait there for ranks that are lost."""
+    topology = allreduce.Topology()
+    reduce = allreduce.create("nccl", topology)
+    reduce(reduce.allocate(1), "sum")
+    reduce.abandon()
+    assert GPU.log[-1] == "abort"
+    topology.abandon()
+
+
+def check_shared_gpu() -> None:
+    """Ranks that have one GPU hear so when the optimizer or the trainer is made, not in the first step."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(CUPY.cuda.runtime, "deviceGetPCIBusId", lambda _: "0000:00:00.0")
+    for run in (optimized, fitted):
+        with pytest.raises(UnavailableError, match="hold the same GPU"):
+            on_gpu(run, lambda *_: pytest.fail("it was made"), allreduce="nccl")
+    patch.undo()
+
+
+def check_one(reduce: Any, dtype: np.dtype, length: int, op: str, turn: int) -> None:
+    wanted, mine = expected(dtype, length, op, SIZE, turn), reduce.owned(length)
+    on_gpu = tracked(reduce.allocate(length, dtype, device="cuda"))
+    assert type(on_gpu) is CUPY.ndarray
+    for array in (on_gpu, np.empty(length, dtype)):
+        fill = array.set if array is on_gpu else lambda new, to=array: np.copyto(to, new)
+        fill(values(dtype, length, RANK, turn))
+        reduce(array, op)
+        whole = array.get() if array is on_gpu else array
+        assert wanted.hold(whole), (dtype, length, op)
+        fill(values(dtype, length, RANK, turn))
+        part = reduce.reduce_scatter(array, op)
+        assert part.size == mine.stop - mine.start
+        reduce.all_gather(array)
+        again = array.get() if array is on_gpu else array
+        assert again.tobytes() == whole.tobytes(), (dtype, length, op)
+
+
+def on_gpu(run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What `run` returns on "the GPU", where PyTorch's current stream is not the default one, which is CuPy's."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(devices, "device_of", lambda _: devices.Cuda(HOST, CUDA))
+    stream = CUDA.Stream()
+    try:
+        with CUDA.stream(stream):
+            return run(TOPOLOGY, HOST, *arguments, **options)
+    finally:
+        GPU.forget()
+        patch.undo()
+
+
+def watched(optimizer: MirroredOptimizer, model: torch.nn.Module) -> None:
+    """Look for races in the gradients and parameters, and see that gradients are where they should be."""
+    for memory in optimizer._parts.reducer.buckets:
+        GPU.track(memory.tensor.data_ptr(), memory.tensor.nbytes)
+        assert type(memory.array) is (CUPY.ndarray if optimizer.backend.name == "nccl" else np.ndarray)
+    for parameter in model.parameters():
+        GPU.track(parameter.data_ptr(), parameter.nbytes)
+
+
+def check_optimizer() -> None:
+    """MirroredOptimizer, with nccl and staged, replicated and sharded, during backward and after: as on the host."""
+    for update in ("replicated", "sharded"):
+        wanted = optimized(TOPOLOGY, HOST, allreduce="ring", update=update)
+        compare(optimized(TOPOLOGY, HOST, allreduce="nccl", update=update), wanted)  # a model on the host, by GPUs
+        for name, overlap in (("auto", True), ("auto", False), ("ring", True)):
+            options = {"allreduce": name, "update": update, "overlap": overlap, "check_gradients": "raise"}
+            compare(on_gpu(optimized, watched, check_every=2, **options), wanted)
+            no_races()
+
+
+def check_waits() -> None:
+    """Without any one of the waits between streams there is a race, so the checks above would find it missing."""
+    for where, name in ((devices._Streams, "leave"), (devices._Streams, "back"), (CUPY.cuda.Stream, "wait_event")):
+        patch = pytest.MonkeyPatch()
+        patch.setattr(where, name, lambda *_: None)
+        on_gpu(optimized, watched, steps=2, allreduce="nccl", overlap=True)
+        patch.undo()
+        assert GPU.races, f"{where.__name__}.{name} is not needed"
+        GPU.races.clear()
+
+
+def check_replica() -> None:
+    """TorchReplica under MirroredTrainer, whose array CuPy reduces and PyTorch writes and reads, each on its stream."""
+
+    def watch(trainer: MirroredTrainer) -> None:
+        tracked(trainer.buffer)
+        if trainer._sharded is not None:
+            assert type(tracked(trainer._sharded._array)) is CUPY.ndarray
+
+    for name in ("take_back", "hand_over"):
+        patch = pytest.MonkeyPatch()
+        patch.setattr(devices.Cuda, name, lambda _: None)
+        on_gpu(fitted, watch, allreduce="nccl")
+        patch.undo()
+        assert GPU.races, f"{name} is not needed"
+        GPU.races.clear()
+    wanted, scores, _ = fitted(TOPOLOGY, HOST, allreduce="ring")
+    for update in ("replicated", "sharded"):
+        for name in ("auto", "ring"):
+            found, here, kind = on_gpu(fitted, watch, allreduce=name, update=update)
+            assert kind is CUPY.ndarray
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(here, scores, rtol=1e-5)
+            no_races()
+
+
+if __name__ == "__main__":
+    check_backends()
+    check_streams()
+    check_background()
+    check_one_rank()
+    check_abandon()
+    check_shared_gpu()
+    check_optimizer()
+    check_waits()
+    check_replica()
+    if RANK == 0:
+        print("done")

@@ -1,0 +1,360 @@
+"""What our code and its stand-ins use of CuPy, NCCL and PyTorch's streams, against the real packages. Needs no GPU.
+
+CuPy and NCCL are 490 MB, too large for CI: `scripts/gpu_test.sh drift` installs them and runs this file on any machine.
+"""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import mmap
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from allreduce.arrays import dtypes, ops
+from allreduce.backends import nccl as backend
+from tests.gpu import fake_cupy, fake_gpu
+from tests.launch import ROOT
+
+# What our code calls the objects of CuPy, in files that name CuPy or are written for its arrays.
+ROOTS = {
+    "cupy": "cupy",
+    "cupy()": "cupy",
+    "gpu.cupy()": "cupy",
+    "_cupy()": "cupy",
+    "self._cupy": "cupy",
+    "self._xp": "cupy",
+    "xp": "cupy",
+    "cuda": "cupy.cuda",
+    "streams": "cupy.cuda",
+    "self._cuda": "cupy.cuda",
+    "runtime": "cupy.cuda.runtime",
+    "nccl": "cupy.cuda.nccl",
+    "self._nccl": "cupy.cuda.nccl",
+    "self._communicator": "cupy.cuda.nccl.NcclCommunicator",
+    "self._stream": "cupy.cuda.Stream.null",
+    "caller": "cupy.cuda.Stream.null",
+    "self._ready": "cupy.cuda.Event",
+}
+FILES = [
+    "allreduce/arrays/gpu.py",
+    "allreduce/backends/nccl.py",
+    "allreduce/backend.py",
+    "allreduce/doctor/gpus.py",
+    "allreduce/sparse.py",
+    "allreduce/torch_backend/reduce.py",
+    "allreduce/trees.py",
+    "trainers/horovod/session.py",
+    "trainers/backends.py",
+    "trainers/fit/loop.py",
+    "trainers/mirrored.py",
+    "trainers/replicas/pytorch/devices.py",
+    "trainers/watching/meter.py",
+    "trainers/stopwatch.py",
+    *(path.relative_to(ROOT).as_posix() for path in (ROOT / "trainers/replicas/numpy").glob("*.py")),
+]
+TORCH_ROOTS = {
+    "torch.cuda": "torch.cuda",
+    "self.api": "torch.cuda",
+    "api": "torch.cuda",
+    "self._place.api": "torch.cuda",
+    "stream": "torch.cuda.Stream",
+    "event": "torch.cuda.Event",
+}
+NOT_LOOKED_AT = {"torch.cuda.Stream.cuda_stream", "torch.cuda.Stream.ptr"}  # not in builds for CPUs; of CuPy's streams
+TORCH_FILES = ["trainers/replicas/pytorch/devices.py", "allreduce/torch_backend/tensors.py"]
+
+
+class Use(NamedTuple):
+    """What is used, where, and with how many arguments and which names; None where it is not called."""
+
+    name: str
+    place: str
+    arguments: int | None
+    names: tuple[str, ...]
+
+
+@functools.cache
+def uses() -> list[Use]:
+    return [use for file in FILES for use in uses_of(file, ROOTS)]
+
+
+def uses_of(file: str, roots: dict[str, str]) -> Iterator[Use]:
+    """Every attribute that a file takes of an object of CuPy's, or PyTorch's, the longest chain of names."""
+    tree = ast.parse((ROOT / file).read_text())
+    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or id(node) in inner:
+            continue
+        chain: list[str] = []
+        value: ast.expr = node
+        while isinstance(value, ast.Attribute) and ast.unparse(value) not in roots:
+            chain.insert(0, value.attr)
+            value = value.value
+        if (root := roots.get(ast.unparse(value))) is None or not chain:
+            continue
+        call = called.get(id(node))
+        starred = call is not None and any(isinstance(each, ast.Starred) for each in call.args)
+        arguments = None if call is None or starred else len(call.args)
+        names = tuple(each.arg for each in call.keywords if each.arg) if call is not None else ()
+        yield Use(".".join([root, *chain]), f"{file}:{node.lineno}", arguments, names)
+
+
+def found(name: str) -> Any:
+    """The object of this dotted name; AttributeError, with the name, when there is none."""
+    parts = name.split(".")
+    thing = importlib.import_module(parts[0])
+    for at, part in enumerate(parts[1:], 2):
+        if not hasattr(thing, part):
+            try:
+                importlib.import_module(".".join(parts[:at]))
+            except ImportError:
+                raise AttributeError(f"there is no {'.'.join(parts[:at])}") from None
+        thing = getattr(thing, part)
+    return thing
+
+
+def signature(thing: Any) -> inspect.Signature | None:
+    """Of a Python function, or of one of Cython's by the first line of its docstring; None where neither tells."""
+    try:
+        signed = inspect.signature(thing)
+    except (ValueError, TypeError):
+        match = re.match(r"[\w.]+\((.*?)\)(?:\s|$)", (thing.__doc__ or "").split("\n")[0])
+        signed = inspect.Signature(list(_parameters(match[1]))) if match else None
+    if signed is None or any(each.name in ("args", "kwargs") for each in signed.parameters.values()):
+        return None
+    return signed.replace(parameters=[each for each in signed.parameters.values() if each.name not in ("self", "cls")])
+
+
+def _parameters(text: str) -> Iterator[inspect.Parameter]:
+    kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for each in filter(None, map(str.strip, text.replace("\\*", "*").split(","))):
+        name, equals, _ = each.partition("=")
+        name = name.split()[-1]
+        if name == "/":
+            continue
+        if name == "*":
+            kind = inspect.Parameter.KEYWORD_ONLY
+            continue
+        variable = name.startswith("*")
+        this = inspect.Parameter.VAR_POSITIONAL if variable else kind
+        kind = inspect.Parameter.KEYWORD_ONLY if variable else kind
+        default = None if equals else inspect.Parameter.empty
+        yield inspect.Parameter(name.lstrip("*"), this, default=default)
+
+
+def standins(cupy: Any, cuda: Any) -> Iterator[tuple[str, Any]]:
+    """Everything public of a stand-in, by its real name."""
+    for name, value in vars(cupy).items():
+        if not name.startswith("_") and name not in ("cuda", "counters", "gpu", "ndarray"):
+            yield f"cupy.{name}", value
+    for name in ("runtime", "nccl", *(name for name in vars(cuda) if not name.startswith("_"))):
+        if name not in ("runtime", "nccl"):
+            yield f"cupy.cuda.{name}", getattr(cuda, name)
+    for part in ("runtime", "nccl"):
+        for name, value in vars(getattr(cuda, part)).items():
+            yield f"cupy.cuda.{part}.{name}", value
+
+
+def members(name: str, kind: type) -> Iterator[tuple[str, Any]]:
+    yield from ((f"{name}.{key}", value) for key, value in vars(kind).items() if not key.startswith("_"))
+    yield from (
+        (f"{name}.{key}", getattr(kind, key)) for key in ("__dlpack__", "__dlpack_device__") if key in vars(kind)
+    )
+
+
+@pytest.fixture
+def pair() -> tuple[Any, Any]:
+    from mpi4py import MPI
+
+    cupy = fake_cupy.make(comm=MPI.COMM_SELF)
+    return cupy, cupy.cuda
+
+
+real = pytest.mark.skipif(
+    importlib.util.find_spec("cupy") is None, reason="CuPy is not installed; scripts/gpu_test.sh drift installs it"
+)
+
+
+def test_uses_are_found() -> None:
+    """All files that name CuPy's objects are looked at, and the scan finds what it is about."""
+    names = {use.name for use in uses()}
+    assert len(names) > 40
+    assert {
+        "cupy.cuda.nccl.NcclCommunicator.allReduce",
+        "cupy.cuda.runtime.getDeviceProperties",
+        "cupy.cuda.Event.record",
+        "cupy.multiply",
+    } <= names
+    pattern = re.compile(r"\bcupy\(\)|import cupy|from cupy")
+    naming = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("allreduce", "trainers", "benchmarks")
+        for path in (ROOT / package).rglob("*.py")
+        if pattern.search(path.read_text())
+    }
+    assert naming <= set(FILES), "add the new files to FILES, and their names of CuPy's objects to ROOTS"
+
+
+def test_signatures_are_read() -> None:
+    """Those of Cython's functions, from docstrings."""
+    parameters = list(_parameters("self, intptr_t buf, \\*, int root, stream=None, tuple max_version=None"))
+    assert [each.name for each in parameters] == ["self", "buf", "root", "stream", "max_version"]
+    assert [each.kind.name for each in parameters] == ["POSITIONAL_OR_KEYWORD"] * 2 + ["KEYWORD_ONLY"] * 3
+
+
+@real
+def test_our_uses_are_cupys() -> None:
+    """Every attribute is there, and takes the arguments that we pass."""
+    assert fit(uses()) > 20
+
+
+def test_our_uses_are_pytorchs() -> None:
+    pytest.importorskip("torch")
+    everything = [use for file in TORCH_FILES for use in uses_of(file, TORCH_ROOTS)]
+    found = [use for use in everything if use.name not in NOT_LOOKED_AT]
+    assert {"torch.cuda.Stream.record_event", "torch.cuda.set_rng_state"} <= {use.name for use in found}
+    assert fit(found) > 10
+
+
+def fit(uses: list[Use]) -> int:
+    """How many of these uses are calls whose arguments the real functions take, as all have to."""
+    wrong, bound = [], 0
+    for use in uses:
+        try:
+            thing = found(use.name)
+        except AttributeError as error:
+            wrong.append(f"{use.place}: {error}")
+            continue
+        signed = signature(thing) if use.arguments is not None else None
+        if signed is None:
+            continue
+        bound += 1
+        try:
+            signed.bind(*[None] * (use.arguments or 0), **dict.fromkeys(use.names))
+        except TypeError as error:
+            wrong.append(f"{use.place}: {use.name}{signed}: {error}")
+    assert not wrong
+    return bound
+
+
+@real
+def test_stand_in_has_nothing_of_its_own(pair: tuple[Any, Any]) -> None:
+    """What the stand-in offers is CuPy's, under the same names and with the same names of arguments, in their order."""
+    cupy, cuda = pair
+    things = list(standins(cupy, cuda))
+    for name, kind in (
+        ("cupy.ndarray", cupy.ndarray),
+        ("cupy.cuda.Stream", cuda.Stream),
+        ("cupy.cuda.Event", cuda.Event),
+        ("cupy.cuda.Device", cuda.Device),
+        ("cupy.cuda.nccl.NcclCommunicator", cuda.nccl.NcclCommunicator),
+    ):
+        things += members(name, kind)
+    compare(things, least=40)
+
+
+def compare(things: list[tuple[str, Any]], least: int) -> None:
+    """The stand-ins `things` by their real names."""
+    wrong, compared = [], 0
+    for name, value in things:
+        try:
+            thing = found(name)
+        except AttributeError as error:
+            wrong.append(str(error))
+            continue
+        if not isinstance(value, Callable) or isinstance(value, type(pytest)):  # type: ignore[arg-type]
+            continue
+        theirs, ours = signature(thing), signature(value)
+        if theirs is None or ours is None:
+            continue
+        compared += 1
+        names = [list(each.parameters) for each in (ours, theirs)]
+        if names[0] != names[1][: len(names[0])]:
+            wrong.append(f"{name} of the stand-in takes {names[0]}, and the real one {names[1]}")
+    assert not wrong
+    assert len(things) >= least
+    assert compared >= least // 4
+
+
+@real
+def test_numbers_of_nccl() -> None:
+    """Of types, operations and versions: CuPy's, and those of NCCL's header where its package is installed."""
+    from cupy.cuda import nccl
+
+    types = {"float32": "FLOAT32", "float64": "FLOAT64", "int32": "INT32", "int64": "INT64", "float16": "FLOAT16"}
+    types |= {"bfloat16": "BFLOAT16", "uint8": "UINT8", "int8": "INT8"}
+    for dtype, name in types.items():
+        assert dtypes.TYPES[dtypes.parse(dtype)].nccl == getattr(nccl, f"NCCL_{name}"), dtype
+    for op, name in {"sum": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN"}.items():
+        assert ops.OPS[op].nccl == getattr(nccl, f"NCCL_{name}"), op
+    assert backend.AVERAGE == nccl.NCCL_AVG
+    assert len(bytes(nccl.get_unique_id())) == 128
+    header = _header()
+    if header is not None:
+        text = header.read_text()
+        numbers = {name.lower(): int(value) for name, value in re.findall(r"\b(nccl[A-Z]\w*)\s*=\s*(\d+)", text)}
+        for dtype, kind in dtypes.TYPES.items():
+            assert numbers[f"nccl{'uint8' if dtype == dtypes.BOOL else dtype}"] == kind.nccl
+        assert numbers["ncclavg"] == backend.AVERAGE
+        assert nccl.get_version() // 10000 == int(found_in(text, "MAJOR"))  # as in 2.10: 21000, ours
+        assert nccl.get_version() // 100 % 100 == int(found_in(text, "MINOR"))
+
+
+@real
+def test_what_we_rely_on() -> None:
+    """Of CuPy, and of NCCL's library where its package is installed."""
+    import cupy
+    from cupy.cuda import nccl
+
+    assert issubclass(cupy.cuda.memory.OutOfMemoryError, MemoryError)  # as `allocate` has it
+    with suppress(cupy.cuda.runtime.CUDARuntimeError):  # there is no GPU; a dtype that is not known is a ValueError
+        cupy.zeros(2, dtypes.BFLOAT16)
+    library = next(iter(path / "lib" / "libnccl.so.2" for path in _nccl_folders()), None)
+    if library is not None and nccl.get_version() >= backend.SHARED_GPU_VERSION:
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            assert text.find(b"NCCL_MULTI_RANK_GPU_ENABLE") > 0
+
+
+def found_in(header: str, number: str) -> str:
+    match = re.search(rf"#define NCCL_{number} (\d+)", header)
+    assert match is not None
+    return match[1]
+
+
+def _header() -> Path | None:
+    return next((path for each in _nccl_folders() if (path := each / "include" / "nccl.h").exists()), None)
+
+
+def _nccl_folders() -> list[Path]:
+    spec = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
+    return [Path(each) for each in spec.submodule_search_locations or ()] if spec else []
+
+
+@real
+def test_unique_id_is_what_the_communicator_takes() -> None:
+    """CuPy 14 has made it bytes; what goes to the other ranks is neither, but numbers."""
+    import cupy
+    from cupy.cuda import nccl
+
+    given = nccl.get_unique_id()
+    again = backend._as_cupy_takes_it(cupy, list(given))
+    assert again == given
+    assert type(again) is type(given)
+
+
+def test_stand_in_for_pytorchs_streams() -> None:
+    """`torch.cuda` can be looked at without a GPU, in PyTorch's CPU builds too."""
+    pytest.importorskip("torch")
+    cuda = fake_gpu.TorchCuda(fake_gpu.Gpu())
+    used = ("current_stream", "synchronize", "get_rng_state", "set_rng_state")
+    things = [(f"torch.cuda.{name}", getattr(cuda, name)) for name in used]
+    things += members("torch.cuda.Stream", cuda.Stream)
+    compare([*things, ("torch.cuda.stream", None), ("torch.cuda.device", None)], least=5)

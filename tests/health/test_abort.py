@@ -1,0 +1,250 @@
+"""A rank that raises ends the whole job, within seconds, with its traceback; nobody hangs."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.conftest import JobRunner
+
+pytestmark = pytest.mark.parametrize("mpi", launch.MPIS)
+
+LOOP = """
+import sys
+import allreduce
+reduce = allreduce.create({name!r})
+grads = reduce.allocate(200_000, "float32")
+for step in range(1000):
+    if step == 5 and reduce.rank == {rank}:
+        {action}
+    reduce(grads)
+"""
+
+
+def run_loop(mpirun: JobRunner, tmp_path: Path, mpi: str, **parts: object) -> tuple[int, str]:
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP.format(**{"name": "ring", "rank": 1, **parts}))
+    job = mpirun(3, [script], mpi=mpi, timeout=60, env={"ALLREDUCE_STALL_SECONDS": "3"})
+    return job.returncode, job.stdout + job.stderr
+
+
+@pytest.mark.parametrize(("name", "rank"), [("ring", 0), ("shared", 2)])
+def test_an_exception_ends_the_job(mpirun: JobRunner, tmp_path: Path, mpi: str, name: str, rank: int) -> None:
+    action = "raise ValueError('broken on purpose')"
+    code, text = run_loop(mpirun, tmp_path, mpi, name=name, rank=rank, action=action)
+    assert code != 0
+    assert f"rank {rank} of 3: Traceback (most recent call last):" in text
+    assert text.count("ValueError: broken on purpose") == 1
+    assert "loop.py" in text
+
+
+def test_a_bad_array_on_one_rank(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    """The others are in the middle of a call that they know, so it waits for them a while and then ends the job."""
+    code, text = run_loop(mpirun, tmp_path, mpi, action="grads = [1.0]")
+    assert code != 0
+    assert "NotAnArrayError: rank 1: a NumPy or CuPy array is needed, not builtins.float" in text
+
+
+def test_a_disagreement_is_told_once(mpirun: JobRunner, mpi: str) -> None:
+    code = (
+        "import allreduce, numpy as np\nreduce = allreduce.create('ring')\nreduce(np.zeros(10 + reduce.rank), 'sum')\n"
+    )
+    job = mpirun(3, ["-c", code], mpi=mpi)
+    text = job.stdout + job.stderr
+    assert job.returncode != 0
+    assert text.count("DisagreementError: the ranks disagree") == 1
+    assert "rank 2: all_reduce: length 12, dtype float64" in text
+
+
+CALLBACK = """
+import sys
+import numpy as np
+from trainers import MirroredTrainer, NumpyNetwork
+from trainers.callbacks import Callback
+
+class Broken(Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if sys.argv[1] == "callback":
+            raise ValueError("on purpose")
+        if sys.argv[1] == "library":
+            self.trainer.replica.update = None
+
+x, y = np.zeros((10, 4), "f4"), np.zeros(9 if sys.argv[1] == "argument" else 10, int)
+MirroredTrainer(NumpyNetwork([4, 2])).fit(x, y, batch_size=4, callbacks=[Broken()], progress=False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "full", "inside", "last"),
+    [
+        ("argument", "", False, "trainers.errors.ArgumentError: x has shape (10, 4)"),
+        ("argument", "full", True, "trainers.errors.ArgumentError: x has shape (10, 4)"),
+        ("callback", "", False, "ValueError: on purpose"),
+        ("library", "", True, "TypeError: "),  # it may be a mistake of the library
+    ],
+)
+def test_frames_inside_of_the_library(
+    mpirun: JobRunner, tmp_path: Path, mpi: str, case: str, full: str, inside: bool, last: str
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(CALLBACK)
+    job = mpirun(2, [script, case], mpi=mpi, env={"ALLREDUCE_TRACEBACK": full})
+    assert job.returncode == 1
+    lines = job.stderr.splitlines()
+    begin = lines.index("rank 0 of 2: Traceback (most recent call last):")
+    end = max(number for number, line in enumerate(lines) if line.startswith(last))
+    told = "\n".join(lines[begin:end])
+    assert "program.py" in told
+    assert ("base.py" in told) == inside
+    assert ("frames inside of the library are left out; ALLREDUCE_TRACEBACK=full shows them" in told) != inside
+
+
+TRAINER = "from trainers import MirroredTrainer, NumpyNetwork\nmodel = NumpyNetwork([2, 2])\n"
+KEYWORDS = {
+    "trainer": (
+        f"{TRAINER}MirroredTrainer(model, updates='sharded')",
+        "TypeError: MirroredTrainer() got an unexpected keyword argument 'updates'; did you mean 'update'?",
+    ),
+    "fit": (
+        f"{TRAINER}MirroredTrainer(model).fit([], epoch=3)",
+        "TypeError: MirroredTrainer.fit() got an unexpected keyword argument 'epoch'; did you mean 'epochs'?",
+    ),
+    "create": (
+        "import allreduce\nallreduce.create('ring', compres='float16')",
+        "OptionError: backend 'ring' has no option 'compres'; did you mean 'compress'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", KEYWORDS)
+def test_a_wrong_keyword_is_told_once(mpirun: JobRunner, mpi: str, call: str) -> None:
+    """With its class and the nearest one."""
+    code, error = KEYWORDS[call]
+    job = mpirun(3, ["-c", code], mpi=mpi)
+    assert job.returncode != 0
+    assert (job.stdout + job.stderr).count(error) == 1
+    assert (job.stdout + job.stderr).count("Traceback") == 1
+
+
+ALONE = """
+import sys
+import numpy as np
+from trainers import MirroredTrainer, NumpyNetwork
+trainer = MirroredTrainer(NumpyNetwork([4, 3]))
+x = np.zeros((2, 4), "float32")
+if trainer.rank == 0:
+    {call}
+{rest}
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "rest"),
+    [
+        ("trainer.save(sys.argv[1])", ""),
+        ("trainer.save(sys.argv[1])", "trainer.close()"),
+        ("trainer.save(sys.argv[1])", "trainer.predict(x)"),
+        ("trainer.predict(x)", ""),
+        ("trainer.evaluate(x, [0, 1])", ""),
+        ("trainer.fit(x, [0, 1])", ""),
+    ],
+)
+def test_a_call_of_rank_0_alone_is_told_to_be_collective(
+    mpirun: JobRunner, tmp_path: Path, mpi: str, call: str, rest: str
+) -> None:
+    job = mpirun(2, ["-c", ALONE.format(call=call, rest=rest), tmp_path / "model.npz"], mpi=mpi)
+    text = job.stdout + job.stderr
+    assert job.returncode != 0
+    assert ("is collective: every rank calls it" if not rest else "are collective: every rank calls them") in text
+    assert ("RankLeftError: rank 1 has left" if not rest else "DisagreementError: the ranks disagree") in text
+
+
+def test_ranks_in_different_calls_are_told(mpirun: JobRunner, mpi: str) -> None:
+    """Where nothing compares what they bring, no message of one call is taken for one of another."""
+    code = (
+        "import numpy as np, allreduce\n"
+        "reduce = allreduce.create('ring', check='never')\n"
+        "array = np.full(1000, 1 + reduce.rank)\n"
+        "for op in ('sum', 'max'): reduce(array, op)\n"
+        "reduce(array, 'sum' if reduce.rank else 'max')\n"
+        "print('wrong result', array[0])\n"
+    )
+    job = mpirun(3, ["-c", code], mpi=mpi)
+    text = job.stdout + job.stderr
+    assert job.returncode != 0
+    assert "wrong result" not in text
+    assert "DisagreementError: the ranks disagree about this call" in text
+
+
+@pytest.mark.parametrize("end", ["raise", "go on"])
+def test_a_difference_that_one_node_sees_is_an_error_of_all(mpirun: JobRunner, mpi: str, end: str) -> None:
+    """Arrays that are swapped on one rank of two nodes: all ranks raise the same error, and can go on."""
+    code = (
+        "import sys, allreduce\n"
+        "reduce = allreduce.create('hierarchical_copy', allreduce.Topology(ranks_per_node=2))\n"
+        "arrays = [reduce.allocate(1000), reduce.allocate(1000)]\n"
+        "for array in arrays: reduce(array, 'sum')\n"
+        "try: reduce(arrays[reduce.rank == 1], 'sum')\n"
+        "except allreduce.errors.DisagreementError:\n"
+        "    if sys.argv[1] == 'raise': raise\n"
+        "    print('refused', flush=True)\n"
+        "reduce(arrays[0], 'sum')\n"
+    )
+    job = mpirun(4, ["-c", code, end], mpi=mpi)
+    text = job.stdout + job.stderr
+    if end == "raise":
+        assert job.returncode != 0
+        assert text.count("errors.DisagreementError: ") == 1
+        assert 'rank 1: all_reduce: length 1000, dtype float32, op "sum", memory from allocate(), array 1' in text
+    else:
+        assert job.returncode == 0, text
+        assert text.count("refused") == 4
+
+
+def test_sys_exit_on_all_ranks(mpirun: JobRunner, mpi: str) -> None:
+    code = "import sys, allreduce; reduce = allreduce.create('auto'); reduce.close(); sys.exit(3)"
+    assert mpirun(2, ["-c", code], mpi=mpi).returncode == 3
+
+
+def test_nothing_is_left_in_shared_memory(mpirun: JobRunner, mpi: str, tmp_path: Path) -> None:
+    """Neither after a clean end, nor after a backend that was never closed, nor after an abort.
+
+    The last is by an exception that all ranks meet by themselves: it is told once, and written down for scripts.
+    """
+    written = tmp_path / "error"
+    code = (
+        "import sys, re, allreduce\n"
+        "reduce = allreduce.create('shared'); kept = reduce.allocate(300_000, 'float32'); reduce(kept)\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "print('\\n'.join(set(re.findall(r'(/dev/shm/\\S+|/\\S*(?:ompi|vader|sm_segment|mpich)\\S*)', maps))))\n"
+        "sys.stdout.flush(); reduce.topology.world.Barrier()\n"
+        "if sys.argv[1] == 'close': reduce.close(); kept[0] = 1\n"
+        "if sys.argv[1] == 'raise': raise ValueError('on purpose')\n"
+    )
+    for end in ("close", "forget", "raise"):
+        job = mpirun(2, ["-c", code, end], mpi=mpi, env={"ALLREDUCE_ERROR_FILE": str(written)})
+        assert (job.returncode == 0) == (end != "raise"), job.stderr
+        assert job.stderr.count("ValueError: on purpose") == (end == "raise")
+        used = {Path(line) for line in job.stdout.split() if line.startswith("/dev/shm/")}
+        if end == "raise":  # what MPICH talks through itself stays behind when a job is aborted; no window does
+            used = {path for path in used if not path.name.startswith("mpich_shm_")}
+        assert not [path for path in used if path.exists()], f"left after {end}: {used}"
+    assert written.read_text() == "rank 0 of 2: ValueError: on purpose\n"
+
+
+def test_a_worker_that_leaves_is_missed_by_its_servers(mpirun: JobRunner, mpi: str) -> None:
+    code = (
+        "import sys\nimport numpy as np\nfrom allreduce import Topology\n"
+        "from trainers import NumpyNetwork, ParameterServerTrainer\nfrom trainers.callbacks import Callback\n"
+        "class Leaves(Callback):\n"
+        "    def on_train_batch_end(self, batch, logs=None):\n"
+        "        sys.exit()\n"
+        "x, y = np.zeros((100, 4), 'float32'), np.zeros(100, int)\n"
+        "topology = Topology(timeout=40)\n"
+        "with ParameterServerTrainer(NumpyNetwork([4, 2]), topology) as trainer:\n"
+        "    trainer.fit(x, y, callbacks=[Leaves()] if topology.rank == 0 else [])\n"
+    )
+    job = mpirun(3, ["-c", code], mpi=mpi, timeout=60)
+    text = job.stdout + job.stderr
+    assert job.returncode != 0
+    assert "RankLeftError: rank 0 has left: it has ended its program" in text

@@ -1,0 +1,97 @@
+"""The exit code of a job, by the way in which it ends: what scripts that start it again go by."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.conftest import JobRunner
+from tests.faults import job_of
+
+KILLED = 128 + 9
+TRAINERS = ("MirroredTrainer", "ParameterServerTrainer", "SpareReplicasTrainer")
+WAYS = {"end": 0, "raise": 1, "interrupt": 130, "exit": 5, "thread": 1}
+
+
+def run(mpirun: JobRunner, kind: str, ranks: int, living: int, way: str, mpi: str, ulfm: bool) -> int:
+    env = {"ALLREDUCE_TIMEOUT_SECONDS": "60"}  # shorter than the job's: a rank that waits for ever gives another code
+    job = mpirun(ranks, [*job_of("ends"), kind, str(living), way], mpi=mpi, ulfm=ulfm, timeout=150, env=env)
+    return int(job.returncode)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("mpi", "ulfm"), [("openmpi", False), ("mpich", False), ("openmpi", True)])
+def test_of_a_job_whose_ranks_all_live(mpirun: JobRunner, mpi: str, ulfm: bool, way: str) -> None:
+    assert run(mpirun, "allreduce", 2, 2, way, mpi, ulfm) == WAYS[way]
+
+
+@pytest.mark.parametrize(("mpi", "code"), [("openmpi", KILLED), ("mpich", 9)])
+def test_of_a_job_without_ulfm_that_loses_a_rank(mpirun: JobRunner, mpi: str, code: int) -> None:
+    assert run(mpirun, "allreduce", 2, 1, "meet", mpi, ulfm=False) == code
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "living", "way"),
+    [
+        *[("allreduce", 2, 1, way) for way in ("meet", "end", "raise", "interrupt", "exit")],
+        *[("allreduce", 3, 2, way) for way in ("meet", *WAYS)],
+        ("allreduce", 4, 1, "meet"),
+        ("allreduce", 4, 1, "raise"),
+        *[(kind, 3, living, "meet") for kind in ("torch", "horovod", *TRAINERS) for living in (1, 2)],
+    ],
+)
+def test_of_a_job_with_ulfm_that_loses_ranks(mpirun: JobRunner, kind: str, ranks: int, living: int, way: str) -> None:
+    """One rank that is left is a case of its own: of its MPI_Abort mpirun makes 0."""
+    expected = {"meet": 1, **WAYS}[way]
+    assert run(mpirun, kind, ranks, living, way, "openmpi", ulfm=True) == expected
+
+
+def test_of_a_job_with_ulfm_that_loses_a_rank_before_mpi_is_up(mpirun: JobRunner) -> None:
+    code = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': os.kill(os.getpid(), 9)\nimport allreduce"
+    job = mpirun(3, ["-c", code], ulfm=True, timeout=150, env={"ALLREDUCE_START_SECONDS": "10"})
+    assert job.returncode == 1
+    assert " of 3: MPI has not started in 10 s, so this rank ends the job" in job.stderr  # mpirun ends the rest then
+
+
+def test_of_a_job_with_ulfm_whose_only_rank_ends_it(mpirun: JobRunner) -> None:
+    """As the end of a program does when a collective still hangs, and the doctor."""
+    code = "import allreduce; from allreduce import ending; allreduce.Topology(); ending.end_job('on purpose', 3)"
+    assert mpirun(1, ["-c", code], ulfm=True).returncode == 3
+
+
+def test_of_a_job_of_mpich_with_a_rank_that_ends_without_a_word(mpirun: JobRunner) -> None:
+    """MPICH's mpiexec (5.0) ends the others at once, and the job's code is that of the rank, also 0: nobody can tell it
+    from a job that has ended well. So it is without this library. Open MPI's mpirun makes 1 of it.
+    """
+    for code in (0, 3):
+        program = f"""
+import os
+import numpy as np
+import allreduce
+with allreduce.create("ring") as reduce:
+    if reduce.rank == 1:
+        os._exit({code})
+    reduce(np.ones(3), "sum")
+    print("never")
+"""
+        job = mpirun(2, ["-c", program], mpi="mpich", timeout=120)
+        assert (job.returncode, job.stdout) == (code, "")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("way", "starts"), [("killed", 2), ("end", 1)])
+def test_a_job_with_ulfm_whose_ranks_were_all_killed_is_started_again(
+    way: str, starts: int, ranks: int, tmp_path: Path
+) -> None:
+    """mpirun returns 0 there; scripts/keep_going.sh knows better."""
+    bin_folder = launch.environment("openmpi") / "bin"
+    launcher = f"{bin_folder / 'mpirun'} --with-ft ulfm --oversubscribe --bind-to none"
+    keep_going = ["bash", str(launch.ROOT / "scripts" / "keep_going.sh"), "--ranks", str(ranks), "--same-ranks"]
+    keep_going += ["--attempts", "2", "--progress", str(tmp_path), "--launcher", launcher]
+    job = subprocess.run(
+        [*keep_going, "--", str(bin_folder / "python"), *job_of("ends"), "allreduce", str(ranks), way],
+        env=launch._variables("none", ranks), capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert job.returncode == (KILLED if way == "killed" else 0), job.stderr
+    assert job.stderr.count("\n+ ") + job.stderr.startswith("+ ") == starts, job.stderr

@@ -1,0 +1,140 @@
+"""Where a rank stands: SIGUSR1 prints it, and a wait that takes long puts the stacks of all ranks into files."""
+
+import faulthandler
+from pathlib import Path
+
+import pytest
+
+from allreduce.health import stacks
+from tests import launch
+from tests.conftest import JobRunner
+
+PROGRAM = """
+import ctypes, os, signal, threading, time
+import numpy as np
+import allreduce
+topology = allreduce.Topology()
+reduce = allreduce.create("ring", topology)
+grads = reduce.allocate(50_000)
+reduce(grads)
+def looks_for_data():
+    time.sleep(5)
+def keeps_the_lock():
+    ctypes.PyDLL(None).sleep(5)
+if topology.rank == 0:
+    threading.Timer(2.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+if topology.rank == 1:
+    looks_for_data()
+if topology.rank == 2:
+    keeps_the_lock()
+reduce(grads)
+topology.close()
+print("came to the end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_a_stall_and_a_signal(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    """Also of the rank that computes, and of one whose C code keeps Python's lock; and then the job goes on."""
+    folder = tmp_path / "stacks"
+    limits = {"ALLREDUCE_STALL_SECONDS": "1", "ALLREDUCE_STALL_STACKS": str(folder)}
+    job = mpirun(3, ["-c", PROGRAM], mpi=mpi, timeout=60, env=limits)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("came to the end") == 3
+    assert "rank 0 has waited" in job.stderr
+    assert "200000 bytes, call " in job.stderr
+    assert str(folder / "stacks-rank-*.txt") in job.stderr
+    assert "in looks_for_data" in (folder / "stacks-rank-1.txt").read_text()
+    assert "in keeps_the_lock" in (folder / "stacks-rank-2.txt").read_text()
+    waiting = job.stderr.partition("rank 0 of 3: process ")[2]
+    assert waiting.partition("waits since ")[2].partition(" s in ")[2].startswith("all_reduce: length 50000"), (
+        job.stderr
+    )
+    assert "in _come" in job.stderr  # the stacks that SIGUSR1 prints
+
+
+def test_many_signals_while_threads_run() -> None:
+    """Stacks are read while nobody's runs on. Nothing is left open of which Python warns at the end."""
+    code = (
+        "import subprocess, threading, time, warnings, allreduce\n"
+        "warnings.simplefilter('always')\n"
+        "allreduce.Topology()\n"
+        "def deeper(depth):\n"
+        "    return depth and deeper(depth - 1) + len([each for each in range(3)])\n"
+        "end = time.monotonic() + 2\n"
+        "def run():\n"
+        "    while time.monotonic() < end: deeper(300)\n"
+        "for _ in range(3): threading.Thread(target=run).start()\n"
+        "sender = subprocess.Popen(['sh', '-c', 'while kill -USR1 $PPID; do sleep 0.01; done'])\n"
+        "run()\n"
+        "sender.kill(); sender.wait()\n"
+    )
+    done = launch.child(code)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "in deeper" in done.stderr
+    assert "ResourceWarning" not in done.stderr
+
+
+def test_a_handler_of_the_program_stays() -> None:
+    code = (
+        "import os, signal\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('mine'))\n"
+        "import allreduce\n"
+        "allreduce.Topology()\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    done = launch.child(code)
+    assert (done.stdout, done.returncode) == ("mine\n", 0), done.stderr
+    without = launch.child(code.replace(code.splitlines()[1], ""))
+    assert without.returncode == 0
+    assert "most recent call first" in without.stderr
+
+
+def test_a_signal_after_the_end_of_mpi() -> None:
+    """A program may go on when it has ended MPI: the signal still prints, and nothing calls MPI any more."""
+    code = (
+        "import os, signal, time\n"
+        "from mpi4py import MPI\n"
+        "import allreduce\n"
+        "allreduce.Topology().close()\n"
+        "MPI.Finalize()\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "time.sleep(1)\n"
+        "print('goes on')\n"
+    )
+    done = launch.child(code)
+    assert (done.stdout, done.returncode) == ("goes on\n", 0), done.stderr
+    assert "rank 0 of 1: process " in done.stderr
+
+
+@pytest.fixture
+def stacks_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of this rank's stacks; none were written a short time ago."""
+    monkeypatch.setenv(stacks.STACKS, str(tmp_path))
+    monkeypatch.setattr(stacks, "_files", {})
+    monkeypatch.setattr(stacks, "_times", {"dumped": float("-inf"), "armed": float("-inf")})
+    return tmp_path / "stacks-rank-0.txt"
+
+
+def test_stacks_after_ages(stacks_in: Path) -> None:
+    """Longer than any clock of the system counts: never."""
+    for seconds in (1e10, 1e12, 1e300, float("inf")):
+        stacks.put_off(seconds)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_stacks_on_a_full_disk(stacks_in: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever waits goes on waiting, and hears of it once."""
+    stacks._files[str(stacks_in.parent)] = open("/dev/full", "a", 1)  # noqa: SIM115
+    stacks.dump("waits")
+    stacks._times["dumped"] = float("-inf")
+    stacks.dump("waits")
+    assert caplog.text.count("stacks can't be written there: ") == 1
+
+
+def test_stacks_follow_no_link(stacks_in: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The folder may be everybody's."""
+    stacks_in.symlink_to(tmp_path / "elsewhere")
+    stacks.dump("waits")
+    assert "stacks can't be written there: " in caplog.text
+    assert not (tmp_path / "elsewhere").exists()

@@ -1,0 +1,209 @@
+"""Whatever ranks do differently: nobody waits for ever or without a word, and nothing is silently wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.conftest import JobRunner
+
+BOTH = pytest.mark.parametrize("mpi", launch.MPIS)
+LIMITS = {"ALLREDUCE_STALL_SECONDS": "2", "ALLREDUCE_TIMEOUT_SECONDS": "40"}  # no test waits for its end
+LATE = {"ALLREDUCE_STALL_SECONDS": "1", "ALLREDUCE_TIMEOUT_SECONDS": "4"}  # but one
+
+PROGRAM = """
+import sys, threading, time
+import numpy as np
+import allreduce
+reduce = allreduce.create("ring")
+rank = reduce.rank
+one, other = reduce.allocate(50_000, "float32"), np.ones(50_000, "float32")
+few = np.ones(10, "float32")
+for op in ("sum", "max"):
+    for array in (one, other, few):
+        reduce(array, op)  # all of these signatures are known from here on
+for step in range(6):
+    if step == 3 and rank == 1:
+        {action}
+    reduce(one, "sum")
+reduce.close()
+print("came to the end")
+"""
+
+
+def run(mpirun: JobRunner, folder: Path, mpi: str, action: str, limits: dict[str, str] = LIMITS) -> str:
+    """What a job prints that must end by itself, and not well."""
+    script = folder / "program.py"
+    script.write_text(PROGRAM.format(action=action))
+    job = mpirun(3, [script], mpi=mpi, timeout=60, env=limits)
+    text = job.stdout + job.stderr
+    assert job.returncode != 0, text
+    assert "came to the end" not in text
+    return text
+
+
+SEVERAL = """
+import sys
+import numpy as np
+import allreduce
+from allreduce.errors import DisagreementError
+for case in sys.argv[1:]:
+    name, other_call = case.split(":")
+    topology = allreduce.Topology()
+    reduce = allreduce.create(name, topology)
+    one, other, few = reduce.allocate(50_000, "float32"), np.ones(50_000, "float32"), np.ones(10, "float32")
+    for op in ("sum", "max"):
+        for array in (one, other, few):
+            reduce(array, op)  # all of these signatures are known from here on
+    array, op = {"op": (one, "max"), "length": (few, "sum"), "memory": (other, "sum")}[other_call]
+    try:
+        reduce(array, op) if topology.rank == 1 else reduce(one, "sum")
+        reduce(one, "sum")
+    except DisagreementError as error:
+        if topology.rank == 0:
+            print(f"CASE {case}: {error}")
+    topology.abandon()
+"""
+OTHER_CALLS = [
+    *(f"{name}:op" for name in ("ring", "native", "shared", "halving_doubling", "reduce_to_one", "auto")),
+    *(f"{name}:length" for name in ("ring", "native", "auto", "hierarchical_copy")),
+    *(f"{name}:memory" for name in ("auto", "hierarchical_copy")),
+]
+
+
+@BOTH
+def test_another_op_length_or_memory(mpirun: JobRunner, mpi: str) -> None:
+    """All signatures are known, so no agreement is due; the results would be wrong."""
+    job = mpirun(3, ["-c", SEVERAL, *OTHER_CALLS], mpi=mpi, env=LIMITS)
+    assert job.returncode == 0, job.stdout + job.stderr
+    told = dict(text.split(": ", 1) for text in job.stdout.split("CASE ")[1:])
+    assert list(told) == OTHER_CALLS
+    for case, text in told.items():
+        assert text.startswith("the ranks disagree"), case
+        assert 'rank 0: all_reduce: length 50000, dtype float32, op "sum"' in text, case
+        theirs = {"op": 'length 50000, dtype float32, op "max"', "length": "length 10", "memory": "length 50000"}
+        assert f"rank 1: all_reduce: {theirs[case.partition(':')[2]]}" in text, case
+
+
+@BOTH
+def test_a_call_too_few(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    text = run(mpirun, tmp_path, mpi, "continue")
+    assert "DisagreementError: the ranks disagree" in text
+    assert "rank 1: close() of ring" in text
+
+
+@BOTH
+def test_a_call_too_many(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    text = run(mpirun, tmp_path, mpi, 'reduce(one, "sum")')
+    assert "DisagreementError: the ranks disagree" in text
+
+
+@pytest.mark.parametrize(
+    ("mpi", "ulfm", "action", "code"),
+    [("openmpi", False, "sys.exit(3)", 3), ("openmpi", True, "sys.exit(3)", 3), ("mpich", False, "break", 1)],
+)
+def test_a_rank_that_leaves(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: bool, action: str, code: int) -> None:
+    """The job ends with its exit code, if that tells of an error."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM.format(action=action).replace("reduce.close()", ""))
+    job = mpirun(3, [script], mpi=mpi, timeout=60, env=LIMITS, ulfm=ulfm)
+    assert job.returncode == code
+    assert "RankLeftError: rank 1 has left: it has ended its program" in job.stdout + job.stderr
+
+
+@BOTH
+def test_a_rank_that_is_late(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    """First it is told, later it ends; both say who has not come."""
+    text = run(mpirun, tmp_path, mpi, "time.sleep(50)", LATE)
+    assert "rank 0 has waited 1 s for other ranks in: all_reduce: length 50000" in text
+    assert "rank 1: has not come" in text
+    assert "CollectiveTimeoutError: waited" in text
+
+
+def test_late_in_an_agreement(mpirun: JobRunner, tmp_path: Path) -> None:
+    """A wait of ours is left by an exception, which a program may catch."""
+    code = (
+        "import allreduce, time, numpy as np\n"
+        "from allreduce.errors import BrokenError, CollectiveTimeoutError\n"
+        "topology = allreduce.Topology(timeout=2)\n"
+        "reduce = allreduce.create('ring', topology)\n"
+        "if topology.rank == 1: time.sleep(4); raise SystemExit\n"
+        "try:\n    reduce(np.ones(5), 'sum')\n"
+        "except CollectiveTimeoutError as error: assert 'rank 1: has not come' in str(error), error\n"
+        "try:\n    reduce(np.ones(5), 'sum')\n"
+        "except BrokenError: print('told twice', flush=True)\n"
+        "time.sleep(3)\n"
+    )
+    job = mpirun(3, ["-c", code], timeout=60)
+    assert job.stdout.count("told twice") == 2, job.stdout + job.stderr
+    assert job.returncode == 0, job.stderr
+
+
+@BOTH
+def test_an_exception_in_a_thread(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    code = (
+        "import allreduce, threading, numpy as np\n"
+        "reduce = allreduce.create('ring')\n"
+        "def work():\n"
+        "    for step in range(5):\n"
+        "        if step == 3 and reduce.rank == 1: raise ValueError('on purpose')\n"
+        "        reduce(np.ones(50), 'sum')\n"
+        "thread = threading.Thread(target=work, name='mine'); thread.start(); thread.join()\n"
+        "import time; time.sleep(100)\n"
+    )
+    job = mpirun(3, ["-c", code], mpi=mpi, timeout=60)
+    assert job.returncode != 0
+    assert "rank 1 of 3: ValueError in thread 'mine'" in job.stderr
+    assert "ValueError: on purpose" in job.stderr
+
+
+def test_a_hook_that_was_set_later(mpirun: JobRunner, tmp_path: Path) -> None:
+    text = run(
+        mpirun,
+        tmp_path,
+        "openmpi",
+        "sys.excepthook = lambda *_: print('mine', flush=True); raise ValueError('mistake')",
+    )
+    assert "mine" in text
+    assert "rank 1 of 3: ValueError: mistake" in text
+
+
+def test_seconds_that_are_no_number(mpirun: JobRunner) -> None:
+    code = (
+        "import allreduce, os, sys\n"
+        "for variable in sys.argv[1:]:\n"
+        "    for os.environ[variable] in ('abc', 'nan'):\n"
+        "        try: allreduce.Topology()\n"
+        "        except allreduce.errors.OptionError as error: print(error)\n"
+        "    del os.environ[variable]\n"
+    )
+    job = mpirun(2, ["-c", code, *LIMITS])
+    assert job.returncode == 0, job.stderr
+    for variable in LIMITS:
+        assert job.stdout.count(f"{variable} must be a number of seconds such as") == 4, job.stdout
+        assert "got 'abc'" in job.stdout
+
+
+@BOTH
+def test_an_exception_in_one_part(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    """It ends the programs of its part; the other one goes on, here until the first has ended."""
+    code = (
+        "import allreduce, atexit, numpy as np, time\n"
+        "from pathlib import Path\n"
+        "topology = allreduce.Topology()\n"
+        "part = topology.split(topology.rank % 2, on_error='part')\n"
+        "reduce = allreduce.create('ring', part)\n"
+        "if topology.rank == 2: atexit.register(Path('ended').touch)\n"
+        "ended = np.zeros(1)\n"
+        "while not ended[0]:\n"
+        "    if topology.rank == 0: raise ValueError('on purpose')\n"
+        "    ended[0] = Path('ended').exists()\n"
+        "    reduce(ended, 'max')\n"
+        "part.close()\n"
+        "print('went on', flush=True)\n"
+    )
+    job = mpirun(4, ["-c", code], mpi=mpi, cwd=tmp_path, env=LIMITS)
+    assert job.returncode != 0
+    assert job.stdout.count("went on") == 2, job.stderr
+    assert job.stderr.count("Traceback") == 2, job.stderr
+    assert "RankLeftError: rank 0 has left: ValueError: on purpose" in job.stderr

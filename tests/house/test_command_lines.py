@@ -1,0 +1,81 @@
+"""What every command line of the project does with its options."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from allreduce.__main__ import parse
+from allreduce.errors import OptionError
+from tests import launch
+from trainers.cli.options import Parser
+
+PARSERS = {"trainers/cli/options.py", "allreduce/__main__.py"}  # the only modules that derive from ArgumentParser
+FOLDERS = ("allreduce", "trainers", "benchmarks", "scripts")
+
+
+@pytest.fixture
+def parser() -> Parser:
+    made = Parser(prog="program", description="first\n\n  second", epilog="the end")
+    made.add_argument("--epochs", type=int)
+    made.add_argument("-b", "--batch-size", type=int)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [(["--epoch", "3"], "--epochs"), (["--epoch=3"], "--epochs"), (["-b", "3", "--batchsize", "4"], "--batch-size")],
+)
+def test_an_abbreviated_or_mistyped_option_is_refused_with_the_nearest_one(
+    parser: Parser, capsys: pytest.CaptureFixture[str], given: list[str], near: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(given)
+    assert f"did you mean {near}?" in capsys.readouterr().err
+
+
+def test_no_option_is_named_that_is_unlike_it(parser: Parser, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["stray"])
+    assert capsys.readouterr().err.endswith("program: error: unrecognized arguments: stray\n")
+
+
+def test_texts_are_shown_as_they_are(parser: Parser) -> None:
+    assert "first\n\n  second" in parser.format_help()
+
+
+@pytest.mark.parametrize("given", [["--versio"], ["doctor", "--verbos"], ["doctor", "--hel"]])
+def test_the_command_of_the_library_takes_no_abbreviations(given: list[str]) -> None:
+    with pytest.raises(OptionError, match=r"unrecognized arguments: --(versio|verbos|hel)"):
+        parse(given, shown=False)
+
+
+def test_every_command_line_has_this_parser() -> None:
+    """Nothing else makes or derives from an ArgumentParser."""
+    modules = [path for folder in FOLDERS for path in (launch.ROOT / folder).rglob("*.py")]
+    assert len(modules) > 100
+    others = [path for path in modules if re.search(r"\bArgumentParser\b", _code(path))]
+    named = {path.relative_to(launch.ROOT).as_posix() for path in others}
+    assert named == PARSERS
+
+
+def _code(path: Path) -> str:
+    """Without annotations of parameters and results, which name the base class."""
+    return re.sub(r"(: |-> )argparse\.ArgumentParser\b", "", path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "near"),
+    [
+        (["-m", "benchmarks.compare"], "--treshold", "--threshold"),
+        (["-m", "benchmarks.scaling"], "--mode", "--model"),
+        (["-m", "benchmarks.timeline"], "--plo", "--plot"),
+    ],
+)
+def test_programs_without_mpirun(program: list[str], given: str, near: str) -> None:
+    command = [sys.executable, *program, "a", "b", given, "c"]
+    job = subprocess.run(command, cwd=launch.ROOT, capture_output=True, text=True, timeout=120)
+    assert job.returncode == 2
+    assert f"did you mean {near}?" in job.stderr

@@ -1,0 +1,110 @@
+"""The harness for ranks: failures on one rank are failures of all, hangs end, and nothing passes by not running."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.conftest import JobRunner
+
+BOTH = pytest.mark.parametrize("mpi", launch.MPIS)
+Inner = Callable[..., tuple[int, str, list[dict[str, int]]]]
+HEAD = "import pytest, time\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\n"
+
+
+@pytest.fixture
+def mpi() -> str:
+    """Of tests that look at the harness alone."""
+    return "openmpi"
+
+
+@pytest.fixture
+def inner(mpirun: JobRunner, tmp_path: Path, mpi: str) -> Inner:
+    """`inner(body, options...)` runs tests of two ranks and gives (code, text, reports)."""
+
+    def run(body: str, *options: str, **environment: str) -> tuple[int, str, list[dict[str, int]]]:
+        (tmp_path / "pytest.ini").write_text("[pytest]\n")
+        shutil.copy(launch.ROOT / "tests" / "ranks" / "conftest.py", tmp_path)
+        (tmp_path / "test_inner.py").write_text(HEAD + body)
+        variables = {"ALLREDUCE_TEST_REPORTS": str(tmp_path), **environment}
+        arguments = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no", *options, tmp_path]
+        job = mpirun(2, arguments, mpi=mpi, env=variables, cwd=tmp_path)
+        reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
+        return job.returncode, job.stdout + job.stderr, reports
+
+    return run
+
+
+@BOTH
+def test_passing(inner: Inner) -> None:
+    code, text, reports = inner("def test_one(): assert comm.size == 2\ndef test_two(): comm.Barrier()\n")
+    assert code == 0, text
+    assert text.count("2 passed") == 1  # rank 0 alone prints
+    assert [(report["rank"], report["collected"], report["ran"]) for report in reports] == [(0, 2, 2), (1, 2, 2)]
+
+
+@pytest.mark.parametrize(("mpi", "rank"), [("openmpi", 0), ("mpich", 1)])
+def test_failing_on_one_rank(inner: Inner, rank: int) -> None:
+    """It fails on both, with the traceback of the one, and the tests after it go on."""
+    body = f"def test_one():\n    assert comm.rank != {rank}, 'only here'\ndef test_two(): comm.Barrier()\n"
+    code, text, reports = inner(body)
+    assert code != 0
+    assert "1 failed, 1 passed" in text
+    assert f"rank {rank}: " in text
+    assert "AssertionError: only here" in text
+    assert [report["ran"] for report in reports] == [2, 2]
+
+
+def test_failing_set_up_on_one_rank(inner: Inner) -> None:
+    body = (
+        "@pytest.fixture\ndef broken():\n    assert comm.rank == 0\n"
+        "def test_one(broken): comm.Barrier()\ndef test_two(): comm.Barrier()\n"
+    )
+    code, text, _ = inner(body)
+    assert code != 0
+    assert "1 passed, 1 error" in text
+
+
+def test_skipping_on_one_rank_is_a_failure(inner: Inner) -> None:
+    code, text, _ = inner("def test_one():\n    if comm.rank: pytest.skip('not me')\n")
+    assert code != 0
+    assert "outcome on the ranks: passed, skipped" in text
+
+
+@BOTH
+def test_a_hang_ends_with_the_stacks_of_all(inner: Inner) -> None:
+    body = "def test_one():\n    assert comm.rank == 0, 'left early'\n    comm.recv(source=1)\n"
+    code, text, _ = inner(body, ALLREDUCE_TEST_WATCHDOG="1")
+    assert code != 0
+    assert text.count("Timeout (0:00:01)!") == 2
+    assert "in test_one" in text
+    assert "left early" in text
+
+
+def test_stop_at_first_failure(inner: Inner) -> None:
+    body = "def test_one(): assert comm.rank\ndef test_two(): comm.Barrier()\n"
+    code, text, reports = inner(body, "-x")
+    assert code != 0
+    assert "1 failed in" in text
+    assert [report["ran"] for report in reports] == [1, 1]
+
+
+def test_nothing_matches(inner: Inner) -> None:
+    code, _, reports = inner("def test_one(): pass\n", "-k", "nothing")
+    assert code == 0
+    assert [report["collected"] for report in reports] == [0, 0]
+
+
+def test_words_of_the_driver_count(inner: Inner) -> None:
+    body = "def test_one(): pass\ndef test_two(): pass\n"
+    _, _, reports = inner(body, "-k", "two and mpich", ALLREDUCE_TEST_WORDS="mpich 2ranks")
+    assert [report["ran"] for report in reports] == [1, 1]
+
+
+def test_different_tests_on_ranks(inner: Inner) -> None:
+    code, text, _ = inner("@pytest.mark.parametrize('x', [comm.rank])\ndef test_one(x): pass\n")
+    assert code != 0
+    assert "the ranks collected different tests" in text

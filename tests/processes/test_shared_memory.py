@@ -1,0 +1,70 @@
+"""A /dev/shm of 64 MB, as containers often have it: many ranks, and jobs that take it from each other."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests import launch
+from tests.conftest import lacking
+
+pytestmark = pytest.mark.jobs
+IN_A_SMALL_ONE = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+START = """
+import sys
+from tests import launch
+job = launch.mpirun(int(sys.argv[1]), ["-c", sys.argv[2]], mpi=sys.argv[3], timeout=100)
+print(job.stdout, job.stderr)
+sys.exit(job.returncode)
+"""
+
+
+def run(ranks: int, code: str, mpi: str) -> str:
+    """What a job prints that runs in a /dev/shm of its own."""
+    if not shutil.which("unshare"):
+        pytest.skip("no unshare here")
+    enter = ["unshare", "--mount", "sh", "-c", IN_A_SMALL_ONE, "sh"]
+    if subprocess.run([*enter, "true"], capture_output=True).returncode:
+        pytest.skip("only root can mount a /dev/shm")
+    try:
+        launch.environment(mpi)
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+    command = [*enter, sys.executable, "-c", START, str(ranks), code, mpi]
+    job = subprocess.run(command, capture_output=True, text=True, cwd=launch.ROOT)
+    assert job.returncode == 0, job.stdout + job.stderr
+    return job.stdout
+
+
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_jobs_that_take_it_from_each_other(mpi: str) -> None:
+    """Two halves of a job that know nothing of each other: memory or a named error, no bus error."""
+    code = (
+        "import numpy as np, allreduce\n"
+        "from mpi4py import MPI\n"
+        "refused, kept = 0, []\n"
+        "half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2, MPI.COMM_WORLD.rank)\n"
+        "with allreduce.Topology(half) as topology, allreduce.create('shared', topology) as reduce:\n"
+        "    for turn in range(40):\n"
+        "        try:\n"
+        "            array = reduce.allocate(500_000)\n"
+        "            array[:] = turn; reduce(array, 'sum'); assert (array == 2 * turn).all()\n"
+        "            kept.append(array)\n"
+        "        except allreduce.errors.UnavailableError as error:\n"
+        "            assert 'shared memory is too small' in str(error)\n"
+        "            refused, kept = refused + 1, kept[3:]\n"
+        "print('lacking' if refused else 'enough')\n"
+    )
+    assert run(4, code, mpi).count("lacking") == 4  # MPICH joins the lines of two ranks now and then
+
+
+def test_many_ranks() -> None:
+    code = (
+        "import numpy as np, allreduce\n"
+        "with allreduce.create('shared') as reduce:\n"
+        "    for array in (reduce.allocate(100_000), np.empty(300_001)):\n"
+        "        array[:] = 1; reduce(array, 'sum'); assert (array == 32).all()\n"
+        "print('done')\n"
+    )
+    assert run(32, code, "openmpi").count("done") == 32

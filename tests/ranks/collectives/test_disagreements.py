@@ -1,0 +1,162 @@
+"""Ranks that differ in a call all raise one DisagreementError with the table of all sides, and can go on.
+
+On one host and on several, of every backend, for calls that are new and for calls that all ranks know.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.backend import AllReduce
+from allreduce.errors import DisagreementError
+from allreduce.two_phase import TwoPhase
+from tests.ranks.hosts import Hosts
+from tests.ranks.together import raised_everywhere, usable
+
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
+NAMES = (*allreduce.NAMES, "adasum")
+HOSTS = {"one host": (SIZE,), "uneven hosts": (SIZE - 1, 1), "hosts of one": (1,) * SIZE}
+pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
+
+
+@pytest.fixture(scope="module", params=[hosts for hosts in HOSTS if SIZE > 2 or hosts != "uneven hosts"])
+def topology(request: pytest.FixtureRequest) -> Generator[allreduce.Topology]:
+    Hosts.sizes = HOSTS[request.param]
+    made = allreduce.Topology(Hosts(WORLD))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def reduce(request: pytest.FixtureRequest, topology: allreduce.Topology) -> Generator[AllReduce]:
+    made = usable(request.param, topology)
+    yield made
+    made.close()
+
+
+def _op(reduce: AllReduce) -> str:
+    return "adasum" if reduce.name == "adasum" else "sum"
+
+
+def _sparse(reduce: AllReduce, rows: int) -> Any:
+    return reduce.sparse(np.arange(3), np.ones((3, 2), np.float32), rows, "sum")
+
+
+# Two calls that ranks may mix up, by what they differ in; the first is alike in all kinds.
+CALLS: dict[str, tuple[Callable[[AllReduce, int], Any], ...]] = {
+    "length": (
+        lambda reduce, seed: reduce(np.ones(100 + seed, np.float32), _op(reduce)),
+        lambda reduce, seed: reduce(np.ones(101 + seed, np.float32), _op(reduce)),
+    ),
+    "shape": (
+        lambda reduce, seed: reduce(np.ones((2, 3 + seed), np.float32), _op(reduce)),
+        lambda reduce, seed: reduce(np.ones((3 + seed, 2), np.float32), _op(reduce)),
+    ),
+    "shape in a list": (
+        lambda reduce, seed: reduce([np.ones((2, 3 + seed), np.float32)], _op(reduce)),
+        lambda reduce, seed: reduce([np.ones((3 + seed, 2), np.float32)], _op(reduce)),
+    ),
+    "broadcast": (
+        lambda reduce, seed: reduce.broadcast(np.ones(10 + seed)),
+        lambda reduce, seed: reduce.broadcast(np.ones(10 + seed), 1),
+    ),
+    "collect": (
+        lambda reduce, seed: reduce.collect(np.ones(10 + seed)),
+        lambda reduce, seed: reduce.collect(np.ones(11 + seed)),
+    ),
+    "all_gather": (
+        lambda reduce, seed: reduce.all_gather(np.ones(10 + seed)),
+        lambda reduce, seed: reduce.all_gather(np.ones(11 + seed)),
+    ),
+    "sparse": (
+        lambda reduce, seed: _sparse(reduce, 10 + seed),
+        lambda reduce, seed: _sparse(reduce, 11 + seed),
+    ),
+    "broadcast, not sparse": (
+        lambda reduce, seed: reduce.broadcast(np.ones(10 + seed)),
+        lambda reduce, seed: _sparse(reduce, 10 + seed),
+    ),
+    "a call, not broadcast": (
+        lambda reduce, seed: reduce(np.ones(10 + seed), _op(reduce)),
+        lambda reduce, seed: reduce.broadcast(np.ones(10 + seed)),
+    ),
+}
+KNOWN = {"both new": (), "both known": (0, 1), "one known": (0,)}
+seeds = itertools.count(0, 50)
+
+
+@pytest.mark.parametrize("known", KNOWN)
+@pytest.mark.parametrize("kind", CALLS)
+def test_the_same_error_on_all_ranks(reduce: AllReduce, kind: str, known: str) -> None:
+    if reduce.name == "adasum" and "sparse" in kind:
+        pytest.skip("it makes no sums")
+    calls, seed = CALLS[kind], next(seeds)
+    for odd in {0, SIZE - 1}:  # with other ranks on its host, or alone there
+        for number in KNOWN[known]:
+            for _ in range(2):
+                calls[number](reduce, seed)
+        mine = calls[reduce.rank == odd]
+        text = raised_everywhere(WORLD, DisagreementError, partial(mine, reduce, seed))
+        lines = text.splitlines()[1:]
+        assert [line.partition(":")[0] for line in lines] == [f"  rank {rank}" for rank in range(SIZE)]
+        sides = [line.partition(":")[2] for line in lines]
+        assert len(set(sides)) == 2
+        assert sides.count(sides[odd]) == (1 if SIZE > 2 else sides.count(sides[odd]))
+        array = np.full(7, 1.0 + reduce.rank)
+        if reduce.name != "adasum":
+            reduce(array, "max")
+            assert set(array) == {SIZE}
+        seed = next(seeds)
+
+
+@pytest.mark.parametrize("phase", ["reduce_scatter", "all_gather"])
+def test_phases(reduce: AllReduce, phase: str) -> None:
+    if not isinstance(reduce, TwoPhase):
+        pytest.skip("it has no phases")
+    for length in (20, 21):
+        getattr(reduce, phase)(np.ones(length))
+    mine = np.ones(21 if reduce.rank == SIZE - 1 else 20)
+    text = raised_everywhere(WORLD, DisagreementError, lambda: getattr(reduce, phase)(mine))
+    assert f"rank {SIZE - 1}: {phase}: length 21" in text
+    getattr(reduce, phase)(np.ones(20))
+
+
+def test_compressed(topology: allreduce.Topology) -> None:
+    with allreduce.create("ring", topology, compress="bfloat16") as reduce:
+        shapes = (4, 6), (6, 4)
+        for shape in shapes:
+            reduce(np.ones(shape), "sum")
+        text = raised_everywhere(
+            WORLD, DisagreementError, lambda: reduce(np.ones(shapes[reduce.rank == SIZE - 1]), "sum")
+        )
+        assert f"rank {SIZE - 1}: all_reduce: length 24 of shape (6, 4)" in text
+
+
+def test_places_in_allocated_memory(reduce: AllReduce) -> None:
+    """Of one array from `allocate`, and of two; of an array so large that "auto" takes the node's memory for it."""
+    length = 100_000
+    arrays = [reduce.allocate(2 * length, "float32") for _ in range(2)]
+    alone = reduce.topology.nodes == SIZE
+    calls: dict[str, Callable[[np.ndarray], object]] = {"a call": lambda array: reduce(array, _op(reduce))}
+    if isinstance(reduce, TwoPhase):
+        calls |= {"reduce_scatter": reduce.reduce_scatter, "all_gather": reduce.all_gather}
+    for call, odd in itertools.product(calls.values(), {0, SIZE - 1}):
+        mine = reduce.rank == odd
+        places = (arrays[0][:length], arrays[0][length:]), (arrays[0][:length], arrays[1][:length])
+        for same, other in places:
+            call(same)
+            call(other)
+            if reduce.name in ("shared", "hierarchical_copy", "auto") and not alone:
+                text = raised_everywhere(WORLD, DisagreementError, partial(call, other if mine else same))
+                assert re.search(r"array \d+ from allocate\(\) at byte", text)
+            else:  # each rank reduces in memory of its own
+                call(other if mine else same)
+            call(same)

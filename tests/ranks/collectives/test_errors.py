@@ -1,0 +1,501 @@
+"""Bad use raises the same named error on every rank: no hang, no wrong sums, no bare internal error."""
+
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce import errors
+from allreduce.backend import AllReduce
+from allreduce.two_phase import TwoPhase
+from tests.ranks.together import raised_everywhere, usable
+
+SIZE = MPI.COMM_WORLD.size
+several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
+
+
+@pytest.fixture(scope="module", params=allreduce.NAMES)
+def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.Topology]) -> Generator[AllReduce]:
+    made = usable(request.param, topology_of(None))
+    yield made
+    made.close()
+
+
+def test_one_good_call_after_each_error(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    """An error leaves the backend usable."""
+    bad = np.zeros(10)[::2]
+    raised_everywhere(world, errors.NotContiguousError, lambda: reduce(bad, "sum"))
+    array = np.full(10, world.rank, "float32")
+    reduce(array, "max")
+    assert np.all(array == SIZE - 1)
+
+
+@several
+@pytest.mark.parametrize("where", ["foreign", "allocated"])
+def test_lengths_differ(reduce: AllReduce, world: MPI.Intracomm, where: str) -> None:
+    large = np.zeros(64) if where == "foreign" else reduce.allocate(64, "float64")
+    array = large[: 40 + world.rank % 2]
+    text = raised_everywhere(world, errors.DisagreementError, lambda: reduce(array, "sum"))
+    for rank in range(SIZE):
+        assert f"rank {rank}: all_reduce: length {40 + rank % 2}, dtype float64" in text
+
+
+@several
+def test_always_finds_one_rank_that_leaves_a_known_signature(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    strict = allreduce.create(reduce.name, reduce.topology, check="always")
+    for _ in range(2):
+        strict(np.ones(32), "sum")
+    array = np.ones(33 if world.rank == SIZE - 1 else 32)
+    text = raised_everywhere(world, errors.DisagreementError, lambda: strict(array, "sum"))
+    assert f"rank {SIZE - 1}: all_reduce: length 33" in text
+    assert "rank 0: all_reduce: length 32" in text
+    strict.close()
+
+
+@several
+def test_dtypes_differ(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    array = np.zeros(16, "float32" if world.rank else "int32")
+    text = raised_everywhere(world, errors.DisagreementError, lambda: reduce(array, "sum"))
+    assert "rank 0: all_reduce: length 16, dtype int32" in text
+    assert "rank 1: all_reduce: length 16, dtype float32" in text
+
+
+@several
+def test_ops_differ(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    text = raised_everywhere(
+        world, errors.DisagreementError, lambda: reduce(np.zeros(17), "sum" if world.rank else "max")
+    )
+    assert 'rank 0: all_reduce: length 17, dtype float64, op "max"' in text
+    assert 'op "sum"' in text
+
+
+@several
+def test_order_of_calls_differs(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    first, second = np.zeros(21), np.zeros(22)
+    array = second if world.rank else first
+    text = raised_everywhere(world, errors.DisagreementError, lambda: reduce(array, "sum"))
+    assert "rank 0: all_reduce: length 21" in text
+    assert "rank 1: all_reduce: length 22" in text
+
+
+@several
+def test_memory_differs(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    """Where it matters whose memory it is. Elsewhere the call simply works."""
+    allocated = reduce.allocate(18, "float64")
+    allocated[:] = world.rank
+    array = np.full(18, float(world.rank)) if world.rank else allocated
+    if reduce._memory(allocated) == reduce._memory(np.zeros(18)):
+        reduce(array, "max")
+        assert np.all(array == SIZE - 1)
+        return
+    text = raised_everywhere(world, errors.DisagreementError, lambda: reduce(array, "max"))
+    assert 'rank 0: all_reduce: length 18, dtype float64, op "max", memory from allocate()' in text
+    assert "ordinary memory" in text
+
+
+@several
+def test_layouts_differ(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    array = np.zeros((4, 5), order="C" if world.rank else "F")
+    text = raised_everywhere(world, errors.DisagreementError, lambda: reduce(array, "sum"))
+    assert "Fortran order" in text
+
+
+@several
+def test_one_rank_passes_something_bad(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    array = np.zeros(38)[::2] if world.rank == SIZE - 1 else np.zeros(19)
+    text = raised_everywhere(world, errors.NotContiguousError, lambda: reduce(array, "sum"))
+    assert text.startswith(f"rank {SIZE - 1}: ")
+
+
+def _tensor() -> object:
+    if SIZE > 3:
+        pytest.skip("many ranks take long to import PyTorch")
+    return pytest.importorskip("torch").zeros(3)
+
+
+class JaxLike:
+    """All that tells an array of JAX: NumPy can copy it, and nothing can write to it."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.zeros(3, dtype)
+
+
+def _read_only() -> np.ndarray:
+    array = np.zeros(3)
+    array.flags.writeable = False
+    return array
+
+
+BAD_ARRAYS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "list": (lambda: [1.0, 2.0], errors.NotAnArrayError, "not builtins.float"),
+    "float": (lambda: 1.5, errors.NotAnArrayError, "not builtins.float"),
+    "tensor": (_tensor, errors.NotAnArrayError, r"tensor.detach().numpy()"),
+    "JAX array": (JaxLike, errors.NotAnArrayError, "JaxLike; it is reduced in place, so pass numpy.array(it)"),
+    "read-only": (_read_only, errors.NotAnArrayError, "read-only"),
+    "gaps": (lambda: np.zeros((4, 4))[:, :2], errors.NotContiguousError, "ascontiguousarray"),
+    "reversed": (lambda: np.zeros(4)[::-1], errors.NotContiguousError, "not contiguous"),
+    "complex": (lambda: np.zeros(3, complex), errors.UnsupportedDtypeError, "complex128"),
+    "16-bit integers": (lambda: np.zeros(3, np.int16), errors.UnsupportedDtypeError, "use one of float32"),
+    "object": (lambda: np.zeros(3, object), errors.UnsupportedDtypeError, "object"),
+    "byte order": (lambda: np.zeros(3, ">f4"), errors.UnsupportedDtypeError, "byte order"),
+    "not aligned": (lambda: np.zeros(33, np.uint8)[1:].view("f8"), errors.NotAnArrayError, "aligned"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ARRAYS)
+def test_bad_array(reduce: AllReduce, world: MPI.Intracomm, bad: str) -> None:
+    make, kind, words = BAD_ARRAYS[bad]
+    array = make()
+    assert words in raised_everywhere(world, kind, lambda: reduce(array, "sum"))
+    assert issubclass(kind, errors.AllReduceError)
+
+
+@pytest.mark.parametrize("op", ["avg", "SUM", "", None, 3, np.add, ["sum"]], ids=str)
+def test_unknown_op(reduce: AllReduce, world: MPI.Intracomm, op: Any) -> None:
+    text = raised_everywhere(world, errors.UnsupportedOpError, lambda: reduce(np.zeros(3), op))
+    assert "use one of sum, mean, max, min, prod" in text
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_mean_of_integers(reduce: AllReduce, world: MPI.Intracomm, dtype: str) -> None:
+    array = np.full(5, 3, dtype)
+    text = raised_everywhere(world, errors.UnsupportedOpError, lambda: reduce(array, "mean"))
+    assert f"not defined for {dtype}" in text
+    assert np.all(array == 3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_native_refuses_halves_by_name(flat: allreduce.Topology, world: MPI.Intracomm, dtype: str) -> None:
+    native = allreduce.create("native", flat)
+    text = raised_everywhere(world, errors.UnsupportedDtypeError, lambda: native.allocate(4, dtype))
+    assert f"native does not reduce {dtype}" in text.replace("Native", "native")
+    half = allreduce.create("ring", flat)
+    array = half.allocate(4, dtype)
+    raised_everywhere(world, errors.UnsupportedDtypeError, lambda: native(array, "sum"))
+    half.close()
+    native.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ((-1, "float32"), errors.OptionError, "got -1"),
+        ((2.5, "float32"), errors.OptionError, "got 2.5"),
+        (("many", "float32"), errors.OptionError, "got 'many'"),
+        ((3, "float31"), errors.UnsupportedDtypeError, "float31"),
+        ((3, "complex64"), errors.UnsupportedDtypeError, "complex64"),
+        ((3, "float32", "tpu"), errors.OptionError, "device='tpu'"),
+    ],
+    ids=str,
+)
+def test_bad_allocation(
+    reduce: AllReduce, world: MPI.Intracomm, arguments: tuple[Any, ...], kind: type[Exception], words: str
+) -> None:
+    assert words in raised_everywhere(world, kind, lambda: reduce.allocate(*arguments))
+
+
+@several
+def test_allocations_differ(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    text = raised_everywhere(world, errors.DisagreementError, lambda: reduce.allocate(10 + world.rank, "float32"))
+    assert "rank 0: allocate(10, 'float32'" in text
+    assert "rank 1: allocate(11, 'float32'" in text
+
+
+def test_closed(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    closed = allreduce.create(reduce.name, reduce.topology)
+    closed.close()
+    closed.close()
+    assert f"{reduce.name} is closed" in raised_everywhere(world, errors.ClosedError, lambda: closed(np.zeros(3)))
+    raised_everywhere(world, errors.ClosedError, lambda: closed.allocate(3))
+
+
+@several
+def test_never_checks(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    """check="never" sends no message of its own, and still refuses this rank's bad arguments."""
+    loose = allreduce.create(reduce.name, reduce.topology, check="never")
+    if world.rank == 0:  # alone: nobody else takes part
+        with pytest.raises(errors.NotContiguousError):
+            loose(np.zeros(8)[::2], "sum")
+    array = np.full(8, 2.0)
+    loose(array, "sum")
+    assert np.all(array == 2 * SIZE)
+    loose.close()
+
+
+# create
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("rinng", "did you mean 'ring'?"),
+        ("halving-doubling", "did you mean 'halving_doubling'?"),
+        ("natve", "did you mean 'native'?"),
+        ("zzz", "The backends are: ring, halving_doubling"),
+        (None, "no backend is called None"),
+    ],
+)
+def test_unknown_name(flat: allreduce.Topology, world: MPI.Intracomm, name: Any, words: str) -> None:
+    assert words in raised_everywhere(world, errors.UnknownBackendError, lambda: allreduce.create(name, flat))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("ring", {"root": 0}, "backend 'ring' has no option 'root'"),
+        ("ring", {"check": "sometimes"}, "first, always, never"),
+        ("reduce_to_one", {"root": 99}, "got 99"),
+        ("reduce_to_one", {"root": -1}, "got -1"),
+        ("reduce_to_one", {"root": "zero"}, "got 'zero'"),
+        ("hierarchical_copy", {"node": "native"}, "node='native' can't be used inside nodes"),
+        ("hierarchical_copy", {"make": None}, "has no option 'make'"),
+    ],
+    ids=str,
+)
+def test_bad_option(
+    flat: allreduce.Topology, world: MPI.Intracomm, name: str, options: dict[str, Any], words: str
+) -> None:
+    assert words in raised_everywhere(world, errors.OptionError, lambda: allreduce.create(name, flat, **options))
+
+
+def test_bad_part(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    for options in ({"node": "rinng"}, {"cross": "rinng"}):
+        text = raised_everywhere(
+            world,
+            errors.UnknownBackendError,
+            lambda options=options: allreduce.create("hierarchical_copy", flat, **options),
+        )
+        assert "did you mean 'ring'?" in text
+
+
+@several
+def test_names_differ(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    name = "native" if world.rank else "ring"
+    text = raised_everywhere(world, errors.DisagreementError, lambda: allreduce.create(name, flat))
+    assert "rank 0: create('ring'" in text
+    assert "rank 1: create('native'" in text
+
+
+@several
+def test_options_differ(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    text = raised_everywhere(
+        world, errors.DisagreementError, lambda: allreduce.create("reduce_to_one", flat, root=world.rank % 2)
+    )
+    assert "root=0" in text
+    assert "root=1" in text
+
+
+@several
+def test_one_rank_asks_for_an_unknown_backend(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    name = "rinng" if world.rank == 1 else "ring"
+    text = raised_everywhere(world, errors.UnknownBackendError, lambda: allreduce.create(name, flat))
+    assert text.startswith("rank 1: ")
+
+
+@pytest.mark.parametrize("bad", [0, -2, (1, 99), (), (SIZE, 0), "two", 1.5], ids=repr)
+def test_bad_simulated_nodes(world: MPI.Intracomm, bad: Any) -> None:
+    text = raised_everywhere(world, errors.OptionError, lambda: allreduce.Topology(ranks_per_node=bad))
+    assert f"ranks_per_node={bad!r}" in text
+
+
+def test_closed_topology(world: MPI.Intracomm) -> None:
+    topology = allreduce.Topology()
+    topology.close()
+    topology.close()
+    raised_everywhere(world, errors.ClosedError, lambda: topology.private())
+    raised_everywhere(world, errors.ClosedError, lambda: allreduce.create("ring", topology))
+
+
+def test_what_is_no_communicator() -> None:
+    """Refused before anything is sent, so alike on all ranks without a word between them."""
+    freed = MPI.COMM_SELF.Dup()
+    freed.Free()
+    for given, words in (
+        ("world", "not str"),
+        (MPI.COMM_NULL, "MPI.COMM_NULL|not Comm"),
+        (freed, "MPI.COMM_NULL"),
+        (MPI.COMM_WORLD.Get_group(), "not Group"),
+    ):
+        with pytest.raises(errors.OptionError, match=words):
+            allreduce.Topology(given)  # type: ignore[arg-type]
+
+
+def test_an_intercommunicator_is_refused(world: MPI.Intracomm) -> None:
+    if world.size == 1:
+        pytest.skip("an intercommunicator needs two ranks")
+    half = world.Split(world.rank % 2, world.rank)
+    inter = half.Create_intercomm(0, world, 1 - world.rank % 2)
+    with pytest.raises(errors.OptionError, match="an intercommunicator"):
+        allreduce.Topology(inter)  # type: ignore[arg-type]
+    inter.Free()
+    half.Free()
+
+
+def test_a_communicator_in_place_of_a_topology() -> None:
+    remedy = r"create\('auto', topology=allreduce\.Topology\(comm\)\)"
+    with pytest.raises(errors.OptionError, match=rf"takes an allreduce\.Topology, not Intracomm: {remedy}"):
+        allreduce.create("auto", MPI.COMM_WORLD)  # type: ignore[arg-type]
+    if MPI.COMM_WORLD.rank == 0:  # alone: it makes no topology of all ranks, for which it would wait
+        with pytest.raises(errors.OptionError, match=rf"takes an allreduce\.Topology, not comm=: {remedy}"):
+            allreduce.create("auto", comm=MPI.COMM_SELF)
+
+
+def test_a_rule_that_is_none(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    raised_everywhere(world, errors.OptionError, lambda: allreduce.create("auto", flat, choose="ring"))
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 0], [-1], [10_000], ["a"], [0.5]])
+def test_ranks_that_make_no_topology(ranks: list[Any]) -> None:
+    with pytest.raises(errors.OptionError, match="give some ranks of MPI, each of them once"):
+        allreduce.Topology.of_ranks(ranks, "test")
+
+
+@pytest.mark.parametrize("name", ["ring", "shared", "auto"])
+@pytest.mark.parametrize("length", [2**62, 2**39, -1])
+def test_lengths_that_no_machine_has(name: str, length: int, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    with allreduce.create(name, flat) as reduce:
+        kind = errors.UnavailableError if length == 2**39 else errors.OptionError
+        raised_everywhere(world, kind, lambda: reduce.allocate(length, "float64"))
+        reduce(np.ones(3), "sum")  # and nothing is lost
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "soon", float("nan")])
+def test_no_time_to_wait(timeout: Any, world: MPI.Intracomm) -> None:
+    raised_everywhere(world, errors.OptionError, lambda: allreduce.Topology(timeout=timeout))
+
+
+def test_options_in_another_order(flat: allreduce.Topology) -> None:
+    options = {"node": "shared", "cross": "ring"}
+    order = sorted(options, reverse=flat.rank % 2 == 1)
+    allreduce.create("hierarchical_copy", flat, **{key: options[key] for key in order}).close()
+
+
+def test_a_recipe_makes_it_again(flat: allreduce.Topology) -> None:
+    with allreduce.create("reduce_to_one", flat, root=flat.size - 1, check="always") as reduce:
+        recipe = reduce.recipe
+    assert recipe is not None
+    with allreduce.create(recipe.name, flat, **recipe.options) as again:
+        assert (again.root, again.check) == (flat.size - 1, "always")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["ring", "shared", "hierarchical_copy", "auto"])
+def test_what_was_abandoned_is_closed(name: str) -> None:
+    """Locally, with no word to the others; the other users of MPI go on."""
+    topology = allreduce.Topology()
+    reduce = allreduce.create(name, topology)
+    reduce(np.ones(1000), "sum")
+    topology.abandon()
+    for call in (lambda: reduce(np.ones(1000), "sum"), lambda: allreduce.create(name, topology)):
+        with pytest.raises(errors.ClosedError):
+            call()
+    with allreduce.Topology() as another, allreduce.create(name, another) as again:
+        again(np.ones(1000), "sum")
+
+
+def test_parts_of_a_topology_are_on_their_own(world: MPI.Intracomm) -> None:
+    """An error that all ranks of one part raise is no concern of the other part's."""
+    with allreduce.Topology() as topology:
+        with topology.split(topology.rank % 2) as part, allreduce.create("ring", part) as reduce:
+            assert part.size == len(range(topology.rank % 2, topology.size, 2))
+            values = np.full(10, float(topology.rank))
+            if topology.rank % 2:
+                with pytest.raises(errors.UnsupportedOpError):
+                    reduce(values, "median")
+            reduce(values, "sum")
+            assert (values == sum(range(topology.rank % 2, topology.size, 2))).all()
+        with pytest.raises(errors.OptionError, match=r"colour must be an integer >= 0, .* got -1"):
+            topology.split(-1)
+        with pytest.raises(errors.OptionError, match="on_error='rank' is unknown"):
+            topology.split(0, on_error="rank" if topology.rank == SIZE - 1 else "part")
+        if SIZE > 1:
+            with pytest.raises(errors.DisagreementError, match="on_error='part'"):
+                topology.split(0, on_error="part" if topology.rank else "job")
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [(KeyboardInterrupt(), KeyboardInterrupt), (MPI.Exception(MPI.ERR_TRUNCATE), errors.CommunicationError)],
+    ids=["ctrl-c", "mpi"],
+)
+def test_a_call_that_failed_half_way_is_the_last(
+    raised: BaseException, seen: type[BaseException], monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
+) -> None:
+    """Its ranks may be anywhere, so the next call says so, `close` is local, and a new backend works."""
+    with allreduce.Topology() as topology:
+        reduce = allreduce.create("ring", topology)
+        reduce(np.ones(10), "sum")
+
+        def fail(*_: Any) -> None:
+            raise raised
+
+        (call,) = {id(each): each for each in reduce._known.values()}.values()
+        monkeypatch.setattr(call, "reduce", fail)
+        with pytest.raises(seen):
+            reduce(np.ones(10), "sum")
+        with pytest.raises(errors.BrokenError, match="has failed half-way"):
+            reduce(np.ones(10), "sum")
+        reduce.close()
+        world.Barrier()
+
+
+@pytest.mark.parametrize("name", ["ring", "shared", "reduce_to_one", "auto"])
+@pytest.mark.parametrize("way", ["raise", "warn"])
+def test_an_overflow_is_no_error_of_one_rank(name: str, way: Any) -> None:
+    """With np.seterr(all="raise"), or python -W error, the rank that adds would raise alone, half-way."""
+    with warnings.catch_warnings(), np.errstate(all=way):
+        warnings.simplefilter("error")
+        reduce = allreduce.create(name)
+        array = reduce.allocate(100_000, "float32")  # which "auto" leaves to no MPI library
+        for _ in range(2):
+            array[:] = 3e38
+            reduce(array, "sum")
+            assert np.isinf(array).all() == (reduce.size > 1)
+        reduce.close()
+
+
+NUMERIC = (*[name for name in allreduce.NAMES if name != "nccl"], "adasum")
+
+
+@pytest.mark.parametrize("compress", [None, "float16"])
+@pytest.mark.parametrize("name", NUMERIC)
+def test_numpy_told_to_raise_after_the_first_call(
+    name: str, compress: str | None, topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm
+) -> None:
+    """Overflow, underflow and invalid values are no error of any rank, whenever np.seterr was called."""
+    if compress and name in ("native", "adasum"):
+        pytest.skip("it sums no 16-bit floats, or rounds them by itself")
+    for ranks_per_node in {None, 1}:
+        if name == "shared" and ranks_per_node:
+            continue
+        reduce = allreduce.create(name, topology_of(ranks_per_node), compress=compress)
+        half = np.ones(300, np.float16) if name != "native" else np.ones(300)
+        arrays = [reduce.allocate(3000, "float32"), np.ones(3000, np.float32), np.ones((3, 2), np.float32), half]
+        _reduce_all(reduce, arrays, 1.0)
+        for how in ("raise", "warn"):
+            with warnings.catch_warnings(), np.errstate(all=how):  # type: ignore[call-overload]
+                warnings.simplefilter("error")
+                for value in (3e38, 1e-44, -np.inf, np.nan):
+                    _reduce_all(reduce, arrays, value)
+        reduce.close()
+
+
+def _reduce_all(reduce: AllReduce, arrays: list[np.ndarray], value: float) -> None:
+    """Every kind of call that computes, on arrays of a value."""
+
+    def filled(array: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            array[...] = value
+        return array
+
+    for op in ("adasum",) if reduce.name == "adasum" else ("sum", "mean", "prod", "max"):
+        for array in arrays:
+            reduce(filled(array), op)
+        reduce([filled(array) for array in arrays], op)
+        if isinstance(reduce, TwoPhase):
+            reduce.reduce_scatter(filled(arrays[1]), op)
+    if reduce.name != "adasum":
+        reduce.sparse(np.array([1, 1, 0]), filled(arrays[2]), 5, "sum")

@@ -1,0 +1,160 @@
+"""The test grid of the design on every backend, topology and dtype; see grid.py."""
+
+import functools
+import itertools
+import zlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.backend import AllReduce
+from allreduce.errors import UnavailableError
+from allreduce.two_phase import TwoPhase
+from tests.ranks.grid import DTYPES, QUICK, compare, expected, lengths, numpy_dtype, run_grid, shapes, values
+
+SIZE = MPI.COMM_WORLD.size
+SHAPES = shapes(SIZE)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in allreduce.NAMES},
+    "hierarchical_copy+ring+halving_doubling": ("hierarchical_copy", {"node": "ring", "cross": "halving_doubling"}),
+    "hierarchical_copy+halving_doubling+reduce_to_one": (
+        "hierarchical_copy",
+        {"node": "halving_doubling", "cross": "reduce_to_one"},
+    ),
+    "shared+staged": ("shared", {"staged": True}),
+    "reduce_to_one+root": ("reduce_to_one", {"root": SIZE - 1}),
+}
+PLACES = [(variant, shape) for variant in VARIANTS for shape in SHAPES]
+
+
+def dtypes_at(variant: str) -> tuple[str, ...]:
+    """All dtypes on 2 ranks, and on 3 of Open MPI. Else, and of backends made in another way: one for each kind of sum.
+
+    MPICH polls, and so do its ranks beyond the cores: what costs most of all.
+    """
+    polls = MPI.get_vendor()[0] == "MPICH"
+    if polls and SIZE > 3:
+        return ("bfloat16", "float32")
+    thin = "+" in variant or QUICK or SIZE not in ((2,) if polls else (2, 3))
+    return ("bfloat16", "float32", "int64") if thin else DTYPES
+
+
+CASES = [(place, dtype) for place in PLACES for dtype in dtypes_at(place[0])]
+every_place = pytest.mark.parametrize("reduce", PLACES, ids="-".join, indirect=True)
+every_case = pytest.mark.parametrize(
+    ("reduce", "dtype"), CASES, ids=["-".join([*place, dtype]) for place, dtype in CASES], indirect=["reduce"]
+)
+
+
+@pytest.fixture(scope="module")
+def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.Topology]) -> Generator[AllReduce]:
+    variant, shape = request.param
+    name, options = VARIANTS[variant]
+    check = "first" if SIZE <= 2 else "never"  # comparing what ranks bring is a third of the time of many ranks
+    try:
+        made = allreduce.create(name, topology_of(SHAPES[shape]), check=check, **options)
+    except UnavailableError as error:
+        pytest.skip(f"{variant} on {shape}: {error}")
+    yield made
+    made.close()
+
+
+@every_case
+def test_grid(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
+    if not reduce.sums_half and dtype.endswith("float16"):
+        pytest.skip(f"{reduce.name} refuses {dtype} by name")
+    assert run_grid(reduce, dtype, world) >= 4 * 4 * 2
+
+
+@every_case
+def test_phases(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
+    """reduce_scatter finishes the own slice; all_gather hands out what the owners made of it."""
+    if not isinstance(reduce, TwoPhase):
+        pytest.skip(f"{reduce.name} has no phases")
+    failures, digests, parsed = [], {}, numpy_dtype(dtype)
+    for length in lengths(SIZE):
+        for kind, array in (("allocated", reduce.allocate(length, dtype)), ("foreign", np.empty(length, parsed))):
+            for turn, op in enumerate(("sum", "max")):
+                case = f"{kind}, length {length}, {op}"
+                array[...] = values(parsed, length, world.rank, turn)
+                mine = reduce.reduce_scatter(array, op)
+                want = expected(parsed, length, op, SIZE, turn)
+                own = reduce.owned(length)
+                if not (type(want)(want.low[own], want.high[own]).hold(mine) and _is_view(mine, array, own)):
+                    failures.append(f"{case}: reduce_scatter gave {mine[:5]}")
+                np.multiply(mine, 2, out=mine)
+                reduce.all_gather(array)
+                if not type(want)(2 * want.low, 2 * want.high).hold(array):
+                    failures.append(f"{case}: all_gather gave {array[:5]}")
+                digests[case] = zlib.adler32(array.view(np.uint8)) if length else 0
+    compare(digests, world)
+    assert not failures, "\n".join(failures[:5])
+
+
+@every_case
+def test_max_and_min_keep_nan(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
+    """A NaN of any rank, whichever it is, comes through to all, as in NumPy; MPI_MAX loses it or not by its place."""
+    parsed = numpy_dtype(dtype)
+    if parsed.kind == "i" or (not reduce.sums_half and dtype.endswith("float16")):
+        pytest.skip(f"{reduce.name} with {dtype}")
+    wrong = []
+    for length in (SIZE, 1001, 100003):
+        for array in (reduce.allocate(length, dtype), np.empty(length, parsed)):
+            for op in ("max", "min"):
+                array[:] = world.rank
+                array[world.rank :: 2 * SIZE] = np.nan  # one rank's
+                array[SIZE :: 2 * SIZE] = np.nan  # of all ranks
+                wanted = np.full(length, SIZE - 1 if op == "max" else 0, np.float32)
+                for rank in range(SIZE + 1):
+                    wanted[rank :: 2 * SIZE] = np.nan
+                reduce(array, op)
+                if not np.array_equal(array.astype(np.float32), wanted, equal_nan=True):
+                    wrong.append((length, op))
+    assert not wrong
+
+
+@every_place
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "bool"] if SIZE <= 3 else ["bool"])  # many ranks take long
+def test_small_integers_and_truth_values(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
+    """As NumPy's functions on arrays of this dtype: sums wrap round, and of truth values they are "or"."""
+    wrong = []
+    for length in (1, SIZE, 1001):
+        sides = [np.random.default_rng(rank).integers(0, 256, length).astype("uint8") for rank in range(SIZE)]
+        sides = [(side > 128 if dtype == "bool" else side.view(dtype)) for side in sides]
+        for array in (reduce.allocate(length, dtype), np.empty(length, dtype)):
+            for op, function in {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}.items():
+                array[:] = sides[world.rank]
+                reduce(array, op)
+                if not np.array_equal(array, functools.reduce(function, sides)):
+                    wrong.append((length, op))
+    assert not wrong
+
+
+@every_place
+def test_average_is_another_name_of_mean(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    for names in (("mean", "average"), ("average", "mean"), ("average", "average")):
+        for name in names:  # whatever a rank calls it
+            array = np.full(SIZE + 1, world.rank, "float32")
+            reduce(array, name if world.rank else "mean")
+            assert (array == np.float32((SIZE - 1) / 2)).all()
+
+
+@every_place
+def test_owned_slices_cover_a_node_exactly(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    if not isinstance(reduce, TwoPhase):
+        pytest.skip(f"{reduce.name} has no phases")
+    comm = reduce.topology.node if reduce.name == "hierarchical_copy" else world
+    for length in lengths(SIZE):
+        spans = sorted(comm.allgather((reduce.owned(length).start, reduce.owned(length).stop)))
+        assert spans[0][0] == 0
+        assert spans[-1][1] == length
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
+
+
+def _is_view(mine: np.ndarray, array: np.ndarray, own: slice) -> bool:
+    """`mine` is the very slice of `array`."""
+    return mine.size == array[own].size and (mine.size == 0 or mine.ctypes.data == array[own].ctypes.data)

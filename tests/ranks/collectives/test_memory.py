@@ -1,0 +1,243 @@
+"""Memory: nothing allocated in a second call, slices count as allocated, arrays outlive their backend."""
+
+import errno
+import gc
+import os
+import secrets
+import tracemalloc
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.arrays.memory_kinds import ALLOCATED
+from allreduce.backend import AllReduce
+from allreduce.backends.shared import Shared
+from allreduce.errors import UnavailableError
+from allreduce.transport.shared_segment import LARGEST_BYTES, CommonWindow
+from tests.ranks.grid import expected, numpy_dtype, shapes, values
+from tests.ranks.together import usable
+from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork
+
+SIZE = MPI.COMM_WORLD.size
+LENGTH = 200_000
+SMALL_BYTES = 100_000  # requests, views and lists; an array of LENGTH elements is at least four times that
+
+
+@pytest.fixture(params=allreduce.NAMES)
+def reduce(request: pytest.FixtureRequest, flat: allreduce.Topology) -> Generator[AllReduce]:
+    made = usable(request.param, flat)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("dtype", "op"), [("float32", "mean"), ("bfloat16", "max")])
+@pytest.mark.parametrize("where", ["allocated", "slice", "foreign"])
+def test_second_call_allocates_nothing(reduce: AllReduce, where: str, dtype: str, op: str) -> None:
+    if dtype == "bfloat16" and not reduce.sums_half:
+        pytest.skip(f"{reduce.name} refuses {dtype}")
+    array = reduce.allocate(LENGTH + 10, dtype)
+    array = {"allocated": array, "slice": array[5:-5], "foreign": np.zeros(LENGTH, numpy_dtype(dtype))}[where]
+    reduce(array, op)
+    gc.collect()
+    tracemalloc.start()  # NumPy reports its memory to it
+    try:
+        reduce(array, op)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < SMALL_BYTES, (
+        f"{peak} bytes allocated in the second call: take scratch memory from self.workspace.array(name, length, "
+        "dtype), which keeps it from call to call, not from np.empty (allreduce/README.md)"
+    )
+
+
+def test_arrays_outlive_their_backend(reduce: AllReduce) -> None:
+    array = reduce.allocate(1000, "float64")
+    unused = reduce.allocate(10, "float64")
+    del unused
+    array[:] = np.arange(1000)
+    part = array[10:20]
+    reduce.close()
+    assert np.array_equal(array, np.arange(1000))
+    array += 1
+    del array
+    gc.collect()
+    assert np.array_equal(part, np.arange(11, 21))
+
+
+def _shared_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("rw-s")  # whatever made them
+
+
+def _trainer(kind: str) -> object:
+    network = NumpyNetwork([64, 32, 3])
+    return CentralStorageTrainer(network) if kind == "central" else MirroredTrainer(network, update=kind)
+
+
+DROPPED: dict[str, Callable[[], object]] = {
+    "replicated": lambda: _trainer("replicated"),
+    "sharded": lambda: _trainer("sharded"),
+    "central": lambda: _trainer("central"),
+    "backend": lambda: allreduce.create("shared").allocate(LENGTH, "float32")[:0].size,
+    "topology": lambda: allreduce.create("auto", allreduce.Topology()).allocate(LENGTH, "float32")[:0].size,
+}
+
+
+@pytest.mark.parametrize("kind", DROPPED)
+def test_what_is_dropped_with_its_topology_gives_its_memory_back(kind: str, world: MPI.Intracomm) -> None:
+    """Without close(), and with no other rank's help."""
+    mappings = []
+    for _ in range(4):
+        DROPPED[kind]()
+        gc.collect()
+        mappings.append(_shared_mappings())
+        world.Barrier()
+    assert mappings[1] == mappings[-1], mappings
+
+
+@pytest.mark.parametrize("name", ["shared", "auto", "hierarchical_copy"])
+def test_arrays_give_their_memory_back(name: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """Also those that are alive when the backend is closed, and with no other rank's help."""
+    mappings, kept = [], []
+    for _ in range(6):
+        with allreduce.create(name, flat) as reduce:
+            array = reduce.allocate(LENGTH)
+            kept.append(array if world.rank == 0 else None)  # one rank holds all of them
+        del array
+        mappings.append(_shared_mappings())
+    grown = mappings[-1] - mappings[0]
+    assert grown == (5 if world.rank == 0 else 0)
+    kept.clear()
+    assert _shared_mappings() == mappings[-1] - (6 if world.rank == 0 else 0)
+
+
+def test_arrays_hold_no_file_descriptors(flat: allreduce.Topology) -> None:
+    """A process may have no more than a thousand."""
+    with allreduce.create("shared", flat) as reduce:
+        before = len(os.listdir("/proc/self/fd"))
+        kept = [reduce.allocate(10) for _ in range(20)]
+        assert len(os.listdir("/proc/self/fd")) == before
+        reduce(kept[0], "sum")
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has no other")
+def test_memory_lives_as_long_as_the_last_array_of_any_rank(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    window = CommonWindow(flat.node, 1000, np.dtype("float64"))
+    array = window.array
+    array[world.rank] = world.rank
+    window.fence()
+    window.free()
+    if world.rank:
+        del array, window
+    world.Barrier()
+    if world.rank == 0:
+        assert np.array_equal(array[:SIZE], np.arange(SIZE))
+
+
+def test_allocated_is_zeroed(reduce: AllReduce) -> None:
+    for dtype in ("float32", "int64"):
+        assert not reduce.allocate(5000, dtype).any()
+
+
+@pytest.mark.parametrize("shape", shapes(SIZE))
+@pytest.mark.parametrize("name", ["shared", "hierarchical_copy"])
+def test_slices_are_reduced_without_staging(
+    name: str, shape: str, topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm
+) -> None:
+    topology = topology_of(shapes(SIZE)[shape])
+    if name == "shared" and topology.nodes > 1:
+        pytest.skip("several nodes")
+    reduce = allreduce.create(name, topology)
+    shared = reduce if isinstance(reduce, Shared) else reduce._node  # type: ignore[attr-defined]
+    array = reduce.allocate(1000, "float32")
+    for span in (slice(0, 1000), slice(3, 500), slice(999, 1000), slice(10, 10)):
+        part = array[span]
+        part[:] = values(part.dtype, part.size, world.rank, 0)
+        if part.size:
+            assert reduce._memory(part) == ALLOCATED
+        reduce(part, "sum")
+        assert expected(part.dtype, part.size, "sum", SIZE, 0).hold(part)
+    assert not shared._stage.table.any()  # nothing was ever staged
+    reduce.close()
+
+
+class _Full:
+    f_bavail, f_frsize = 100, 1024
+
+
+def _full(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: _Full() if "shm" in str(path) else real(path))
+
+
+def test_too_small_shared_memory_is_refused(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduce = allreduce.create("shared", flat)
+    _full(monkeypatch)
+    with pytest.raises(UnavailableError, match=r"shared memory is too small: .* --shm-size") as raised:
+        reduce.allocate(1_000_000, "float32")
+    assert len(set(world.allgather(str(raised.value)))) == 1
+    with pytest.raises(UnavailableError, match="shared memory is too small"):
+        allreduce.create("shared", flat)
+    monkeypatch.undo()
+    assert reduce.allocate(10, "float32").size == 10
+    reduce.close()
+
+
+def test_memory_that_one_rank_can_not_have_is_refused_on_all(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job took it a moment ago: an error, and no bus error at the first write."""
+    reduce = allreduce.create("shared", flat)
+    name = world.bcast(f"refused-{os.getpid()}")
+    monkeypatch.setattr(secrets, "token_hex", lambda _: name)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if world.rank == SIZE - 1:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UnavailableError, match="shared memory is too small"):
+        reduce.allocate(1_000_000, "float32")
+    monkeypatch.undo()
+    world.Barrier()
+    assert not os.path.exists(f"/dev/shm/allreduce-{name}")
+    reduce.close()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank stages nothing")
+def test_stage_grows_as_far_as_there_is_memory(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with allreduce.create("shared", flat, staged=True) as reduce:
+        sizes = []
+        for length in (1000, 200_000, 1000, 12_000_000, 1000):
+            if length == 12_000_000 and world.rank == SIZE - 1:
+                _full(monkeypatch)
+            array = np.full(length, world.rank, "float32")
+            reduce(array, "max")
+            assert (array == SIZE - 1).all()
+            sizes.append(reduce._stage.nbytes)  # type: ignore[attr-defined]
+        monkeypatch.undo()
+    assert sizes[0] < sizes[1] == sizes[2] == sizes[3] == sizes[4] < LARGEST_BYTES
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank shares with nobody")
+def test_too_small_shared_memory_on_one_node_is_refused_on_all(
+    topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = topology_of(1)
+    reduce = allreduce.create("hierarchical_copy", topology)
+    if world.rank == SIZE - 1:
+        _full(monkeypatch)
+    with pytest.raises(UnavailableError, match="shared memory is too small"):
+        reduce.allocate(1_000_000, "float32")
+    with pytest.raises(UnavailableError, match="shared memory is too small"):
+        allreduce.create("hierarchical_copy", topology)
+    monkeypatch.undo()
+    reduce.close()

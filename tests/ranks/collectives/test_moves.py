@@ -1,0 +1,267 @@
+"""broadcast, collect and all_gather, on every backend: a NumPy loop starts equal and collects without mpi4py."""
+
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce import sparse
+from allreduce.backend import AllReduce
+from allreduce.errors import (
+    DisagreementError,
+    NotAnArrayError,
+    OptionError,
+    UnsupportedDtypeError,
+    UnsupportedOpError,
+)
+from allreduce.transport import chunked
+from allreduce.two_phase import TwoPhase
+from allreduce.wrappers.wrapper import Wrapper
+from tests.gpu import fake_cupy
+from tests.ranks.grid import shapes
+from tests.ranks.together import raised_everywhere, usable
+
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
+several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
+PLACES = [(name, shape) for name in allreduce.NAMES for shape in shapes(SIZE)]
+
+
+@pytest.fixture(scope="module", params=PLACES, ids="-".join)
+def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.Topology]) -> Generator[AllReduce]:
+    name, shape = request.param
+    made = usable(name, topology_of(shapes(SIZE)[shape]))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
+def test_broadcast(reduce: AllReduce, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "PIECE", 1000)
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    for root in {0, SIZE - 1}:
+        for array in (
+            np.empty(1001, kind),
+            np.empty((2, 3, 4), kind, order="F"),
+            np.empty((), kind),
+            np.empty(0, kind),
+        ):
+            array[...] = reduce.rank == root
+            reduce.broadcast(array, root)
+            assert (array == np.ones((), kind)).all()
+    if reduce.sums_half or dtype != "bfloat16":
+        allocated = reduce.allocate(100, dtype) if reduce.rank else np.ones(100, kind)
+        if reduce.rank == 0:
+            reduce.allocate(100, dtype)
+        reduce.broadcast(allocated[:50])
+        assert (allocated[:50] == np.ones((), kind)).all()
+
+
+def test_collect(reduce: AllReduce) -> None:
+    assert reduce.collect(reduce.rank).tolist() == list(range(SIZE))
+    assert reduce.collect(np.float32(0.5)).dtype == np.float32
+    table = reduce.collect(np.full((2, 3), reduce.rank + 1, "int32").T)
+    assert table.shape == (SIZE, 3, 2)
+    assert (table == np.arange(1, SIZE + 1, dtype="int32").reshape(SIZE, 1, 1)).all()
+    assert reduce.collect(np.empty((0, 3))).shape == (SIZE, 0, 3)
+
+
+def test_all_gather(reduce: AllReduce) -> None:
+    """From the slices that ranks own; those of hierarchical_copy are the same on all nodes."""
+    for length in (0, 1, 1000):
+        whole = np.arange(length, dtype="float32")
+        buffer = np.full(length, -1, "float32")
+        own = reduce.owned(length)
+        buffer[own] = whole[own]
+        reduce.all_gather(buffer)
+        assert np.array_equal(buffer, whole)
+
+
+STRUCTURE = np.dtype([("name", "S9"), ("weights", "f4", (3,)), ("key", "u8")])
+DTYPES = (
+    "uint16",
+    "uint32",
+    "uint64",
+    "int16",
+    "complex64",
+    "complex128",
+    "float128",
+    "datetime64[ns]",
+    ">f4",
+    "U5",
+    "V3",
+)
+
+
+def _rows(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Random bytes as elements of a dtype."""
+    nbytes = int(np.prod(shape, dtype=int)) * dtype.itemsize
+    return np.frombuffer(np.random.default_rng(seed).bytes(nbytes), dtype).reshape(shape).copy()
+
+
+def _bits(array: np.ndarray) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [*map(np.dtype, DTYPES), np.dtype(ml_dtypes.float8_e4m3fn), STRUCTURE], ids=str)
+def test_what_only_moves_may_have_any_dtype(reduce: AllReduce, dtype: np.dtype) -> None:
+    rank, root = reduce.rank, SIZE - 1
+    for shape in ((), (0,), (7,), (3, 5)):
+        sides = [_rows(dtype, shape, each) for each in range(SIZE)]
+        array = sides[rank].copy()
+        reduce.broadcast(array, root)
+        assert _bits(array) == _bits(sides[root])
+        assert _bits(reduce.collect(sides[rank])) == b"".join(map(_bits, sides))
+        tree = {"moved": sides[rank].copy(), "float": np.ones(3)}
+        assert _bits(reduce.collect(tree)["moved"]) == b"".join(map(_bits, sides))
+        reduce.broadcast(tree, root)
+        assert _bits(tree["moved"]) == _bits(sides[root])
+    for length in (1, 2000):
+        whole, buffer = _rows(dtype, (length,), SIZE), np.zeros(length, dtype)
+        buffer[reduce.owned(length)] = whole[reduce.owned(length)]
+        reduce.all_gather(buffer)
+        assert _bits(buffer) == _bits(whole)
+
+
+def test_elements_larger_than_the_memory_for_segments(topology_of: Callable[..., allreduce.Topology]) -> None:
+    dtype = np.dtype("S1000001")
+    for name, options in (("shared", {"staged": True}), ("ring", {})):
+        with allreduce.create(name, topology_of(None), **options) as reduce:
+            whole, buffer = _rows(dtype, (5,), 1), np.zeros(5, dtype)
+            buffer[reduce.owned(5)] = whole[reduce.owned(5)]
+            reduce.all_gather(buffer)
+            assert _bits(buffer) == _bits(whole)
+
+
+@several
+def test_dtypes_that_only_move_differ(reduce: AllReduce) -> None:
+    for kinds in (("u4", "f4"), ("u4", "i4"), ("<u4", ">u4")):
+        mine = np.ones(4, kinds[reduce.rank % 2])
+        text = raised_everywhere(WORLD, DisagreementError, lambda mine=mine: reduce.broadcast(mine))
+        assert "rank 1: broadcast: length 4, dtype" in text
+
+
+def test_references_are_refused(reduce: AllReduce) -> None:
+    for array in (np.array([None, 1]), np.zeros(2, [("a", "f4"), ("b", "O")])):
+        for call in (reduce.broadcast, reduce.collect, reduce.all_gather):
+            assert "references" in raised_everywhere(WORLD, UnsupportedDtypeError, partial(call, array))
+            if call != reduce.all_gather:
+                assert "references" in raised_everywhere(WORLD, UnsupportedDtypeError, partial(call, [array]))
+
+
+def rows_of(rank: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """What a rank brings: rank 0 nothing, others more and more rows, some of them twice; sums of it are exact."""
+    count = 3 * rank
+    indices = (np.arange(count, dtype="int32") * 5 + rank) % 7 * 10
+    values = (np.arange(count * 6).reshape(count, 2, 3) % 31 + 256 * rank).astype(dtype)
+    return indices, values
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["gathered", "reduced"])
+def test_sparse(reduce: AllReduce, dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of all ranks, duplicates added, in memory that knows nothing of the table's size."""
+    monkeypatch.setattr(sparse, "dense_is_cheaper", lambda *_: dense)
+    monkeypatch.setattr(chunked, "PIECE", 1000)  # what is more is not gathered at once
+    for dtype, op in (("float32", "sum"), ("float16", "average"), ("int64", "sum")):
+        table, touched = np.zeros((61, 2, 3), "float64"), set()
+        for rank in range(SIZE):
+            indices, values = rows_of(rank, dtype)
+            np.add.at(table, indices, values)
+            touched |= set(indices.tolist())
+        if op == "average":
+            table = table.astype("float32") * (1.0 / SIZE)
+        for _ in range(2):
+            given = rows_of(reduce.rank, dtype)
+            found, sums = reduce.sparse(*given, 10**9 if op == "sum" else 61, op)
+            assert (found.dtype, sums.dtype, sums.shape) == (np.int64, dtype, (len(touched), 2, 3))
+            assert found.tolist() == sorted(touched)
+            assert np.array_equal(sums, table[found].astype(dtype))
+            assert all(map(np.array_equal, given, rows_of(reduce.rank, dtype)))
+    found, sums = reduce.sparse(np.empty(0, "int64"), np.empty((0, 4)), 0)
+    assert (found.size, sums.shape) == (0, (0, 4))
+    given = np.array([0, 2, 4]), np.zeros(3)
+    if reduce.rank == SIZE - 1:  # with gaps, which MPI does not take
+        given = np.arange(6)[::2], np.arange(12.0).reshape(6, 2)[::2, 1]
+    found, sums = reduce.sparse(*given, 6, "sum")
+    assert (found.tolist(), sums.tolist()) == ([0, 2, 4], [1, 5, 9])
+
+
+def test_a_wrapper_owns_what_its_inner_backend_owns(reduce: AllReduce) -> None:
+    with Wrapper(reduce.topology, inner=reduce) as wrapper:
+        assert wrapper.owned(1000) == reduce.owned(1000)
+        buffer = np.zeros(1000)
+        buffer[wrapper.owned(1000)] = 1
+        wrapper.all_gather(buffer)
+        assert buffer.all()
+        assert wrapper.collect(reduce.rank).tolist() == list(range(SIZE))
+        assert wrapper.sparse(np.array([4]), np.ones(1), 5, "sum")[1].tolist() == [SIZE]
+
+
+def test_cupy(monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology) -> None:
+    cupy = fake_cupy.install(monkeypatch)
+    with allreduce.create("ring", flat) as reduce:
+        array = cupy.asarray(np.full(10, reduce.rank))
+        assert (reduce.collect(array) == np.arange(SIZE).reshape(SIZE, 1)).all()
+        reduce.broadcast(array, SIZE - 1)
+        assert (array.get() == SIZE - 1).all()
+        found, sums = reduce.sparse(cupy.asarray(np.array([reduce.rank])), cupy.asarray(np.ones((1, 2))), SIZE, "sum")
+        assert type(found) is type(sums) is type(array)
+        assert (found.get().tolist(), sums.get().tolist()) == (list(range(SIZE)), [[1.0, 1.0]] * SIZE)
+
+
+@pytest.mark.parametrize("check", ["first", "always"])
+def test_named_errors(check: str, flat: allreduce.Topology) -> None:
+    with allreduce.create("ring", flat, check=check) as reduce:
+        assert "root must be a rank of this topology, 0 to" in raised_everywhere(
+            WORLD, OptionError, lambda: reduce.broadcast(np.zeros(3), -1)
+        )
+        assert "got '0'" in raised_everywhere(WORLD, OptionError, lambda: reduce.broadcast(np.zeros(3), "0"))  # type: ignore[arg-type]
+        raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.broadcast([1.0]))
+        raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.collect([1.0]))
+        raised_everywhere(WORLD, UnsupportedDtypeError, lambda: reduce.collect(np.zeros(3, object)))
+        if SIZE > 1:
+            rank = reduce.rank
+            text = raised_everywhere(WORLD, DisagreementError, lambda: reduce.broadcast(np.zeros(3), rank % 2))
+            assert "rank 1: broadcast: length 3, dtype float64, ordinary memory, root 1" in text
+            shape = (2, 3) if rank else (3, 2)
+            raised_everywhere(WORLD, DisagreementError, lambda: reduce.broadcast(np.zeros(shape)))
+            raised_everywhere(WORLD, DisagreementError, lambda: reduce.collect(np.zeros(2 + rank % 2)))
+            call = (lambda: reduce.broadcast(np.zeros(4))) if rank else (lambda: reduce(np.zeros(4), "sum"))
+            raised_everywhere(WORLD, DisagreementError, call)
+        reduce.broadcast(np.zeros(3))
+    assert isinstance(reduce, TwoPhase)
+
+
+@pytest.mark.parametrize("check", ["first", "always"])
+def test_named_errors_of_sparse(check: str, topology_of: Callable[..., allreduce.Topology]) -> None:
+    """Of one rank, after a call that all have agreed on, too: all ranks raise it."""
+    last = MPI.COMM_WORLD.rank == SIZE - 1
+
+    def bring(reduce: AllReduce, indices: Any = (1, 0), width: int = 3, rows: Any = 5, **options: Any) -> str | None:
+        index, values = np.array(indices), np.ones((2, width), options.pop("dtype", "float32"))
+        return reduce.sparse(index, values, rows, **options) and None
+
+    with allreduce.create("ring", topology_of(None if check == "first" else 1), check=check) as reduce:
+        bring(reduce)
+        for indices, kind, text in (
+            ((1, 5), OptionError, "1 of 2 indices are no rows of a table of 5 (the first is 5)"),
+            ((-1, 5), OptionError, "2 of 2 indices are no rows of a table of 5 (the first is -1)"),
+            ((0.0, 1.0), NotAnArrayError, "not one of shape (2,) and dtype float64"),
+            ((0, 1, 2), NotAnArrayError, "a row for each of the 3 indices, and have the shape (2, 3)"),
+        ):
+            assert text in raised_everywhere(WORLD, kind, lambda: bring(reduce, indices if last else (1, 0)))  # noqa: B023
+        raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.sparse([1], np.ones(1), 5))
+        raised_everywhere(WORLD, UnsupportedOpError, lambda: bring(reduce, op="max"))
+        raised_everywhere(WORLD, OptionError, lambda: bring(reduce, rows=-1))
+        raised_everywhere(WORLD, UnsupportedDtypeError, lambda: bring(reduce, dtype="complex64"))
+        others = ({"width": 4}, {"rows": 6}, {"op": "sum"}, {"dtype": "float64"}) if SIZE > 1 else ()
+        for other in others:
+            raised_everywhere(WORLD, DisagreementError, lambda: bring(reduce, **(other if last else {})))  # type: ignore[arg-type]  # noqa: B023
+        if others:
+            raised_everywhere(WORLD, DisagreementError, lambda: bring(reduce) if last else reduce.collect(1))  # type: ignore[func-returns-value]
+        bring(reduce)

@@ -1,0 +1,107 @@
+"""Ranks that are out of step with each other, and things closed or dropped in an unusual order."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.errors import ClosedError, DisagreementError, NotAnArrayError, OptionError
+from allreduce.two_phase import TwoPhase
+from tests.ranks.hosts import Hosts
+
+SIZE = MPI.COMM_WORLD.size
+several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
+
+
+@several
+def test_allocate_meets_a_call(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    reduce = allreduce.create("ring", flat)
+    array = np.ones(10, np.float32)
+    call = (lambda: reduce.allocate(10)) if world.rank == 0 else (lambda: reduce(array, "sum"))
+    with pytest.raises(DisagreementError, match=r"allocate\(10") as raised:
+        call()
+    assert len(set(world.allgather(str(raised.value)))) == 1
+    reduce.close()
+
+
+@several
+def test_shared_finds_different_phases_that_were_seen_before(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    reduce = allreduce.create("shared", flat)
+    assert isinstance(reduce, TwoPhase)
+    array = reduce.allocate(100)
+    reduce(array, "sum")
+    reduce.reduce_scatter(array, "sum")
+    call = reduce.__call__ if world.rank == 0 else reduce.reduce_scatter
+    with pytest.raises(DisagreementError, match="rank 1: reduce_scatter: length 100"):
+        call(array, "sum")
+    reduce.close()
+
+
+@several
+def test_topologies_differ(world: MPI.Intracomm) -> None:
+    with pytest.raises(DisagreementError, match="ranks_per_node"):
+        allreduce.Topology(world, ranks_per_node=1 if world.rank == 0 else None)
+    with pytest.raises(OptionError, match="ranks_per_node"):
+        allreduce.Topology(world, ranks_per_node=0 if world.rank == 0 else 1)
+
+
+@pytest.mark.parametrize("name", [name for name in allreduce.NAMES if name != "nccl"])
+def test_topology_closed_before_its_backends(name: str, world: MPI.Intracomm) -> None:
+    topology = allreduce.Topology(world)
+    reduce = allreduce.create(name, topology)
+    array = reduce.allocate(1000)
+    reduce(array, "sum")
+    topology.close()
+    assert reduce.closed
+    with pytest.raises(ClosedError):
+        reduce(array, "sum")
+    reduce.close()
+    array += 1  # its memory is still there
+
+
+def test_arrays_that_this_rank_does_not_hold_are_given_back(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    reduce = allreduce.create("shared", flat)
+    kept = reduce.allocate(1000)
+    held = []
+    for _ in range(3):
+        array = reduce.allocate(1000)
+        if world.rank == 0:
+            held.append(array)
+    del array
+    for _ in range(5):
+        reduce.allocate(1000)
+    arrays = len(reduce._arrays)  # type: ignore[attr-defined]
+    kept[:] = world.rank
+    reduce(kept, "sum")
+    assert (kept == sum(range(SIZE))).all()
+    assert arrays == 1 + len(held) + 1  # the last one was not yet looked for
+    assert len(held) == (3 if world.rank == 0 else 0)
+    reduce.close()
+
+
+def test_subclasses_of_arrays(topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm) -> None:
+    with allreduce.create("shared", topology_of(None)) as reduce:
+        matrix = np.arange(6, dtype=np.float32).reshape(2, 3).view(np.matrix)
+        reduce(matrix, "sum")
+        assert (np.asarray(matrix) == SIZE * np.arange(6).reshape(2, 3)).all()
+        with pytest.raises(NotAnArrayError):
+            reduce(np.ma.masked_less(np.ones(4, np.float32), 0), "sum")
+
+
+@several
+@pytest.mark.parametrize("name", ["ring", "native", "auto"])
+def test_a_broadcast_is_not_taken_for_another_call_on_hosts(name: str, world: MPI.Intracomm) -> None:
+    """MPI's broadcasts have no tags, so those of calls that all ranks know could meet and give wrong numbers."""
+    Hosts.sizes = (1,) * SIZE
+    topology = allreduce.Topology(Hosts(world))
+    reduce = allreduce.create(name, topology)
+    array = np.ones(1)
+    for _ in range(2):
+        reduce.broadcast(array)
+        reduce.collect(array)
+    call = reduce.broadcast if world.rank == 0 else reduce.collect
+    with pytest.raises(DisagreementError, match=r"rank 0: broadcast: (.*\n)+.*rank 1: collect"):
+        call(array)
+    topology.close()

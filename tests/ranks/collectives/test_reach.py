@@ -1,0 +1,168 @@
+"""Reach: the memory of other ranks, and what happens where it can't be reached."""
+
+import mmap
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce import notices
+from allreduce.arrays import float16
+from allreduce.backends import shared
+from allreduce.errors import CommunicationError
+from allreduce.transport import cma
+from allreduce.transport.cma import Reach
+from tests.ranks.grid import expected, values
+
+SIZE = MPI.COMM_WORLD.size
+several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
+
+
+@several
+def test_reads_and_writes(world: MPI.Intracomm) -> None:
+    reached = Reach(world)
+    if not reached.works:
+        pytest.skip("this system forbids it")
+    mine = np.full(3, world.rank, np.int64)
+    addresses = world.allgather(reached.address(mine))
+    found = np.zeros(3, np.int64)
+    for rank in range(SIZE):
+        reached.read(rank, addresses[rank], found)
+        assert found.tolist() == [rank] * 3
+    world.Barrier()
+    other = (world.rank + 1) % SIZE
+    reached.write(other, addresses[other], np.array([100 + world.rank]))
+    world.Barrier()
+    assert mine.tolist() == [100 + (world.rank - 1) % SIZE, world.rank, world.rank]
+
+
+@several
+def test_memory_that_is_gone(world: MPI.Intracomm) -> None:
+    reached = Reach(world)
+    if not reached.works:
+        pytest.skip("this system forbids it")
+    with pytest.raises(CommunicationError, match="can't be reached any more: Bad address"):
+        reached.read((world.rank + 1) % SIZE, 8, np.zeros(3))
+
+
+@several
+@pytest.mark.parametrize("call", ["_read", "_write"])
+@pytest.mark.parametrize("lacking", ["everywhere", "one rank"])
+def test_forbidden(world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, lacking: str, call: str) -> None:
+    """Then nobody uses it."""
+    if lacking == "everywhere" or world.rank == SIZE - 1:
+        monkeypatch.setattr(cma, call, lambda *_: -1)
+    assert not Reach(world).works
+
+
+@several
+def test_a_few_bytes_at_a_time(flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system moves at most 2 GiB in a call, and says how much it was."""
+    if not flat.reach.works:
+        pytest.skip("this system forbids it")
+
+    def limited(function: Callable[..., int]) -> Callable[..., int]:
+        def move(pid: int, here: cma._Span, _: int, there: cma._Span, *rest: int) -> int:
+            here.nbytes = there.nbytes = min(here.nbytes, 1001)
+            return function(pid, here, 1, there, *rest)
+
+        return move
+
+    for call in ("_read", "_write"):
+        monkeypatch.setattr(cma, call, limited(getattr(cma, call)))
+    with allreduce.create("shared", flat) as reduce:
+        array = values(np.dtype("float32"), 10_000, world.rank, 0).copy()
+        part = array.copy()
+        reduce(array, "sum")
+        assert expected(np.dtype("float32"), 10_000, "sum", SIZE, 0).hold(array)
+        reduce.reduce_scatter(part, "sum")  # type: ignore[attr-defined]
+        reduce.all_gather(part)
+        assert np.array_equal(array, part)
+
+
+@several
+def test_memory_that_nobody_reaches(
+    flat: allreduce.Topology,
+    world: MPI.Intracomm,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of a device, say, on one rank: the array goes through the stage on all of them, which is told."""
+    if not flat.reach.works:
+        pytest.skip("this system forbids it")
+    monkeypatch.setattr(notices, "_said", set())
+    with allreduce.create("shared", flat) as reduce:
+        stage = reduce._stage.table  # type: ignore[attr-defined]
+        array = values(np.dtype("float32"), 1000, world.rank, 0).copy()
+        reduce(array, "sum")
+        assert not stage.any()
+        with monkeypatch.context() as patch:
+            if world.rank == SIZE - 1:
+                patch.setattr(flat.reach, "address", lambda _: 0)
+            again = values(np.dtype("float32"), 1000, world.rank, 0).copy()
+            reduce(again, "sum")
+        assert stage.any()
+        assert expected(np.dtype("float32"), 1000, "sum", SIZE, 0).hold(again)
+        assert np.array_equal(array, again)
+    said = [record.message for record in caplog.records if "two more copies" in record.message]
+    assert said == [f"allreduce: {shared.STAGES}"] * (world.rank == 0)
+
+
+@several
+@pytest.mark.parametrize("kind", ["untouched", "a file"])
+def test_foreign_memory(
+    kind: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Pages that nobody has touched yet, and a memory map of a file."""
+    length = 300_000
+    if kind == "a file":
+        path = tmp_path_factory.mktemp("reach") / f"{os.getpid()}.bin"
+        array = np.memmap(path, np.float32, "w+", shape=length)
+    else:
+        array = np.frombuffer(mmap.mmap(-1, 4 * length), np.float32)
+    with allreduce.create("shared", flat) as reduce:
+        reduce(array, "sum")
+        assert not array.any()
+        array[:] = world.rank
+        reduce(array, "max")
+        assert (array == SIZE - 1).all()
+
+
+@several
+def test_float16_in_whole_words(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast way of float16 takes nearly all elements, wherever in a word a rank's chunk begins."""
+    if not flat.reach.works:
+        pytest.skip("this system forbids it")
+    ends = []
+
+    def combine(parts: list[np.ndarray], out: np.ndarray, *rest: Any) -> slice:
+        done = float16.combine(parts, out, *rest)
+        ends.append(out.size - (done.stop - done.start))
+        return done
+
+    monkeypatch.setattr(shared, "float16", SimpleNamespace(combine=combine, WORD=float16.WORD))
+    with allreduce.create("shared", flat) as reduce:
+        for length in range(1000, 1000 + 2 * SIZE):
+            reduce(np.ones(length, np.float16), "sum")
+    assert len(ends) == 2 * SIZE
+    assert max(ends) <= 2
+
+
+@several
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_same_bits_as_allocated(op: str, topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm) -> None:
+    """Whether an array is from `allocate` or not, the ranks are summed in one order."""
+    generator = np.random.default_rng(world.rank)
+    with allreduce.create("shared", topology_of(None)) as reduce:
+        for dtype in ("float32", "bfloat16"):
+            given = reduce.allocate(100_003, dtype)
+            given[:] = generator.standard_normal(100_003)
+            foreign = given.copy()
+            reduce(given, op)
+            reduce(foreign, op)
+            assert given.tobytes() == foreign.tobytes()

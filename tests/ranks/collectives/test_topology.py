@@ -1,0 +1,212 @@
+"""Topology: who is where, communicators that are owned and freed, simulated nodes."""
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce import machine, notices
+from allreduce.engine.call import NUMBER
+from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
+from allreduce.transport.control import known
+from tests.ranks.grid import shapes
+
+SIZE = MPI.COMM_WORLD.size
+NODES = {  # ranks -> the node sizes of each of grid.shapes
+    1: {"flat": (1,)},
+    2: {"flat": (2,), "ones": (1, 1)},
+    3: {"flat": (3,), "twos": (2, 1), "uneven": (1, 2)},
+    4: {"flat": (4,), "twos": (2, 2), "uneven": (3, 1)},
+    5: {"flat": (5,), "twos": (2, 2, 1), "uneven": (1, 3, 1)},
+}
+CYCLES = 2500 if SIZE <= 2 else 100  # MPICH has some 2,000 communicators
+
+
+@pytest.mark.parametrize("shape", shapes(SIZE))
+def test_who_is_where(shape: str, topology_of: Callable[..., allreduce.Topology]) -> None:
+    topology = topology_of(shapes(SIZE)[shape])
+    if SIZE not in NODES:
+        pytest.skip("no table for this number of ranks")
+    sizes = NODES[SIZE][shape]
+    place = [(node, node_rank) for node, size in enumerate(sizes) for node_rank in range(size)]
+    node, node_rank = place[topology.rank]
+    assert (topology.rank, topology.size) == (MPI.COMM_WORLD.rank, SIZE)
+    assert topology.node_sizes == sizes
+    assert (topology.nodes, topology.node_index) == (len(sizes), node)
+    assert (topology.node_rank, topology.node_size) == (node_rank, sizes[node])
+    assert topology.leaders_only == (len(set(sizes)) > 1)
+    pairs = [index for index, size in enumerate(sizes) if size > node_rank]
+    assert (topology.cross.size, topology.cross.rank) == (len(pairs), pairs.index(node))
+    members = topology.node.allgather(topology.rank)
+    assert members == [rank for rank, where in enumerate(place) if where[0] == node]
+    assert topology.cross.allgather(topology.node_rank) == [node_rank] * len(pairs)
+
+
+@pytest.mark.parametrize("shape", shapes(SIZE))
+def test_inside_and_across(shape: str) -> None:
+    with allreduce.Topology(ranks_per_node=shapes(SIZE)[shape]) as topology:
+        inside, across = topology.inside(), topology.across()
+        assert (inside.size, inside.nodes, inside.rank) == (topology.node_size, 1, topology.node_rank)
+        if topology.leaders_only and topology.node_rank:
+            assert across is None
+        else:
+            assert across is not None
+            assert (across.size, across.nodes, across.rank) == (topology.nodes, topology.nodes, topology.node_index)
+    assert inside.closed
+    assert across is None or across.closed
+    assert inside.world == MPI.COMM_NULL
+
+
+def test_text() -> None:
+    with allreduce.Topology() as topology:
+        assert str(topology) == f"{SIZE} rank{'s' * (SIZE > 1)} on 1 node"
+    with allreduce.Topology(ranks_per_node=1) as topology:
+        many = f"{SIZE} ranks on {SIZE} simulated nodes ({'+'.join('1' * SIZE)})"
+        assert str(topology) == (many if SIZE > 1 else "1 rank on 1 simulated node")
+
+
+def test_of_a_part_of_the_ranks() -> None:
+    part = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2, -MPI.COMM_WORLD.rank)
+    with allreduce.Topology(part) as topology, allreduce.create("ring", topology) as reduce:
+        array = reduce.allocate(3, "int64")
+        array[:] = MPI.COMM_WORLD.rank
+        reduce(array, "sum")
+        assert array.tolist() == [sum(range(MPI.COMM_WORLD.rank % 2, SIZE, 2))] * 3
+        assert topology.rank == part.rank
+    part.Free()
+
+
+def test_close_frees_every_communicator() -> None:
+    topology = allreduce.Topology(ranks_per_node=1)
+    topology.inside()
+    topology.across()
+    private = topology.private()
+    owned = list(topology._owned)
+    assert private in owned
+    topology.close()
+    assert all(comm == MPI.COMM_NULL for comm in [*owned, topology.world, topology.node, topology.cross])
+
+
+def test_many_topologies() -> None:
+    for _ in range(CYCLES // 4):  # at least four communicators each
+        allreduce.Topology(ranks_per_node=2).close()
+
+
+@pytest.mark.parametrize("name", ["ring", "native"])
+def test_many_backends(name: str, flat: allreduce.Topology) -> None:
+    for _ in range(CYCLES):
+        allreduce.create(name, flat).close()
+
+
+@pytest.mark.parametrize("name", ["shared", "hierarchical_copy", "auto"])
+def test_many_composed_backends(name: str, flat: allreduce.Topology) -> None:
+    """A backend closes what it made: its parts, their topologies, their windows."""
+    before = len(flat._owned), _open_children(flat)
+    for _ in range(60 if SIZE <= 2 else 10):
+        with allreduce.create(name, flat) as reduce:
+            reduce(reduce.allocate(10, "float32"), "sum")
+    assert (len(flat._owned), _open_children(flat)) == before
+
+
+def test_a_backend_that_could_not_be_made_leaves_nothing(flat: allreduce.Topology) -> None:
+    before = len(flat._owned), _open_children(flat)
+    for options in ({"node": "reduce_to_one"}, {"node": "ringg"}, {"cross": "ringg"}):
+        with pytest.raises((OptionError, UnknownBackendError)):
+            allreduce.create("hierarchical_copy", flat, **options)
+    assert (len(flat._owned), _open_children(flat)) == before
+
+
+def _open_children(topology: allreduce.Topology) -> int:
+    return sum(not child.closed for child in topology._children)
+
+
+def test_backends_of_one_topology_do_not_mix(flat: allreduce.Topology) -> None:
+    names = [name for name in allreduce.available(flat) if name != "nccl"]
+    several = [allreduce.create(name, flat) for name in names * 2]
+    arrays = [reduce.allocate(50, "int32") for reduce in several]
+    for turn in range(3):
+        for index, (reduce, array) in enumerate(zip(several, arrays, strict=True)):
+            array[:] = (index + turn) * (flat.rank + 1)
+            reduce(array, "sum")
+            assert set(array.tolist()) == {(index + turn) * SIZE * (SIZE + 1) // 2}
+    for reduce in reversed(several):
+        reduce.close()
+
+
+def test_cores_that_ranks_share_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again, with another number of ranks, of each part."""
+    said: list[str] = []
+    monkeypatch.setattr(notices, "once", lambda rank, text: said.append(text))
+    monkeypatch.setattr(machine, "cores", lambda: [0])
+    with allreduce.Topology() as topology, topology.split(0), topology.inside():
+        assert len(said) == (SIZE > 1)
+
+
+def test_cores_are_those_that_ranks_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By affinity, all ranks of a node together; not what the machine has."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {MPI.COMM_WORLD.rank % 2})
+    with allreduce.Topology() as topology:
+        assert topology.cores == min(2, topology.size)
+
+
+@pytest.mark.skipif(SIZE < 2, reason="one rank agrees with itself")
+def test_other_versions_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, with the ranks that have them; ours must be the same."""
+    last = MPI.COMM_WORLD.rank == SIZE - 1
+    monkeypatch.setattr(np, "__version__", "0.9.9" if last else "2.0.0")
+    for _ in range(2):
+        allreduce.Topology().close()
+    told = [record.getMessage() for record in caplog.records if "versions" in record.getMessage()]
+    assert len(told) == (MPI.COMM_WORLD.rank == 0)
+    assert all("different versions of NumPy: 2.0.0 on ranks 0" in text and "0.9.9" in text for text in told)
+    monkeypatch.setattr(allreduce, "__version__", "0.0.1" if last else "0.0.2")
+    with pytest.raises(DisagreementError, match=rf"versions of allreduce: 0.0.2 on .*; 0.0.1 on ranks {SIZE - 1};"):
+        allreduce.Topology()
+
+
+@pytest.mark.skipif(SIZE < 2, reason="one rank has no board")
+def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.Topology) -> None:
+    """Otherwise what the refused one has left on the board would be taken for new words."""
+    part = min(flat.board.free)
+
+    def refuse() -> None:
+        with flat.trial():
+            refused = allreduce.create("ring", flat)
+            for length in (5, 5, 5):
+                refused(np.ones(length), "sum")
+            met.append(refused._calls._met)
+            raise known(OptionError("refused after all"), flat.world)
+
+    met: list[int] = []
+    with pytest.raises(OptionError):
+        refuse()
+    assert flat.board.free[part] & NUMBER == met[0] & NUMBER
+    assert met[0] > 2
+    with allreduce.create("ring", flat) as reduce:
+        array = np.ones(5)
+        reduce(array, "sum")
+        assert set(array) == {SIZE}
+
+
+def test_a_user_may_close_the_topology_that_is_closing_it() -> None:
+    """A trainer does: after a loss it owns the topology of those that are left."""
+
+    class Owner:
+        closed = False
+
+        def close(self) -> None:
+            if not self.closed:
+                self.closed = True
+                topology.close()
+
+        abandon = close
+
+    topology, owner = allreduce.Topology(), Owner()
+    topology.use(owner)
+    allreduce.create("ring", topology)
+    topology.close()
+    assert topology.closed
+    assert owner.closed

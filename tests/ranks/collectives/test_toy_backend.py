@@ -1,0 +1,106 @@
+"""A new backend is one file and one line in the registry: this file and the monkeypatched line below."""
+
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce import registry
+from allreduce.arrays import dtypes
+from allreduce.arrays.ops import Op
+from allreduce.backend import AllReduce
+from allreduce.errors import OptionError
+from allreduce.topology import Topology
+from tests.ranks.grid import run_grid, shapes
+
+
+class Toy(AllReduce):
+    """Everyone gets everything, and adds it up in rank order.
+
+    backwards: add in the opposite order.
+    """
+
+    def __init__(self, topology: Topology, *, backwards: bool = False, check: str = "first") -> None:
+        super().__init__(topology, check=check)
+        self._order = list(range(self.size))[:: -1 if backwards else 1]
+
+    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+        everything = self.workspace.array("all", buffer.size * self.size, buffer.dtype)
+        self._comm.Allgather(dtypes.wire(buffer), dtypes.wire(everything))
+        total = self.workspace.array("total", buffer.size, dtypes.TYPES[buffer.dtype].accumulator)
+        sides = everything.reshape(self.size, buffer.size)
+        np.copyto(total, sides[self._order[0]])
+        for rank in self._order[1:]:
+            op.combine(total, sides[rank], out=total)
+        op.finish(total)
+        np.copyto(buffer, total, casting="unsafe")
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "toy_backend", sys.modules[__name__])
+    monkeypatch.setitem(registry.BACKENDS, "toy", "toy_backend:Toy")
+
+
+@pytest.mark.parametrize("shape", shapes(MPI.COMM_WORLD.size))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_grid(dtype: str, shape: str, topology_of: Callable[..., Topology], world: MPI.Intracomm) -> None:
+    with allreduce.create("toy", topology_of(shapes(world.size)[shape])) as reduce:
+        assert reduce.name == "toy"
+        assert run_grid(reduce, dtype, world) >= 4 * 4 * 2
+
+
+def test_options_and_names(flat: Topology) -> None:
+    assert "toy" in allreduce.available(flat)
+    with allreduce.create("toy", flat, backwards=True, check="always") as reduce:
+        array = np.full(4, reduce.rank)
+        reduce(array, "max")
+        assert set(array.tolist()) == {reduce.size - 1}
+    with pytest.raises(OptionError, match="Its options are: backwards, check"):
+        allreduce.create("toy", flat, forwards=True)
+
+
+@pytest.mark.parametrize("part", ["node", "cross"])
+def test_as_a_part(part: str, topology_of: Callable[..., Topology], world: MPI.Intracomm) -> None:
+    """Across nodes any backend will do; inside a node one with two phases is needed."""
+    topology = topology_of(1)
+    if part == "node":
+        with pytest.raises(OptionError, match="node='toy' can't be used inside nodes"):
+            allreduce.create("hierarchical_copy", topology, node="toy")
+        return
+    with allreduce.create("hierarchical_copy", topology, cross="toy") as reduce:
+        run_grid(reduce, "float32", world, (0, 1, 1000))
+
+
+def test_a_wrong_backend_is_found(flat: Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grid can fail: on wrong sums, on other bits on one rank, on memory written beside a slice."""
+    right = Toy._reduce
+
+    def different_bits(self: Toy, buffer: np.ndarray, op: Op) -> None:
+        right(self, buffer, op)
+        if self.rank == 0:
+            buffer[-1] = np.nextafter(buffer[-1], np.float32(9))
+
+    def shifted(self: Toy, buffer: np.ndarray, op: Op) -> None:
+        right(self, buffer, op)
+        buffer[:] = np.roll(buffer, 1)
+
+    def beside(self: Toy, buffer: np.ndarray, op: Op) -> None:
+        right(self, buffer, op)
+        memory = buffer.base  # all that the buffer is a part of
+        if isinstance(memory, np.ndarray):
+            before = buffer.ctypes.data - memory.ctypes.data
+            memory.reshape(-1).view(np.uint8)[max(before - buffer.itemsize, 0) : before] = 0
+
+    wrongs = ((different_bits, "different bits"), (shifted, "wrong results"), (beside, "wrote outside of the slice"))
+    if world.size > 3:  # there the grid has no slices
+        wrongs = wrongs[:2]
+    for wrong, words in wrongs:
+        monkeypatch.setattr(Toy, "_reduce", wrong)
+        if world.size == 1:
+            continue
+        with allreduce.create("toy", flat) as reduce, pytest.raises(AssertionError, match=words):
+            run_grid(reduce, "float32", world, (1000,))

@@ -1,0 +1,195 @@
+"""Traces of several ranks: of a backend, and of a fit."""
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce import errors
+from allreduce.tracing import clocks
+from allreduce.tracing import trace as tracing
+from allreduce.tracing.trace import Trace
+from allreduce.two_phase import TwoPhase
+from allreduce.wrappers import traced
+from tests.trace_schema import check_trace
+from trainers import MirroredTrainer, NumpyNetwork
+from trainers.errors import ArgumentError
+from trainers.watching.callback import Callback
+from trainers.watching.timeline import Timeline
+
+SIZE = MPI.COMM_WORLD.size
+several = pytest.mark.skipif(SIZE == 1, reason="one rank waits for nobody")
+SLOW = SIZE - 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path, world: MPI.Intracomm) -> Path:
+    """Rank 0's, on all ranks."""
+    return world.bcast(tmp_path)
+
+
+def complete(path: Path, world: MPI.Intracomm) -> list[dict[str, Any]]:
+    """The events of a file, once all ranks are through with it. Collective."""
+    world.Barrier()
+    return check_trace(json.loads(path.read_text()), SIZE)
+
+
+@pytest.mark.parametrize("name", [name for name in allreduce.NAMES if name != "nccl"])
+def test_a_backend(name: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    path = folder / "trace.json"
+    with allreduce.create(name, flat, trace=path) as reduce:
+        assert reduce.name == name
+        array = reduce.allocate(1000)
+        for _ in range(3):
+            array[:] = reduce.rank
+            reduce(array, "max")
+            assert (array == SIZE - 1).all()
+        reduce.broadcast(array)
+        assert isinstance(reduce, TwoPhase) == (name not in ("auto", "native", "reduce_to_one"))
+        if isinstance(reduce, TwoPhase):
+            reduce.reduce_scatter(array)
+    found = [event for event in complete(path, world) if event["cat"] == "reduce"]
+    assert {event["pid"] for event in found} == set(range(SIZE))
+    mine = [event for event in found if event["pid"] == world.rank]
+    assert [event["name"].split(",")[0] for event in mine][:4] == ["all_reduce"] * 3 + ["broadcast"]
+    details = mine[0]["args"]
+    assert (details["bytes"], details["op"], details["dtype"], details["series"]) == (4000, "max", "float32", name)
+    assert details["backend"] in allreduce.NAMES
+    if name == "auto" and SIZE > 1:
+        assert details["backend"] != "auto"
+    if SIZE > 1:
+        assert all(event["args"]["last"] in range(SIZE) for event in mine)
+
+
+@several
+def test_waits_are_those_of_who_came_early(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    with allreduce.create("ring", flat) as inner, Trace(folder / "trace.json", flat) as trace:
+        from allreduce.wrappers.traced import Traced
+
+        reduce = Traced(flat, inner=inner, trace=trace)
+        for _ in range(3):
+            with trace.span("compute"):
+                time.sleep(0.2 * (reduce.rank == SLOW))
+            reduce(np.ones(10), "sum")
+    events = complete(folder / "trace.json", world)
+    waits = Counter(event["pid"] for event in events if event["name"] == f"wait for rank {SLOW}")
+    assert waits == dict.fromkeys(range(SLOW), 3)
+    assert Counter(event["cat"] for event in events)["compute"] == 3 * SIZE
+
+
+def test_what_is_too_much_is_left_out(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    with Trace(folder / "trace.json", flat, most=5) as trace:
+        for _ in range(9):
+            with trace.span("compute"):
+                pass
+    assert len(complete(folder / "trace.json", world)) == 5 * SIZE
+    assert json.loads((folder / "trace.json").read_text())["otherData"]["left_out"] == [4] * SIZE
+
+
+def test_a_file_that_can_not_be_written(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    for path in (folder, folder / "missing" / "trace.json"):
+        with pytest.raises(errors.OptionError, match="can't be written") as raised:
+            allreduce.create("ring", flat, trace=path)
+        assert len(set(world.allgather(str(raised.value)))) == 1
+    trace = Trace(folder / "trace.json", flat)
+    if world.rank == 0:
+        (folder / "trace.json").mkdir()  # meanwhile
+    world.Barrier()
+    with pytest.raises(errors.OptionError, match="can't be written"):
+        trace.close()
+    assert [each.name for each in folder.iterdir()] == ["trace.json"]
+
+
+def test_what_is_no_regular_file(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    """A device is written to, and stays one; a link stays a link."""
+    with Trace("/dev/null", flat):
+        pass
+    assert not Path("/dev/null").is_file()
+    (folder / "link.json").symlink_to(folder / "trace.json") if world.rank == 0 else None
+    world.Barrier()
+    with Trace(folder / "link.json", flat) as trace, trace.span("compute"):
+        pass
+    assert complete(folder / "trace.json", world)
+    assert (folder / "link.json").is_symlink()
+    with pytest.raises(errors.OptionError, match="No space left"), Trace("/dev/full", flat) as trace:
+        pass
+
+
+def test_clocks_that_differ(
+    flat: allreduce.Topology, folder: Path, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank's clock is 1000 s ahead of the one before; in the trace they are one."""
+    for module in (clocks, tracing, traced):
+        monkeypatch.setattr(module, "now", lambda: time.perf_counter_ns() + world.rank * 10**12)
+    with allreduce.create("ring", flat, trace=folder / "trace.json") as reduce:
+        for _ in range(3):
+            reduce(np.ones(10), "sum")
+    events = complete(folder / "trace.json", world)
+    assert max(event["ts"] + event["dur"] for event in events) < 900e6
+
+
+def test_on_some_ranks_only(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    if SIZE == 1:
+        return
+    with pytest.raises(errors.DisagreementError, match=r"trace=\.\.\."):
+        allreduce.create("ring", flat, trace=folder / "trace.json" if world.rank == 0 else None)
+
+
+def trainer_of(topology: allreduce.Topology, update: str = "replicated") -> MirroredTrainer:
+    return MirroredTrainer(NumpyNetwork([4, 8, 3], seed=1), "shared", topology, update=update)
+
+
+DATA = np.random.default_rng(0).normal(size=(60, 4)).astype("float32"), np.arange(60) % 3
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_a_fit(update: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    path = folder / "fit.json"
+    with trainer_of(flat, update) as trainer:
+        plain = trainer.allreduce
+        trainer.fit(*DATA, epochs=2, batch_size=20, progress=False, callbacks=[Timeline(path)])
+        assert trainer.allreduce is plain
+        traced = trainer.parameters_sha256()
+        assert len(set(traced)) == 1
+    with trainer_of(flat, update) as trainer:
+        trainer.fit(*DATA, epochs=2, batch_size=20, progress=False)
+        assert trainer.parameters_sha256() == traced
+    events = complete(path, world)
+    counts = Counter(event["cat"] for event in events if event["pid"] == 0)
+    assert (counts["data"], counts["compute"], counts["update"]) == (6, 6, 6)
+    assert counts["reduce"] == (12 if update == "sharded" and SIZE > 1 else 6)
+    assert counts["epoch"] == 4  # what is measured of an epoch, and what callbacks make of it
+    order = [event["cat"] for event in events if event["pid"] == 0 and event["cat"] not in ("wait", "agree")]
+    assert order[:4] == ["data", "compute", "reduce", "update"]
+
+
+class Fails(Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        raise ArgumentError("on purpose")
+
+
+def test_a_fit_that_fails_leaves_nothing_behind(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    with trainer_of(flat) as trainer:
+        plain = trainer.allreduce
+        callbacks = [Timeline(folder / "fit.json"), *([Fails()] if world.rank == 0 else [])]
+        with pytest.raises(ArgumentError, match="on purpose"):
+            trainer.fit(*DATA, epochs=2, batch_size=20, progress=False, callbacks=callbacks)
+        assert trainer.allreduce is plain
+        assert trainer.trace is None
+        assert list(folder.iterdir()) == []
+        trainer.fit(*DATA, epochs=1, batch_size=20, progress=False)
+
+
+@several
+def test_a_timeline_on_some_ranks_only(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    """Found before the training, by its name, and nobody waits."""
+    with trainer_of(flat) as trainer:
+        callbacks = [Timeline(folder / "fit.json")] if world.rank == 0 else []
+        with pytest.raises(errors.DisagreementError, match="communicate: Terminating, Timeline"):
+            trainer.fit(*DATA, epochs=1, batch_size=20, progress=False, callbacks=callbacks)

@@ -1,0 +1,307 @@
+"""MirroredOptimizer between two steps: what becomes of gradients that add up, are clipped, forgotten or never come."""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import allreduce  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
+    OPTIMIZERS,
+    SIZE,
+    SMALL_BUCKETS,
+    Raises,
+    assert_close,
+    assert_mirrored,
+    both_overlaps,
+    both_updates,
+    data,
+    everything,
+    mine,
+    mirrored,
+    network,
+    train,
+)
+from tests.ranks.together import raised_everywhere  # noqa: E402
+from trainers.pytorch import GradientError  # noqa: E402
+
+
+@both_updates
+@pytest.mark.parametrize("way", ["none", "zeros", "model, none", "twice"])
+def test_zero_grad(world: MPI.Intracomm, flat: allreduce.Topology, way: str, update: str) -> None:
+    model, reference = network(), network()
+    train(reference, OPTIMIZERS["momentum"](reference.parameters()), everything)
+    plain = OPTIMIZERS["momentum"](model.parameters())
+    with mirrored(plain, model, topology=flat, update=update, overlap=True, **SMALL_BUCKETS) as optimizer:
+        for x, y in zip(*data(), strict=True):
+            if way == "twice":
+                functional.cross_entropy(model(mine(x)), mine(y)).backward()  # thrown away
+            model.zero_grad() if way.startswith("model") else optimizer.zero_grad(set_to_none=way != "zeros")
+            functional.cross_entropy(model(mine(x)), mine(y)).backward()
+            optimizer.step()
+    assert_close(model, reference)
+
+
+@both_updates
+@both_overlaps
+def test_accumulation(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
+    """Two halves of a batch, the first without averaging, are as good as the batch, and cost one average."""
+    model, reference = network(), network()
+    train(reference, OPTIMIZERS["adamw"](reference.parameters()), everything)
+    plain = OPTIMIZERS["adamw"](model.parameters())
+    with mirrored(plain, model, topology=flat, update=update, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+        for x, y in zip(*data(), strict=True):
+            optimizer.zero_grad()
+            weights = [len(part) / len(mine(y)) for part in mine(y).chunk(2)]
+            parts = list(zip(mine(x).chunk(2), mine(y).chunk(2), weights, strict=True))
+            with optimizer.no_sync():
+                functional.cross_entropy(model(parts[0][0]), parts[0][1]).mul(parts[0][2]).backward()
+            functional.cross_entropy(model(parts[1][0]), parts[1][1]).mul(parts[1][2]).backward()
+            optimizer.step()
+        assert optimizer.report().averages == 5
+    assert_close(model, reference, 1e-4)
+
+
+@both_overlaps
+def test_accumulation_without_no_sync(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+    """Averaging what is averaged already changes nothing: as with DDP it only costs more."""
+    model, reference = network(), network()
+    plain, given = OPTIMIZERS["sgd"](reference.parameters()), OPTIMIZERS["sgd"](model.parameters())
+    with mirrored(given, model, topology=flat, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+        for x, y in zip(*data(), strict=True):
+            plain.zero_grad()
+            functional.cross_entropy(reference(x), y).mul(2).backward()
+            plain.step()
+            optimizer.zero_grad()
+            for _ in range(2):
+                functional.cross_entropy(model(mine(x)), mine(y)).backward()
+            optimizer.step()
+    assert_close(model, reference, 1e-4)
+
+
+@both_updates
+def test_clipping(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """The average is clipped, by its own norm, which is the same on all ranks."""
+    model, reference = network(), network()
+    plain = OPTIMIZERS["sgd"](reference.parameters())
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        for x, y in zip(*data(), strict=True):
+            plain.zero_grad()
+            functional.cross_entropy(reference(x), y).backward()
+            expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+            plain.step()
+            optimizer.zero_grad()
+            functional.cross_entropy(model(mine(x)), mine(y)).backward()
+            if update == "sharded":
+                optimizer.synchronize()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6)
+    assert_close(model, reference)
+
+
+def assign(parameter: Any) -> None:
+    parameter.grad = parameter.grad / 4
+
+
+def assign_data(parameter: Any) -> None:
+    parameter.grad.data = parameter.grad.data / 4
+
+
+def scale(parameter: Any) -> None:
+    parameter.grad.mul_(0.25)
+
+
+def scale_data(parameter: Any) -> None:
+    parameter.grad.data.mul_(0.25)
+
+
+def scale_array(parameter: Any) -> None:
+    array = parameter.grad.numpy()
+    array *= 0.25
+
+
+EDITS = {edit.__name__: edit for edit in (assign, assign_data, scale, scale_data, scale_array)}
+
+UNSEEN = ("scale_data", "scale_array")  # on one rank, where they are right
+
+
+@both_updates
+@pytest.mark.parametrize("early", [False, True], ids=["synchronized", "early"])
+@pytest.mark.parametrize("how", EDITS)
+def test_gradients_that_are_edited(
+    world: MPI.Intracomm, flat: allreduce.Topology, how: str, early: bool, update: str
+) -> None:
+    """All edits of averages count; those of a part of them, before synchronize(), are refused on all ranks."""
+    model, reference = network(), network()
+    plain = OPTIMIZERS["momentum"](reference.parameters())
+    with mirrored(OPTIMIZERS["momentum"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        for number, (x, y) in enumerate(zip(*data(), strict=True)):
+            plain.zero_grad()
+            functional.cross_entropy(reference(x), y).backward()
+            optimizer.zero_grad()
+            functional.cross_entropy(model(mine(x)), mine(y)).backward()
+            if update == "sharded" and not early:
+                optimizer.synchronize()
+            for net in (model, reference):
+                for parameter in [*net.parameters()][number % 3 :]:
+                    EDITS[how](parameter)
+            if update == "sharded" and early and (SIZE > 1 or how not in UNSEEN):
+                go_on = optimizer.step if number % 2 else optimizer.synchronize
+                text = raised_everywhere(world, GradientError, go_on)
+                assert "optimizer.synchronize() first" in text
+                return
+            plain.step()
+            optimizer.step()
+        assert_close(model, reference, 1e-4)
+        assert_mirrored(world, model)
+
+
+@both_updates
+def test_gradients_that_are_given(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """Also of a parameter that had none; of another shape, on one rank, they are refused on all."""
+    model = network()
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        before = [each.detach().clone() for each in model.parameters()]
+        model[4].weight.sum().backward()
+        optimizer.synchronize()
+        model[0].bias.grad = torch.ones(40)
+        optimizer.step()
+        torch.testing.assert_close(model[0].bias.data, before[1] - 0.1)
+        assert torch.equal(model[0].weight, before[0])
+        optimizer.zero_grad()
+        model[4].weight.sum().backward()
+        optimizer.synchronize()
+        if update == "sharded":
+            if world.rank == 0:
+                model[4].weight.grad.data = torch.ones(7)
+            text = raised_everywhere(world, GradientError, optimizer.step)
+            assert "4.weight has become (7,) torch.float32" in text
+
+
+@both_overlaps
+def test_memory_that_a_gradient_was_given(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+    """Its parameter is used on some ranks in the next step: the others bring zeros, and not what was there before."""
+    model = network()
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, overlap=overlap) as optimizer:
+        (model[4].bias.sum() * 8).backward()
+        model[4].bias.grad.data = torch.ones(3)
+        optimizer.step()
+        optimizer.zero_grad()
+        (model[4].bias if world.rank == 0 else model[2].bias).sum().backward()
+        assert model[4].bias.grad.tolist() == pytest.approx([1 / SIZE] * 3)
+
+
+def test_synchronize_early(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Gradients computed inside no_sync() are averaged by synchronize(), once."""
+    model = network()
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat) as optimizer:
+        with optimizer.no_sync():
+            (model[4].bias.sum() * (world.rank + 1)).backward()
+        assert model[4].bias.grad.tolist() == [world.rank + 1] * 3
+        optimizer.synchronize()
+        optimizer.synchronize()
+        assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
+        assert model[0].weight.grad is None
+        optimizer.step()
+        assert optimizer.report().averages == 1
+
+
+@both_overlaps
+def test_unused_parameters(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+    """What some ranks use counts as zero on the others; what none uses keeps .grad None and is not changed."""
+    model = nn.ModuleDict({"some": nn.Linear(2, 2), "none": nn.Linear(2, 2), "all": nn.Linear(2, 2)})
+    plain = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5)
+    with mirrored(plain, model, topology=flat, overlap=overlap, first_bucket_mb=1e-6, bucket_mb=1e-6) as optimizer:
+        untouched = model["none"].weight.detach().clone()
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model["all"].bias.sum()
+            if world.rank == 0:
+                loss = loss + model["some"].bias.sum()
+            loss.backward()
+            assert model["all"].bias.grad.tolist() == [1, 1]
+            assert model["some"].bias.grad.tolist() == pytest.approx([1 / SIZE] * 2)
+            assert model["none"].weight.grad is None
+            assert model["some"].weight.grad is None
+            optimizer.step()
+        assert torch.equal(model["none"].weight, untouched)
+        assert_mirrored(world, model)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])  # both are fused, but not while a parameter has no state yet
+def test_unused_parameters_sharded(world: MPI.Intracomm, flat: allreduce.Topology, kind: str) -> None:
+    """What no rank uses in a step gets no decay, no momentum and no state; each parameter counts its own steps."""
+    model, reference = network(), network()
+    plain, given = OPTIMIZERS[kind](reference.parameters()), OPTIMIZERS[kind](model.parameters())
+    x, y = data(4)
+    with mirrored(given, model, topology=flat, update="sharded") as optimizer:
+        for number, rows in enumerate(x):
+            for net, opt, take in ((model, optimizer, mine), (reference, plain, everything)):
+                opt.zero_grad()
+                hidden = net[:2](take(rows)).detach() if number % 2 else net[:2](take(rows))
+                functional.cross_entropy(net[4](net[2:4](hidden)), take(y[number])).backward()
+                opt.step()
+            for net in (model, reference):
+                net[4].bias.requires_grad_(number > 0)  # frozen for one step
+                net[2].bias.requires_grad_(number < 2)  # and from here to the end
+        here, there = optimizer.state_dict()["state"], plain.state_dict()["state"]
+        if kind == "momentum":
+            assert here.keys() == there.keys()
+        else:
+            assert_steps(here, there)
+    assert_close(model, reference, 1e-4)
+
+
+def assert_steps(here: dict[int, Any], there: dict[int, Any]) -> None:
+    for state in (here, there):
+        assert {at: float(each["step"]) for at, each in state.items()} == {0: 2, 1: 2, 2: 4, 3: 3, 4: 4, 5: 3}
+
+
+@both_updates
+def test_rank_without_backward(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """A rank with no rows left calls step() all the same; its gradients are zeros."""
+    model = network()
+    before = model[4].bias.detach().clone()
+    with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat, update=update) as optimizer:
+        if world.rank == SIZE - 1:
+            model[4].bias.sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(model[4].bias.data, before - 1 / SIZE)
+        assert_mirrored(world, model)
+
+
+def test_embedding_with_sparse_gradients(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat) as optimizer:
+        before = model.weight.detach().clone()
+        model(torch.tensor([world.rank])).sum().backward()
+        optimizer.step()
+        before[:SIZE] -= 1 / SIZE
+        torch.testing.assert_close(model.weight.data, before)
+
+
+@both_overlaps
+@pytest.mark.parametrize("forget", [True, False], ids=["zero_grad", "model.zero_grad"])
+def test_backward_that_raises_is_tried_again(
+    world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, forget: bool
+) -> None:
+    """All ranks catch an error of backward, with some buckets on the way: the next backward averages as ever."""
+    model = network()
+    options = {"topology": flat, "overlap": overlap, "first_bucket_mb": 1e-6, "bucket_mb": 1e-6}
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, **options) as optimizer:
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                model[3:](Raises.apply(model[:3](mine(data()[0][0])))).sum().backward()
+            optimizer.zero_grad() if forget else model.zero_grad()
+            (model[4].bias.sum() * (world.rank + 1)).backward()
+            assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
+            assert model[4].weight.grad is None
+            optimizer.step()
+        assert optimizer.report().averages == 2
+        assert_mirrored(world, model)

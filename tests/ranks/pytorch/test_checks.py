@@ -1,0 +1,214 @@
+"""MirroredOptimizer: replicas that differ are copied again, and gradients that are no numbers are named or left out."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce import errors  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
+    OPTIMIZERS,
+    SIZE,
+    SMALL_BUCKETS,
+    assert_mirrored,
+    both_overlaps,
+    both_updates,
+    mine,
+    mirrored,
+    network,
+    train,
+)
+from tests.ranks.together import raised_everywhere  # noqa: E402
+from trainers.errors import NotFiniteError  # noqa: E402
+from trainers.pytorch import MirroredOptimizer  # noqa: E402
+
+ONCE = SIZE == 3 and MPI.get_vendor()[0] != "MPICH"
+pytestmark = pytest.mark.skipif(not ONCE, reason="a majority needs three ranks, and once is enough")
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["momentum"](model.parameters())
+
+
+@both_updates
+def test_replicas_are_copied_again(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """Parameters, state and hyperparameters of the majority: in bits as if nothing had happened."""
+    model = network()
+    options = {"topology": flat, "update": update, "check_every": 1, "on_divergence": "copy"}
+    with mirrored(sgd(model), model, **options) as optimizer:
+        train(model, optimizer, mine, steps=2)
+        if world.rank == 1 and update == "replicated":
+            with torch.no_grad():
+                model[2].weight[0, 0] += 1e-3
+            optimizer.optimizer.state[model[4].bias]["momentum_buffer"][1] = 3.0
+        weight = model[2].weight.detach().clone()
+        optimizer.zero_grad()
+        optimizer.step()  # of nothing: no rank has a gradient
+        assert_mirrored(world, model)
+        if update == "replicated":
+            world.Bcast(weight.numpy(), 0)
+            assert torch.equal(model[2].weight, weight)
+            momentum = optimizer.optimizer.state[model[4].bias]["momentum_buffer"]
+            assert len(set(world.allgather(tuple(momentum.tolist())))) == 1
+            assert momentum[1] != 3.0
+
+
+@both_updates
+@both_overlaps
+def test_who_brings_nan(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
+    """All ranks raise it in the same backward, and go on afterwards; or leave the step out."""
+    ends = []
+    for check in ("raise", "skip", None):
+        model = network()
+        options: dict[str, Any] = {"topology": flat, "update": update, "overlap": overlap, **SMALL_BUCKETS}
+        with mirrored(sgd(model), model, check_gradients=check, **options) as optimizer:
+            train(model, optimizer, mine, steps=2)
+            if check is not None:
+                optimizer.zero_grad()
+                bad = float("nan") if world.rank == 2 else 1.0
+
+                def step() -> None:
+                    (model[2].bias[3] * bad + model[4].weight.sum()).backward()  # noqa: B023
+                    optimizer.step()
+
+                if check == "raise":
+                    text = raised_everywhere(world, NotFiniteError, step)
+                    assert "gradients are no numbers: rank 2 has brought 1 NaN gradient, the first in 2.bias" in text
+                else:
+                    step()
+                    assert optimizer.steps_skipped == 1
+            train(model, optimizer, mine, steps=2)
+            assert_mirrored(world, model)
+            ends.append([each.detach().clone() for each in model.parameters()])
+    for end in ends[:2]:
+        assert all(torch.equal(here, there) for here, there in zip(end, ends[2], strict=True))
+
+
+def test_a_step_that_is_left_out_leaves_no_statistics(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Of none of its forwards; those of evaluation, and of copies of the model, are nobody's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    with mirrored(sgd(model), model, topology=flat, check_gradients="skip") as optimizer:
+
+        def step(*batches: Any) -> dict[str, Any]:
+            optimizer.zero_grad()
+            for batch in batches[1:]:
+                with optimizer.no_sync():
+                    model(batch).sum().backward()
+            model(batches[0]).sum().backward()
+            optimizer.step()
+            return {name: each.clone() for name, each in model.named_buffers()}
+
+        good, bad = torch.arange(12.0).reshape(4, 3), torch.full((4, 3), float("nan"))
+        before = step(good)
+        model.eval()(bad)
+        model.train()
+        after = step(good + world.rank, bad, good)
+        assert optimizer.steps_skipped == 1
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        copied = copy.deepcopy(model)
+        copied(good)
+        assert step(good)["0.num_batches_tracked"] == copied[0].num_batches_tracked == 2
+    assert not model._forward_pre_hooks
+
+
+@both_updates
+def test_averages_that_overflow(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update=update, check_gradients="raise") as optimizer:
+        backward = lambda: (model[4].bias[1] * 2e38).backward()  # noqa: E731
+        text = raised_everywhere(world, NotFiniteError, backward)
+        assert "the sum of gradients overflows in 4.bias, and every rank's own are numbers" in text
+        optimizer.zero_grad()
+        (model[4].bias[1] * 1e37).backward()
+        optimizer.step()
+        assert torch.isfinite(model[4].bias).all()
+
+
+SENT = {"float16": 65504, "bfloat16": 3.3895e38, "float32": 3.4028e38, "float64": 1.7e308}  # the largest of a dtype
+
+
+@both_updates
+@pytest.mark.parametrize("check", ["raise", "skip"])
+@pytest.mark.parametrize("compress", [None, "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gradients_too_large_to_be_sent(
+    world: MPI.Intracomm,
+    flat: allreduce.Topology,
+    dtype: torch.dtype,
+    compress: str | None,
+    check: str,
+    update: str,
+) -> None:
+    """They are finite on the rank that brings them, and infinite for the others."""
+    own = str(dtype).removeprefix("torch.")
+    sent = own if compress is None or dtype.itemsize == 2 else compress
+    for large in (1e5, 1e30):
+        model = nn.Linear(40, 1, bias=False).to(dtype)
+        nn.init.ones_(model.weight)
+        options: dict[str, Any] = {"topology": flat, "update": update, "compress": compress}
+        with mirrored(torch.optim.SGD(model.parameters(), lr=1e-35), model, check_gradients=check, **options) as both:
+
+            def step(factor: float) -> None:
+                both.zero_grad()
+                (model.weight[0, 7] * factor + model.weight.sum()).backward()  # noqa: B023
+                both.step()
+
+            step(1.0)
+            factor = large if world.rank == 1 else 1.0
+            if large < SENT[sent]:
+                step(factor)
+                assert both.steps_skipped == 0
+            elif check == "raise":
+                text = raised_everywhere(world, NotFiniteError, partial(step, factor))
+                count = "1 infinite gradient" if large > SENT[own] else f"1 gradient too large for {sent}"
+                assert f"rank 1 has brought {count}, the first in weight (element 7)" in text
+                assert "rank 0" not in text
+                assert ("compress" in text) == (large < SENT[own])
+            else:
+                step(factor)
+                assert both.steps_skipped == 1
+            step(1.0)
+            assert torch.isfinite(model.weight).all()
+            assert both.steps_skipped == (check == "skip" and large > SENT[sent])
+            assert_mirrored(world, model)
+
+
+@both_updates
+@both_overlaps
+@pytest.mark.parametrize("check", ["raise", "skip"])
+def test_a_closure_can_not_be_left_out(
+    world: MPI.Intracomm, flat: allreduce.Topology, check: str, overlap: bool, update: str
+) -> None:
+    model = network()
+    options: dict[str, Any] = {"topology": flat, "update": update, "overlap": overlap}
+    with mirrored(sgd(model), model, check_gradients=check, **options) as optimizer:
+
+        def closure(factor: float = 1.0) -> Any:
+            optimizer.zero_grad()
+            loss = model[4].bias.sum() * factor
+            loss.backward()
+            return loss
+
+        bad = partial(closure, float("inf") if world.rank == 0 else 1.0)
+        for _ in range(2):
+            text = raised_everywhere(world, NotFiniteError, lambda: optimizer.step(bad))
+            assert "rank 0 has brought 3 inf" in text
+            assert torch.isfinite(optimizer.step(closure))
+        assert (optimizer.steps, optimizer.steps_skipped) == (2, 0)
+        assert_mirrored(world, model)
+
+
+def test_bad_options(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    for bad in ({"on_divergence": "ignore"}, {"source": 3}, {"check_gradients": "ignore"}):
+        make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, **bad)  # noqa: B023, E731
+        (value,) = bad.values()
+        assert repr(value) in raised_everywhere(world, errors.OptionError, make)

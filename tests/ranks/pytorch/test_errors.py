@@ -1,0 +1,342 @@
+"""Bad use of MirroredOptimizer raises one named error on every rank."""
+
+import collections
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce import errors  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
+    SIZE,
+    Raises,
+    both_overlaps,
+    several,
+)
+from tests.ranks.together import raised_everywhere  # noqa: E402
+from trainers import CentralStorageTrainer, NumpyNetwork, ParameterServerTrainer  # noqa: E402
+from trainers.pytorch import GradientError, MirroredOptimizer, assembly, sharded  # noqa: E402
+
+
+def model_of(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, model[0].in_features)).sum().backward()
+
+
+def test_memory_that_one_node_can_not_have(
+    topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameters of a sharded optimizer, which the ranks of a node have in common."""
+
+    def full(*_: Any) -> None:
+        raise errors.UnavailableError("shared memory is too small")
+
+    if world.rank == SIZE - 1:
+        monkeypatch.setattr(sharded, "CommonWindow", full)
+    model = model_of(3, 2)
+    make = lambda: MirroredOptimizer(sgd(model), model, topology=topology_of(1), update="sharded")  # noqa: E731
+    assert "shared memory is too small" in raised_everywhere(world, errors.UnavailableError, make)
+    monkeypatch.undo()
+    backward(model)  # nobody has taken it over
+    make().close()
+
+
+def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str, Any], type[Exception], str]]:
+    model, frozen, half = model_of(3, 2), model_of(3, 2).requires_grad_(False), model_of(3, 2).to(torch.float8_e5m2)
+    gpu, sparse = model_of(3, 2).to("meta"), torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True), model)
+    fine = lambda: (sgd(model), model)  # noqa: E731
+    option = errors.OptionError
+    return {
+        "another model": (lambda: (sgd(model_of(3, 2)), model), {}, option, "another model: 2 of its 2"),
+        "no module": (lambda: (sgd(model), [1]), {}, option, "not SGD and list"),
+        "wrong order": (lambda: (model, sgd(model)), {}, option, "not Sequential and SGD"),
+        "nothing to train": (lambda: (sgd(frozen), frozen), {}, option, "nothing to train"),
+        "dtype": (lambda: (sgd(half), half), {}, errors.UnsupportedDtypeError, "0.weight has dtype torch.float8_e5m2"),
+        "device": (lambda: (sgd(gpu), gpu), {}, option, "0.weight is on meta"),
+        "update": (fine, {"update": "half"}, option, "update='half' is unknown"),
+        "copies": (fine, {"update": "sharded", "copies": 3}, option, "copies=3: give 1, or 2"),
+        "copies of everything": (fine, {"copies": 2}, option, 'with update="replicated" all ranks have everything'),
+        "sparse copies": (lambda: (sgd(sparse), sparse), {"update": "sharded", "copies": 2}, option, "copies=2"),
+        "overlap": (fine, {"overlap": "maybe"}, option, "overlap='maybe' is unknown"),
+        "bucket": (fine, {"bucket_mb": 0}, option, "bucket_mb must be a number > 0, got"),
+        "backend": (fine, {"allreduce": "rinng"}, errors.UnknownBackendError, "did you mean 'ring'?"),
+        "one phase": (fine, {"allreduce": "native", "update": "sharded"}, option, "'native' has none"),
+        "LBFGS": (lambda: (torch.optim.LBFGS(model.parameters()), model), {"update": "sharded"}, option, "LBFGS can't"),
+        "SparseAdam": (lambda: (torch.optim.SparseAdam(model.parameters()), model), {}, option, "use Adam"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _bad_arguments())
+def test_bad_arguments(world: MPI.Intracomm, flat: allreduce.Topology, case: str) -> None:
+    make, options, kind, words = _bad_arguments()[case]
+    assert words in raised_everywhere(world, kind, lambda: MirroredOptimizer(*make(), topology=flat, **options))
+
+
+def test_twice(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = model_of(3, 2)
+    with MirroredOptimizer(sgd(model), model, topology=flat) as optimizer:
+        text = raised_everywhere(world, errors.OptionError, lambda: MirroredOptimizer(sgd(model), model, topology=flat))
+        assert "0.weight belongs to another MirroredOptimizer" in text
+        text = raised_everywhere(world, errors.OptionError, lambda: MirroredOptimizer(optimizer, model, topology=flat))
+        assert "a MirroredOptimizer already" in text
+
+
+def test_two_topologies(world: MPI.Intracomm, topology_of: Callable[..., allreduce.Topology]) -> None:
+    model = model_of(3, 2)
+    with allreduce.create("ring", topology_of(None)) as backend:
+        make = lambda: MirroredOptimizer(sgd(model), model, backend, topology=topology_of(1))  # noqa: E731
+        text = raised_everywhere(world, errors.OptionError, make)
+        assert "has a topology of its own; pass the backend's name, or no topology" in text
+        MirroredOptimizer(sgd(model), model, backend, topology=backend.topology).close()
+
+
+@several
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [((3, 4, 2), "rank 1: 4 parameters, number 0 is 0.weight (4, 3)"), ((3, 3), "number 0 is 0.weight (3, 3) float32")],
+    ids=["number", "shape"],
+)
+def test_models_differ(world: MPI.Intracomm, flat: allreduce.Topology, sizes: tuple[int, ...], words: str) -> None:
+    model = model_of(*sizes) if world.rank == 1 else model_of(3, 2)
+    make = lambda: MirroredOptimizer(sgd(model), model, topology=flat)  # noqa: E731
+    text = raised_everywhere(world, errors.DisagreementError, make)
+    assert words in text
+    assert "rank 0: 2 parameters, number 0 is 0.weight (2, 3)" in text
+
+
+@several
+def test_optimizer_of_one_rank_is_bad(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = model_of(3, 2)
+    given = sgd(model_of(3, 2) if world.rank == SIZE - 1 else model)
+    text = raised_everywhere(world, errors.OptionError, lambda: MirroredOptimizer(given, model, topology=flat))
+    assert text.startswith(f"rank {SIZE - 1}: the optimizer is of another model")
+
+
+@both_overlaps
+def test_after_close(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+    model = model_of(3, 2)
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, overlap=overlap)
+    backward(model)
+    optimizer.step()
+    optimizer.close()
+    assert "backward after close()" in raised_everywhere(world, errors.ClosedError, lambda: backward(model))
+    assert "is closed" in raised_everywhere(world, errors.ClosedError, optimizer.step)
+
+
+@several
+@both_overlaps
+def test_a_rank_leaves_out_a_step(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+    """`if loss.isnan(): continue` between backward and step on one rank."""
+    model = model_of(3, 2)
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, overlap=overlap)
+
+    def loop() -> None:
+        for number in range(4):
+            optimizer.zero_grad()
+            backward(model)
+            if not (world.rank == 1 and number == 2):
+                optimizer.step()
+
+    text = raised_everywhere(world, errors.DisagreementError, loop)
+    assert "rank 0: averages gradients, after 3 steps and 3 averages" in text
+    assert "rank 1: averages gradients, after 2 steps and 3 averages" in text
+
+
+@several
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_a_rank_leaves_out_an_iteration(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """It closes while the others still wait for its gradients."""
+    model = model_of(3, 2)
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update)
+
+    def loop() -> None:
+        for number in range(3):
+            if not (world.rank == SIZE - 1 and number == 1):
+                optimizer.zero_grad()
+                backward(model)
+                optimizer.step()
+        optimizer.close()
+
+    text = raised_everywhere(world, errors.DisagreementError, loop)
+    assert "rank 0: averages gradients, after 2 steps" in text
+    assert f"rank {SIZE - 1}: closes the optimizer, after 2 steps" in text
+
+
+@several
+def test_state_dict_of_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """`if rank == 0: torch.save(optimizer.state_dict())` with the sharded update."""
+    model = model_of(3, 2)
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update="sharded")
+
+    def loop() -> None:
+        if world.rank == 0:
+            optimizer.state_dict()
+        backward(model)
+
+    text = raised_everywhere(world, errors.DisagreementError, loop)
+    assert "rank 0: gathers the optimizer's state" in text
+    assert "rank 1: averages gradients" in text
+
+
+def test_gradients_changed_while_sharded(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = model_of(3, 2)
+    with MirroredOptimizer(sgd(model), model, topology=flat, update="sharded") as optimizer:
+        backward(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert "call optimizer.synchronize() first" in raised_everywhere(world, GradientError, optimizer.step)
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+
+
+@several
+@pytest.mark.parametrize("call", ["step", "synchronize"])
+def test_gradients_changed_on_one_rank_while_sharded(world: MPI.Intracomm, flat: allreduce.Topology, call: str) -> None:
+    """The others neither wait for it nor use what they have."""
+    model = model_of(3, 2)
+    with MirroredOptimizer(sgd(model), model, topology=flat, update="sharded") as optimizer:
+        backward(model)
+        if world.rank == 1:
+            model[0].bias.grad.mul_(2)
+        text = raised_everywhere(world, GradientError, getattr(optimizer, call))
+        assert text.startswith("rank 1: gradients were changed between backward and step()")
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+
+
+def test_second_backward_while_sharded(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = model_of(3, 2)
+    with MirroredOptimizer(sgd(model), model, topology=flat, update="sharded") as optimizer:
+        backward(model)
+        text = raised_everywhere(world, GradientError, lambda: backward(model))
+        assert "a second gradient after its first was averaged in slices" in text
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+
+
+def test_unfrozen_later(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = model_of(3, 2)
+    model[0].bias.requires_grad_(False)
+    with MirroredOptimizer(sgd(model), model, topology=flat) as optimizer:
+        model[0].bias.requires_grad_(True)
+        backward(model)
+        assert "0.bias was frozen when" in raised_everywhere(world, errors.OptionError, optimizer.step)
+
+
+@several
+@pytest.mark.parametrize("option", ["update", "overlap", "bucket_mb", "allreduce"])
+def test_options_differ(world: MPI.Intracomm, flat: allreduce.Topology, option: str) -> None:
+    model = model_of(3, 2)
+    value = {"update": "sharded", "overlap": True, "bucket_mb": 7, "allreduce": "ring"}[option]
+    options = {option: value} if world.rank == 1 else {}
+    make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, **options)  # noqa: E731
+    text = raised_everywhere(world, errors.DisagreementError, make)
+    assert "rank 0: MirroredOptimizer(allreduce='auto', update='replicated', " in text
+    assert f"{option}={value!r}" in text.splitlines()[2]
+
+
+@several
+def test_backward_raises_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """It catches that and goes on, with the first bucket reduced: the others neither hang nor use the averages."""
+    model = model_of(3, 4, 2)
+    options = {"topology": flat, "overlap": True, "first_bucket_mb": 1e-6, "bucket_mb": 1e-6}
+    optimizer = MirroredOptimizer(sgd(model), model, **options)
+    hidden = model[0](torch.ones(2, 3))
+    if world.rank == 1:
+        with pytest.raises(ZeroDivisionError):
+            model[1](Raises.apply(hidden)).sum().backward()
+        optimizer.zero_grad()
+    else:
+        with pytest.raises(GradientError, match="rank 1: backward raised"):
+            model[1](hidden).sum().backward()
+
+
+def test_group_added_to_the_plain_optimizer(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Its gradients would never be averaged."""
+    model = model_of(3, 4, 2)
+    plain = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with MirroredOptimizer(plain, model, topology=flat) as optimizer:
+        plain.add_param_group({"params": model[0].parameters()})
+        backward(model)
+        assert "parameters were added after" in raised_everywhere(world, errors.OptionError, optimizer.step)
+
+
+def test_not_offered(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = model_of(3, 2)
+    with MirroredOptimizer(sgd(model), model, topology=flat) as optimizer:
+        raised_everywhere(world, errors.OptionError, lambda: optimizer.add_param_group({"params": []}))
+        text = raised_everywhere(world, errors.OptionError, lambda: optimizer.load_state_dict(None))
+        assert "load_state_dict(None) on rank 0" in text
+
+
+class Unloved(torch.optim.SGD):
+    """Its state can't be sent: a lambda can't be pickled, and a named tuple is not made from an iterable."""
+
+    value: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "more": self.value}
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@several
+@pytest.mark.parametrize("value", [lambda: None, Pair(1, 2)], ids=["a lambda", "a named tuple"])
+def test_state_that_can_not_be_sent(world: MPI.Intracomm, flat: allreduce.Topology, value: Any) -> None:
+    """Rank 0 alone finds out, and the others wait for what it does not send."""
+    model = model_of(3, 2)
+    plain = Unloved(model.parameters(), lr=0.1)
+    plain.value = value if world.rank == 0 else None
+    make = lambda: MirroredOptimizer(plain, model, topology=flat)  # noqa: E731
+    with pytest.raises(Exception, match="rank 0: ") as caught:
+        make()
+    assert len(set(world.allgather((type(caught.value).__name__, str(caught.value))))) == 1
+    plain.value = None
+    make().close()
+
+
+def test_threads_are_compared_with_the_cores_that_there_are(
+    flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with those of the machine, of which a container or a job may have a few only."""
+    texts: list[str] = []
+    monkeypatch.setattr(assembly.notices, "once", lambda rank, text: texts.append(text))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(flat, "cores", 2 * SIZE)
+    assembly.warn_of_threads(flat)
+    assert not texts
+    monkeypatch.setattr(flat, "cores", 2 * SIZE - 1)
+    assembly.warn_of_threads(flat)
+    assert ["threads each on" in text for text in texts] == [True] * (SIZE > 1)
+
+
+def test_a_wrong_keyword(flat: allreduce.Topology) -> None:
+    """It names the class and the nearest one, or all where none is near."""
+    model = nn.Linear(2, 2)
+    text = r"MirroredOptimizer\(\) got an unexpected keyword argument 'updates'; did you mean 'update'\?"
+    with pytest.raises(TypeError, match=text):
+        MirroredOptimizer(sgd(model), model, topology=flat, updates="sharded")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"'zzz'; it takes: optimizer, model, allreduce, topology, update, "):
+        MirroredOptimizer(sgd(model), model, topology=flat, zzz=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"ParameterServerTrainer\(\) got an unexpected keyword argument 'update'"):
+        ParameterServerTrainer(NumpyNetwork([2, 2]), flat, update="sync")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"CentralStorageTrainer.__init__\(\) missing 1 required positional argument"):
+        CentralStorageTrainer()  # type: ignore[call-arg]

@@ -1,0 +1,348 @@
+"""MirroredOptimizer: edits, drops, refusals, and the check of replicas."""
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce import errors, notices  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
+    OPTIMIZERS,
+    SIZE,
+    Raises,
+    assert_close,
+    assert_mirrored,
+    both_overlaps,
+    both_updates,
+    data,
+    everything,
+    mine,
+    mirrored,
+    network,
+    several,
+    sgd,
+    train,
+)
+from tests.ranks.together import raised_everywhere  # noqa: E402
+from trainers.pytorch import GradientError, MirroredOptimizer, optimizer_group  # noqa: E402
+
+# Edits
+
+
+@both_updates
+@pytest.mark.parametrize("way", ["data", "vector", "double"])
+def test_other_memory(world: MPI.Intracomm, flat: allreduce.Topology, way: str, update: str) -> None:
+    """`p.data = ...` and what does the same: the training goes on with the new values."""
+    model, reference = network(), network()
+    plain = sgd(reference)
+    with mirrored(sgd(model), model, topology=flat, update=update) as optimizer:
+        for number in range(3):
+            train(model, optimizer, mine, steps=2)
+            train(reference, plain, everything, steps=2)
+            if number < 2:
+                replace(model, way)
+                replace(reference, way)
+        for net in (model, reference):
+            with torch.no_grad():
+                net(data()[0][0])
+        assert_mirrored(world, model)
+        assert_close(model, reference, 1e-4)
+
+
+def replace(model: nn.Module, way: str) -> None:
+    if way == "data":
+        model[2].weight.data = model[2].weight.data * 0.5
+    elif way == "vector":
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+    else:
+        model.double().float()
+
+
+@both_updates
+@both_overlaps
+def test_gradients_in_other_memory(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
+    """model.double().float() moves gradients as well: those of no_sync() are averaged from where they are."""
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update=update, overlap=overlap) as optimizer:
+        with optimizer.no_sync():
+            (model[4].bias.sum() * (world.rank + 1)).backward()
+        model.double().float()
+        optimizer.synchronize()
+        assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
+
+
+@both_updates
+def test_another_dtype(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update=update) as optimizer:
+        model.double()
+        backward = lambda: model(data()[0][0].double()).sum().backward()  # noqa: E731
+        text = raised_everywhere(world, GradientError, backward)
+        assert "has become (3,) torch.float64 since" in text
+        model.float()
+        optimizer.zero_grad()
+
+
+@several
+def test_other_memory_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update="sharded")
+    if world.rank == 1:
+        model[2].weight.data = model[2].weight.data * 0.5
+    model[4].bias.sum().backward()
+    text = raised_everywhere(world, errors.DisagreementError, optimizer.step)
+    assert "after 2.weight got other memory" in text.splitlines()[2]
+
+
+@several
+def test_common_memory_edited_by_all(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """`p.mul_` on every rank would count as often as there are ranks."""
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update="sharded") as optimizer:
+        train(model, optimizer, mine, steps=1)
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        model[4].bias.sum().backward()
+        text = raised_everywhere(world, errors.OptionError, optimizer.step)
+        assert "0.weight was edited in place on several ranks" in text
+        assert "`with optimizer.editing():`" in text
+
+
+@several
+def test_common_memory_edited_by_one(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update="sharded") as optimizer:
+        if world.rank == 0:
+            with torch.no_grad():
+                model[0].weight.mul_(0)
+        train(model, optimizer, mine, steps=1)
+        assert_mirrored(world, model)
+        assert model[0].weight.abs().max() < 0.5
+
+
+@pytest.mark.skipif(SIZE < 2, reason="needs two nodes")
+@pytest.mark.parametrize("editors", [[0], [0, SIZE - 1]], ids=["one node", "every node"])
+def test_common_memory_of_one_node_edited(
+    world: MPI.Intracomm, topology_of: Callable[..., allreduce.Topology], editors: list[int]
+) -> None:
+    """One rank of a node may edit its memory where one of every other node does so too, or replicas differ."""
+    model = network()
+    options = {"topology": topology_of((SIZE - 1, 1)), "update": "sharded"}
+    with mirrored(sgd(model), model, "hierarchical_copy", **options) as optimizer:
+        train(model, optimizer, mine, steps=1)
+        if world.rank in editors:
+            with torch.no_grad():
+                model[0].weight.mul_(0)
+        model[4].bias.sum().backward()
+        if len(editors) == 2:
+            optimizer.step()
+        else:
+            text = raised_everywhere(world, errors.OptionError, optimizer.step)
+            assert "0.weight was edited in place on 1 of 2 nodes" in text
+            assert "`with optimizer.editing():`" in text
+
+
+@both_updates
+def test_editing(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """Each rank's edit counts once, and rank 0's is what all get."""
+    model, reference = network(), network()
+    plain = sgd(reference)
+    with mirrored(sgd(model), model, topology=flat, update=update) as optimizer:
+        for _ in range(2):
+            train(model, optimizer, mine, steps=2)
+            with optimizer.editing(), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5 + world.rank)
+            train(reference, plain, everything, steps=2)
+            with torch.no_grad():
+                for parameter in reference.parameters():
+                    parameter.mul_(0.5)
+        assert_mirrored(world, model)
+        assert_close(model, reference, 1e-4)
+
+
+# The check
+
+
+@several
+@both_updates
+@pytest.mark.parametrize("what", ["parameter", "learning rate"])
+def test_check_every(world: MPI.Intracomm, flat: allreduce.Topology, what: str, update: str) -> None:
+    model = network()
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update, check_every=2)
+    train(model, optimizer, mine, steps=4)
+    if what == "learning rate":
+        change = lambda: optimizer.param_groups[0].update(lr=0.5)  # noqa: E731, a scheduler that saw its own loss
+        words = ["lr 0.5"] if update == "sharded" else ["rank 1 differs from the others in group 0", "lr=0.5"]
+    else:
+        change = lambda: model[2].weight.grad[0].mul_(2)  # noqa: E731
+        words = ["rank 1 differs from the others in 2.weight, the first of 2 differences", "rank 1: 2.weight: crc"]
+
+    def loop() -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(mine(data()[0][0])).pow(2).sum().backward()
+            if update == "sharded":
+                optimizer.synchronize()
+            if world.rank == 1:
+                change()
+            optimizer.step()
+
+    if update == "sharded" and what == "parameter":
+        loop()  # its ranks share the parameters, so they stay equal whatever one of them does
+        return
+    kind = errors.DisagreementError if update == "sharded" else errors.DivergenceError  # the former tells of a call
+    text = raised_everywhere(world, kind, loop)
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, True], ids=str)
+def test_bad_check_every(world: MPI.Intracomm, flat: allreduce.Topology, bad: Any) -> None:
+    model = network()
+    make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, check_every=bad)  # noqa: E731
+    assert f"check_every must be an integer >= 0 (0: never), got {bad!r}" in raised_everywhere(
+        world, errors.OptionError, make
+    )
+
+
+# Drops and refusals
+
+
+@both_updates
+@both_overlaps
+def test_dropped(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
+    """`del optimizer` without close: backward is refused until there is a new one, which works as ever."""
+    model, reference = network(), network()
+    plain = sgd(reference)
+    state = sgd(model).state_dict()
+    for _ in range(3):
+        made = sgd(model)
+        made.load_state_dict(state)
+        optimizer = MirroredOptimizer(made, model, topology=flat, update=update, overlap=overlap)
+        train(model, optimizer, mine, steps=2)
+        train(reference, plain, everything, steps=2)
+        state = copy.deepcopy(optimizer.state_dict())
+        del optimizer
+        gc.collect()
+        backward = lambda: model(data()[0][0]).sum().backward()  # noqa: E731
+        assert "was dropped without close()" in raised_everywhere(world, errors.ClosedError, backward)
+        model.zero_grad()
+    assert_close(model, reference, 1e-4)
+
+
+def in_use() -> dict[str, int]:
+    """What an optimizer could leave behind."""
+    gc.collect()
+    names = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    return {
+        "threads": threading.active_count(),
+        "mappings": sum("allreduce-" in name for name in names),
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+        "families": len(optimizer_group._groups),
+    }
+
+
+def memory() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
+def test_nothing_is_left_of_optimizers(world: MPI.Intracomm, flat: allreduce.Topology, closed: bool) -> None:
+    """300 of them on one rank, sharded ones among them; those that were dropped are closed by the next one."""
+
+    def make(number: int) -> None:
+        model = network()
+        options = {"update": ("sharded", "replicated")[number % 2], "overlap": number % 3 == 0}
+        optimizer = MirroredOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, **options)
+        train(model, optimizer, mine, steps=1)
+        if closed:
+            optimizer.close()
+
+    def count() -> dict[str, int]:
+        with mirrored(sgd(model := network()), model, topology=flat):  # buries what was dropped
+            pass
+        return {**in_use(), "communicators": len(flat._owned), "users": len(flat._users)}
+
+    for number in range(6):
+        make(number)
+    before, size = count(), memory()
+    for number in range(300 // SIZE**3):
+        make(number)
+    assert count() == before
+    assert memory() - size < 8 << 20
+
+
+def test_nothing_is_left_of_refusals(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """1,000 of them on one rank, for several reasons, beside an optimizer that is in use."""
+    model, other = network(), network()
+    reasons: list[tuple[Callable[[], Any], dict[str, Any], type[Exception]]] = [
+        (lambda: (sgd(other), model), {}, errors.OptionError),
+        (lambda: (sgd(model), model), {"allreduce": "rinng"}, errors.UnknownBackendError),
+        (lambda: (sgd(model), model), {"allreduce": "native", "update": "sharded"}, errors.OptionError),
+        (lambda: (sgd(model), model), {"update": "sharded", "check_every": -1}, errors.OptionError),
+    ]
+
+    def refuse(number: int) -> None:
+        make, options, kind = reasons[number % len(reasons)]
+        with pytest.raises(kind):
+            MirroredOptimizer(*make(), topology=flat, **options)
+
+    def count() -> dict[str, int]:
+        return {**in_use(), "communicators": len(flat._owned), "users": len(flat._users)}
+
+    with mirrored(sgd(kept := network()), kept, topology=flat):
+        for number in range(20):
+            refuse(number)
+        before, size = count(), memory()
+        for number in range(1000 // SIZE**2):
+            refuse(number)
+        assert count() == before
+        assert memory() - size < 8 << 20
+    families = len(optimizer_group._groups)
+    refuse(0)
+    assert len(optimizer_group._groups) == families
+
+
+@both_updates
+def test_state_dict_after_a_backward_that_raised(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """All ranks catch it, with buckets on the way, and save a checkpoint."""
+
+    model = network()
+    options = {"topology": flat, "update": update, "overlap": True, "first_bucket_mb": 1e-6, "bucket_mb": 1e-6}
+    with mirrored(sgd(model), model, **options) as optimizer:
+        train(model, optimizer, mine, steps=1)
+        with pytest.raises(ZeroDivisionError):
+            model[3:](Raises.apply(model[:3](mine(data()[0][0])))).sum().backward()
+        assert optimizer.state_dict()["state"]
+        optimizer.zero_grad()
+        train(model, optimizer, mine, steps=1)
+        assert_mirrored(world, model)
+
+
+@several
+def test_state_dict_says_nothing(
+    flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sharded one has no notice of copies that no user caused; what a user causes has one."""
+    model = network()
+    monkeypatch.setattr(flat.reach, "works", False)  # so that there are copies
+    with mirrored(sgd(model), model, "shared", topology=flat, update="sharded") as optimizer:
+        train(model, optimizer, mine, steps=1)
+        monkeypatch.setattr(notices, "_said", set())
+        caplog.clear()
+        optimizer.state_dict()
+        assert not caplog.records
+        optimizer.backend.all_gather(np.zeros(1000, np.float32))
+        assert len(caplog.records) == (MPI.COMM_WORLD.rank == 0)

@@ -1,0 +1,482 @@
+"""MirroredOptimizer: several ranks train as one rank does on all of their rows."""
+
+import copy
+import gc
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce.arrays.memory_kinds import ALLOCATED  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
+    OPTIMIZERS,
+    ROWS,
+    SIZE,
+    SMALL_BUCKETS,
+    assert_close,
+    assert_mirrored,
+    both_overlaps,
+    both_updates,
+    data,
+    everything,
+    mine,
+    mirrored,
+    network,
+    train,
+)
+from trainers.pytorch import MirroredOptimizer  # noqa: E402
+from trainers.replicas.pytorch import fused  # noqa: E402
+
+
+@both_updates
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_as_one_rank(world: MPI.Intracomm, flat: allreduce.Topology, update: str, kind: str) -> None:
+    """The training of one rank on all rows, from rank 0's start, and the plain optimizer's state_dict."""
+    model, reference = network(seed=world.rank), network()
+    plain = OPTIMIZERS[kind](reference.parameters())
+    train(reference, plain, everything)
+    with mirrored(OPTIMIZERS[kind](model.parameters()), model, topology=flat, update=update) as optimizer:
+        train(model, optimizer, mine)
+        assert_close(model, reference, 1e-4)
+        assert_mirrored(world, model)
+        here, there = optimizer.state_dict(), plain.state_dict()
+    assert here["param_groups"] == there["param_groups"]
+    assert here["state"].keys() == there["state"].keys()
+    for index, expected in there["state"].items():
+        assert here["state"][index].keys() == expected.keys()
+        for key, value in expected.items():
+            if value is not None:
+                torch.testing.assert_close(here["state"][index][key], value, rtol=1e-3, atol=1e-4)
+
+
+KERNELS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=0.1),
+    "adamw": partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1, amsgrad=True),
+}
+
+
+@both_updates
+@pytest.mark.parametrize("asked", [False, True], ids=["free", "fused"])
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_fused_kernels_move_every_dtype(
+    flat: allreduce.Topology, dtype: torch.dtype, kind: str, asked: bool, update: str
+) -> None:
+    """As far as the plain implementation does, where the user asks for the fused one too."""
+    factors = (torch.arange(1000) % 7 + 1).to(dtype).reshape(1, 1000) / 8
+    models = [nn.Linear(1000, 1, bias=False) for _ in range(2)]
+    for model in models:
+        nn.init.ones_(model.weight)
+        model.to(dtype)
+    plain = KERNELS[kind](models[0].parameters(), foreach=False)
+    options: dict[str, Any] = {"fused": True} if asked else {}
+    with mirrored(KERNELS[kind](models[1].parameters(), **options), models[1], topology=flat, update=update) as other:
+        for _ in range(4):
+            for model, optimizer in zip(models, (plain, other), strict=True):
+                optimizer.zero_grad()
+                (model.weight * factors).sum().backward()
+                optimizer.step()
+        torch.testing.assert_close(models[1].weight, models[0].weight, rtol=0, atol=8 * torch.finfo(dtype).eps)
+    assert abs(models[0].weight.float().mean().item() - 1) > 0.1
+
+
+def test_a_fused_kernel_that_is_wrong_somewhere(
+    monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology
+) -> None:
+    """On one rank: then no rank uses it, since replicas must stay equal in bits."""
+    monkeypatch.setattr(fused, "_tried", {})
+    monkeypatch.setattr(fused, "_try", lambda *_: world.rank != 0)
+    model = network()
+    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
+        train(model, optimizer, mine, steps=3)
+        assert optimizer._parts.sharded.optimizer.param_groups[0]["fused"] is None
+    monkeypatch.setattr(fused, "_tried", {})
+    monkeypatch.setattr(fused, "_try", lambda *_: True)
+    model = network()
+    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
+        train(model, optimizer, mine, steps=3)
+        assert optimizer._parts.sharded.optimizer.param_groups[0]["fused"] is True
+
+
+@both_updates
+def test_a_fused_kernel_that_was_asked_for_and_is_wrong_somewhere(
+    monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology, update: str
+) -> None:
+    """On one rank, whose CPU is another: all ranks take the plain one, also for options that are loaded later."""
+    monkeypatch.setattr(fused, "_tried", {})
+    monkeypatch.setattr(fused, "_try", lambda *_: world.rank != 0)
+    model = network()
+    plain = torch.optim.AdamW(model.parameters(), fused=True)
+    with mirrored(plain, model, topology=flat, update=update) as optimizer:
+        train(model, optimizer, mine, steps=2)
+        assert world.allgather(plain.param_groups[0]["fused"]) == [None] * SIZE
+        state = optimizer.state_dict()
+        monkeypatch.setattr(fused, "_try", lambda *_: True)
+        state["param_groups"][0].update(fused=True, maximize=True)
+        optimizer.load_state_dict(state)
+        train(model, optimizer, mine, steps=2)
+        assert world.allgather(plain.param_groups[0]["fused"]) == [True] * SIZE
+        plain.param_groups[0].update(weight_decay=0.0)  # which was tried nowhere
+        train(model, optimizer, mine, steps=2)
+        assert world.allgather(plain.param_groups[0]["fused"]) == [None] * SIZE
+
+
+BACKENDS: list[tuple[str, Any]] = [
+    ("auto", None), ("ring", None), ("halving_doubling", None), ("native", None),
+    ("auto", 2), ("auto", (1, SIZE - 1)), ("ring", 2),
+]  # fmt: skip
+
+
+@both_updates
+@both_overlaps
+@pytest.mark.parametrize(("backend", "shape"), BACKENDS, ids=str)
+def test_backends(
+    world: MPI.Intracomm,
+    topology_of: Callable[..., allreduce.Topology],
+    backend: str,
+    shape: Any,
+    overlap: bool,
+    update: str,
+) -> None:
+    if (shape is not None and SIZE < 3) or (backend == "native" and update == "sharded"):
+        pytest.skip("no such topology of so few ranks, or refused by name")
+    model, reference = network(seed=world.rank), network()
+    train(reference, OPTIMIZERS["momentum"](reference.parameters()), everything, steps=3)
+    plain = OPTIMIZERS["momentum"](model.parameters())
+    options = {"topology": topology_of(shape), "update": update, "overlap": overlap, **SMALL_BUCKETS}
+    with mirrored(plain, model, backend, **options) as optimizer:
+        train(model, optimizer, mine, steps=3)
+        report = optimizer.report()
+        assert_close(model, reference)
+        assert_mirrored(world, model)
+    assert report.overlap == (overlap and SIZE > 1)
+    assert len(report.buckets) == (2 if report.overlap else 1)
+    assert (report.steps, report.averages, report.bytes) == (3, 3, 3 * sum(report.buckets))
+    assert report.communication >= report.exposed >= 0
+    assert f"{update} update on {SIZE} rank" in str(report)
+
+
+@both_updates
+def test_frozen_and_shared_parameters(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    def make() -> nn.Sequential:
+        model = network(features=40)
+        model[0] = nn.Linear(40, 40)
+        model.insert(2, model[0])  # the same layer twice: its parameters count once
+        model[5].weight.requires_grad_(False)
+        return model
+
+    torch.manual_seed(1)
+    model = make()
+    reference = copy.deepcopy(model)
+    x, y = data(4, features=40)
+    with mirrored(OPTIMIZERS["momentum"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        world_start = [each.detach().clone() for each in model.parameters()]
+        reference.load_state_dict(copy.deepcopy(model.state_dict()))
+        plain = OPTIMIZERS["momentum"](reference.parameters())
+        for rows, labels in zip(x, y, strict=True):
+            for net, opt, take in ((model, optimizer, mine), (reference, plain, everything)):
+                opt.zero_grad()
+                functional.cross_entropy(net(take(rows)), take(labels)).backward()
+                opt.step()
+        elements = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        assert 4 * elements <= optimizer.report().buckets[0] < 4 * elements + 1024
+        assert optimizer.state_dict()["state"].keys() == plain.state_dict()["state"].keys()
+    frozen = [start for start, each in zip(world_start, model.parameters(), strict=True) if not each.requires_grad]
+    assert torch.equal(frozen[0], model[5].weight)
+    assert_close(model, reference)
+
+
+@both_updates
+@both_overlaps
+def test_mixed_dtypes_and_layouts(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
+    """A buffer for each dtype; channels_last parameters keep their layout."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.conv = nn.Conv2d(3, 8, 3, padding=1).to(memory_format=torch.channels_last)
+            self.narrow = nn.Linear(8, 8).bfloat16()
+            self.wide = nn.Linear(8, 3).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.wide(self.narrow(self.conv(x).mean((2, 3)).bfloat16()).double())
+
+    model, reference = Mixed(), Mixed()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(5)
+    x, y = torch.randn(ROWS, 3, 4, 4, generator=generator), torch.randint(0, 3, (ROWS,), generator=generator)
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrored(given, model, topology=flat, update=update, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+        for net, opt, take in ((model, optimizer, mine), (reference, plain, everything)):
+            functional.cross_entropy(net(take(x)), take(y)).backward()
+            if net is model and update == "replicated":
+                assert model.conv.weight.grad.stride() == model.conv.weight.stride()
+            opt.step()
+        assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+        assert len(optimizer.report().buckets) >= 3
+        assert_mirrored(world, model)
+    assert_close(model, reference, 2e-2)
+    torch.testing.assert_close(model.wide.weight, reference.wide.weight, rtol=2e-2, atol=1e-3)
+
+
+@both_updates
+def test_parameter_groups_and_scheduler(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        decayed = [each for each in model.parameters() if each.dim() > 1]
+        others = [each for each in model.parameters() if each.dim() == 1]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": others, "lr": 0.03}], lr=0.01)
+
+    model, reference = network(), network()
+    plain = make(reference)
+    with mirrored(make(model), model, topology=flat, update=update) as optimizer:
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.1) for each in (plain, optimizer)]
+        for x, y in zip(*data(6), strict=True):
+            for net, opt, take in ((model, optimizer, mine), (reference, plain, everything)):
+                opt.zero_grad()
+                functional.cross_entropy(net(take(x)), take(y)).backward()
+                opt.step()
+            for each in schedulers:
+                each.step()
+        assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in plain.param_groups]
+    assert_close(model, reference, 1e-4)
+
+
+@both_updates
+def test_state_dict_goes_on_elsewhere(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """Save after 2 steps, load into a plain optimizer and into other mirrored ones: all go on alike."""
+    model = network()
+    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        train(model, optimizer, mine, steps=2)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    reference = network()
+    reference.load_state_dict(saved[0])
+    plain = OPTIMIZERS["adamw"](reference.parameters())
+    plain.load_state_dict(copy.deepcopy(saved[1]))
+    train(reference, plain, everything, steps=3)
+    for other in ("replicated", "sharded"):
+        again = network(seed=9)
+        with mirrored(OPTIMIZERS["adamw"](again.parameters()), again, topology=flat, update=other) as optimizer:
+            again.load_state_dict(saved[0])
+            optimizer.load_state_dict(copy.deepcopy(saved[1]) if world.rank == 0 else None)
+            train(again, optimizer, mine, steps=3)
+        assert_close(again, reference, 1e-4)
+
+
+@both_updates
+def test_parameters_that_join_and_leave_the_training(
+    world: MPI.Intracomm, flat: allreduce.Topology, update: str
+) -> None:
+    """A layer that is unfrozen begins at step 1, whatever the others count; a frozen one keeps its state."""
+    model, reference = network(), network()
+    sides = [(net, OPTIMIZERS["adamw"](net.parameters())) for net in (model, reference)]
+    for net, plain in sides:
+        net[0].weight.requires_grad_(False)
+        train(net, plain, everything, steps=4)
+        net[0].weight.requires_grad_(True)
+        net[4].bias.requires_grad_(False)
+        plain.zero_grad()
+    with mirrored(sides[0][1], model, topology=flat, update=update) as optimizer:
+        train(model, optimizer, mine, steps=2)
+        train(reference, sides[1][1], everything, steps=2)
+        here, there = optimizer.state_dict()["state"], sides[1][1].state_dict()["state"]
+    assert_close(model, reference, 1e-4)
+    assert here.keys() == there.keys()
+    for at, state in there.items():
+        assert here[at]["step"] == state["step"] == (2 if at == 0 else 4 if at == 5 else 6)
+        torch.testing.assert_close(here[at]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-4)
+
+
+def test_state_before_wrapping_comes_from_rank_0(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model, reference = network(), network()
+    given, plain = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](reference.parameters())
+    train(reference, plain, everything, steps=2)
+    if world.rank == 0:
+        train(model, given, everything, steps=2)
+    for update in ("replicated", "sharded"):
+        with mirrored(given, model, topology=flat, update=update) as optimizer:
+            train(model, optimizer, mine, steps=2)
+            train(reference, plain, everything, steps=2)
+            given.load_state_dict(optimizer.state_dict())
+        assert_close(model, reference, 1e-4)
+
+
+def test_closure_decides_alike(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """LBFGS with a line search branches on the loss, so that must be the mean over the ranks."""
+    model, reference = network(), network()
+    make = lambda net: torch.optim.LBFGS(net.parameters(), max_iter=6, line_search_fn="strong_wolfe")  # noqa: E731
+    plain = make(reference)
+    x, y = data(1)
+    with mirrored(make(model), model, topology=flat) as optimizer:
+
+        def closure(net: nn.Module, opt: torch.optim.Optimizer, take: Callable) -> torch.Tensor:
+            opt.zero_grad()
+            loss = functional.cross_entropy(net(take(x[0])), take(y[0]))
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            here = optimizer.step(lambda: closure(model, optimizer, mine))
+            there = plain.step(lambda: closure(reference, plain, everything))
+            torch.testing.assert_close(here, there.detach(), rtol=1e-3, atol=1e-4)
+        assert_mirrored(world, model)
+    assert_close(model, reference, 1e-2)
+
+
+@both_updates
+def test_grad_scaler(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """An overflow on one rank makes all ranks skip the step, and halve the scale."""
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        start = copy.deepcopy(model.state_dict())
+        for overflows in (True, False):
+            optimizer.zero_grad()
+            factor = float("inf") if overflows and world.rank == SIZE - 1 else 1.0
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = functional.cross_entropy(model(mine(data()[0][0])), mine(data()[1][0]))
+            scaler.scale(loss * factor).backward()
+            if update == "sharded":
+                optimizer.synchronize()
+            scaler.step(optimizer)
+            scaler.update()
+            moved = any(not torch.equal(each, start[name]) for name, each in model.state_dict().items())
+            assert moved == (not overflows)
+            assert scaler.get_scale() == 4.0
+        assert_mirrored(world, model)
+
+
+@pytest.mark.parametrize(("compiler", "update"), [("eager", "replicated"), ("aot_eager", "sharded")])
+def test_compiled_module(world: MPI.Intracomm, flat: allreduce.Topology, compiler: str, update: str) -> None:
+    model, reference = network(), network()
+    train(reference, OPTIMIZERS["momentum"](reference.parameters()), everything)
+    compiled = torch.compile(model, backend=compiler)
+    with mirrored(OPTIMIZERS["momentum"](compiled.parameters()), compiled, topology=flat, update=update) as optimizer:
+        train(compiled, optimizer, mine)
+    assert_close(model, reference)
+
+
+def test_gradients_live_in_the_backends_memory(flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, "shared", topology=flat) as optimizer:
+        train(model, optimizer, mine, steps=1)
+        assert all(optimizer.backend._memory(each.grad.numpy()) == ALLOCATED for each in model.parameters())
+
+
+def test_sharded_parameters_are_one_memory_until_close(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    optimizer = MirroredOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded")
+    train(model, optimizer, mine, steps=1)
+    assert optimizer._parts.sharded is not None
+    states = optimizer._parts.sharded.optimizer.state.values()
+    held = world.allreduce(sum(value.numel() for state in states for value in state.values() if value.dim()))
+    elements = [each.numel() for each in model.parameters()]
+    assert 2 * sum(elements) <= held < 2 * sum(elements) + 2 * 16 * len(elements)
+    if world.rank == 0:
+        with torch.no_grad():
+            model[0].bias[0] = 42
+    world.Barrier()
+    assert model[0].bias[0] == 42
+    world.Barrier()
+    optimizer.close()
+    optimizer.close()
+    with torch.no_grad():
+        model[0].bias[0] = world.rank
+    world.Barrier()
+    assert model[0].bias[0] == world.rank
+
+
+def test_backend_of_the_callers(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """A backend that was passed in is used, and not closed."""
+    with allreduce.create("ring", flat) as backend:
+        for overlap in (False, True):
+            model = network()
+            with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, backend, overlap=overlap) as optimizer:
+                train(model, optimizer, mine, steps=1)
+            assert not backend.closed
+        assert optimizer.report().backend == "ring"
+
+
+def test_a_model_can_be_mirrored_again(flat: allreduce.Topology) -> None:
+    model, reference = network(), network()
+    plain = OPTIMIZERS["sgd"](reference.parameters())
+    for update in ("sharded", "replicated", "sharded"):
+        with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
+            train(model, optimizer, mine, steps=2)
+            train(reference, plain, everything, steps=2)
+    assert_close(model, reference)
+
+
+@both_updates
+def test_a_model_can_be_pickled(flat: allreduce.Topology, update: str) -> None:
+    """While it is mirrored and after: what is noted about its parameters is not in them."""
+    model = network()
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        train(model, optimizer, mine, steps=1)
+        during = io.BytesIO()
+        torch.save(model, during)
+    after = io.BytesIO()
+    torch.save(model, after)
+    for file in (during, after):
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert_close(loaded, model)
+        functional.cross_entropy(loaded(data()[0][0]), data()[1][0]).backward()
+
+
+@both_updates
+@both_overlaps
+def test_close_gives_the_memory_back(flat: allreduce.Topology, overlap: bool, update: str) -> None:
+    """Nothing of a closed optimizer, nor `.grad`, holds on to shared memory."""
+    gc.collect()
+    before = _shared_mappings()
+    model = network()
+    options = {"topology": flat, "update": update, "overlap": overlap, **SMALL_BUCKETS}
+    optimizer = MirroredOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, "shared", **options)
+    assert _shared_mappings() > before
+    train(model, optimizer, mine, steps=2)
+    optimizer.close()
+    gc.collect()
+    assert _shared_mappings() == before
+    assert optimizer.report().buckets
+
+
+def _shared_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("/allreduce-")
+
+
+def test_errors_of_a_gather_are_raised(monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
+        model[4].bias.sum().backward()
+        with monkeypatch.context() as patched:
+            patched.setattr(optimizer.backend, "all_gather", lambda bucket: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.synchronize()
+
+
+@pytest.mark.skipif(SIZE != 3, reason="needs three ranks")
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+def test_nodes_of_different_size_hold_the_same_bits(
+    world: MPI.Intracomm, topology_of: Callable[..., allreduce.Topology], shape: tuple[int, ...], kind: str
+) -> None:
+    """PyTorch's fused kernels give other bits at the end of a tensor, so all nodes must cut in the same places."""
+    model = network()
+    with mirrored(OPTIMIZERS[kind](model.parameters()), model, topology=topology_of(shape), update="sharded") as opt:
+        for _ in range(20):
+            train(model, opt, mine)
+        assert_mirrored(world, model)

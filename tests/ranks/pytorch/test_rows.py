@@ -1,0 +1,258 @@
+"""MirroredOptimizer: ranks whose batches differ in size (rows) or in number (join)."""
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce import errors  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
+    SIZE,
+    SMALL_BUCKETS,
+    Raises,
+    assert_close,
+    assert_mirrored,
+    both_overlaps,
+    both_updates,
+    data,
+    everything,
+    mine,
+    mirrored,
+    network,
+    several,
+    sgd,
+    train,
+)
+from tests.ranks.together import raised_everywhere  # noqa: E402
+from trainers.pytorch import GradientError, MirroredOptimizer  # noqa: E402
+
+# Rows
+
+
+def uneven(rows: torch.Tensor, ranks: int = SIZE) -> torch.Tensor:
+    """Rank 0 has 1 row, rank 1 has 2, and so on; the last one has what is left."""
+    rank = MPI.COMM_WORLD.rank
+    start = rank * (rank + 1) // 2
+    return rows[start : len(rows) if rank == ranks - 1 else start + rank + 1]
+
+
+@both_updates
+@both_overlaps
+def test_rows(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
+    """Batches of different size train as one rank does on all rows."""
+    model, reference = network(), network()
+    train(reference, sgd(reference), everything)
+    with mirrored(sgd(model), model, topology=flat, update=update, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+        for x, y in zip(*data(), strict=True):
+            optimizer.rows(len(uneven(x)))
+            optimizer.zero_grad()
+            functional.cross_entropy(model(uneven(x)), uneven(y)).backward()
+            optimizer.step()
+        assert_mirrored(world, model)
+    assert_close(model, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rows_of_halves(flat: allreduce.Topology, dtype: torch.dtype) -> None:
+    """Weights and flags are exact, whatever the gradients' dtype."""
+    model = nn.Linear(2, 2, bias=False).to(dtype)
+    with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat) as optimizer:
+        rank = MPI.COMM_WORLD.rank
+        optimizer.rows(2 + rank)
+        optimizer.rows(1001 if rank == 0 else 1)  # the last one counts
+        (model.weight.sum() * (0 if rank == 0 else 4)).backward()
+        expected = 4 * (SIZE - 1) / (1001 + SIZE - 1)
+        assert model.weight.grad.flatten().tolist() == pytest.approx([expected] * 4, rel=1e-2)
+
+
+def test_rows_of_equal_size_change_no_bit(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model, reference = network(), network()
+    with (
+        mirrored(sgd(model), model, topology=flat) as optimizer,
+        mirrored(sgd(reference), reference, topology=flat) as plain,
+    ):
+        for x, y in zip(*data(), strict=True):
+            optimizer.rows(len(mine(x)))
+            for net, each in ((model, optimizer), (reference, plain)):
+                each.zero_grad()
+                functional.cross_entropy(net(mine(x)), mine(y)).backward()
+                each.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+@several
+def test_a_rank_without_rows(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Whatever its gradients are, NaN of an empty batch say, they count nothing."""
+    model = network()
+    with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat) as optimizer:
+        optimizer.rows(0 if world.rank == 0 else 2)
+        (model[4].bias.sum() * (float("nan") if world.rank == 0 else 1)).backward()
+        assert model[4].bias.grad.tolist() == pytest.approx([1] * 3)
+
+
+def test_accumulated_rows_and_a_closure(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """LBFGS decides by the loss, which is weighted like the gradients."""
+    model, reference = network(), network()
+    make = lambda net: torch.optim.LBFGS(net.parameters(), max_iter=4)  # noqa: E731
+    plain, (x, y) = make(reference), data(1)
+    with mirrored(make(model), model, topology=flat) as optimizer:
+
+        def closure(net: nn.Module, opt: torch.optim.Optimizer, take: Callable) -> torch.Tensor:
+            opt.zero_grad()
+            loss = functional.cross_entropy(net(take(x[0])), take(y[0]))
+            loss.backward()
+            return loss
+
+        optimizer.rows(len(uneven(x[0])))
+        here = optimizer.step(lambda: closure(model, optimizer, uneven))
+        there = plain.step(lambda: closure(reference, plain, everything))
+        torch.testing.assert_close(here, there.detach(), rtol=1e-4, atol=1e-5)
+        assert_mirrored(world, model)
+    assert_close(model, reference, 1e-3)
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan"), "3", True, None], ids=str)
+def test_bad_rows(world: MPI.Intracomm, flat: allreduce.Topology, bad: Any) -> None:
+    """Of one rank; the others hear of it when they average."""
+    model = network()
+    with mirrored(sgd(model), model, topology=flat) as optimizer:
+
+        def step() -> None:
+            optimizer.rows(bad if world.rank == SIZE - 1 else 2)
+            model[4].bias.sum().backward()
+
+        assert f"a number >= 0, got {bad!r}" in raised_everywhere(world, errors.OptionError, step)
+        optimizer.zero_grad()
+
+
+def test_no_rows_anywhere(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(sgd(model), model, topology=flat) as optimizer:
+
+        def step() -> None:
+            optimizer.rows(0)
+            model[4].bias.sum().backward()
+
+        assert "no rank has rows" in raised_everywhere(world, errors.OptionError, step)
+
+
+@both_overlaps
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("how", ["bad rows", "a backward that raised", "a step left out"])
+def test_rows_end_with_their_average(
+    world: MPI.Intracomm, flat: allreduce.Topology, how: str, members: int, overlap: bool
+) -> None:
+    """The next average, for which nobody tells rows, is the plain mean again, beside another optimizer too."""
+    model, other = network(), network()
+
+    def step() -> None:
+        hidden = torch.tanh(model[0](mine(data()[0][0])))
+        raises = how == "a backward that raised" and world.rank == 0
+        model[4](model[2](Raises.apply(hidden) if raises else hidden)).sum().backward()
+
+    if how == "a backward that raised" and not overlap:
+        pytest.skip("nothing was sent, so the others wait for this rank's next backward")
+    with contextlib.ExitStack() as stack:
+        optimizer = stack.enter_context(mirrored(sgd(model), model, topology=flat, overlap=overlap, **SMALL_BUCKETS))
+        if members == 2:
+            stack.enter_context(mirrored(sgd(other), other, topology=flat))
+        optimizer.rows(-1 if how == "bad rows" else 1 + world.rank)
+        if how == "a step left out":
+            step()
+        else:
+            with pytest.raises((errors.OptionError, GradientError, ZeroDivisionError)):
+                step()
+        optimizer.zero_grad()
+        ((1.0 + world.rank) * model[4].bias.sum()).backward()
+        assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
+
+
+def test_rows_told_before_zero_grad(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(sgd(model), model, topology=flat) as optimizer:
+        for _ in range(2):
+            optimizer.rows(1 if world.rank == 0 else 0)
+            optimizer.zero_grad()
+            ((1.0 + world.rank) * model[4].bias.sum()).backward()
+            assert model[4].bias.grad.tolist() == pytest.approx([1.0] * 3)
+            optimizer.step()
+
+
+# Join
+
+
+@both_updates
+@both_overlaps
+@pytest.mark.parametrize("told", [True, False], ids=["rows", "no rows"])
+def test_join(world: MPI.Intracomm, flat: allreduce.Topology, told: bool, overlap: bool, update: str) -> None:
+    """Rank 0 has the fewest batches: all train as one rank does on the rows that there are in each step."""
+    model, reference = network(), network()
+    plain = sgd(reference)
+    for step, (x, y) in enumerate(zip(*data(2 + SIZE), strict=True)):
+        ranks = [rank for rank in range(SIZE) if step < 2 + rank]
+        if not ranks:
+            break
+        part = len(x) // SIZE
+        rows = torch.cat([torch.arange(rank * part, (rank + 1) * part) for rank in ranks])
+        plain.zero_grad()
+        functional.cross_entropy(reference(x[rows]), y[rows]).backward()
+        plain.step()
+    with mirrored(sgd(model), model, topology=flat, update=update, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+        for _ in range(1):
+            with optimizer.join():
+                for x, y in itertools.islice(zip(*data(2 + SIZE), strict=True), 2 + world.rank):
+                    optimizer.zero_grad()
+                    if told:
+                        optimizer.rows(len(mine(x)))
+                    functional.cross_entropy(model(mine(x)), mine(y)).backward()
+                    optimizer.step()
+        assert optimizer.report().steps == 1 + SIZE
+        assert_mirrored(world, model)
+        assert_close(model, reference)
+        train(model, optimizer, mine, steps=2)  # goes on as ever
+        train(reference, plain, everything, steps=2)
+        assert_mirrored(world, model)
+    assert_close(model, reference)
+
+
+def test_join_keeps_what_the_loop_does_besides(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Clipping and a scheduler in the loop: ranks that left early have the others' parameters and learning rate."""
+    model = network()
+    with mirrored(sgd(model), model, topology=flat) as optimizer:
+        with optimizer.join():
+            for step in range(2 + world.rank):
+                optimizer.zero_grad()
+                model(mine(data()[0][0])).sum().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+                optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        assert optimizer.param_groups[0]["lr"] == 0.1 / (1 + SIZE)
+        assert_mirrored(world, model)
+
+
+@several
+@both_updates
+def test_uneven_batches_without_join(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """6 batches on rank 0, 5 on the others: not a hang but a table."""
+    model = network()
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update, overlap=True)
+
+    def loop() -> None:
+        for _ in range(6 if world.rank == 0 else 5):
+            optimizer.zero_grad()
+            model(mine(data()[0][0])).sum().backward()
+            optimizer.step()
+        optimizer.close()
+
+    text = raised_everywhere(world, errors.DisagreementError, loop)
+    assert "rank 0: averages gradients, after 5 steps" in text
+    assert "rank 1: closes the optimizer, after 5 steps" in text

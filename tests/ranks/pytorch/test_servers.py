@@ -1,0 +1,129 @@
+"""PyTorch modules under parameter servers and spare replicas, on 1 to 3 ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+
+import allreduce  # noqa: E402
+from trainers import MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer  # noqa: E402
+from trainers.errors import ArgumentError  # noqa: E402
+from trainers.replicas.pytorch import TorchReplica  # noqa: E402
+from trainers.trainer import Trainer  # noqa: E402
+
+torch.set_num_threads(1)
+SIZE = MPI.COMM_WORLD.size
+
+
+def replica(kind: str = "Adam", dtype: Any = torch.float32) -> TorchReplica:
+    """With running statistics, which come behind the gradients, and two learning rates.
+
+    No bias before the batch norm: its gradients are rounding errors, of which Adam makes steps as of any others.
+    """
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 20, bias=False), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3)).to(dtype)
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    groups = [{"params": module[:2].parameters()}, {"params": module[3].parameters(), "lr": 0.01}]
+    return TorchReplica(module, nn.CrossEntropyLoss(), getattr(torch.optim, kind)(groups, lr=0.02, **options))
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(3).normal(size=(96, 6)).astype("float32")
+    return x, x[:, :3].argmax(1)
+
+
+def in_step(made: TorchReplica, topology: allreduce.Topology) -> Trainer:
+    return ParameterServerTrainer(made, topology, servers=max(1, SIZE - 2), updates="sync")
+
+
+def no_spare(made: TorchReplica, topology: allreduce.Topology) -> Trainer:
+    return SpareReplicasTrainer(made, topology, spare=0)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@pytest.mark.parametrize("make", [in_step, no_spare])
+def test_synchronous_training_is_that_of_mirrored_replicas(
+    make: Callable[..., Trainer], kind: str, flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    """Batch norm sees the rows of its rank, so the ranks that compute are compared with as many mirrored ones."""
+    if make is in_step and SIZE == 1:
+        return
+    x, y = data()
+    computing = SIZE - max(1, SIZE - 2) if make is in_step else SIZE
+    part = flat.split(int(world.rank >= computing))
+    with MirroredTrainer(replica(kind), "ring", part) as trainer:
+        expected = trainer.fit(x, y, 3, 24, progress=False)
+        state = trainer.replica.state()
+    mine = replica(kind)
+    with make(mine, flat) as trainer:
+        history = trainer.fit(x, y, 3, 24, progress=False)
+        trainer.evaluate(x, y)
+        assert len(set(trainer.parameters_sha256())) == 1
+    if world.rank < computing:
+        np.testing.assert_allclose(history.column("loss"), expected.column("loss"), rtol=1e-3)
+        for name, array in mine.state().items():
+            np.testing.assert_allclose(array, state[name], rtol=1e-2, atol=1e-4, err_msg=name)
+    part.close()
+
+
+@pytest.mark.skipif(SIZE < 2, reason="a server and a worker")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_asynchronous_training_of_a_module(
+    dtype: Any, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
+) -> None:
+    x, y = data()
+    path = world.bcast(str(tmp_path / "model.npz"))
+    mine = replica(dtype=dtype)
+    with ParameterServerTrainer(mine, flat, stale="scale") as trainer:
+        first = trainer.evaluate(x, y)
+        history = trainer.fit(x, y, 8, 24, progress=False)
+        last = trainer.evaluate(x, y)
+        trainer.save(path)
+        assert len(set(trainer.parameters_sha256())) == 1
+    assert last["loss"] < first["loss"]
+    assert [sum(epoch.staleness) for epoch in history] == [4 * (SIZE - 1)] * 8
+    assert mine.learning_rates == [0.02, 0.01]
+    assert len(set(world.allgather(mine.state()["module.1.running_mean"].tobytes()))) == 1
+    assert mine.state()["module.1.running_mean"].any()
+    with SpareReplicasTrainer(replica(dtype=dtype), flat, spare=SIZE - 1) as trainer:
+        trainer.load(path)
+        assert trainer.evaluate(x, y)["loss"] == pytest.approx(last["loss"], rel=1e-2)
+        assert (trainer.replica.state()["optimizer.step"] == 8 * 4 * (SIZE - 1)).all()
+        trainer.fit(x, y, 1, 24, progress=False)
+
+
+@pytest.mark.skipif(SIZE < 2, reason="a server and a worker")
+@pytest.mark.parametrize("server", [0, SIZE - 1])
+def test_workers_begin_with_the_running_statistics_of_the_model(server: int, flat: allreduce.Topology) -> None:
+    """Servers have those that the model came with, or was given later, before any worker has sent others."""
+    x, y = data()
+    mine = replica()
+    norm = mine.module[1]
+    norm.momentum = 0.0  # so they never change
+    norm.running_mean.fill_(5)
+    with ParameterServerTrainer(mine, flat, servers=(server,)) as trainer:
+        trainer.fit(x, y, 1, 24, progress=False)
+        assert (norm.running_mean == 5).all()
+        assert (norm.running_var == 1).all()
+        mine.load_state(mine.state() | {"module.1.running_mean": np.full(20, 7, np.float32)})
+        trainer.fit(x, y, 1, 24, progress=False)
+        assert (norm.running_mean == 7).all()
+
+
+def test_a_module_that_has_no_slices_is_refused(flat: allreduce.Topology) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(6, 3)
+
+    class Own(torch.optim.SGD):
+        """Not known to work on slices."""
+
+    with pytest.raises(ArgumentError, match=r"SpareReplicasTrainer .* Own can't be used") as caught:
+        SpareReplicasTrainer(TorchReplica(module, nn.CrossEntropyLoss(), Own(module.parameters())), flat, spare=0)
+    assert caught.value.ranks == tuple(range(SIZE))

@@ -1,0 +1,191 @@
+"""Two MirroredOptimizers in one program, as in a GAN or an encoder and its decoder."""
+
+import contextlib
+import functools
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce import errors  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
+    OPTIMIZERS,
+    SIZE,
+    SMALL_BUCKETS,
+    assert_close,
+    assert_mirrored,
+    both_overlaps,
+    both_updates,
+    data,
+    mine,
+    network,
+)
+from trainers.pytorch import MirroredOptimizer  # noqa: E402
+
+STEPS = 12  # every rank has left out each of the models by then
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["adamw"](model.parameters())
+
+
+def wrapped(
+    stack: contextlib.ExitStack, models: list[nn.Module], sharing: str, flat: allreduce.Topology, **options: Any
+) -> list[MirroredOptimizer]:
+    """An optimizer for each model; both are closed with the stack, and what they share after them."""
+    if sharing == "one backend":
+        options["allreduce"] = stack.enter_context(allreduce.create("ring", flat))
+    made = []
+    for model in models:
+        topology = stack.enter_context(allreduce.Topology()) if sharing == "own" else flat
+        where = {} if sharing == "one backend" else {"topology": topology}
+        made.append(stack.enter_context(MirroredOptimizer(adamw(model), model, **where, **options)))
+    return made
+
+
+def train(models: list[nn.Module], optimizers: list[MirroredOptimizer], unused: bool) -> None:
+    """In every other order on every other rank; unused: with a model that a rank leaves out now and then."""
+    rank = MPI.COMM_WORLD.rank
+    for step, (x, y) in enumerate(zip(*data(STEPS), strict=True)):
+        order = (0, 1) if (rank + step) % 2 else (1, 0)
+        left_out = step // 2 % 2 if unused and SIZE > 1 and rank == step % SIZE else None
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        chosen = [models[number] for number in order if number != left_out]
+        losses = [functional.cross_entropy(model(mine(x)), mine(y)) for model in chosen]
+        torch.stack(losses).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@functools.cache
+def trained_as_one(flat: allreduce.Topology, unused: bool) -> list[nn.Module]:
+    """What one optimizer makes of both models."""
+    models = [network(1), network(2)]
+    both = nn.ModuleList(models)
+    with MirroredOptimizer(adamw(both), both, topology=flat, overlap=False) as one:
+        train(models, [one], unused)
+    return models
+
+
+@both_updates
+@both_overlaps
+@pytest.mark.parametrize("unused", [False, True], ids=["used everywhere", "unused on some ranks"])
+@pytest.mark.parametrize("sharing", ["one backend", "one topology", "own"])
+def test_two_optimizers_are_as_one(
+    world: MPI.Intracomm, flat: allreduce.Topology, sharing: str, unused: bool, overlap: bool, update: str
+) -> None:
+    models = [network(1), network(2)]
+    with contextlib.ExitStack() as stack:
+        two = wrapped(stack, models, sharing, flat, update=update, overlap=overlap, **SMALL_BUCKETS)
+        train(models, two, unused)
+        for model, reference in zip(models, trained_as_one(flat, unused), strict=True):
+            assert_mirrored(world, model)
+            assert_close(model, reference, 1e-6 if SIZE < 3 else 1e-3)
+
+
+@both_updates
+@both_overlaps
+def test_a_model_that_is_left_out_gets_its_average_in_the_same_backward(
+    world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str
+) -> None:
+    """Rank 0 has no part in the second model, and steps the first one before: nobody waits for its step."""
+    models = [network(1), network(2)]
+    with contextlib.ExitStack() as stack:
+        optimizers = wrapped(stack, models, "one topology", flat, update=update, overlap=overlap)
+        for _ in range(3):
+            used = models[:1] if world.rank == 0 and SIZE > 1 else models
+            sum(model[4].bias.sum() for model in used).backward()
+            for optimizer, share in zip(optimizers, (1, (SIZE - 1) / SIZE if SIZE > 1 else 1), strict=True):
+                optimizer.synchronize()
+                assert optimizer.model[4].bias.grad.tolist() == pytest.approx([share] * 3)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for model in models:
+            assert_mirrored(world, model)
+
+
+@both_overlaps
+def test_gan(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+    """The optimizers take turns; what the other's backward leaves in the gradients is thrown away."""
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 12))
+    judge = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 1))
+    torch.manual_seed(world.rank)
+    with contextlib.ExitStack() as stack:
+        of_generator, of_judge = wrapped(stack, [generator, judge], "own", flat, overlap=overlap)
+        for _ in range(10):
+            of_judge.zero_grad()
+            fake = generator(torch.randn(5, 4))
+            (judge(fake.detach()).mean() - judge(torch.randn(5, 12)).mean()).backward()
+            of_judge.step()
+            of_generator.zero_grad()
+            (-judge(fake).mean()).backward()
+            of_generator.step()
+        assert_mirrored(world, generator)
+        assert_mirrored(world, judge)
+        assert of_generator.report().steps == of_judge.report().steps == 10
+
+
+@pytest.mark.parametrize("loop", ["in one backward", "one of them alone"])
+def test_join_with_two_optimizers_is_refused(world: MPI.Intracomm, flat: allreduce.Topology, loop: str) -> None:
+    """A rank without batches would not know whose average comes next: it counted as a batch of zeros."""
+    models = [network(1), network(2)]
+    batches = 1 if world.rank == SIZE - 1 else 3
+    with contextlib.ExitStack() as stack:
+        optimizers = wrapped(stack, models, "one topology", flat)
+
+        def train() -> None:
+            with contextlib.ExitStack() as joins:
+                for optimizer in optimizers if loop == "in one backward" else optimizers[:1]:
+                    joins.enter_context(optimizer.join())
+                for _ in range(batches):
+                    sum(model[4].bias.sum() for model in models).backward()
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+        with pytest.raises(errors.OptionError, match="join") as caught:
+            train()
+        assert "2 MirroredOptimizers" in str(caught.value)
+        assert caught.value.ranks == tuple(range(SIZE))
+        optimizers[1].close()
+        with optimizers[0].join():  # alone it may
+            for _ in range(batches):
+                models[0][4].bias.sum().backward()
+                optimizers[0].step()
+        assert_mirrored(world, models[0])
+
+
+def test_join_beside_a_dropped_optimizer(flat: allreduce.Topology) -> None:
+    """As in a loop over models that closes none: the former one is dropped when the next one was made.
+
+    It is held by a cycle, as by the traceback of an error, until Python collects such garbage.
+    """
+    for model in (network(1), network(2)):
+        optimizer = MirroredOptimizer(adamw(model), model, topology=flat)
+        held: list[object] = [optimizer]
+        held.append(held)
+    held = []
+    with optimizer.join():
+        model[4].bias.sum().backward()
+        optimizer.step()
+    optimizer.close()
+
+
+def test_join_beside_a_broken_optimizer(flat: allreduce.Topology) -> None:
+    """Its error holds it by the traceback, so it is never dropped; it can't be used any more either."""
+    models = [network(1), network(2)]
+    broken, optimizer = (MirroredOptimizer(adamw(model), model, topology=flat) for model in models)
+    broken._parts.reducer._queue.broken = errors.BrokenError("on purpose")
+    with optimizer.join():
+        models[1][4].bias.sum().backward()
+        optimizer.step()
+    optimizer.close()

@@ -1,0 +1,571 @@
+"""torch.distributed over our collectives: every call against values that rank 0 could write down by hand.
+
+Values depend on rank and index; `of(rank, ...)` is what any rank would bring, so all can tell the result.
+"""
+
+import functools
+import gc
+import json
+import operator
+import time
+import weakref
+from collections.abc import Generator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra "torch")')
+import torch.distributed as dist  # noqa: E402
+
+import allreduce.torch_backend  # noqa: E402
+from allreduce.errors import DisagreementError, UnknownBackendError  # noqa: E402
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int32, torch.int64, torch.int8, torch.uint8, torch.int16]
+Op = dist.ReduceOp
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # old names that libraries still call
+    pytest.mark.filterwarnings("ignore:ComplexHalf support"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Generator[None]:
+    dist.init_process_group("allreduce", timeout=timedelta(seconds=60))
+    yield
+    dist.destroy_process_group()
+
+
+def size() -> int:
+    return dist.get_world_size()
+
+
+def of(rank: int, shape: int | tuple[int, ...] = 11, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What `rank` brings: small integers, exact in every dtype."""
+    shape = (shape,) if isinstance(shape, int) else shape
+    index = torch.arange(int(torch.Size(shape).numel())).reshape(shape)
+    return ((index * (rank + 2) + rank) % 5).to(dtype)
+
+
+def mine(shape: int | tuple[int, ...] = 11, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return of(dist.get_rank(), shape, dtype)
+
+
+def everyone(shape: int | tuple[int, ...] = 11, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [of(rank, shape, dtype) for rank in range(size())]
+
+
+def reduced(tensors: list[torch.Tensor], op: Op) -> torch.Tensor:
+    """Expected value, in float64 or int64."""
+    stack = torch.stack([each.to(torch.float64 if each.is_floating_point() else torch.int64) for each in tensors])
+    if op == Op.AVG:
+        return stack.mean(0) if stack.is_floating_point() else torch.div(stack.sum(0), size(), rounding_mode="trunc")
+    steps = {Op.BAND: operator.and_, Op.BOR: operator.or_, Op.BXOR: operator.xor}
+    if op in steps:
+        return functools.reduce(steps[op], stack)
+    simple = {Op.SUM: stack.sum, Op.PRODUCT: stack.prod}
+    return simple[op](0) if op in simple else (stack.amax(0) if op == Op.MAX else stack.amin(0))
+
+
+def same(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected.to(got.dtype))
+
+
+@pytest.mark.parametrize("op", [Op.SUM, Op.AVG, Op.MAX, Op.MIN, Op.PRODUCT], ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
+def test_all_reduce(dtype: torch.dtype, op: Op) -> None:
+    if op == Op.PRODUCT and dtype in (torch.int8, torch.uint8) and size() > 3:
+        pytest.skip("the product does not fit into 8 bits")
+    for length in (1, 11, 40_000):
+        tensor = mine(length, dtype)
+        dist.all_reduce(tensor, op)
+        same(tensor, reduced(everyone(length, dtype), op))
+
+
+@pytest.mark.parametrize("op", [Op.BAND, Op.BOR, Op.BXOR], ids=str)
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_bitwise(dtype: torch.dtype, op: Op) -> None:
+    tensor = mine(11, dtype)
+    dist.all_reduce(tensor, op)
+    same(tensor, reduced(everyone(11, dtype), op))
+
+
+def test_bool() -> None:
+    for op, expected in ((Op.SUM, torch.any), (Op.MAX, torch.any), (Op.PRODUCT, torch.all), (Op.MIN, torch.all)):
+        tensor = mine() > 1
+        dist.all_reduce(tensor, op)
+        assert torch.equal(tensor, expected(torch.stack([each > 1 for each in everyone()]), 0))
+
+
+def test_premultiplied_sum() -> None:
+    tensor = mine()
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
+    same(tensor, reduced(everyone(), Op.SUM) / 2)
+
+
+def test_complex() -> None:
+    tensor = torch.complex(mine(), -mine())
+    dist.all_reduce(tensor)
+    total = reduced(everyone(), Op.SUM).to(torch.float32)
+    same(tensor, torch.complex(total, -total))
+
+
+def test_average_of_unsigned_integers() -> None:
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        tensor = mine().to(dtype)
+        dist.all_reduce(tensor, Op.AVG)
+        assert torch.equal(tensor.to(torch.int64), reduced(everyone(11, torch.int64), Op.AVG))
+
+
+def test_operations_without_meaning_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"BAND is not defined for tensors of torch\.float32"):
+        dist.all_reduce(mine(), Op.BAND)
+    with pytest.raises(TypeError, match=r"AVG is not defined for tensors of torch\.bool"):
+        dist.all_reduce(mine() > 1, Op.AVG)
+    with pytest.raises(NotImplementedError, match=r"broadcast .*sparse_coo"):
+        dist.broadcast(torch.eye(3).to_sparse(), 0)
+    for dtype in (torch.float8_e5m2, torch.complex32):
+        with pytest.raises(NotImplementedError, match=f"does not reduce {dtype}"):
+            dist.group.WORLD.allreduce([torch.zeros(3).to(dtype)]).wait()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16], ids=str)
+def test_ranks_that_disagree_all_say_so(dtype: torch.dtype) -> None:
+    if size() > 1:
+        with pytest.raises(DisagreementError, match=r"rank 1: .*5"):
+            dist.all_reduce(torch.zeros(4 + dist.get_rank(), dtype=dtype))
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    longs, floats = torch.zeros(2 * size(), dtype=torch.int64), torch.zeros(2)
+    with pytest.raises(TypeError, match=r"the input is torch\.int64 and the output torch\.float32"):
+        dist.all_gather_into_tensor(torch.zeros(4 * size()), torch.zeros(2, dtype=torch.int64))  # as many bytes
+    with pytest.raises(TypeError, match="reduce_scatter_tensor: the input is"):
+        dist.reduce_scatter_tensor(floats, longs)
+    with pytest.raises(TypeError, match="all_to_all_single: the input is"):
+        dist.group.WORLD.all_to_all_single(longs, torch.zeros(2 * size()), [], []).wait()
+    with pytest.raises(ValueError, match=r"all_gather: this rank's tensor is \(3,\) and its place in the list \(2,\)"):
+        dist.all_gather([floats] * size(), torch.zeros(3))
+    with pytest.raises(ValueError, match="reduce_scatter_tensor: the output has 3 elements and this rank's share"):
+        dist.reduce_scatter_tensor(torch.zeros(3), torch.zeros(2 * size()))
+    alone = [dist.new_group([rank]) for rank in range(size())][dist.get_rank()]
+    with pytest.raises(ValueError, match="scatter: this rank's tensor"):
+        dist.scatter(floats, [torch.zeros(3)], src=dist.get_rank(), group=alone)
+    with pytest.raises(ValueError, match="gather: this rank's tensor"):
+        dist.gather(torch.zeros(3), [floats], dst=dist.get_rank(), group=alone)
+    dist.destroy_process_group(alone)
+
+
+def test_shapes_and_strides() -> None:
+    total = reduced(everyone((4, 6)), Op.SUM)
+    strided = mine((4, 6)).t().contiguous().t()
+    assert not strided.is_contiguous()
+    dist.all_reduce(strided)
+    same(strided, total)
+    whole = torch.zeros(8, 6)
+    whole[::2] = mine((4, 6))
+    dist.all_reduce(whole[::2])
+    same(whole[::2], total)
+    assert not whole[1::2].any()
+    base = mine((4, 6))
+    view = base[1]
+    dist.all_reduce(view)  # shares memory with base
+    same(base[1], total[1])
+    dist.all_reduce(torch.zeros(0))
+    dist.all_reduce(torch.zeros(3, 0))
+    scalar = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(scalar)
+    assert scalar == sum(range(size()))
+
+
+def test_gradient_tensors_need_no_detach() -> None:
+    tensor = mine().requires_grad_()
+    dist.broadcast(tensor, src=0)
+    same(tensor.detach(), of(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool], ids=str)
+def test_moving(dtype: torch.dtype) -> None:
+    last = size() - 1
+    tensor = mine((2, 3), dtype)
+    dist.broadcast(tensor, src=last)
+    same(tensor, of(last, (2, 3), dtype))
+
+    places = [torch.zeros(2, 3, dtype=dtype) for _ in range(size())]
+    dist.all_gather(places, mine((2, 3), dtype))
+    for rank, place in enumerate(places):
+        same(place, of(rank, (2, 3), dtype))
+
+    output = torch.zeros(size() * 2, 3, dtype=dtype)
+    dist.all_gather_into_tensor(output, mine((2, 3), dtype))
+    same(output, torch.cat(everyone((2, 3), dtype)))
+
+    root = dist.get_rank() == last
+    places = [torch.zeros(2, 3, dtype=dtype) for _ in range(size())] if root else None
+    dist.gather(mine((2, 3), dtype), places, dst=last)
+    for rank, place in enumerate(places or []):
+        same(place, of(rank, (2, 3), dtype))
+
+    output = torch.zeros(2, 3, dtype=dtype)
+    dist.scatter(output, everyone((2, 3), dtype) if root else None, src=last)
+    same(output, mine((2, 3), dtype))
+
+
+def test_all_gather_into_a_slice_of_its_own_output() -> None:
+    whole = torch.zeros(size(), 5)
+    whole[dist.get_rank()] = mine(5)
+    dist.all_gather_into_tensor(whole.view(-1), whole[dist.get_rank()])
+    same(whole, torch.stack(everyone(5)))
+
+
+@pytest.mark.parametrize("op", [Op.SUM, Op.AVG, Op.MAX], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.int16], ids=str)
+def test_reduce_scatter(dtype: torch.dtype, op: Op) -> None:
+    rank = dist.get_rank()
+    for length in (3, 30_000):
+        total = reduced(everyone(size() * length, dtype), op)[rank * length : (rank + 1) * length]
+        source, output = mine(size() * length, dtype), torch.zeros(length, dtype=dtype)
+        dist.reduce_scatter_tensor(output, source, op)
+        same(output, total)
+        same(source, mine(size() * length, dtype))  # the input keeps its content
+        output.zero_()
+        dist.reduce_scatter(output, list(source.chunk(size())), op)
+        same(output, total)
+
+
+@pytest.mark.parametrize("op", [Op.SUM, Op.AVG], ids=str)
+def test_reduce_scatter_of_unequal_parts(op: Op) -> None:
+    """Zero elements for rank 0, one for rank 1, ..."""
+    parts = [[of(10 * rank + to, to) for to in range(size())] for rank in range(size())]
+    output = torch.zeros(dist.get_rank())
+    dist.reduce_scatter(output, parts[dist.get_rank()], op)
+    same(output, reduced([row[dist.get_rank()] for row in parts], op))
+
+
+@pytest.mark.parametrize("backend", ["ring", "halving_doubling", "native"])
+def test_a_backend_chosen_by_name(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALLREDUCE_BACKEND", backend)
+    for options in (None, allreduce.torch_backend.Options(backend), backend):
+        group = dist.new_group(pg_options=options)
+        tensor, output = mine(1000), torch.zeros(10)
+        dist.all_reduce(tensor, Op.AVG, group=group)
+        same(tensor, reduced(everyone(1000), Op.AVG))
+        dist.reduce_scatter_tensor(output, mine(10 * size()), group=group)
+        same(output, reduced(everyone(10 * size()), Op.SUM).chunk(size())[dist.get_rank()])
+        assert group._reducer._backends.keys() == {backend}
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("backend", ["auto", "ring", "shared", "native"])
+def test_settings_are_those_of_every_reduction(backend: str, tmp_path: Path) -> None:
+    """Of reduce_scatter, too, with which FSDP averages; where the backend has phases it stays a reduce_scatter."""
+    settings: dict[str, Any] = {"check": "always", "trace": tmp_path / "trace.json"}
+    if backend != "native":  # which sums no 16-bit floats
+        settings["compress"] = "bfloat16"
+    group = dist.new_group(pg_options=allreduce.torch_backend.Options(backend, settings=settings))
+    fine = torch.full((10 * size(),), 1 + 2**-10)  # one more digit than bfloat16 has
+    output = torch.zeros(10)
+    dist.all_reduce(fine.clone(), group=group)
+    dist.reduce_scatter_tensor(output, fine, group=group)
+    rounded = backend != "native" and size() > 1
+    same(output, torch.full((10,), size() * (1 if rounded else 1 + 2**-10)))
+    assert {each.check for each in group._reducer._backends.values()} == {"always"}
+    dist.destroy_process_group(group)
+    if dist.get_rank() == 0:
+        calls = {
+            event["name"].partition(",")[0]
+            for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        }
+        wanted = {"all_reduce"} if backend == "native" else {"all_reduce", "reduce_scatter"}
+        assert wanted <= calls
+        assert backend != "native" or "reduce_scatter" not in calls
+
+
+def test_an_unknown_backend_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnknownBackendError, match="'rign'; the backends are: ring"):
+        allreduce.torch_backend.Options("rign")
+    monkeypatch.setenv("ALLREDUCE_BACKEND", "rign")
+    with pytest.raises(UnknownBackendError, match="ALLREDUCE_BACKEND"):
+        dist.new_group()
+
+
+def test_reduce() -> None:
+    last = size() - 1
+    tensor = mine()
+    dist.reduce(tensor, dst=last)
+    same(tensor, reduced(everyone(), Op.SUM) if dist.get_rank() == last else mine())
+
+
+def test_all_to_all() -> None:
+    rank, ranks = dist.get_rank(), range(size())
+    outputs = [torch.zeros(4) for _ in ranks]
+    dist.all_to_all(outputs, [of(10 * rank + to, 4) for to in ranks])
+    for source, output in enumerate(outputs):
+        same(output, of(10 * source + rank, 4))
+
+    output = torch.zeros(size(), 3)
+    dist.all_to_all_single(output, torch.stack([of(10 * rank + to, 3) for to in ranks]))
+    same(output, torch.stack([of(10 * source + rank, 3) for source in ranks]))
+
+    rows = [of(10 * rank + to, (to + 1, 2)) for to in ranks]  # rank r gets r + 1 rows from everyone
+    output = torch.zeros(size() * (rank + 1), 2)
+    dist.all_to_all_single(output, torch.cat(rows), [rank + 1] * size(), [to + 1 for to in ranks])
+    same(output, torch.cat([of(10 * source + rank, (rank + 1, 2)) for source in ranks]))
+
+
+def test_messages() -> None:
+    rank = dist.get_rank()
+    right, left = (rank + 1) % size(), (rank - 1) % size()
+    if size() > 1:
+        tensors = torch.zeros(7), torch.zeros(7)
+        works = [  # tags may be received in another order than they were sent
+            dist.isend(of(rank, 7), right, tag=1),
+            dist.isend(of(rank + 1, 7), right, tag=2),
+            dist.irecv(tensors[1], left, tag=2),
+            dist.irecv(tensors[0], left, tag=1),
+        ]
+        for work in works:
+            work.wait()
+        same(tensors[0], of(left, 7))
+        same(tensors[1], of(left + 1, 7))
+    if rank == 0:
+        seen = set()
+        for _ in range(1, size()):
+            tensor = torch.zeros(3, 2).t()
+            source = dist.recv(tensor)
+            same(tensor, of(source, (2, 3)))
+            seen.add(source)
+        assert seen == set(range(1, size()))
+    else:
+        dist.send(mine((2, 3)), 0)
+
+
+def test_a_message_that_nobody_keeps_arrives() -> None:
+    """MPI still reads the tensor when the program has let go of it; the memory must not be given to others."""
+    for rank in range(1, size()):
+        if dist.get_rank() == 0:
+            dist.isend(torch.full((300_000,), float(rank)), rank)
+    torch.full((300_000,), -1.0)
+    dist.barrier()
+    if dist.get_rank():
+        tensor = torch.zeros(300_000)
+        dist.recv(tensor, 0)
+        assert (tensor == dist.get_rank()).all()
+
+
+def test_a_message_of_another_length_is_an_error() -> None:
+    if size() < 2 or dist.get_rank() > 1:
+        return
+    if dist.get_rank() == 0:
+        dist.send(torch.zeros(3), 1)
+    else:
+        with pytest.raises(RuntimeError, match="12 bytes arrived and the tensor has 20"):
+            dist.recv(torch.zeros(5), 0)
+
+
+def test_objects() -> None:
+    gathered = [None] * size()
+    dist.all_gather_object(gathered, {"rank": dist.get_rank()})
+    assert gathered == [{"rank": rank} for rank in range(size())]
+    shared = ["a", 3, None] if dist.get_rank() == 0 else [None] * 3
+    dist.broadcast_object_list(shared)
+    assert shared == ["a", 3, None]
+    received: list[object] = [None]
+    dist.scatter_object_list(received, [str(rank) * rank for rank in range(size())] if dist.get_rank() == 0 else None)
+    assert received == [str(dist.get_rank()) * dist.get_rank()]
+
+
+def test_coalesced() -> None:
+    first, second, ranks = mine(5), mine((2, 3)), range(size())
+    with dist._coalescing_manager():
+        dist.all_reduce(first)
+        dist.all_reduce(second)
+    same(first, reduced(everyone(5), Op.SUM))
+    same(second, reduced(everyone((2, 3)), Op.SUM))
+
+    outputs = [torch.zeros(size() * 2), torch.zeros(size() * 3)]
+    with dist._coalescing_manager(async_ops=True) as works:
+        dist.all_gather_into_tensor(outputs[0], mine(2))
+        dist.all_gather_into_tensor(outputs[1], mine(3))
+    works.wait()
+    for output in outputs:
+        same(output, torch.cat([of(rank, output.numel() // size()) for rank in ranks]))
+
+    parts = [torch.zeros(2), torch.zeros(3)]
+    with dist._coalescing_manager():
+        for part in parts:
+            dist.reduce_scatter_tensor(part, mine(size() * part.numel()))
+    for part in parts:
+        same(part, reduced(everyone(size() * part.numel()), Op.SUM).chunk(size())[dist.get_rank()])
+
+    mixed = mine(4)
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as works:
+        work = dist.group.WORLD.allreduce([mixed])
+    works.wait()
+    assert work.is_completed()
+    same(mixed, reduced(everyone(4), Op.SUM))
+
+
+def test_coalesced_messages() -> None:
+    if size() < 2:
+        return
+    right, left = (dist.get_rank() + 1) % size(), (dist.get_rank() - 1) % size()
+    tensor = torch.zeros(200_000)
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as works:
+        dist.isend(mine(200_000), right)
+        dist.irecv(tensor, left)
+    works.wait()
+    same(tensor, of(left, 200_000))
+
+
+def test_functional_collectives() -> None:
+    import torch.distributed._functional_collectives as functional
+
+    world = dist.group.WORLD
+    same(functional.all_reduce(mine(), "sum", world), reduced(everyone(), Op.SUM))
+    same(functional.all_gather_tensor(mine(), 0, world), torch.cat(everyone()))
+    part = functional.reduce_scatter_tensor(mine(size() * 2), "avg", 0, world)
+    same(part, reduced(everyone(size() * 2), Op.AVG).chunk(size())[dist.get_rank()])
+    same(
+        functional.all_to_all_single(mine(size()), None, None, world),
+        torch.stack([of(r, size())[dist.get_rank()] for r in range(size())]),
+    )
+
+
+def test_works_and_futures() -> None:
+    tensors = [mine(50_000) + index for index in range(4)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    doubled = works[2].get_future().then(lambda future: future.value()[0] * 2)
+    for index, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+        assert work.wait(timedelta(seconds=30))
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
+        same(tensor, reduced(everyone(50_000), Op.SUM) + index * size())
+        assert work.result()[0] is tensor
+    same(doubled.wait(), tensors[2] * 2)
+    assert works[0].get_future().done()
+
+
+def test_a_finished_operation_keeps_no_tensor() -> None:
+    tensor = mine()
+    dist.all_reduce(tensor)
+    reference = weakref.ref(tensor)
+    del tensor
+    deadline = time.monotonic() + 10
+    while reference() is not None and time.monotonic() < deadline:  # the thread may just be leaving it
+        gc.collect()
+    assert reference() is None
+
+
+def test_collectives_inside_of_callbacks_keep_their_place() -> None:
+    """As PowerSGD's hook chains them: submitted from a callback, waited for in it."""
+
+    def again(future: torch.futures.Future) -> torch.Tensor:
+        tensor = future.value()[0]
+        return dist.all_reduce(tensor, async_op=True).get_future().wait()[0]
+
+    futures = [dist.all_reduce(mine(1000), async_op=True).get_future().then(again) for _ in range(5)]
+    for future in futures:
+        same(future.wait(), reduced(everyone(1000), Op.SUM) * size())
+
+
+def test_an_error_ends_the_work_and_not_the_group() -> None:
+    """An error that is found while the ranks communicate: rank 1 brings more than the others."""
+    if size() > 1:
+        for _ in range(2):
+            work = dist.all_reduce(torch.zeros(777 + (dist.get_rank() == 1)), async_op=True)
+            with pytest.raises(DisagreementError):
+                work.wait()
+            assert isinstance(work.exception(), DisagreementError)
+            with pytest.raises(RuntimeError, match="DisagreementError: the ranks disagree"):
+                work.get_future().wait()
+        failing = dist.all_reduce(torch.zeros(777 + (dist.get_rank() == 1)), async_op=True).get_future()
+        with pytest.raises(RuntimeError, match="DisagreementError: the ranks disagree"):
+            failing.wait()
+    dist.barrier()
+
+
+def test_ranks_that_came_to_different_calls_all_say_so() -> None:
+    """Nothing is done then, and the group goes on."""
+    if size() > 1:
+        tensor = mine()
+        for _ in range(2):
+            with pytest.raises(DisagreementError, match=r"rank 0: broadcast of .*\n  rank 1: all_reduce"):
+                dist.all_reduce(tensor) if dist.get_rank() else dist.broadcast(tensor, 0)
+        same(tensor, mine())
+    dist.barrier()
+
+
+def test_subgroups() -> None:
+    even = list(range(0, size(), 2))
+    group = dist.new_group(even)
+    backwards = dist.new_group(list(range(size()))[::-1])
+    if dist.get_rank() in even:
+        tensor = mine()
+        dist.all_reduce(tensor, group=group)
+        same(tensor, reduced([of(rank) for rank in even], Op.SUM))
+        tensor = mine()
+        dist.broadcast(tensor, src=even[-1], group=group)
+        same(tensor, of(even[-1]))
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+    tensor = mine()
+    dist.all_reduce(tensor, group=backwards)
+    same(tensor, reduced(everyone(), Op.SUM))
+    dist.destroy_process_group(backwards)
+    assert dist.get_backend() == "allreduce"
+
+
+def test_groups_in_flight_at_once() -> None:
+    """Waited for in another order on each rank, while a further group is made; one is destroyed unwaited."""
+    groups = [dist.new_group() for _ in range(3)]
+    tensors = [mine(100_000) + index for index in range(3)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(tensors, groups, strict=True)]
+    groups.append(dist.new_group())
+    dist.destroy_process_group(groups.pop(0))
+    assert works[0].is_completed()
+    for work in works[1:] if dist.get_rank() % 2 else works[:0:-1]:
+        work.wait()
+    for index, tensor in enumerate(tensors):
+        same(tensor, reduced(everyone(100_000), Op.SUM) + index * size())
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_barriers() -> None:
+    dist.barrier()
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=30))
+
+
+def test_what_is_not_offered_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="split_group"):
+        dist.group.WORLD.split_group([0])
+    with pytest.raises(NotImplementedError, match="completion hooks"):
+        dist.group.WORLD._register_on_completion_hook(print)
+
+
+def test_counts_beyond_an_int_are_moved_in_larger_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    from allreduce.torch_backend import move
+
+    monkeypatch.setattr(move, "LARGEST", 24)
+    places = [torch.zeros(12) for _ in range(size())]
+    dist.all_gather(places, mine(12))
+    for rank, place in enumerate(places):
+        same(place, of(rank, 12))
+    with pytest.raises(ValueError, match="split the tensors"):
+        dist.all_gather([torch.zeros(29, dtype=torch.uint8) for _ in places], torch.zeros(29, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16], ids=str)
+def test_sums_of_short_integers_wrap_round(dtype: torch.dtype) -> None:
+    """As torch's own do; Open MPI's vector instructions would stop at the largest one."""
+    largest = torch.iinfo(dtype).max
+    tensor = torch.full((1000,), largest, dtype=torch.int64).to(dtype)
+    dist.all_reduce(tensor)
+    bits = torch.iinfo(dtype).bits
+    wanted = (largest * size()) % 2**bits
+    wanted -= 2**bits * (wanted > largest)
+    assert set(tensor.to(torch.int64).tolist()) == {wanted}

@@ -1,0 +1,190 @@
+"""Callbacks in real fits: what they do, all ranks do, and what only some ranks have holds nobody up."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+import trainers
+from allreduce.errors import DisagreementError
+from tests.trace_schema import check_trace
+from trainers import MirroredTrainer, NumpyNetwork
+from trainers.callbacks import CSVLogger, EarlyStopping, LearningRateSchedule, ModelCheckpoint, TensorBoard, Timeline
+from trainers.errors import ArgumentError, ModelFileError
+from trainers.watching.history import History
+
+SIZE = MPI.COMM_WORLD.size
+X = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")
+Y = np.arange(60) % 3
+pytestmark = pytest.mark.skipif(SIZE > 3, reason="callbacks do not know how many ranks there are")
+UPDATES = pytest.mark.parametrize("update", ["replicated", "sharded"])
+
+
+def trainer_of(flat: allreduce.Topology, update: str = "replicated") -> MirroredTrainer:
+    network = NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02)
+    return MirroredTrainer(network, "auto", flat, update=update)
+
+
+def fit(trainer: MirroredTrainer, *callbacks: Any, epochs: int = 4) -> History:
+    return trainer.fit(X, Y, epochs, 20, validation_data=(X, Y), callbacks=callbacks, progress=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, world: MPI.Intracomm) -> Path:
+    """Rank 0's, on all ranks."""
+    return world.bcast(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["everywhere", "last rank"])
+def test_stopping_reaches_all_ranks(where: str, flat: allreduce.Topology) -> None:
+    with trainer_of(flat) as trainer:
+        given = where == "everywhere" or trainer.rank == SIZE - 1
+        callbacks = [EarlyStopping("val_loss", min_delta=100, patience=1)] if given else []
+        assert len(fit(trainer, *callbacks)) == 2
+        assert len(set(trainer.parameters_sha256())) == 1
+
+
+@UPDATES
+def test_the_best_weights_come_back(update: str, flat: allreduce.Topology) -> None:
+    """With rates that ruin the model from the third epoch on, it is that of the second in the end."""
+    ruin = LearningRateSchedule(lambda epoch, rate: 0.02 if epoch < 2 else 3.0)
+    with trainer_of(flat, update) as trainer:
+        history = fit(trainer, ruin, EarlyStopping(patience=1, restore_best_weights=True))
+        assert len(history) == 3
+        measured = trainer.evaluate(X, Y)
+        assert measured["loss"] == pytest.approx(history[1].validation["loss"], rel=1e-6)
+        assert measured["loss"] < history[2].validation["loss"]
+        restored = trainer.parameters_sha256()
+        assert len(set(restored)) == 1
+        assert trainer.replica.learning_rates == [0.02]
+    with trainer_of(flat, update) as trainer:
+        fit(trainer, epochs=2)
+        assert trainer.parameters_sha256() == restored
+
+
+KINDS: dict[str, Callable[[NumpyNetwork, allreduce.Topology], Any]] = {
+    "central": lambda network, ranks: trainers.CentralStorageTrainer(network, ranks),
+    "parameter_server": lambda network, ranks: trainers.ParameterServerTrainer(network, ranks, updates="sync"),
+    "spare_replicas": lambda network, ranks: trainers.SpareReplicasTrainer(network, ranks, spare=0),
+}
+
+
+@pytest.mark.skipif(SIZE != 3, reason="once is enough")
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_trainers(kind: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    """A rate that ruins the model, the best weights back, a file of each epoch, a trace: as when mirrored."""
+    if kind != "central" and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        pytest.skip("this MPI has no MPI_THREAD_MULTIPLE")
+    losses = []
+    for make in (lambda network, ranks: MirroredTrainer(network, "auto", ranks), KINDS[kind]):
+        callbacks = [
+            LearningRateSchedule(lambda epoch, rate: 0.02 if epoch < 2 else 3.0),
+            EarlyStopping(patience=1, restore_best_weights=True),
+            ModelCheckpoint(folder / "{epoch}.npz"),
+            Timeline(folder / "trace.json"),
+        ]
+        with make(NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), flat) as trainer:
+            history = fit(trainer, *callbacks)
+            assert len(history) == 3
+            restored = trainer.evaluate(X, Y)["loss"]
+            trainer.load(str(folder / "1.npz"))
+            losses.append([restored, trainer.evaluate(X, Y)["loss"], *(each.validation["loss"] for each in history)])
+        world.Barrier()
+        events = check_trace(json.loads((folder / "trace.json").read_text()), SIZE)
+        assert {"data", "compute", "update"} < {event["cat"] for event in events}
+        world.Barrier()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@UPDATES
+def test_models_are_saved(update: str, flat: allreduce.Topology, folder: Path) -> None:
+    """Saving changes nothing, and what is saved is the model of that epoch."""
+    with trainer_of(flat, update) as trainer:
+        history = fit(trainer, ModelCheckpoint(folder / "{epoch}.npz"))
+        saving = trainer.parameters_sha256()
+    with trainer_of(flat, update) as trainer:
+        fit(trainer)
+        assert trainer.parameters_sha256() == saving
+        assert sorted(path.name for path in folder.iterdir()) == ["1.npz", "2.npz", "3.npz", "4.npz"]
+        trainer.load(str(folder / "2.npz"))
+        assert trainer.evaluate(X, Y)["loss"] == pytest.approx(history[1].validation["loss"], rel=1e-6)
+
+
+def test_a_schedule_trains_as_one_rank_does(flat: allreduce.Topology) -> None:
+    def trained(topology: allreduce.Topology) -> np.ndarray:
+        with trainer_of(topology) as trainer:
+            fit(trainer, LearningRateSchedule(lambda epoch, rate: 0.9 * rate, scale=4, warmup_epochs=2))
+            return trainer.replica.state()["parameters"].copy()
+
+    alone = allreduce.Topology(MPI.COMM_SELF)
+    assert trained(flat) == pytest.approx(trained(alone), rel=1e-4, abs=1e-5)
+    alone.close()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank is all ranks")
+@pytest.mark.parametrize("kind", ["ModelCheckpoint", "LearningRateSchedule", "EarlyStopping"])
+def test_what_all_ranks_must_have(kind: str, flat: allreduce.Topology, folder: Path) -> None:
+    made = {
+        "ModelCheckpoint": lambda: ModelCheckpoint(folder / "m.npz"),
+        "LearningRateSchedule": LearningRateSchedule,
+        "EarlyStopping": lambda: EarlyStopping(restore_best_weights=True),
+    }
+    with trainer_of(flat) as trainer:
+        before = trainer.parameters_sha256()
+        with pytest.raises(DisagreementError, match=f"callbacks that communicate: .*{kind}"):
+            fit(trainer, *([made[kind]()] if trainer.rank == 0 else []))
+        assert trainer.parameters_sha256() == before
+        assert list(folder.iterdir()) == []
+
+
+def test_files_are_written_once(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    with trainer_of(flat) as trainer:
+        history = fit(trainer, CSVLogger(folder / "log.csv"), *_tensorboard(folder))
+    world.Barrier()
+    lines = (folder / "log.csv").read_text().splitlines()
+    assert lines[0].split(",")[:3] == ["epoch", "accuracy", "communication_share"]
+    assert [float(line.split(",")[lines[0].split(",").index("loss")]) for line in lines[1:]] == history.column("loss")
+
+
+def _tensorboard(folder: Path) -> list[TensorBoard]:
+    """Where the package that writes is there: MPICH's environment of the tests has none."""
+    there = importlib.util.find_spec("tensorboardX") is not None
+    return [TensorBoard(folder / "board", update_freq=2)] if there else []
+
+
+@pytest.mark.parametrize("rank", sorted({0, SIZE - 1}))
+def test_an_error_of_one_rank(rank: int, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    """In front of a callback that communicates: nobody waits for the rank that has failed."""
+
+    class Fails(CSVLogger):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            raise ArgumentError("the disk is full, on purpose")
+
+    with trainer_of(flat) as trainer:
+        first = [Fails(folder / "log.csv")] if world.rank == rank else []
+        with pytest.raises(ArgumentError, match="on purpose"):
+            fit(trainer, *first, ModelCheckpoint(folder / "m.npz"))
+        fit(trainer, epochs=1)
+
+
+def test_a_folder_that_goes_away(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
+    (folder / "run").mkdir(exist_ok=True) if world.rank == 0 else None
+    world.Barrier()
+
+    class Removes(CSVLogger):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1 and world.rank == 0:
+                for path in (folder / "run").iterdir():
+                    path.unlink()
+                (folder / "run").rmdir()
+
+    with trainer_of(flat) as trainer:
+        with pytest.raises(ModelFileError, match="can't be written"):
+            fit(trainer, Removes(folder / "log.csv"), ModelCheckpoint(folder / "run" / "m.npz"))
+        assert len(set(trainer.parameters_sha256())) == 1

@@ -1,0 +1,558 @@
+"""fit with checkpoints on several ranks: a training that was stopped goes on as if it never was."""
+
+import csv
+import errno
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from tests import event_files
+from trainers import (
+    CentralStorageTrainer,
+    Checkpoint,
+    MirroredTrainer,
+    NumpyNetwork,
+    ParameterServerTrainer,
+    SpareReplicasTrainer,
+)
+from trainers import callbacks as shipped
+from trainers.callbacks import (
+    CheckDivergence,
+    CheckGradients,
+    CSVLogger,
+    EarlyStopping,
+    LearningRateSchedule,
+    ModelCheckpoint,
+    TensorBoard,
+    Timeline,
+)
+from trainers.errors import ArgumentError, CheckpointError
+from trainers.files import checkpoint as files
+from trainers.trainer import Trainer
+from trainers.watching.callback import Callback
+from trainers.watching.history import History
+
+SIZE = MPI.COMM_WORLD.size
+ROWS, FEATURES, EPOCHS, BATCH = 50, 6, 4, 12  # five steps in an epoch, the last one short
+
+
+@pytest.fixture
+def folder(world: MPI.Intracomm) -> Iterator[Path]:
+    """One folder for all ranks, which is made by the trainer."""
+    made = Path(world.bcast(tempfile.mkdtemp() if world.rank == 0 else None))
+    yield made / "run"
+    world.Barrier()
+    if world.rank == 0:
+        shutil.rmtree(made)
+
+
+def network(**options: Any) -> NumpyNetwork:
+    return NumpyNetwork([FEATURES, 8, 3], **{"seed": 1, "lr": 0.01, **options})
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(3).normal(size=(ROWS, FEATURES)).astype("float32")
+    return x, x[:, :3].argmax(1)
+
+
+TRAINERS = {
+    "replicated": lambda replica, topology: MirroredTrainer(replica, "ring", topology),
+    "sharded": lambda replica, topology: MirroredTrainer(replica, "shared", topology, update="sharded"),
+    "central": lambda replica, topology: CentralStorageTrainer(replica, topology, storage=topology.size - 1),
+}
+SERVED = {
+    "sync": lambda replica, topology: ParameterServerTrainer(replica, topology, updates="sync"),
+    "async": lambda replica, topology: ParameterServerTrainer(replica, topology),
+    "spare": lambda replica, topology: SpareReplicasTrainer(replica, topology, spare=0),
+}
+if SIZE > 1:
+    TRAINERS["sync"] = SERVED["sync"]
+STRATEGIES = pytest.mark.parametrize("strategy", TRAINERS)
+
+ONCE = pytest.mark.skipif(SIZE != 3, reason="once is enough")
+
+
+class KilledError(Exception):
+    """In the place of a kill: nothing after it is done."""
+
+
+class Kill(Callback):
+    """Raises on one rank, before a step."""
+
+    reads_batches = False
+
+    def __init__(self, epoch: int, step: int) -> None:
+        self._when, self._epoch = (epoch, step), 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if (self._epoch, batch) == self._when and self.trainer.rank == self.trainer.size - 1:
+            raise KilledError
+
+
+def fitted(trainer: Trainer, **options: Any) -> History:
+    x, y = data()
+    options = {"epochs": EPOCHS, "validation_data": (x, y), "progress": False, **options}
+    return trainer.fit(x, y, batch_size=BATCH, **options)
+
+
+def killed(strategy: str, topology: allreduce.Topology, folder: Path, every: str, when: tuple[int, int]) -> None:
+    with TRAINERS[strategy](network(seed=2), topology) as trainer, pytest.raises(KilledError):
+        fitted(trainer, checkpoint=Checkpoint(str(folder), every), callbacks=[Kill(*when)], resume=True)
+
+
+def bits(history: History) -> list[list[float]]:
+    """All that is not a time."""
+    return [history.column(name) for name in ("epoch", "loss", "accuracy", "validation_loss", "validation_accuracy")]
+
+
+@STRATEGIES
+@pytest.mark.parametrize(("every", "kills", "begins"), [
+    ("epoch", [(2, 0)], ["the end of epoch 2"]),
+    ("3 steps", [(1, 3), (3, 0)], ["epoch 2, step 2", "the end of epoch 3"]),
+])  # fmt: skip
+def test_killed_and_resumed_gives_the_same_bits(
+    strategy: str, every: str, kills: list[tuple[int, int]], begins: list[str], flat: allreduce.Topology, folder: Path
+) -> None:
+    with TRAINERS[strategy](network(seed=2), flat) as trainer:
+        whole, expected = fitted(trainer), trainer.parameters_sha256()
+    found = []
+    for when in kills:
+        killed(strategy, flat, folder, every, when)
+        flat.agree([], "rank 0 has written")
+        newest = files.newest(str(folder))
+        assert newest is not None
+        found.append(str(newest[1].progress))
+    assert found == begins
+    with TRAINERS[strategy](network(seed=5), flat) as trainer:  # whatever it had
+        resumed = fitted(trainer, checkpoint=str(folder), resume=True)
+        assert trainer.parameters_sha256() == expected
+    assert bits(resumed) == bits(whole)
+
+
+@STRATEGIES
+def test_what_is_collected_is_what_is_saved(strategy: str, flat: allreduce.Topology, folder: Path) -> None:
+    """Optimizer state in slices on all ranks is whole in a checkpoint, and equal to what `save` writes."""
+    with TRAINERS[strategy](network(), flat) as trainer:
+        fitted(trainer, checkpoint=str(folder))
+        trainer.save(str(folder / "model.npz"))
+        if trainer.rank == 0:
+            found = files.newest(str(folder))
+            assert found is not None
+            assert found[1].progress.ranks == flat.size
+            with np.load(str(folder / "model.npz")) as model:
+                for name in model.files[1:]:
+                    assert np.array_equal(model[name], found[1].state[name]), name
+            loaded = NumpyNetwork.load(found[0])
+            assert np.abs(loaded.state()["optimizer.second_moment"]).min() >= 0
+
+
+@ONCE
+def test_another_number_of_ranks_goes_on_to_float_tolerance(flat: allreduce.Topology, folder: Path) -> None:
+    with MirroredTrainer(network(seed=2), "ring", flat) as trainer:
+        whole, expected = fitted(trainer), trainer.replica.state()["parameters"].copy()
+    killed("sharded", flat, folder, "2 steps", (2, 3))
+    flat.agree([], "rank 0 has written")
+    alone = flat.split(flat.rank)
+    mine = folder.parent / str(flat.rank)
+    shutil.copytree(folder, mine)
+    with MirroredTrainer(network(seed=9), "ring", alone) as trainer:
+        resumed = fitted(trainer, checkpoint=str(mine), resume=True)
+        parameters = trainer.replica.state()["parameters"]
+    assert resumed.column("epoch") == [1, 2, 3, 4]
+    np.testing.assert_allclose(bits(resumed), bits(whole), rtol=1e-4)
+    np.testing.assert_allclose(parameters, expected, rtol=1e-3, atol=1e-5)
+    alone.close()
+
+
+class Augmented:
+    """Rows to which every fetch adds noise from NumPy's and Python's own generators."""
+
+    def __init__(self) -> None:
+        self.x, self.y = data()
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
+        noise = np.random.normal(size=FEATURES) + random.gauss(0, 1)
+        return (self.x[row] + 0.1 * noise).astype("float32"), self.y[row]
+
+
+@ONCE
+def test_random_numbers_go_on(flat: allreduce.Topology, folder: Path) -> None:
+    def fit(**options: Any) -> list[str]:
+        np.random.seed(flat.rank)
+        random.seed(flat.rank)
+        with MirroredTrainer(network(), "ring", flat) as trainer:
+            trainer.fit(Augmented(), None, EPOCHS, BATCH, prefetch=False, progress=False, **options)
+            return trainer.parameters_sha256()
+
+    expected = fit()
+    with pytest.raises(KilledError):
+        fit(checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Kill(1, 3)])
+    assert fit(checkpoint=str(folder), resume=True) == expected
+
+
+def test_seconds_are_rank_0s_and_the_best_is_kept(flat: allreduce.Topology, folder: Path) -> None:
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        given = Checkpoint(str(folder), "0.000001 s", keep=2, best="val_loss", mode="max")  # so that the first is best
+        history = fitted(trainer, checkpoint=given)
+    losses = history.column("validation_loss")
+    assert losses[0] == max(losses)
+    if flat.rank == 0:
+        assert sorted(os.listdir(folder)) == ["best.npz", "checkpoint-00000019.npz", "checkpoint-00000020.npz"]
+        assert files.read(str(folder / "best.npz")).progress.epoch == 1
+        middle = files.read(str(folder / "checkpoint-00000019.npz"))
+        assert (str(middle.progress), middle.measured.shape) == ("epoch 4, step 5", (4, 2))
+
+
+def test_a_stop_is_written_and_a_longer_training_goes_on(flat: allreduce.Topology, folder: Path) -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.trainer.stop_training = batch == 2 and self.trainer.rank == 0
+
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        assert len(fitted(trainer, checkpoint=str(folder), callbacks=[Stop()])) == 1
+        assert [os.path.basename(path) for path in files.paths(str(folder))] == ["checkpoint-00000004.npz"]
+        assert len(fitted(trainer, checkpoint=str(folder), resume=True)) == EPOCHS
+        before = trainer.parameters_sha256()
+        assert len(fitted(trainer, checkpoint=str(folder), resume=True)) == EPOCHS  # there is nothing left to do
+        assert trainer.parameters_sha256() == before
+
+
+REFUSED = {
+    "old run": ({"resume": False}, CheckpointError, "holds checkpoints of another training, the newest of the end of"),
+    "seed": ({"seed": 5}, CheckpointError, "of a training with seed=0, and this one has seed=5"),
+    "batch": ({"batch_size": 13}, CheckpointError, "of a training with batch_size=12, and this one has batch_size=13"),
+    "rows": ({"x": data()[0][:40], "y": data()[1][:40]}, CheckpointError, "with rows=50, and this one has rows=40"),
+    "best": ({"checkpoint": Checkpoint("x", best="auc")}, ArgumentError, "best='auc'.*measures loss, accuracy; it has"),
+    "nowhere": ({"checkpoint": None}, ArgumentError, "resume=True goes on from a checkpoint"),
+    "every": ({"checkpoint": "/dev/null/run"}, CheckpointError, "can't be written to /dev/null/run: Not a directory"),
+}
+
+
+@ONCE
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_go_on_is_refused_on_all_ranks(case: str, flat: allreduce.Topology, folder: Path) -> None:
+    change, kind, words = REFUSED[case]
+    x, y = data()
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        trainer.fit(x, y, 1, BATCH, checkpoint=str(folder), progress=False)
+        before, listed = trainer.parameters_sha256(), sorted(os.listdir(folder))
+        options = {"x": x, "y": y, "epochs": 2, "batch_size": BATCH, "checkpoint": str(folder), "resume": True}
+        with pytest.raises(kind, match=words) as caught:
+            trainer.fit(**{**options, **change, "progress": False})
+        assert caught.value.ranks == tuple(range(flat.size))
+        assert trainer.parameters_sha256() == before
+        assert sorted(os.listdir(folder)) == listed
+
+
+MODELS = {
+    "sizes": (lambda: NumpyNetwork([FEATURES, 9, 3]), r"it has layer 1 weights of shape \(6, 8\) where this one has "
+              r"layer 1 weights of shape \(6, 9\)"),
+    "deeper": (lambda: NumpyNetwork([FEATURES, 8, 3, 3]), "it has no more parameters where this one has layer 3 weig"),
+    "activation": (lambda: network(activation="tanh"), "with activation='relu', and this one has activation='tanh'"),
+    "optimizer": (lambda: network(optimizer="sgd"), "the optimizer state .* does not fit SGD"),
+}  # fmt: skip
+
+
+@ONCE
+@pytest.mark.parametrize("model", MODELS)
+def test_another_model_is_named(model: str, flat: allreduce.Topology, folder: Path) -> None:
+    make, words = MODELS[model]
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        fitted(trainer, checkpoint=str(folder))
+    with MirroredTrainer(make(), "ring", flat) as trainer, pytest.raises(CheckpointError, match=words) as caught:
+        fitted(trainer, checkpoint=str(folder), resume=True)
+    assert caught.value.ranks == tuple(range(flat.size))
+
+
+class Table:
+    """A data set; noisy: it adds other random numbers to x each time, as augmentation does."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, noisy: bool = False) -> None:
+        self.x, self.y, self.noisy = x, y, noisy
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.x[row] + (np.float32(random.random()) if self.noisy else 0), self.y[row]
+
+
+X, Y = data()
+OTHERS = {
+    "order": ((X[::-1].copy(), Y[::-1].copy()), "50 of 50 sampled rows of x differ"),
+    "rows": ((X + 1, Y), r"50 of 50 sampled rows of x differ \(0, 1, 2, 3, 4, ...\)"),
+    "columns": ((X[:, ::-1].copy(), Y), "50 of 50 sampled rows of x differ"),
+    "labels": ((X, (Y + (np.arange(ROWS) == 7)) % 3), r"1 of 50 sampled rows of y differ \(7\)"),
+    "dtype": ((X, Y.astype(np.int32)), r"a row of y was int64\[\], and is int32\[\]"),
+    "dataset": ((Table(X + 1, Y), None), "16 of 16 sampled rows of x differ"),
+    "noisy labels": ((Table(X, 2 - Y, noisy=True), None), "sampled rows of y differ"),
+}
+
+
+@pytest.mark.skipif(SIZE > 2, reason="rank 0 compares")
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_data_are_refused(other: str, flat: allreduce.Topology, folder: Path) -> None:
+    given, words = OTHERS[other]
+    known: Any = (X, Y) if given[1] is not None else (Table(X, Y, noisy=other.startswith("noisy")), None)
+
+    def fit(rows: Any, epochs: int, seed: int = 1, **options: Any) -> History:
+        with MirroredTrainer(network(seed=seed), "ring", flat) as trainer:
+            return trainer.fit(*rows, epochs, BATCH, resume=True, progress=False, **options)
+
+    fit(known, 1, checkpoint=str(folder))
+    with pytest.raises(CheckpointError, match=words) as caught:
+        fit(given, 2, checkpoint=str(folder))
+    assert caught.value.ranks == tuple(range(flat.size))
+    assert "same_data=False" in str(caught.value)
+    assert len(fit(known, 2, checkpoint=str(folder))) == 2
+    assert len(fit(given, 3, checkpoint=Checkpoint(str(folder), same_data=False))) == 3
+    assert len(fit(given, 4, checkpoint=str(folder))) == 4  # the newest is of these now
+    flat.agree([], "rank 0 has written")
+    if flat.rank == 0:
+        newest = files.newest(str(folder))
+        assert newest is not None
+        old = {name: value for name, value in newest[1].progress.settings.items() if name != "data"}
+        files.write(newest[0], replace(newest[1], progress=replace(newest[1].progress, settings=old)))
+    assert len(fit(known, 5, checkpoint=str(folder))) == 5  # of a version without fingerprints
+
+
+def test_the_fingerprint_draws_no_random_numbers(flat: allreduce.Topology, folder: Path) -> None:
+    """A fit with checkpoints has the bits of one without, also of a data set that draws them."""
+    found = []
+    for options in ({}, {"checkpoint": str(folder)}):
+        random.seed(flat.rank)
+        with MirroredTrainer(network(), "ring", flat) as trainer:
+            trainer.fit(Table(X, Y, noisy=True), None, 2, BATCH, prefetch=False, progress=False, **options)
+            found.append(trainer.parameters_sha256())
+    assert found[0] == found[1]
+
+
+def test_what_the_writing_meets_is_raised_on_all_ranks(
+    flat: allreduce.Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when the second checkpoint is written, in the thread, and the first one stays."""
+    really, times = files.npz.put, [0]
+
+    def put(archive: Any, name: str, array: np.ndarray) -> None:
+        times[0] += name == "model"
+        if times[0] == 2 and name == "sizes":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        really(archive, name, array)
+
+    monkeypatch.setattr(files.npz, "put", put)
+    words = r"can't be written to .*: No space left on device"
+    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(CheckpointError, match=words) as caught:
+        fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"))
+    assert caught.value.ranks == tuple(range(flat.size))
+    flat.agree([], "rank 0 has written")
+    assert os.listdir(folder) == ["checkpoint-00000002.npz"]
+    monkeypatch.undo()
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        assert len(fitted(trainer, checkpoint=str(folder), resume=True)) == EPOCHS
+
+
+@ONCE
+def test_a_learning_rate_that_a_callback_has_changed_goes_on(flat: allreduce.Topology, folder: Path) -> None:
+    class Slower(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.trainer.replica.optimizer.lr *= 0.5 if epoch == 1 else 1
+
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        fitted(trainer, callbacks=[Slower()])
+        expected = trainer.parameters_sha256()
+    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
+        fitted(trainer, checkpoint=str(folder), callbacks=[Slower(), Kill(3, 2)])
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        fitted(trainer, checkpoint=str(folder), resume=True, callbacks=[Slower()])
+        assert trainer.parameters_sha256() == expected
+
+
+WATCHERS = {
+    "schedule": lambda folder: [LearningRateSchedule(lambda epoch, rate: 0.7 * rate, scale=3.0, warmup_epochs=2)],
+    "restoring": lambda folder: [EarlyStopping("loss", mode="max", patience=3, restore_best_weights=True)],
+    "models": lambda folder: [
+        ModelCheckpoint(f"{folder.parent}/{{epoch}}.npz", "loss", save_best_only=True, mode="max"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("watcher", "every", "kill"), [
+    ("schedule", "3 steps", (2, 4)), ("restoring", "epoch", (3, 0)), ("models", "3 steps", (2, 4)),
+])  # fmt: skip
+def test_callbacks_go_on(
+    watcher: str, every: str, kill: tuple[int, int], flat: allreduce.Topology, folder: Path
+) -> None:
+    def fit(*others: Callback, **options: Any) -> tuple[Any, ...]:
+        callbacks = [*WATCHERS[watcher](folder), *others]
+        with MirroredTrainer(network(), "ring", flat) as trainer:
+            history = fitted(trainer, epochs=6, callbacks=callbacks, **options)
+            return bits(history), trainer.parameters_sha256(), trainer.replica.learning_rates, list(found())
+
+    def found() -> Iterator[str]:
+        return (name for name in sorted(os.listdir(folder.parent)) if name.endswith(".npz"))
+
+    expected = fit()
+    with pytest.raises(KilledError):
+        fit(Kill(*kill), checkpoint=Checkpoint(str(folder), every))
+    assert fit(checkpoint=str(folder), resume=True) == expected
+    assert fit(checkpoint=str(folder), resume=True) == expected  # it is over
+
+
+def every_callback(folder: Path) -> list[Callback]:
+    """Each that is shipped; what they write is in this folder."""
+    return [
+        CSVLogger(folder / "log.csv", append=True),
+        CheckDivergence(every=2, on_divergence="copy", source=SIZE - 1),
+        CheckGradients("skip"),
+        EarlyStopping("loss", patience=3, restore_best_weights=True),
+        LearningRateSchedule(lambda epoch, rate: 0.9 * rate, scale="ranks", warmup_epochs=2),
+        ModelCheckpoint(folder / "{epoch}.npz", "loss", save_best_only=True),
+        TensorBoard(folder / "logs", update_freq=2),
+        Timeline(folder / "trace.json"),
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+def test_every_shipped_callback_goes_on(
+    strategy: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm
+) -> None:
+    """In one fit: what they write, and what they make of the training, is as if it had never stopped."""
+    pytest.importorskip("tensorboardX")  # the environment of MPICH has none
+    assert {type(each).__name__ for each in every_callback(folder)} == {*shipped.__all__} - {"Callback"}
+
+    def fit(where: str, *others: Callback, **options: Any) -> tuple[Any, ...]:
+        written = folder.parent / where
+        if world.rank == 0:
+            written.mkdir(exist_ok=True)
+        world.Barrier()
+        with TRAINERS[strategy](network(), flat) as trainer:
+            history = fitted(trainer, callbacks=[*every_callback(written), *others], **options)
+            result = bits(history), trainer.parameters_sha256(), trainer.replica.learning_rates
+        world.Barrier()
+        models = sorted(path.name for path in written.glob("*.npz"))
+        with open(written / "log.csv") as file:
+            lines = [(line["epoch"], line["loss"], line["val_accuracy"]) for line in csv.DictReader(file)]
+        of_batches = {
+            (value.tag, value.step, value.value)
+            for value in event_files.values(written / "logs" / "train")
+            if value.tag.startswith("batch_")
+        }
+        assert json.loads((written / "trace.json").read_text())["traceEvents"]
+        return *result, models, lines, of_batches
+
+    expected = fit("whole")
+    assert [line[0] for line in expected[-2]] == ["0", "1", "2", "3"]
+    with pytest.raises(KilledError):
+        fit("again", Kill(2, 4), checkpoint=Checkpoint(str(folder), "3 steps"))
+    assert fit("again", checkpoint=str(folder), resume=True) == expected
+
+
+@ONCE
+@pytest.mark.parametrize("steps", [5, 6])
+def test_where_older_versions_stopped_after_the_last_step_of_an_epoch(
+    steps: int, flat: allreduce.Topology, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All five steps of an epoch: its end is next. Six of five: the checkpoint before is used."""
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        whole, expected = fitted(trainer), trainer.parameters_sha256()
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        fitted(trainer, epochs=2, checkpoint=Checkpoint(str(folder), "1 step"))
+    if flat.rank == 0:
+        path, saved = files.path_of(str(folder), 10), files.read(files.path_of(str(folder), 9))
+        progress = replace(saved.progress, step=steps, total=10)
+        measured = np.concatenate([saved.measured, *[saved.measured[-1:]] * (steps - 4)])
+        files.write(path, replace(files.read(path), progress=progress, measured=measured))
+    with MirroredTrainer(network(seed=5), "ring", flat) as trainer, caplog.at_level("WARNING", "trainers"):
+        resumed = fitted(trainer, checkpoint=str(folder), resume=True)
+        assert trainer.parameters_sha256() == expected
+    assert resumed.column("epoch") == [1, 2, 3, 4]
+    assert resumed.column("validation_loss") == whole.column("validation_loss")
+    passed_over = "checkpoint-00000010.npz is damaged: step 6 of 5; the one before is used"
+    assert (passed_over in caplog.text) == (steps == 6 and flat.rank == 0)
+
+
+@ONCE
+def test_servers_pass_over_the_middle_of_an_epoch(
+    flat: allreduce.Topology, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
+        fitted(trainer, checkpoint=Checkpoint(str(folder), "5 steps"), callbacks=[Kill(1, 3)])
+    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
+        fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Kill(1, 3)], resume=True)
+    with SERVED["async"](network(seed=7), flat) as trainer, caplog.at_level("WARNING", "trainers"):
+        history = fitted(trainer, checkpoint=str(folder), resume=True)
+    assert history.column("epoch") == [1, 2, 3, 4]
+    assert ("of the middle of an epoch" in caplog.text) == (flat.rank == 0)
+
+
+@ONCE
+@pytest.mark.parametrize("strategy", ["async", "spare"])
+def test_trainers_whose_ranks_go_their_own_way_go_on_from_the_end_of_an_epoch(
+    strategy: str, flat: allreduce.Topology, folder: Path
+) -> None:
+    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
+        fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Kill(1, 3)])
+    with (
+        SERVED[strategy](network(), flat) as trainer,
+        pytest.raises(CheckpointError, match="of the middle of an epoch"),
+    ):
+        fitted(trainer, checkpoint=str(folder), resume=True)
+    if flat.rank == 0:
+        os.unlink(files.paths(str(folder))[0])  # after 8 steps; the one before is after 6, and in the middle as well
+        os.unlink(files.paths(str(folder))[0])
+        os.unlink(files.paths(str(folder))[0])
+    with SERVED[strategy](network(), flat) as trainer:
+        fitted(trainer, epochs=2, checkpoint=Checkpoint(str(folder), "7 steps"))
+    with SERVED[strategy](network(seed=7), flat) as trainer:
+        history = fitted(trainer, checkpoint=Checkpoint(str(folder), "0.000001 s"), resume=True)
+        scores, parameters = trainer.evaluate(*data()), trainer.parameters_sha256()
+    assert history.column("epoch") == [1, 2, 3, 4]
+    newest = files.newest(str(folder))
+    assert newest is not None
+    assert (newest[1].progress.epoch, newest[1].progress.step) == (4, 0)
+    assert scores["loss"] == pytest.approx(history[-1].validation["loss"])
+    assert len(set(parameters)) == 1
+
+
+@pytest.mark.skipif(SIZE not in (2, 3), reason="2 and 3 ranks are enough")
+@pytest.mark.parametrize("what", ["a checkpoint", "a digest"])
+def test_what_one_rank_can_not_give_is_raised_on_all(
+    what: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: Path
+) -> None:
+    """Rank 0's description of its model, the last rank's parameters: nobody waits for that rank for ever."""
+
+    def fails() -> Any:
+        raise RuntimeError("this model has lost its way")
+
+    class Breaks(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if world.rank == 0:
+                self.trainer.replica.config = fails
+
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        call: Callable[[], Any] = trainer.parameters_sha256
+        if what == "a checkpoint":
+            options: Any = {"checkpoint": str(folder), "callbacks": [Breaks()], "progress": False}
+            call = partial(trainer.fit, *data(), EPOCHS, BATCH, **options)
+        elif world.rank == SIZE - 1:
+            trainer.replica.state = fails  # type: ignore[method-assign]
+        with pytest.raises(Exception, match="this model has lost its way"):
+            call()

@@ -1,0 +1,416 @@
+"""Replicas that differ, and gradients that are no numbers, in real fits: who it was is told on all ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+import trainers
+from allreduce import notices
+from allreduce.errors import DisagreementError, DivergenceError
+from trainers import MirroredTrainer, NumpyNetwork
+from trainers.callbacks import (
+    Callback,
+    CheckDivergence,
+    CheckGradients,
+    CSVLogger,
+    EarlyStopping,
+    ModelCheckpoint,
+    TensorBoard,
+)
+from trainers.checks import compare
+from trainers.errors import ArgumentError, DivergedError, NotFiniteError
+from trainers.state.checkpoints import Checkpoint
+from trainers.trainer import Trainer
+
+SIZE = MPI.COMM_WORLD.size
+X = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")
+Y = np.arange(60) % 3
+BAD = X.copy()
+BAD[39, 1] = np.nan  # of three ranks, the last one's row in the second batch
+ONCE = SIZE == 3 and MPI.get_vendor()[0] != "MPICH"
+pytestmark = pytest.mark.skipif(not ONCE, reason="a majority needs three ranks, and once is enough")
+
+KINDS: dict[str, Callable[[NumpyNetwork, allreduce.Topology], Trainer]] = {
+    "replicated": lambda network, ranks: MirroredTrainer(network, "auto", ranks),
+    "sharded": lambda network, ranks: MirroredTrainer(network, "auto", ranks, update="sharded"),
+    "central": lambda network, ranks: trainers.CentralStorageTrainer(network, ranks),
+    "sync": lambda network, ranks: trainers.ParameterServerTrainer(network, ranks, updates="sync"),
+    "async": lambda network, ranks: trainers.ParameterServerTrainer(network, ranks),
+    "spare": lambda network, ranks: trainers.SpareReplicasTrainer(network, ranks, spare=0),
+}
+
+
+def made(ranks: allreduce.Topology, kind: str = "replicated") -> Trainer:
+    if kind in ("async", "spare") and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        pytest.skip("this MPI has no MPI_THREAD_MULTIPLE")
+    return KINDS[kind](NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), ranks)
+
+
+def fit(trainer: Trainer, *callbacks: Callback, x: np.ndarray = X) -> Any:
+    return trainer.fit(x, Y, 2, 20, shuffle=False, callbacks=callbacks, progress=False)
+
+
+def raised(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
+    """The text with which all ranks raise `kind`. Collective."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert len(set(world.allgather(str(caught.value)))) == 1
+    return str(caught.value)
+
+
+class Edits(Callback):
+    """Changes this rank's replica in the second step."""
+
+    def __init__(self, change: Callable[[Any], object]) -> None:
+        self.change = change
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            self.change(self.trainer.replica)
+
+
+def bias(replica: NumpyNetwork) -> None:
+    replica.parameters[-1] += 1e-6
+
+
+def rate(replica: NumpyNetwork) -> None:
+    replica.learning_rates = [0.5]
+
+
+def velocity(replica: NumpyNetwork) -> None:
+    replica.optimizer.state["velocity"][7] = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(bias, "layer 2 bias, the first of 1 differences"), (rate, "learning rates"), (velocity, "optimizer.velocity")],
+)
+def test_who_differs_in_what(
+    change: Callable[[Any], object], words: str, flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    """And the training stops on all ranks; with `copy` it goes on, in bits as if nothing had happened."""
+    edits = [Edits(change)] if world.rank == 1 else []
+    with made(flat) as trainer:
+        text = raised(world, DivergenceError, lambda: fit(trainer, *edits, CheckDivergence(every=2)))
+        assert text.startswith("after step 2 of epoch 1 the replicas are no longer equal: rank 1 differs from")
+        assert words in text
+        assert all(f"rank {rank}: " in text for rank in range(3))
+    with made(flat) as trainer:
+        fit(trainer, CheckDivergence(every=1))
+        right = trainer.parameters_sha256()
+    with made(flat) as trainer:
+        check = CheckDivergence(every=1, on_divergence="copy")
+        fit(trainer, *edits, check)
+        assert check.copies == 2  # once in each epoch
+        assert trainer.parameters_sha256() == right
+
+
+def test_a_rank_that_is_right(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    with made(flat) as trainer:
+        fit(trainer, *([Edits(bias)] if world.rank == 1 else []), CheckDivergence(2, "copy", source=1))
+        assert len(set(trainer.parameters_sha256())) == 1
+        wrong = raised(world, ArgumentError, lambda: fit(trainer, CheckDivergence(2, "copy", source=3)))
+        assert 'source must be "majority", or a rank, 0 to 2, got 3' in wrong
+        other = CheckDivergence(2 + (world.rank == 2))
+        assert "every=3" in raised(world, DisagreementError, lambda: fit(trainer, other))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "sync", "spare"])
+def test_replicas_that_are_equal(
+    kind: str, flat: allreduce.Topology, world: MPI.Intracomm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No false alarm; what has no copies is said. An error of one rank beside a check is everyone's, and no hang."""
+    notices._said.clear()
+    with made(flat, kind) as trainer:
+        fit(trainer, CheckDivergence(every=1))
+        if world.rank == 0 and kind == "sharded":
+            assert "CheckDivergence leaves out what can't differ: " in caplog.text
+            assert "parameters (the ranks have one copy of them in common)" in caplog.text
+
+        def fails(replica: Any) -> None:
+            raise ArgumentError("on purpose")
+
+        edits = [Edits(fails)] if world.rank == 0 else []
+        assert "on purpose" in raised(world, ArgumentError, lambda: fit(trainer, *edits, CheckDivergence(every=1)))
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "central", "sync", "async", "spare"])
+def test_who_brings_nan(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    with made(flat, kind) as trainer:
+        text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients(), x=BAD))
+        if kind in ("replicated", "sharded", "central"):
+            assert text.startswith(
+                "in epoch 1, step 2, gradients are no numbers: rank 2 has brought 67 NaN gradients, "
+            )
+        assert "NaN gradients, the first in layer 1 weights (element 0): look at" in text
+    with made(flat, kind) as trainer:
+        check = CheckGradients("skip")
+        fit(trainer, check, x=BAD)
+        together = kind not in ("async", "spare")
+        assert world.allreduce(check.skipped) == (2 * SIZE if together else 2)
+        assert len(set(trainer.parameters_sha256())) == 1
+        skipped = trainer.evaluate(X, Y)["loss"]
+    if together:
+        with made(flat, kind) as trainer:
+            without = np.delete(X, slice(20, 40), axis=0), np.delete(Y, slice(20, 40), axis=0)
+            trainer.fit(*without, 2, 20, shuffle=False, progress=False)
+            assert skipped == trainer.evaluate(X, Y)["loss"]  # as if there were no such batch
+    else:
+        assert np.isfinite(skipped)
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_sums_that_overflow(update: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """Every rank's gradients are numbers. Without the check the training goes on with infinite parameters."""
+    with made(flat, update) as trainer:
+        replica, plain = trainer.replica, trainer.replica.gradients
+
+        def large(*batch: Any) -> Any:
+            values = plain(*batch)
+            replica._gradients[5] = 2e38  # type: ignore[attr-defined]
+            replica._gradients[-1] = -1e30  # type: ignore[attr-defined]
+            return values
+
+        replica.gradients = large  # type: ignore[method-assign]
+        text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients()))
+        assert "the sum of gradients overflows in layer 1 weights (element 5), and every rank's own are numbers" in text
+        replica.gradients = plain  # type: ignore[method-assign]
+        assert np.isfinite(fit(trainer, CheckGradients()).column("loss")).all()
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["nan", "large"])
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "central"])
+def test_sparse_gradients_are_looked_at(kind: str, large: bool, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """Of a table of vectors: NaN of one rank, and sums of all ranks that are infinite."""
+    words = np.random.default_rng(0).integers(0, 9, (24, 2))
+    for on_bad in ("raise", "skip"):
+        replica = trainers.EmbeddingNetwork([4, 8, 3], words=9, seed=1)
+        plain, calls = replica.gradients, []
+
+        def bad(*batch: Any, plain: Any = plain, calls: list[None] = calls, replica: Any = replica) -> Any:
+            values = plain(*batch)
+            calls.append(None)
+            if len(calls) == 2 and large:
+                replica._found[1][:] = 2e38
+            elif len(calls) == 2 and world.rank == 1:
+                replica._found[1][2, 1] = np.nan  # of the third word of this rank's rows
+            return values
+
+        replica.gradients = bad  # type: ignore[method-assign]
+        with KINDS[kind](replica, flat) as trainer:
+            check = CheckGradients(on_bad)
+
+            def run(trainer: Trainer = trainer, check: Callback = check) -> Any:
+                return trainer.fit(words, Y[:24], 2, 12, shuffle=False, callbacks=[check], progress=False)
+
+            if on_bad == "raise":
+                text = raised(world, NotFiniteError, run)
+                element = 4 * words[12:][4 + 1, 0] + 1
+                assert (
+                    "the sum of gradients overflows in table (element " in text
+                    if large
+                    else f"rank 1 has brought 1 NaN gradient, the first in table (element {element})" in text
+                )
+            else:
+                assert np.isfinite(run().column("loss")).all()
+                assert check.skipped == 1
+                assert np.isfinite(replica.table).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_that_was_left_out_has_no_loss(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """In what callbacks are told of batches, where no step was taken before."""
+    told: list[Any] = []
+
+    class Tells(Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            told.append(logs["loss"])
+
+    with made(flat, kind) as trainer:
+        history = fit(trainer, Tells(), CheckGradients("skip"), x=np.full_like(X, np.nan))
+    assert np.isnan(history.column("loss")).all()
+    assert np.isnan(told).all()
+    assert kind == "async" or told
+
+
+@pytest.mark.parametrize("check", ["raise", "skip"])
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+@pytest.mark.parametrize("compress", ["float16", "bfloat16"])
+def test_gradients_too_large_to_be_sent(
+    compress: str, update: str, check: str, flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    """Rank 1 brings, in the second step, what float16 does not hold; in the fourth, all bring what has no sum there."""
+    replica = NumpyNetwork([4, 8, 3], seed=1, lr=1e-9)
+    with MirroredTrainer(replica, "ring", flat, update=update, compress=compress) as trainer:
+        plain, calls = replica.gradients, []
+
+        def large(*batch: Any) -> Any:
+            values = plain(*batch)
+            calls.append(None)
+            if len(calls) == 2 and world.rank == 1:
+                replica._gradients[5] = 1e5
+            if len(calls) == 4:
+                replica._gradients[6] = -4e4
+            return values
+
+        replica.gradients = large  # type: ignore[method-assign]
+        if check == "raise" and compress == "float16":
+            text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients()))
+            assert text.startswith(
+                "in epoch 1, step 2, gradients can't be averaged: rank 1 has brought 1 gradient too la"
+            )
+            assert "too large for float16, the first in layer 1 weights (element 5)" in text
+            assert 'compress="bfloat16"' in text
+            calls[:] = [None, None]
+            text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients()))
+            assert text.startswith("in epoch 1, step 2, the sum of gradients overflows in layer 1 weights (element 6)")
+            assert 'compress="bfloat16"' in text
+            return
+        gradients = CheckGradients(check)
+        history = fit(trainer, gradients)
+        assert gradients.skipped == (2 if compress == "float16" else 0)
+        assert np.isfinite(history.column("loss")).all()
+        assert min(history.column("loss")) > 0.5
+        assert np.isfinite(replica.parameters).all()
+
+
+class Poisons(Callback):
+    """Features that are no numbers in these steps of these epochs, on all ranks."""
+
+    def __init__(self, replica: Any, epochs: range, steps: range = range(3)) -> None:
+        self._plain, self._epochs, self._steps = replica.gradients, epochs, steps
+        self._epoch = self._step = 0
+        replica.gradients = self._gradients
+
+    def _gradients(self, x: np.ndarray, *rest: Any) -> Any:
+        bad = self._epoch in self._epochs and self._step in self._steps
+        return self._plain(np.full_like(x, np.nan) if bad else x, *rest)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._step = batch
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "spare"])  # its chief copies the replica
+def test_epochs_without_steps_have_no_loss(
+    kind: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
+) -> None:
+    """It is NaN, which nobody takes for the best; a resumed fit has the same history."""
+    folder = Path(world.bcast(str(tmp_path)))
+    with made(flat, kind) as trainer:
+        poisons = Poisons(trainer.replica, range(1))
+        stopping = EarlyStopping("loss", patience=5, restore_best_weights=True)
+        best = ModelCheckpoint(folder / "model-{epoch}.npz", "loss", save_best_only=True)
+        others = [CSVLogger(folder / "log.csv"), TensorBoard(folder / "logs", update_freq=1)]
+        history = trainer.fit(
+            X, Y, 3, 20, shuffle=False, progress=False, checkpoint=Checkpoint(str(folder / "written"), best="loss"),
+            callbacks=[poisons, CheckGradients("skip"), stopping, best, *others],
+        )  # fmt: skip
+        losses = history.column("loss")
+        assert np.isnan(losses[0])
+        assert np.isnan(history.column("accuracy")[0])
+        assert np.isfinite(losses[1:]).all()
+        assert stopping.best == min(losses[1:])
+    if world.rank == 0:
+        assert not (folder / "model-1.npz").exists()
+        assert (folder / "model-2.npz").exists()
+        assert (folder / "written" / "best.npz").exists()
+        assert np.isfinite(NumpyNetwork.load(str(folder / "written" / "best.npz")).parameters).all()
+    with made(flat, kind) as trainer:
+        again = trainer.fit(X, Y, 3, 20, shuffle=False, progress=False, checkpoint=str(folder / "written"), resume=True)
+        np.testing.assert_equal(again.column("loss"), losses)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "central", "sync"])
+def test_steps_that_are_left_out_do_not_count(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """In the means of an epoch, the first step too; also where the fit goes on from a checkpoint behind them."""
+    with made(flat, kind) as trainer:
+        poisons = Poisons(trainer.replica, range(2), range(2))
+        loss = fit(trainer, poisons, CheckGradients("skip")).column("loss")
+    with made(flat, kind) as trainer:
+        expected = trainer.fit(X[40:], Y[40:], 2, 20, shuffle=False, progress=False).column("loss")
+    assert loss == pytest.approx(expected)
+
+
+def test_a_checkpoint_behind_a_step_that_was_left_out(
+    flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
+) -> None:
+    folder = world.bcast(str(tmp_path))
+    losses = []
+
+    class Stops(Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.trainer.stop_training = batch == 1
+
+    for stops in ([], [Stops()], []):
+        with made(flat) as trainer:
+            poisons = Poisons(trainer.replica, range(1), range(1))
+            options: dict[str, Any] = {"checkpoint": folder, "resume": True} if losses else {}
+            options["callbacks"] = [poisons, CheckGradients("skip"), *stops]
+            losses.append(trainer.fit(X, Y, 2, 20, shuffle=False, progress=False, **options).column("loss"))
+    assert losses[2] == losses[0]
+
+
+class LeavesOut(Callback):
+    def __init__(self, raises: bool = False) -> None:
+        self._raises = raises
+
+    def before_update(self, epoch: int, batch: int) -> bool:
+        if self._raises and batch:
+            raise ArgumentError("on purpose")
+        return batch == 1
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "central", "sync"])
+def test_one_rank_leaves_a_step_out(kind: str, alone: bool, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """Then all do, as if there were no such batch; what its callback raises, all raise."""
+    with made(flat, kind) as trainer:
+        own = LeavesOut() if world.rank == 1 else Callback()
+        fit(trainer, *([own] if alone and world.rank == 1 else [] if alone else [own]), CheckGradients("skip"))
+        assert len(set(trainer.parameters_sha256())) == 1
+        skipped = trainer.evaluate(X, Y)["loss"]
+        wrong = [LeavesOut(raises=True)] if world.rank == 2 else []
+        assert "on purpose" in raised(world, ArgumentError, lambda: fit(trainer, *wrong))
+    with made(flat, kind) as trainer:
+        without = np.delete(X, slice(20, 40), axis=0), np.delete(Y, slice(20, 40), axis=0)
+        trainer.fit(*without, 2, 20, shuffle=False, progress=False)
+        assert skipped == trainer.evaluate(X, Y)["loss"]
+
+
+def test_an_heir_of_a_callback_that_agrees_is_heard(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """It has a before_update of its own, which comes to something else on each rank."""
+
+    class Heir(CheckGradients):
+        def before_update(self, epoch: int, batch: int) -> bool:
+            return super().before_update(epoch, batch) or batch == world.rank
+
+    with made(flat) as trainer:
+        assert np.isnan(fit(trainer, Heir()).column("loss")).all()
+
+
+def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    with made(flat) as trainer:
+        assert "on_bad='ignore'" in raised(world, ArgumentError, lambda: fit(trainer, CheckGradients("ignore")))
+        with pytest.raises(DivergedError):  # what happens without it names no rank
+            fit(trainer, x=BAD)
+
+
+@pytest.mark.parametrize("own", [{"b": np.ones(3), "c": np.ones(2)}, {"c": np.zeros(2)}], ids=["more", "another"])
+def test_state_that_only_one_rank_has(world: MPI.Intracomm, own: dict[str, np.ndarray]) -> None:
+    """By its name: also where the values alone would be equal, or another number of them."""
+    held = {"a": np.ones(4)} | (own if world.rank == 1 else {"b": np.zeros(2)})
+    found = compare(world, held)
+    assert found is not None
+    assert found.differing(root=0) == [1]
+    assert found.names == ["a", "b", "c"]
+    assert len(set(world.allgather(str(found)))) == 1
+    assert "rank 1 differs from the others in b, the first of 2 differences" in str(found)
+    assert ("rank 1: b: has none" in str(found)) == ("b" not in own)

@@ -1,0 +1,406 @@
+"""fit on several ranks: callbacks, a stop that reaches all ranks, data sets, and errors that all ranks raise."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.errors import DisagreementError
+from allreduce.transport.control import known
+from trainers import MirroredTrainer, NumpyNetwork
+from trainers.data import Samples
+from trainers.errors import ArgumentError, DataError, DivergedError
+from trainers.watching.callback import Callback
+
+ROWS, FEATURES = 50, 6
+BATCH_EVENTS = ("on_train_batch_begin", "on_train_batch_end")
+EVENTS = ("on_train_begin", "on_epoch_begin", *BATCH_EVENTS, "on_epoch_end", "on_train_end")
+
+
+def network() -> NumpyNetwork:
+    return NumpyNetwork([FEATURES, 8, 3], seed=1)
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(3).normal(size=(ROWS, FEATURES)).astype("float32")
+    return x, x[:, :3].argmax(1)
+
+
+class Recorder(Callback):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in EVENTS:
+            return super().__getattribute__(name)
+        return lambda *arguments: self.seen.append((name, *arguments))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None: ...  # so that it counts as overridden
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None: ...
+
+
+def test_events_come_in_order_with_the_numbers_of_all_ranks(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    x, y = data()
+    recorder = Recorder()
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        history = trainer.fit(x, y, 2, 20, validation_data=(x, y), callbacks=[recorder], progress=False)
+    batches = [(f"on_train_batch_{side}", batch) for batch in range(3) for side in ("begin", "end")]
+    epochs = [[("on_epoch_begin", epoch), *batches, ("on_epoch_end", epoch)] for epoch in range(2)]
+    assert [event[:-1] for event in recorder.seen] == [("on_train_begin",), *epochs[0], *epochs[1], ("on_train_end",)]
+    ends = [event[-1] for event in recorder.seen if event[0] == "on_train_batch_end"]
+    assert all(set(logs) == {"loss", "accuracy"} for logs in ends)
+    assert len(set(world.allgather(str(ends)))) == 1
+    weighted = sum(logs["loss"] * rows for logs, rows in zip(ends[:3], (20, 20, 10), strict=True)) / ROWS
+    assert weighted == pytest.approx(history[0].loss)
+    last = recorder.seen[-2][2]
+    assert last["val_accuracy"] == history[-1].validation["accuracy"]
+    assert last["communication_share"] == history[-1].communication_share
+    assert recorder.seen[-1][1] == last
+    assert recorder.trainer is None  # it keeps no trainer, so no memory of one
+
+
+class Once(Callback):
+    """Calls an action at one event, in one epoch, on one batch."""
+
+    def __init__(self, event: str, action: Callable[[Any], None], epoch: int = 1, batch: int = 1) -> None:
+        self._event, self._action = event, action
+        self._when = {"epoch": epoch, "batch": batch}
+        self._epoch = 0
+
+    def _at(self, event: str, batch: int | None = None) -> None:
+        whole = event in ("on_train_begin", "on_train_end")
+        epoch_comes = whole or self._epoch == self._when["epoch"]
+        if event == self._event and epoch_comes and batch in (None, self._when["batch"]):
+            self._action(self.trainer)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._at("on_train_begin")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._at("on_train_end")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        self._at("on_epoch_begin")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._at("on_epoch_end")
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._at("on_train_batch_begin", batch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._at("on_train_batch_end", batch)
+
+
+def fail(trainer: MirroredTrainer) -> None:
+    raise OSError("the disk is full")
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+@pytest.mark.parametrize(("event", "batch"), [(event, 1) for event in EVENTS] + [(event, 2) for event in BATCH_EVENTS])
+def test_an_exception_of_one_callback_is_raised_on_all_ranks(
+    event: str, batch: int, update: str, flat: allreduce.Topology
+) -> None:
+    """Batch 2 is the last one. Afterwards the ranks are in step, and the trainer works."""
+    x, y = data()
+    callbacks = [Once(event, fail, batch=batch)] if flat.rank == flat.size - 1 else []
+    with MirroredTrainer(network(), "shared", flat, update=update) as trainer:
+        with pytest.raises(OSError, match="the disk is full") as caught:
+            trainer.fit(x, y, 3, 20, callbacks=callbacks, progress=False, validation_data=(x, y))
+        assert caught.value.ranks  # type: ignore[attr-defined]
+        assert len(set(trainer.parameters_sha256())) == 1
+        history = trainer.fit(x, y, 3, 20, progress=False)
+    assert len(history) == 3
+
+
+@pytest.mark.parametrize("event", ["on_train_batch_end", "on_epoch_end"])
+@pytest.mark.parametrize("kind", [OSError, DivergedError])
+def test_an_error_that_only_some_ranks_know_is_raised_on_all(
+    kind: type[Exception], event: str, flat: allreduce.Topology
+) -> None:
+    """One rank's callback brings an error that ranks of another communicator have agreed on, or the meter's kind."""
+
+    def raise_for_some(trainer: MirroredTrainer) -> None:
+        error = kind("only some know")
+        raise known(error, MPI.COMM_SELF) if kind is OSError else error
+
+    callbacks = [Once(event, raise_for_some)] if flat.rank == flat.size - 1 else []
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        with pytest.raises(kind, match="only some know") as caught:
+            trainer.fit(*data(), 3, 20, callbacks=callbacks, progress=False)
+        assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[attr-defined]
+
+
+class Fragile(NumpyNetwork):
+    """Its second gradients raise on one rank, as a label that only this rank meets does."""
+
+    steps = 0
+    fails = False
+
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
+        self.steps += 1
+        if self.fails and self.steps == 2:
+            raise IndexError("label 12 of 3")
+        return super().gradients(x, y, share)
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+@pytest.mark.parametrize("place", ["a callback", "the gradients"])
+def test_no_rank_updates_by_a_step_that_one_of_them_has_failed(
+    place: str, update: str, flat: allreduce.Topology
+) -> None:
+    x, y = data()
+    mine, seen = Fragile([FEATURES, 8, 3], seed=1), []
+    last = flat.rank == flat.size - 1
+    mine.fails = last and place == "the gradients"
+    keep = Once("on_train_batch_begin", lambda trainer: seen.append(trainer.replica.parameters.copy()), epoch=0)
+    broken = [Once("on_train_batch_begin", fail, epoch=0)] if last and place == "a callback" else []
+    with MirroredTrainer(mine, "shared", flat, update=update) as trainer:
+        with pytest.raises((OSError, IndexError), match=r"disk is full|label 12") as caught:
+            trainer.fit(x, y, 1, 20, callbacks=[keep, *broken], progress=False)
+        assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[union-attr]
+        np.testing.assert_array_equal(mine.parameters, seen[0])
+        assert len(trainer.fit(x, y, 1, 20, progress=False)) == 1
+
+
+def stop(trainer: MirroredTrainer) -> None:
+    trainer.stop_training = True
+
+
+@pytest.mark.parametrize(
+    ("event", "rows"),
+    [("on_epoch_begin", 70), ("on_train_batch_begin", 90), ("on_train_batch_end", 100), ("on_epoch_end", 100)],
+)
+def test_a_stop_on_one_rank_stops_all(event: str, rows: int, flat: allreduce.Topology) -> None:
+    """In the second of 5 epochs, of 50 rows in batches of 20, 20 and 10: after the batch that carries the word."""
+    x, y = data()
+    counter = Counter()
+    callbacks: list[Callback] = [Once(event, stop)] if flat.rank == flat.size - 1 else []
+    with MirroredTrainer(network(), "native", flat) as trainer:
+        history = trainer.fit(x, y, 5, 20, callbacks=[*callbacks, counter], progress=False)
+        assert trainer.stop_training
+        assert len(history) == 2
+        assert counter.rows == rows
+        assert len(trainer.fit(x, y, 1, 20, progress=False)) == 1  # and a next fit begins anew
+
+
+class Counter(Callback):
+    rows = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.rows += (20, 20, 10)[batch]
+
+
+class KerasLike:
+    """As Keras' callbacks are: another base class, a model instead of a trainer."""
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        self.params = params
+
+    def set_model(self, model: Any) -> None:
+        self.model = model
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.stop_training = logs["val_loss"] > 0
+
+    def on_train_begin(self, logs: Any = None) -> None: ...
+
+    on_train_end = on_train_begin
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None: ...
+
+    on_train_batch_begin = on_train_batch_end = on_epoch_begin
+
+
+def test_callbacks_of_keras_are_taken(flat: allreduce.Topology) -> None:
+    callback = KerasLike()
+    with MirroredTrainer(network(), "native", flat) as trainer:
+        history = trainer.fit(*data(), 5, 20, validation_data=data(), callbacks=[callback], progress=False)
+    assert len(history) == 1
+    assert callback.params["steps"] == 3
+
+
+# Data sets
+
+
+class Pairs:
+    """A map-style data set: rows one by one."""
+
+    def __init__(self, fails_at: int | None = None, error: type[Exception] = OSError) -> None:
+        self.x, self.y = data()
+        self._fails_at, self._error = fails_at, error
+        self.threads: set[str] = set()
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
+        assert isinstance(row, int)
+        self.threads.add(threading.current_thread().name)
+        if row == self._fails_at:
+            raise self._error("this row is damaged")
+        return self.x[row], int(self.y[row])
+
+
+class ByArrays(Pairs):
+    def __getitem__(self, rows: Any) -> Any:
+        return self.x[rows], self.y[rows]
+
+
+class ByLists(Pairs):
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        assert all(type(row) is int for row in rows)
+        return [self[row] for row in rows]
+
+
+class Words(Pairs):
+    """Rows as Hugging Face's data sets give them."""
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = super().__getitem__(row)
+        return {"words": x, "label": y}
+
+
+def collate(rows: Any) -> Any:
+    return np.stack([row["words"] for row in rows]), np.array([row["label"] for row in rows])
+
+
+@pytest.mark.parametrize("prefetch", [None, True, False])
+@pytest.mark.parametrize("kind", [Pairs, ByArrays, ByLists, Words])
+def test_a_data_set_trains_as_arrays_do(kind: type[Pairs], prefetch: bool | None, flat: allreduce.Topology) -> None:
+    x, y = data()
+    plain, mine, given = network(), network(), kind()
+    options: dict[str, Any] = {"collate": collate} if kind is Words else {}
+    with MirroredTrainer(plain, "shared", flat) as trainer:
+        expected = trainer.fit(x, y, 3, 20, validation_data=(x, y), progress=False)
+        scores = trainer.evaluate(x, y)
+    with MirroredTrainer(mine, "shared", flat) as trainer:
+        history = trainer.fit(
+            given, epochs=3, batch_size=20, prefetch=prefetch, validation_data=given, progress=False, **options
+        )
+        assert trainer.evaluate(given, **options) == scores
+    assert np.array_equal(plain.parameters, mine.parameters)
+    assert [epoch.validation for epoch in history] == [epoch.validation for epoch in expected]
+    if kind is Pairs:
+        names = {"MainThread"} if prefetch is False else {"MainThread", "fetches batches"}
+        assert given.threads <= names
+        assert flat.size > 4 or given.threads == names
+    assert not [thread for thread in threading.enumerate() if thread.name == "fetches batches"]
+
+
+def test_memory_maps_are_read_ahead(flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
+    path = world.bcast(str(tmp_path / "x.npy"))
+    x, y = data()
+    if flat.rank == 0:
+        np.save(path, x)
+    world.Barrier()
+    plain, mine = network(), network()
+    for replica, rows in ((plain, x), (mine, np.load(path, mmap_mode="r"))):
+        with MirroredTrainer(replica, "ring", flat) as trainer:
+            trainer.fit(rows, y, 3, 20, progress=False)
+    assert np.array_equal(plain.parameters, mine.parameters)
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_row_that_fails_is_named_on_all_ranks(prefetch: bool, flat: allreduce.Topology) -> None:
+    """One rank meets it; all raise it, and can go on."""
+    with MirroredTrainer(network(), "native", flat) as trainer:
+        for error in (OSError, KeyError):
+            text = rf"Pairs can't give rows .*{error.__name__}: .?this row is damaged"
+            with pytest.raises(DataError, match=text) as caught:
+                trainer.fit(Pairs(17, error), epochs=2, batch_size=20, prefetch=prefetch, progress=False)
+            assert caught.value.ranks
+            with pytest.raises(DataError, match=text):
+                trainer.evaluate(Pairs(17, error))
+        with pytest.raises(ArgumentError, match="labels run from"):
+            trainer.fit(Wrong(), epochs=2, batch_size=20, prefetch=prefetch, progress=False)
+        trainer.fit(Pairs(), epochs=1, progress=False)
+    assert not [thread for thread in threading.enumerate() if thread.name == "fetches batches"]
+
+
+class Wrong(Pairs):
+    """A label that the network has no output for, in a row that is not looked at before."""
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = super().__getitem__(row)
+        return x, 3 if row == 17 else y
+
+
+class Text(Pairs):
+    def __getitem__(self, row: int) -> Any:
+        return "no pair"
+
+
+class Empty(Pairs):
+    def __len__(self) -> int:
+        return 0
+
+
+class Gone(Pairs):
+    def __len__(self) -> int:
+        raise OSError("the disk is gone")
+
+
+class Uneven(Pairs):
+    def __len__(self) -> int:
+        return ROWS - MPI.COMM_WORLD.rank
+
+
+def made_up(rows: int, features: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((rows, features)), np.zeros(rows, int)
+
+
+BAD_SETS: dict[str, tuple[dict[str, Any], str]] = {
+    "iterator": ({"x": iter([])}, "or a data set with len"),
+    "array without y": ({"x": np.zeros((5, FEATURES))}, "ndarray can't give rows"),
+    "rows": ({"x": Text()}, "a row is a str, not a pair"),
+    "dictionaries": ({"x": Words()}, "pass collate="),
+    "empty": ({"x": Empty()}, "the Empty is empty"),
+    "length": ({"x": Gone()}, "OSError: the disk is gone"),
+    "first row": ({"x": Pairs(0)}, "OSError: this row is damaged"),
+    "collate with y": ({"x": data()[0], "y": data()[1], "collate": collate}, "leave out collate"),
+    "features": ({"x": Pairs(), "collate": lambda rows: made_up(len(rows), 9)}, "6 features"),
+    "lengths": ({"x": Pairs(), "collate": lambda rows: made_up(3, FEATURES)}, "for 2 rows"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_SETS)
+@pytest.mark.parametrize("culprit", ["all", "last"])
+def test_bad_data_sets_raise_everywhere(bad: str, culprit: str, flat: allreduce.Topology) -> None:
+    changes, text = BAD_SETS[bad]
+    guilty = culprit == "all" or flat.rank == flat.size - 1
+    with MirroredTrainer(network(), "native", flat) as trainer, pytest.raises(ArgumentError, match=text) as caught:
+        trainer.fit(**(changes if guilty else {"x": Pairs()}), progress=False)
+    assert caught.value.ranks
+
+
+def test_data_sets_of_different_length_are_told(flat: allreduce.Topology) -> None:
+    if flat.size == 1:
+        pytest.skip("one rank agrees with itself")
+    told = pytest.raises(
+        DisagreementError, match=r"(?s)rank 0: fit: Uneven of 50 rows, x float32.*\nA trainer takes all"
+    )
+    with MirroredTrainer(network(), "native", flat) as trainer, told:
+        trainer.fit(Uneven(), progress=False)
+
+
+def test_a_random_data_set_is_read_row_by_row() -> None:
+    """Where rows by an array of numbers are not the rows one by one, an augmentation would be one for all rows."""
+
+    class Augmented(ByArrays):
+        def __getitem__(self, rows: Any) -> Any:
+            x, y = super().__getitem__(rows)
+            return x + np.random.default_rng().normal(), y
+
+    augmented, plain = Samples(Augmented()), Samples(ByArrays())
+    assert augmented._fetch.__name__ == "_one_by_one"
+    assert plain._fetch.__name__ == "_at_once"

@@ -1,0 +1,461 @@
+"""Parameter servers and spare replicas on several ranks: the same training where it can be, errors on all ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.engine import queue
+from allreduce.errors import CollectiveTimeoutError, UnavailableError
+from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
+from trainers.data import Samples
+from trainers.errors import ArgumentError, DataError, DivergedError
+from trainers.trainer import Trainer
+from trainers.watching.callback import Callback
+from trainers.watching.history import History
+
+ROWS, FEATURES, BATCH = 53, 6, 20
+SIZE = MPI.COMM_WORLD.size
+STEPS = 3
+Make = Callable[[NumpyNetwork, allreduce.Topology], Trainer]
+
+served = pytest.mark.skipif(SIZE < 2, reason="one rank is a server, so others must compute")
+few = pytest.mark.skipif(SIZE not in (2, 3), reason="what happens on two and three ranks happens on more")
+straggling = pytest.mark.skipif(SIZE < 3, reason="a slow worker, a fast one and a server")
+
+
+def network(optimizer: str = "adam", **options: Any) -> NumpyNetwork:
+    return NumpyNetwork([FEATURES, 8, 3], seed=1, optimizer=optimizer, **options)
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(3).normal(size=(ROWS, FEATURES)).astype("float32")
+    return x, x[:, :3].argmax(1)
+
+
+def asynchronous(replica: NumpyNetwork, topology: allreduce.Topology, **options: Any) -> ParameterServerTrainer:
+    return ParameterServerTrainer(replica, topology, **options)
+
+
+def in_step(replica: NumpyNetwork, topology: allreduce.Topology) -> ParameterServerTrainer:
+    return ParameterServerTrainer(replica, topology, servers=min(2, SIZE - 1), updates="sync")
+
+
+def with_spare(replica: NumpyNetwork, topology: allreduce.Topology) -> SpareReplicasTrainer:
+    return SpareReplicasTrainer(replica, topology, spare=min(1, SIZE - 1))
+
+
+STRATEGIES: dict[str, Make] = {"async": asynchronous, "sync": in_step, "spare": with_spare}
+every_strategy = pytest.mark.parametrize("make", STRATEGIES.values(), ids=list(STRATEGIES))
+
+
+class Seen(Callback):
+    """Counts the batches of this rank, and keeps their losses."""
+
+    def __init__(self) -> None:
+        self.batches, self.losses = 0, list[float]()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches += 1
+        self.losses.append(logs["loss"])
+
+
+@served
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("strategy", ["one server", "two servers", "the first rank serves", "no spare replica"])
+def test_synchronous_training_is_that_of_mirrored_replicas(
+    strategy: str, optimizer: str, flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    servers: Any = {"one server": 1, "two servers": 2, "the first rank serves": (0,)}.get(strategy)
+    if servers == 2 and SIZE < 3:
+        return
+    x, y = data()
+    replica = network(optimizer)
+    made: Trainer
+    if servers is None:
+        made = SpareReplicasTrainer(replica, flat, spare=0)
+    else:
+        made = ParameterServerTrainer(replica, flat, servers=servers, updates="sync")
+    with MirroredTrainer(network(optimizer), "ring", flat) as trainer:
+        expected = trainer.fit(x, y, 3, BATCH, progress=False, validation_data=(x, y))
+        state = trainer.replica.state()
+    seen = Seen()
+    with made as trainer:
+        history = trainer.fit(x, y, 3, BATCH, progress=False, validation_data=(x, y), callbacks=[seen])
+        assert len(set(trainer.parameters_sha256())) == 1
+    for name in ("loss", "accuracy", "validation_loss"):
+        np.testing.assert_allclose(history.column(name), expected.column(name), rtol=1e-4)
+    for name, array in replica.state().items():  # the optimizer's too, on every rank
+        np.testing.assert_allclose(array, state[name], rtol=1e-3, atol=1e-5, err_msg=name)
+    assert seen.batches == 3 * STEPS
+    assert len(set(world.allgather(str(seen.losses)))) == 1
+
+
+@straggling
+def test_one_worker_of_several_servers_trains_as_one_rank(flat: allreduce.Topology) -> None:
+    """Its gradients have reached all servers before it reads what they hold."""
+    x, y = data()
+    sums = []
+    for updates in ("sync", "async"):
+        with ParameterServerTrainer(network("momentum"), flat, servers=SIZE - 1, updates=updates) as trainer:
+            trainer.fit(x, y, 5, 2, progress=False)
+            sums.append(trainer.parameters_sha256())
+    assert sums[0] == sums[1]
+
+
+def applied(history: History) -> list[int]:
+    return [sum(epoch.staleness) + epoch.dropped for epoch in history]
+
+
+@served
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stale": "scale", "learning_rate": "divide", "fetch_ahead": False},
+        {"stale": "drop", "max_staleness": 1},
+        {"max_staleness": 0},
+        {"max_staleness": 2, "servers": max(1, SIZE - 2)},
+        {"warm_up": 2},
+    ],
+    ids=str,
+)
+def test_asynchronous_training_visits_every_part_once(
+    options: dict[str, Any], flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    x, y = data()
+    seen = Seen()
+    with asynchronous(network(), flat, **options) as trainer:
+        first = trainer.evaluate(x, y)
+        history = trainer.fit(x, y, 6, BATCH, progress=False, callbacks=[seen])
+        last = trainer.evaluate(x, y)
+        assert len(set(trainer.parameters_sha256())) == 1
+        workers = len(trainer.workers)
+    assert last["loss"] < first["loss"]
+    assert applied(history) == [STEPS * workers] * 6  # no batch is so short that a worker has no rows
+    parts, used = 6 * STEPS * workers, sum(sum(epoch.staleness) for epoch in history)
+    batches = world.allgather(seen.batches)
+    assert sum(batches[rank] for rank in range(SIZE) if rank not in trainer.servers) == parts
+    assert batches[trainer.servers[0]] == used
+    assert len(set(world.allgather(str(history)))) == 1
+    bound = options.get("max_staleness")
+    assert bound is None or all(len(epoch.staleness) <= bound + 1 for epoch in history)
+    if "warm_up" in options:
+        assert [epoch.staleness for epoch in history[:2]] == [(STEPS * workers,)] * 2
+
+
+class Stuck(Callback):
+    """The rank `slow` does not come out of its first batch until it has heard of `batches` batches of others."""
+
+    def __init__(self, world: MPI.Intracomm, slow: int, others: list[int], batches: int) -> None:
+        self._world, self._slow, self._others, self._missing = world, slow, others, batches
+        self._first, self._told = True, list[MPI.Request]()
+        self.batches = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._first and self._world.rank == self._slow:
+            for rank in self._others:  # so that nobody is through before this rank has begun
+                self._world.send("begins", rank)
+            for _ in range(self._missing):
+                assert self._world.recv() == "a batch"
+        elif self._first and self._world.rank in self._others:
+            assert self._world.recv(source=self._slow) == "begins"
+        self._first = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches += 1
+        if self._world.rank in self._others:
+            self._told.append(self._world.isend("a batch", self._slow))
+
+    def counts(self) -> list[int]:
+        """The batches of all ranks, when everything is over. Collective."""
+        counts = self._world.allgather(self.batches)
+        if self._world.rank == self._slow:
+            for _ in range(sum(counts[rank] for rank in self._others) - self._missing):
+                self._world.recv()
+        MPI.Request.waitall(self._told)
+        return counts
+
+
+@straggling
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_servers_serve_whoever_is_ready(place: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """The slow worker is stuck until the others have done all but what it has been dealt already."""
+    x, y = data()
+    workers = list(range(flat.size - 1))
+    slow = workers[0 if place == "first" else -1]
+    stuck = Stuck(world, slow, [rank for rank in workers if rank != slow], 53 - 8)
+    with asynchronous(network(), flat) as trainer:
+        history = trainer.fit(x, y, 1, len(workers), progress=False, callbacks=[stuck])
+    batches = stuck.counts()
+    assert 1 <= batches[slow] <= 8
+    assert sum(batches[rank] for rank in workers) == 53  # a row each; parts without rows are nobody's batch
+    assert batches[-1] == 53  # the server's
+    assert applied(history) == [53]
+
+
+@straggling
+@pytest.mark.parametrize("place", ["chief", "last"])
+def test_a_step_does_not_wait_for_the_spare_rank(place: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """It sleeps until the others have done ten steps; then it goes on with the newest."""
+    x, y = data()
+    ranks = list(range(flat.size))
+    slow = 0 if place == "chief" else ranks[-1]
+    stuck = Stuck(world, slow, [rank for rank in ranks if rank != slow], 10 * (flat.size - 1))
+    with SpareReplicasTrainer(network(), flat, spare=1) as trainer:
+        history = trainer.fit(x, y, 2, flat.size, progress=False, callbacks=[stuck])
+        assert len(set(trainer.parameters_sha256())) == 1
+    steps = 2 * -(-ROWS // flat.size)
+    batches = stuck.counts()
+    assert max(batches) <= steps
+    assert 1 <= batches[slow] <= steps - 9  # it has skipped to the newest step
+    assert history[0].dropped >= 1
+
+
+class Fails(Callback):
+    """Raises at one event, after the first epoch."""
+
+    def __init__(self, event: str) -> None:
+        self._event, self._epoch = event, 0
+
+    def _meet(self, event: str) -> None:
+        if event == self._event and self._epoch >= 1:
+            raise OSError("the disk is full")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        self._meet("epoch_begin")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._meet("batch_end")
+
+
+@few
+@every_strategy
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("event", ["epoch_begin", "batch_end"])
+def test_an_error_of_one_rank_is_raised_on_all(make: Make, event: str, place: str, flat: allreduce.Topology) -> None:
+    """The last rank is a server, or a spare replica. Afterwards the ranks are in step, and the trainer works."""
+    x, y = data()
+    rank = 0 if place == "first" else flat.size - 1
+    with make(network(), flat) as trainer:
+        with pytest.raises(OSError, match="the disk is full") as caught:
+            # Many epochs, because in one of them others may have done everything when a worker asks.
+            trainer.fit(x, y, 100, BATCH, callbacks=[Fails(event)] if flat.rank == rank else [], progress=False)
+        assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[attr-defined]
+        assert len(set(trainer.parameters_sha256())) == 1
+        assert len(trainer.fit(x, y, 2, BATCH, progress=False)) == 2
+
+
+@few
+@every_strategy
+@pytest.mark.parametrize("where", ["gradients", "update"])
+def test_an_error_of_a_replica_is_raised_on_all(
+    make: Make, where: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the computing of the first rank, and in the update of the rank that serves."""
+    if make is in_step and where == "update":
+        return  # as with mirrored replicas it ends the job
+    x, y = data()
+    replica = network()
+    with make(replica, flat) as trainer:
+        whose = 0 if where == "gradients" or make is with_spare else flat.size - 1  # rank 0 leads spare replicas
+        if flat.rank == whose:
+            monkeypatch.setattr(replica, where, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(x, y, 100, BATCH, progress=False)
+        monkeypatch.undo()
+        assert len(trainer.fit(x, y, 2, BATCH, progress=False)) == 2
+
+
+@served
+@every_strategy
+def test_fits_of_one_epoch_train_one_after_the_other(make: Make, flat: allreduce.Topology) -> None:
+    """Each anew: what a fit has done of its epoch counts for nothing in the next."""
+    x, y = data()
+    with make(network(), flat) as trainer:
+        models = [trainer.parameters_sha256()[0]]
+        for _ in range(3):
+            trainer.fit(x, y, 1, BATCH, progress=False)
+            models.append(trainer.parameters_sha256()[0])
+        assert len(set(models)) == len(models)
+
+
+class Breaks:
+    """A data set with a row that can't be read."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
+        if row == ROWS - 2:
+            raise OSError("no such row")
+        x, y = data()
+        return x[row], y[row]
+
+
+@few
+@every_strategy
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_data_set_that_fails_fails_on_all(make: Make, prefetch: bool, flat: allreduce.Topology) -> None:
+    with make(network(), flat) as trainer:
+        with pytest.raises(DataError, match="no such row") as caught:
+            trainer.fit(Breaks(), epochs=2, batch_size=BATCH, progress=False, prefetch=prefetch)
+        assert caught.value.ranks == tuple(range(flat.size))
+        x, y = data()
+        assert len(trainer.fit(Samples(list(zip(x, y, strict=True))), None, 2, BATCH, progress=False)) == 2
+
+
+@few
+@every_strategy
+def test_divergence_is_told_on_all_ranks(make: Make, flat: allreduce.Topology) -> None:
+    x, y = data()
+    with make(network("sgd", lr=1e30), flat) as trainer, pytest.raises(DivergedError) as caught:
+        trainer.fit(x, y, 5, BATCH, progress=False)
+    assert caught.value.ranks == tuple(range(flat.size))
+
+
+@few
+@every_strategy
+def test_any_rank_may_stop_the_training(make: Make, flat: allreduce.Topology) -> None:
+    class Stops(Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.trainer.stop_training |= epoch == 1
+
+    x, y = data()
+    for rank in {0, flat.size - 1}:
+        with make(network(), flat) as trainer:
+            history = trainer.fit(x, y, 4, BATCH, callbacks=[Stops()] if flat.rank == rank else [], progress=False)
+        assert len(history) == 2
+
+
+@few
+@pytest.mark.parametrize("strategy", ["sync", "no spare replica", "async"])
+def test_a_training_is_resumed(strategy: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
+    """From the end of an epoch; where ranks take every step together also from the middle, with the same bits."""
+    x, y = data()
+    folder = world.bcast(str(tmp_path))
+
+    class Stops(Callback):
+        """In the middle of the third epoch."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.trainer.stop_training |= len(ended) == 2
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            ended.append(epoch)
+
+    def make() -> Trainer:
+        if strategy == "no spare replica":
+            return SpareReplicasTrainer(network(), flat, spare=0)
+        return ParameterServerTrainer(network(), flat, updates=strategy)
+
+    ended: list[int] = []
+    with make() as trainer:
+        trainer.fit(x, y, 4, BATCH, progress=False)
+        expected = trainer.parameters_sha256()
+    with make() as trainer:
+        trainer.fit(x, y, 4, BATCH, progress=False, checkpoint=folder, callbacks=[Stops()])
+    with make() as trainer:
+        history = trainer.fit(x, y, 4, BATCH, progress=False, checkpoint=folder, resume=True)
+        found = trainer.parameters_sha256()
+    assert [epoch.epoch for epoch in history] == [1, 2, 3, 4]
+    assert found == expected or strategy == "async"
+
+
+@few
+def test_models_move_between_strategies(flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
+    """Two trainers at once, on one topology; each goes on where the other has stopped."""
+    x, y = data()
+    path = world.bcast(str(tmp_path / "model.npz"))
+    with asynchronous(network("momentum"), flat) as first, with_spare(network("momentum"), flat) as second:
+        first.fit(x, y, 2, BATCH, progress=False)
+        first.save(path)
+        second.load(path)
+        assert first.parameters_sha256() == second.parameters_sha256()
+        np.testing.assert_array_equal(first.predict(x), second.predict(x))
+        second.fit(x, y, 1, BATCH, progress=False)
+        second.save(path)
+        with MirroredTrainer(network("momentum"), "ring", flat) as third:
+            third.load(path)
+            assert third.parameters_sha256() == second.parameters_sha256()
+            steps = third.replica.state()["optimizer.steps"]
+            assert steps == STEPS * (2 * len(first.workers) + 1)
+            assert third.replica.state()["optimizer.velocity"].any()
+
+
+@few
+def test_an_mpi_without_threads(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers ask when they have computed; a chief that leads beside its computing there can be none."""
+    monkeypatch.setattr(queue, "multiple", lambda: False)
+    x, y = data()
+    with flat.split(0) as own:  # nobody has started the thread of its worker
+        with asynchronous(network(), own) as trainer:
+            assert applied(trainer.fit(x, y, 2, BATCH, progress=False)) == [STEPS * (SIZE - 1)] * 2
+        with pytest.raises(UnavailableError, match="MPI_THREAD_MULTIPLE") as caught:
+            with_spare(network(), own)
+        assert caught.value.ranks == tuple(range(SIZE))
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"servers": SIZE}, "leaves no worker"),
+    ({"servers": SIZE + 1}, f"there are {SIZE} ranks"),
+    ({"servers": 0}, "servers must be an integer >= 1, got 0"),
+    ({"servers": (0, SIZE)}, f"there are {SIZE} ranks"),
+    ({"servers": (0, 0)}, "each of them once"),
+    ({"servers": "all"}, "neither a number nor ranks"),
+    ({"updates": "later"}, "use one of async, sync"),
+    ({"stale": "burn"}, "use one of keep, drop, scale"),
+    ({"stale": "drop"}, "needs max_staleness"),
+    ({"max_staleness": -1}, "max_staleness must be an integer >= 0, got -1"),
+    ({"updates": "sync", "warm_up": 1}, "no use"),
+    ({"on_failure": "replace"}, "on_failure='replace' is unknown; use one of stop, continue"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD, ids=str)
+def test_options_that_make_no_sense_are_refused_on_all_ranks(
+    options: dict[str, Any], words: str, flat: allreduce.Topology
+) -> None:
+    if SIZE == 1 and "servers" not in options:
+        return
+    replica = network()
+    parameters = replica.parameters
+    with pytest.raises(ArgumentError, match=words) as caught:
+        ParameterServerTrainer(replica, flat, **options)
+    assert caught.value.ranks == tuple(range(SIZE))
+    assert replica.parameters is parameters  # nothing was made
+
+
+@pytest.mark.parametrize("spare", [-1, SIZE, "one"])
+def test_as_many_spare_replicas_as_ranks_are_refused(spare: Any, flat: allreduce.Topology) -> None:
+    with pytest.raises(
+        ArgumentError, match=f"spare must be an integer from 0 to {SIZE - 1}, .* got {spare!r}"
+    ) as caught:
+        SpareReplicasTrainer(network(), flat, spare=spare)
+    assert caught.value.ranks == tuple(range(SIZE))
+
+
+@served
+def test_a_rank_that_is_gone_after_an_agreement_is_missed(
+    world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the others wait for next, it ends in an error: here for the mean times of an epoch."""
+    ranks = allreduce.Topology(world, timeout=1)
+    x, y = data()
+    trainer = MirroredTrainer(network(), "ring", ranks)
+
+    def agree(row: str, error: Exception | None = None) -> None:
+        Trainer._agree(trainer, row, error)
+        if ranks.rank == ranks.size - 1 and "after the steps" in row:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "_agree", agree)
+    with pytest.raises((KeyboardInterrupt, CollectiveTimeoutError)):
+        trainer.fit(x, y, 1, BATCH, progress=False)
+    trainer.abandon()
+    ranks.abandon()

@@ -1,0 +1,551 @@
+"""The mirrored trainer on several ranks: like one rank, with equal bits, in order, with equal errors."""
+
+import gc
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.errors import ClosedError, DisagreementError, OptionError, UnknownBackendError
+from trainers import MirroredTrainer, NumpyNetwork, datasets
+from trainers.cli.options import DEFAULTS
+from trainers.data import Batch, Batches
+from trainers.errors import ArgumentError, DivergedError, ModelFileError
+from trainers.replica import Replica
+from trainers.strategies.interface import FLAGS
+
+CPU_BACKENDS = [name for name in allreduce.NAMES if name != "nccl"]
+EPOCHS, BATCH = 5, 100
+
+
+def network(seed: int = 3, **options: Any) -> NumpyNetwork:
+    made = NumpyNetwork([64, 64, 32, 10], seed=seed, **options)
+    made.scale_input(0.0, 1 / 16)
+    return made
+
+
+def alone(
+    x: np.ndarray, y: np.ndarray, epochs: int, batch_size: int, **options: Any
+) -> tuple[NumpyNetwork, list[float]]:
+    """What one rank computes, by a loop of its own: no trainer, no MPI, no share but the whole."""
+    made, losses = network(**options), []
+    for epoch in range(epochs):
+        order, total = np.random.default_rng([7, epoch]).permutation(len(x)), 0.0
+        for start in range(0, len(x), batch_size):
+            rows = order[start : start + batch_size]
+            total += float(made.gradients(x[rows], y[rows], 1.0)[0]) * len(rows)
+            made.update()
+        losses.append(total / len(x))
+    return made, losses
+
+
+@pytest.fixture(scope="module")
+def digits() -> datasets.Dataset:
+    return datasets.load("digits")
+
+
+@pytest.fixture(scope="module")
+def reference(digits: datasets.Dataset) -> tuple[NumpyNetwork, list[float]]:
+    return alone(digits.x_train, digits.y_train, EPOCHS, BATCH)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_training_is_that_of_one_rank(
+    backend: str,
+    digits: datasets.Dataset,
+    reference: tuple[NumpyNetwork, list[float]],
+    flat: allreduce.Topology,
+) -> None:
+    """1437 rows in batches of 100: no rank count divides all of them."""
+    expected, losses = reference
+    mine = network(seed=3 + flat.rank)  # the model of rank 0 must win
+    with MirroredTrainer(mine, backend, flat) as trainer:
+        history = trainer.fit(digits.x_train, digits.y_train, EPOCHS, BATCH, seed=7, progress=False)
+        hashes = trainer.parameters_sha256()
+    assert np.abs(mine.parameters - expected.parameters).max() < 1e-4
+    assert len(hashes) == flat.size
+    assert len(set(hashes)) == 1
+    np.testing.assert_allclose(history.column("loss"), losses, rtol=1e-4)
+    assert [epoch.epoch for epoch in history] == [1, 2, 3, 4, 5]
+    for epoch in history:
+        assert 0 <= epoch.communication_share <= 1
+        assert epoch.samples_per_second == pytest.approx(1437 / epoch.seconds)
+        assert 0 <= epoch.metrics["accuracy"] <= 1
+
+
+@pytest.mark.parametrize(("rows", "batch_size"), [(7, 3), (5, 1), (3, 100), (11, 4)])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_ranks_without_rows_weigh_nothing(
+    rows: int, batch_size: int, optimizer: str, digits: datasets.Dataset, flat: allreduce.Topology
+) -> None:
+    x, y = digits.x_train[:rows], digits.y_train[:rows]
+    expected, losses = alone(x, y, 3, batch_size, optimizer=optimizer, activation="tanh")
+    mine = network(optimizer=optimizer, activation="tanh")
+    with MirroredTrainer(mine, "shared", flat) as trainer:
+        history = trainer.fit(x, y, 3, batch_size, seed=7, progress=False)
+        hashes = trainer.parameters_sha256()
+    np.testing.assert_allclose(mine.parameters, expected.parameters, atol=1e-4)
+    np.testing.assert_allclose(history.column("loss"), losses, rtol=1e-4)
+    assert len(set(hashes)) == 1
+
+
+def test_simulated_nodes(
+    digits: datasets.Dataset,
+    reference: tuple[NumpyNetwork, list[float]],
+    topology_of: Callable[[int], allreduce.Topology],
+) -> None:
+    mine = network()
+    with MirroredTrainer(mine, "auto", topology_of(2)) as trainer:
+        trainer.fit(digits.x_train, digits.y_train, EPOCHS, BATCH, seed=7, progress=False)
+    assert np.abs(mine.parameters - reference[0].parameters).max() < 1e-4
+
+
+def test_gradients_lie_in_the_memory_of_the_backend(flat: allreduce.Topology) -> None:
+    mine = network()
+    with allreduce.create("shared", flat) as backend:
+        with MirroredTrainer(mine, backend) as trainer:
+            weights, bias = mine._gradient_layers[0]
+            assert np.shares_memory(weights, trainer.buffer)
+            assert np.shares_memory(bias, trainer.buffer)
+            assert len(trainer.buffer) == mine.gradient_length + 2 + len(FLAGS)  # metrics, flags
+        assert not backend.closed
+        backend(np.ones(3, np.float32))  # still usable: the trainer closes only what it made
+
+
+def test_predict_is_in_order_on_every_rank(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
+    mine = network()
+    with MirroredTrainer(mine, "native", flat) as trainer:
+        for rows in (0, 1, flat.size - 1, flat.size + 1, 1437):
+            outputs = trainer.predict(digits.x_train[:rows])
+            assert outputs.shape == (rows, 10)
+            assert outputs.dtype == np.float32
+            np.testing.assert_allclose(outputs, mine.predict(digits.x_train[:rows]), rtol=1e-4, atol=1e-6)
+
+
+def test_evaluate_weighs_by_samples(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
+    mine = network()
+    with MirroredTrainer(mine, "native", flat) as trainer:
+        for rows in (1, flat.size + 1, 360):
+            x, y = digits.x_test[:rows], digits.y_test[:rows]
+            scores = trainer.evaluate(x, y)
+            probabilities = mine.predict(x).astype(np.float64)
+            assert scores["loss"] == pytest.approx(-np.log(probabilities[np.arange(rows), y]).mean(), rel=1e-4)
+            assert scores["accuracy"] == (probabilities.argmax(1) == y).mean()
+
+
+def test_validation_follows_every_epoch(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
+    data = (digits.x_test, digits.y_test)
+    with MirroredTrainer(network(), "native", flat) as trainer:
+        history = trainer.fit(digits.x_train, digits.y_train, 2, validation_data=data, progress=False)
+        scores = trainer.evaluate(*data)
+    assert history[-1].validation == scores
+    assert history.column("validation_accuracy")[-1] == scores["accuracy"]
+    json.dumps([epoch.as_dict() for epoch in history])
+
+
+def test_saved_models_go_on_with_any_number_of_ranks(
+    digits: datasets.Dataset, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
+) -> None:
+    """Two epochs, save, load into a fresh trainer and without one: optimizer state included."""
+    path = world.bcast(str(tmp_path / "model.npz"))  # every rank has a tmp_path of its own
+    data = (digits.x_train[:300], digits.y_train[:300])
+    mine, resumed = network(), network(seed=99)
+    with MirroredTrainer(mine, "ring", flat) as trainer, MirroredTrainer(resumed, "ring", flat) as other:
+        trainer.fit(*data, 2, progress=False)
+        trainer.save(path)
+        trainer.fit(*data, 1, progress=False)
+        other.load(path)
+        other.fit(*data, 1, progress=False)
+        hashes = other.parameters_sha256()
+    loaded = NumpyNetwork.load(path)
+    assert np.array_equal(mine.parameters, resumed.parameters)
+    assert len(set(hashes)) == 1
+    assert loaded.optimizer.steps == 6
+    assert loaded.predict(digits.x_test).shape == (360, 10)
+
+
+def test_load_errors_are_equal_on_all_ranks(flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
+    path = world.bcast(str(tmp_path / "small.npz"))
+    with MirroredTrainer(network(), "native", flat) as trainer:
+        with pytest.raises(ModelFileError, match=r"missing\.npz can't be read: No such file") as missing:
+            trainer.load("missing.npz")
+        if flat.rank == 0:
+            NumpyNetwork([4, 3]).save(path)
+        with pytest.raises(ModelFileError, match="sizes 4-3, and this one has 64-64-32-10"):
+            trainer.load(path)
+        with pytest.raises(ModelFileError, match="can't be written"):
+            trainer.save("/no/such/folder/model.npz")
+    assert missing.value.ranks
+
+
+BAD_FITS: dict[str, tuple[dict[str, Any], str]] = {
+    "batch": ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
+    "epochs": ({"epochs": -1}, "epochs must be an integer >= 0, got -1"),
+    "lengths": ({"y": np.zeros(3, np.int64)}, "as many of one as of the other"),
+    "features": ({"x": np.zeros((10, 3), np.float32)}, "64 features"),
+    "labels": ({"y": np.full(10, 10)}, "expected 0 to 9"),
+    "floats": ({"y": np.zeros(10, np.float32)}, "class numbers"),
+    "empty": ({"x": np.zeros((0, 64), np.float32), "y": np.zeros(0, np.int64)}, "no samples"),
+    "ragged": ({"x": [[1.0], [1.0, 2.0]]}, "fit: "),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_FITS)
+@pytest.mark.parametrize("culprit", ["all", "last"])
+def test_bad_arguments_raise_everywhere(bad: str, culprit: str, flat: allreduce.Topology) -> None:
+    """Whether all ranks bring them or one, all raise the same."""
+    changes, text = BAD_FITS[bad]
+    good = {"x": np.zeros((10, 64), np.float32), "y": np.zeros(10, np.int64), "progress": False}
+    guilty = culprit == "all" or flat.rank == flat.size - 1
+    with (
+        MirroredTrainer(network(), "native", flat) as trainer,
+        pytest.raises(ArgumentError, match=text) as caught,
+    ):
+        trainer.fit(**({**good, **changes} if guilty else good))
+    assert caught.value.ranks
+
+
+def test_ranks_with_different_data_are_told(flat: allreduce.Topology) -> None:
+    if flat.size == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = np.zeros((10, 64), np.float32), np.zeros(10, np.int64)
+    with MirroredTrainer(network(), "native", flat) as trainer:
+        with pytest.raises(DisagreementError, match=r"rank 0: fit: x float32\[10, 64\]"):
+            trainer.fit(x + flat.rank, y)
+        with pytest.raises(DisagreementError, match="batch_size=10"):
+            trainer.fit(x, y, batch_size=10 + flat.rank)
+        with pytest.raises(DisagreementError, match="validation_data=none"):
+            trainer.fit(x, y, validation_data=(x, y) if flat.rank else None)
+
+
+def test_replicas_of_different_shape_are_told(flat: allreduce.Topology) -> None:
+    if flat.size == 1:
+        pytest.skip("one rank agrees with itself")
+    with pytest.raises(DisagreementError, match="allocate"):
+        MirroredTrainer(NumpyNetwork([64, 8 + flat.rank, 10]), "native", flat)
+    with pytest.raises(DisagreementError, match=r"optimizer\.first_moment"):
+        MirroredTrainer(network(optimizer="adam" if flat.rank else "sgd"), "native", flat)
+    with pytest.raises(DisagreementError, match='"activation": "tanh"'):
+        MirroredTrainer(network(activation="tanh" if flat.rank else "relu"), "native", flat)
+
+
+def test_replicas_are_equal_before_any_fit(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
+    with MirroredTrainer(network(seed=3 + flat.rank), "native", flat) as trainer:
+        assert len(set(trainer.parameters_sha256())) == 1
+        np.testing.assert_allclose(
+            trainer.predict(digits.x_test), network().predict(digits.x_test), rtol=1e-4, atol=1e-6
+        )
+
+
+def test_one_rank_alone_in_a_call_is_told(digits: datasets.Dataset, flat: allreduce.Topology, tmp_path: Path) -> None:
+    """The classic fault: if trainer.rank == 0: trainer.save(path)."""
+    if flat.size == 1:
+        pytest.skip("one rank agrees with itself")
+    with MirroredTrainer(network(), "native", flat) as trainer:
+        rows = digits.x_test, digits.y_test
+        of_rank_0: dict[str, tuple[Any, ...]] = {"fit": rows, "evaluate": rows, "predict": rows[:1]}
+        for call in ("save", "load"):
+            of_rank_0[call] = (str(tmp_path / "model.npz"),)
+        for call, arguments in of_rank_0.items():
+            text = rf"rank 0: {call}[\s\S]*\n{call} and parameters_sha256 are collective: every rank calls them, "
+            with pytest.raises(DisagreementError, match=text):
+                getattr(trainer, call)(*arguments) if flat.rank == 0 else trainer.parameters_sha256()
+        with pytest.raises(DisagreementError) as raised:  # the same call
+            trainer.evaluate(digits.x_test[flat.rank :], digits.y_test[flat.rank :])
+        assert "collective" not in str(raised.value)
+        with pytest.raises(DisagreementError, match="parameters_sha256"):
+            trainer.parameters_sha256() if flat.rank == 0 else trainer.predict(digits.x_test)
+        assert not (tmp_path / "model.npz").exists()
+
+
+def test_any_error_of_rank_0_alone_reaches_all(
+    flat: allreduce.Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str) -> None:
+        raise MemoryError("no room")
+
+    mine = network()
+    monkeypatch.setattr(mine, "save", fail)
+    with MirroredTrainer(mine, "native", flat) as trainer, pytest.raises(MemoryError, match="no room"):
+        trainer.save(str(tmp_path / "model.npz"))
+
+
+def test_a_fit_after_a_failed_one_is_timed_anew(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
+    with MirroredTrainer(network(), "native", flat) as trainer:
+        trainer._communication._total = 1000.0  # as an epoch leaves it that raised DivergedError
+        history = trainer.fit(digits.x_train, digits.y_train, 1, progress=False)
+    assert history[0].communication_share <= 1
+
+
+@pytest.mark.parametrize(("data", "accuracy", "backend"), [("iris", 0.967, "auto"), ("digits", 0.95, "ring")])
+def test_the_defaults_reach_the_accuracy(data: str, accuracy: float, backend: str, flat: allreduce.Topology) -> None:
+    """Those of the command line. That all backends train alike is held above."""
+    chosen, loaded = DEFAULTS[data], datasets.load(data)
+    mine = NumpyNetwork([loaded.features, *chosen["hidden"], len(loaded.classes)], lr=chosen["lr"])
+    mine.scale_input(loaded.shift, loaded.scale)
+    with MirroredTrainer(mine, backend, flat) as trainer:
+        trainer.fit(loaded.x_train, loaded.y_train, chosen["epochs"], chosen["batch_size"], progress=False)
+        assert trainer.evaluate(loaded.x_test, loaded.y_test)["accuracy"] >= accuracy
+
+
+def test_divergence_is_told_once_by_all(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
+    x = digits.x_train.copy()
+    x[700] = np.nan
+    step = int(np.flatnonzero(np.random.default_rng([0, 0]).permutation(1437) == 700)[0]) // 100 + 1
+    with (
+        MirroredTrainer(network(), "shared", flat) as trainer,
+        pytest.raises(DivergedError, match=rf"nan in epoch 1, step {step}:") as caught,
+    ):
+        trainer.fit(x, digits.y_train, progress=False)
+    assert caught.value.ranks
+
+
+def test_names_instances_and_closing(
+    flat: allreduce.Topology, topology_of: Callable[[int], allreduce.Topology]
+) -> None:
+    with pytest.raises(UnknownBackendError, match="did you mean 'ring'"):
+        MirroredTrainer(network(), "rign", flat)
+    with allreduce.create("native", flat) as backend, pytest.raises(ArgumentError, match="topology of its own"):
+        MirroredTrainer(network(), backend, topology_of(1))
+    trainer = MirroredTrainer(network(), "ring", flat)
+    trainer.close()
+    trainer.close()
+    assert trainer.allreduce.closed
+    with pytest.raises(ClosedError, match="MirroredTrainer is closed"):
+        trainer.predict(np.zeros((1, 64), np.float32))
+
+
+def test_default_topology_is_all_ranks() -> None:
+    with MirroredTrainer(network(), "native") as trainer:
+        assert trainer.size == MPI.COMM_WORLD.size
+        assert len(set(trainer.parameters_sha256())) == 1
+
+
+TWO_PHASES = ["auto", "ring", "shared", "halving_doubling"]
+
+
+def trained(
+    update: str, backend: str, topology: allreduce.Topology, data: tuple[np.ndarray, np.ndarray], **options: Any
+) -> tuple[NumpyNetwork, list[float]]:
+    """After a fit, with the trainer closed."""
+    mine = network(**options)
+    with MirroredTrainer(mine, backend, topology, update=update) as trainer:
+        history = trainer.fit(*data, 2, BATCH, seed=7, progress=False)
+    return mine, history.column("loss")
+
+
+@pytest.mark.parametrize("backend", TWO_PHASES)
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_a_sharded_update_gives_the_bits_of_a_replicated_one(
+    backend: str, optimizer: str, digits: datasets.Dataset, flat: allreduce.Topology
+) -> None:
+    """Parameters, losses, and the optimizer's state, which every replica has all of when the trainer is closed."""
+    data = (digits.x_train[:550], digits.y_train[:550])
+    phases = "shared" if backend == "auto" else backend
+    with allreduce.create(phases, flat) as same_sums:
+        plain = network(optimizer=optimizer)
+        with MirroredTrainer(plain, same_sums) as trainer:
+            history = trainer.fit(*data, 2, BATCH, seed=7, progress=False)
+    mine, losses = trained("sharded", backend, flat, data, optimizer=optimizer)
+    expected, found = plain.state(), mine.state()
+    assert expected.keys() == found.keys()
+    for name, array in expected.items():
+        assert np.array_equal(array, found[name]), name
+    assert losses == history.column("loss")
+
+
+@pytest.mark.parametrize("nodes", ["of one", "of two", "uneven"])
+def test_sharded_on_simulated_nodes(
+    nodes: str, digits: datasets.Dataset, topology_of: Callable[[Any], allreduce.Topology]
+) -> None:
+    size = MPI.COMM_WORLD.size
+    if nodes == "uneven" and size < 3:
+        pytest.skip("needs 3 ranks")
+    shape = {"of one": 1, "of two": min(2, size), "uneven": (1, size - 1)}[nodes]
+    data = (digits.x_train[:550], digits.y_train[:550])
+    plain, _ = trained("replicated", "hierarchical_copy", topology_of(shape), data)
+    for backend in ("auto", "ring"):
+        mine = network()
+        with MirroredTrainer(mine, backend, topology_of(shape), update="sharded") as trainer:
+            trainer.fit(*data, 2, BATCH, seed=7, progress=False)
+            assert len(set(trainer.parameters_sha256())) == 1
+        np.testing.assert_allclose(mine.parameters, plain.parameters, atol=1e-5)
+
+
+def test_a_sharded_trainer_saves_loads_evaluates_and_predicts(
+    digits: datasets.Dataset, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
+) -> None:
+    path = world.bcast(str(tmp_path / "model.npz"))
+    data = (digits.x_train[:300], digits.y_train[:300])
+    mine, resumed = network(), network(seed=99)
+    with MirroredTrainer(mine, "ring", flat, update="sharded") as trainer:
+        trainer.fit(*data, 2, progress=False)
+        trainer.save(path)
+        loaded = NumpyNetwork.load(path)
+        trainer.fit(*data, 1, progress=False)
+        scores = trainer.evaluate(digits.x_test, digits.y_test)
+        outputs = trainer.predict(digits.x_test)
+    with MirroredTrainer(resumed, "ring", flat, update="sharded") as other:
+        other.load(path)
+        other.fit(*data, 1, progress=False)
+    assert np.array_equal(mine.parameters, resumed.parameters)
+    assert (loaded.state()["optimizer.second_moment"] > 0).mean() > 0.5
+    assert scores["accuracy"] == (outputs.argmax(1) == digits.y_test).mean()
+    with MirroredTrainer(loaded, "ring", flat) as one_more:  # a sharded model goes on replicated
+        one_more.fit(*data, 1, progress=False)
+    assert np.array_equal(mine.parameters, loaded.parameters)
+
+
+def test_parameters_of_a_sharded_trainer_are_in_common(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
+    if flat.size == 1:
+        pytest.skip("nobody to share with")
+    mine = network()
+    with MirroredTrainer(mine, "auto", flat, update="sharded") as trainer:
+        if flat.rank == 0:
+            mine.parameters[5] = 1234.0
+        trainer.topology.world.Barrier()
+        assert mine.parameters[5] == 1234.0
+        trainer.topology.world.Barrier()
+    assert mine.parameters[5] == 1234.0
+    if flat.rank == 0:
+        mine.parameters[5] = 0.0
+    flat.world.Barrier()
+    assert mine.parameters[5] == (1234.0 if flat.rank else 0.0)  # closed: each has its own again
+
+
+class Bare(NumpyNetwork):
+    """A replica as it was before there were slices."""
+
+    bind_parameters = Replica.bind_parameters
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_an_edit_is_applied_once(update: str, flat: allreduce.Topology) -> None:
+    mine = network()
+    with MirroredTrainer(mine, "shared", flat, update=update) as trainer:
+        before = mine.parameters.copy()
+        trainer.edit(lambda: np.multiply(mine.parameters, 0.5, out=mine.parameters))
+        np.testing.assert_array_equal(mine.parameters, before / 2)
+        assert len(set(trainer.parameters_sha256())) == 1
+
+
+def test_refused_trainers_leave_nothing_behind(flat: allreduce.Topology) -> None:
+    """Communicators and topologies are counted."""
+    refusals: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"update": "shrded"}, ArgumentError, "update='shrded' is unknown"),
+        ({"allreduce": "rign"}, UnknownBackendError, "did you mean 'ring'"),
+        ({"allreduce": "native", "update": "sharded"}, OptionError, "reduce_scatter and all_gather, and 'native' has"),
+        ({"replica": Bare([4, 3]), "update": "sharded", "allreduce": "ring"}, ArgumentError, "Bare can't have its"),
+    ]
+    if flat.size > 1:
+        refusals.append(({"replica": NumpyNetwork([4, 3 + flat.rank])}, DisagreementError, "allocate"))
+        refusals.append(({"update": "sharded" if flat.rank else "replicated"}, DisagreementError, "update='sharded'"))
+    else:
+        refusals.pop(3)  # with one rank nothing is divided
+    for own_topology in (False, True):
+        topology = None if own_topology else flat
+        open_before, users_before = _open_topologies(), len(flat._users)
+        for options, kind, text in refusals:
+            for _ in range(10):
+                arguments: dict[str, Any] = {"replica": NumpyNetwork([4, 3]), "allreduce": "ring", **options}
+                with pytest.raises(kind, match=text) as caught:
+                    MirroredTrainer(**arguments, topology=topology)
+                assert caught.value.ranks
+        del caught
+        assert _open_topologies() == open_before
+        assert len(flat._users) == users_before
+
+
+def _open_topologies() -> list[int]:
+    """The number of communicators of each topology that is not closed."""
+    gc.collect()
+    found = [each for each in gc.get_objects() if isinstance(each, allreduce.Topology) and not each.closed]
+    return sorted(len(each._owned) for each in found)
+
+
+def test_a_closed_trainer_keeps_no_memory_of_the_backend(flat: allreduce.Topology) -> None:
+    """The gradients' memory, and the parameters' when sharded: nothing in the replica lies there any more."""
+    for update in ("replicated", "sharded"):
+        mine = network()
+        with MirroredTrainer(mine, "shared", flat, update=update) as trainer:
+            held = [weakref.ref(trainer.buffer.base if trainer.buffer.base is not None else trainer.buffer)]
+            held += [weakref.ref(mine.parameters.base)] if mine.parameters.base is not None else []
+            del trainer
+        gc.collect()
+        assert [each() is None for each in held] == [True] * len(held), update
+        mine.gradients(np.ones((2, 64), np.float32), np.zeros(2, int), 1.0)
+        mine.update()
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_an_abandoned_trainer_keeps_no_memory_of_the_backend(
+    update: str, flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    mine = network()
+    with allreduce.create("shared", flat) as backend:
+        trainer = MirroredTrainer(mine, backend, update=update)
+        buffer = trainer.buffer
+        trainer.abandon()
+        assert trainer.closed
+        assert trainer.buffer is None
+        assert not np.shares_memory(mine._gradients, buffer)
+        mine.gradients(np.ones((2, 64), np.float32), np.zeros(2, int), 1.0)
+        mine.update()
+        world.Barrier()
+
+
+class BadBind(NumpyNetwork):
+    """Can't be bound by a trainer on the last rank."""
+
+    binds = 0
+
+    def bind(self, buffer: Any) -> None:
+        self.binds += 1
+        if self.binds == 2 and MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
+            raise ArgumentError("no such memory")
+        super().bind(buffer)
+
+
+def test_replicas_keep_no_memory_of_a_trainer_that_one_rank_has_refused(flat: allreduce.Topology) -> None:
+    mine = BadBind([4, 3])
+    with pytest.raises(ArgumentError, match="no such memory"):
+        MirroredTrainer(mine, "ring", flat)
+    assert mine.binds == 3  # the last one is to memory of its own
+
+
+def test_shares_are_a_partition(world: MPI.Intracomm) -> None:
+    """Every row is seen once an epoch by one rank, and the shares of a batch add up to 1."""
+    x = np.arange(23)
+    batches = Batches(x, x, 5, world.rank, world.size, seed=1)
+    seen = [Batch(b.x.copy(), b.y.copy(), b.rows, b.share) for b in batches.epoch(2)]
+    everyone = world.allgather(seen)
+    for step, size in enumerate(batches.sizes()):
+        parts = [of_rank[step] for of_rank in everyone]
+        assert sum(part.share for part in parts) == pytest.approx(1.0)
+        assert sum(len(part.x) for part in parts) == size == parts[0].rows
+    rows = np.concatenate([batch.x for of_rank in everyone for batch in of_rank])
+    assert np.array_equal(np.sort(rows), x)
+
+
+class ReadOnly(NumpyNetwork):
+    """Its states can't be written to, as those of a framework whose arrays never change (JAX)."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        held = {name: np.array(array) for name, array in super().state().items()}
+        for array in held.values():
+            array.flags.writeable = False
+        return held
+
+
+def test_states_may_be_read_only(digits: datasets.Dataset, flat: allreduce.Topology, tmp_path: Path) -> None:
+    replica = ReadOnly([64, 8, 10], seed=flat.rank)
+    with MirroredTrainer(replica, topology=flat) as trainer:
+        trainer.fit(digits.x_train[:200], digits.y_train[:200], epochs=1, progress=False)
+        trainer.save(str(tmp_path / f"model{flat.rank}.npz"))
+        assert len(set(trainer.parameters_sha256())) == 1

@@ -1,0 +1,18 @@
+"""A few random sequences of calls on trainers, and what longer runs have found; tests/sequences runs them for hours."""
+
+import json
+
+import pytest
+
+from tests.conftest import JobRunner
+
+
+@pytest.mark.jobs
+def test_sequences_of_calls(mpirun: JobRunner) -> None:
+    options = ["found", "--no-torch", "--seed", "7", "--sequences", "3"]
+    job = mpirun(3, ["-m", "tests.sequences", *options], timeout=200, ulfm=True)
+    assert job.returncode == 0, job.stdout + job.stderr
+    *found, total = job.stdout.splitlines()
+    assert len(found) == 7
+    assert json.loads(total)["sequences"] == 3
+    assert json.loads(total)["failed"] == 0

@@ -1,0 +1,483 @@
+"""The backend "allreduce" of torch.distributed in whole programs, under mpirun and without."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import JobRunner
+
+ROOT = Path(__file__).parents[2]
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason='PyTorch is not installed (the extra "torch")'
+)
+
+
+def code(text: str) -> list[str]:
+    head = (
+        "import os, sys, time, datetime, torch, torch.distributed as dist\n"
+        "def wait_for_rank_0():\n"
+        "    while not os.path.exists('done'): time.sleep(0.05)\n"
+    )
+    return ["-c", head + textwrap.dedent(text)]
+
+
+@needs_torch
+def test_what_is_built_on_torch_distributed(mpirun: JobRunner) -> None:
+    """With two ranks a sum has one order only, so gloo's results and ours are the same in bits."""
+    job = mpirun(2, ["-m", "tests.torch_backend.frameworks_job"], timeout=120)
+    assert job.returncode == 0, job.stderr
+    lines = job.stdout.splitlines()
+    assert len(lines) == 12
+    assert all(line.endswith(" same") for line in lines), job.stdout
+
+
+@needs_torch
+def test_the_example(mpirun: JobRunner) -> None:
+    job = mpirun(2, [ROOT / "scripts" / "torch_ddp.py"], timeout=90, env={"ALLREDUCE_BACKEND": "ring"})
+    assert job.returncode == 0, job.stderr
+    assert float(job.stdout.split("test accuracy ")[1].split()[0]) >= 0.95
+    assert "Warning" not in job.stderr
+
+
+@needs_torch
+def test_autoloading_initialises_mpi_only_when_the_backend_is_used(mpirun: JobRunner) -> None:
+    """And a program ends that destroys nothing and waits for nothing."""
+    job = mpirun(
+        2,
+        code("""
+            import allreduce_torch_autoload
+            allreduce_torch_autoload.register()
+            allreduce_torch_autoload.register()
+            assert "allreduce" not in sys.modules and "mpi4py" not in sys.modules
+            dist.init_process_group("allreduce")
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor)
+            assert tensor.tolist() == [2, 2, 2]
+            dist.destroy_process_group()
+            dist.init_process_group("cpu:allreduce,cuda:allreduce")  # and again
+            dist.all_reduce(tensor)
+            print(tensor.tolist())
+            dist.all_reduce(torch.ones(1_000_000), async_op=True)  # which nobody waits for
+        """),
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("[4.0, 4.0, 4.0]") == 2
+    said = [line for line in job.stderr.splitlines() if "hostname of the client socket" not in line]
+    assert said == []  # PyTorch's store looks for names of addresses, which takes a name server
+
+
+@needs_torch
+def test_one_process_without_a_launcher_is_one_rank() -> None:
+    """But not one of several that some launcher has started, which know nothing of each other."""
+    script = code("""
+        import allreduce_torch_autoload
+        allreduce_torch_autoload.register()
+        for name in ("SLURM_PROCID", "RANK"):
+            os.environ[name] = "0"
+            try:
+                dist.init_process_group("allreduce")
+            except ValueError as error:
+                print("expected, but not set" in str(error))
+            del os.environ[name]
+        dist.init_process_group("allreduce")
+        print(dist.get_rank(), dist.get_world_size())
+    """)
+    names = ("SLURM", "PMI", "OMPI_COMM", "RANK", "WORLD", "MASTER")
+    given = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    alone = subprocess.run([sys.executable, *script], env=given, capture_output=True, text=True, timeout=120)
+    assert alone.stdout == "True\nTrue\n0 1\n", alone.stdout + alone.stderr
+
+
+@needs_torch
+def test_other_peoples_groups_start_no_mpi(mpirun: JobRunner) -> None:
+    """Merely installed, we leave them PyTorch's own answer to missing variables, and their group to them."""
+    job = mpirun(
+        2,
+        code("""
+            import os
+            import allreduce_torch_autoload
+            allreduce_torch_autoload.register()
+            for backend in ("gloo", "cpu:gloo,cuda:nccl", None):
+                try:
+                    dist.init_process_group(backend)
+                except ValueError as error:
+                    print(error)
+            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+            dist.init_process_group("gloo")
+            dist.all_reduce(torch.ones(3))
+            dist.destroy_process_group()
+            print(sorted({"allreduce", "mpi4py"} & set(sys.modules)))
+        """),
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("environment variable RANK expected, but not set\n") == 2 * 3, job.stdout
+    assert job.stdout.splitlines().count("[]") == 2
+
+
+@needs_torch
+def test_importing_the_backend_communicates_nothing(mpirun: JobRunner) -> None:
+    """Rank 1 imports it when rank 0 says that it has."""
+    job = mpirun(
+        2,
+        code("""
+            from mpi4py import MPI
+            world = MPI.COMM_WORLD
+            if world.rank == 1:
+                world.recv(source=0)
+            import allreduce.torch_backend
+            if world.rank == 0:
+                world.send("imported", dest=1)
+            import os
+            print([os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")])
+        """),
+        timeout=60,
+    )
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == ["['0', '2', '0', '2']", "['1', '2', '1', '2']"]
+
+
+@needs_torch
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(mpirun: JobRunner) -> None:
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            if dist.get_rank() == 1:
+                raise ValueError("only here")
+            dist.all_reduce(torch.ones(3))
+        """),
+    )
+    assert job.returncode != 0
+    assert "rank 1 of 2: Traceback" in job.stderr
+    assert "ValueError: only here" in job.stderr
+
+
+@needs_torch
+def test_a_rank_that_leaves_is_missed(mpirun: JobRunner) -> None:
+    """Without its time-out, which is half an hour by default."""
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            dist.all_reduce(torch.ones(3))
+            if dist.get_rank() == 0:
+                dist.all_reduce(torch.ones(3))
+        """),
+    )
+    assert job.returncode != 0
+    assert "RankLeftError: rank 1 has left: it has ended its program, while this rank waits for it in" in job.stderr
+
+
+@needs_torch
+def test_messages_that_do_not_meet_are_in_the_stall_report(mpirun: JobRunner) -> None:
+    """Tags that differ: a rank says where both wait, long before the time-out, and each says it at its end."""
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce", timeout=datetime.timedelta(seconds=15))
+            rank = dist.get_rank()
+            dist.isend(torch.ones(1), 1 - rank, tag=5)
+            try:
+                dist.recv(torch.ones(1), 1 - rank, tag=7 + rank)
+            except RuntimeError as error:
+                print(error, flush=True)
+        """),
+        env={"ALLREDUCE_STALL_SECONDS": "3"},
+    )
+    assert job.returncode == 0, job.stderr
+    places = [f"recv from rank {1 - rank} with tag {7 + rank} of process group 0" for rank in (0, 1)]
+    assert re.search(r"rank \d has waited \d+ s for other ranks in: recv from rank ", job.stderr)
+    for rank in (0, 1):
+        assert f"  rank {rank}: waits in {places[rank]}" in job.stderr
+        assert f"  rank {rank}: waits in {places[rank]}" in job.stdout
+        assert f"recv from rank {1 - rank} with tag {7 + rank} was not done within 15 s" in job.stdout
+    assert "it computes" not in job.stdout + job.stderr
+
+
+@needs_torch
+def test_a_message_of_a_rank_that_has_left(mpirun: JobRunner) -> None:
+    """Of the rank at the other end: that rank 2 has left is no concern of the other two. Without the time-out."""
+    job = mpirun(
+        3,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            rank, tensor = dist.get_rank(), torch.ones(1)
+            if rank == 0:
+                dist.recv(tensor, 1, tag=1)
+                print("received", flush=True)
+                dist.recv(tensor, 1, tag=2)
+            elif rank == 1:
+                time.sleep(6)
+                dist.send(tensor, 0, tag=1)
+        """),
+    )
+    assert job.returncode != 0
+    assert "received" in job.stdout
+    assert (
+        "RankLeftError: rank 1 has left: it has ended its program, while this rank waits for it in recv" in job.stderr
+    )
+
+
+@needs_torch
+def test_messages_of_several_threads_from_a_rank_that_has_left(mpirun: JobRunner) -> None:
+    """Each thread's wait ends, and not that alone which is in the stall report. Without the time-out."""
+    job = mpirun(
+        2,
+        code("""
+            import threading
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            def receive(tag):
+                try:
+                    dist.recv(torch.ones(1), 1, tag=tag)
+                except Exception as error:
+                    print(type(error).__name__, error, flush=True)
+            if dist.get_rank() == 0:
+                threads = [threading.Thread(target=receive, args=(tag,)) for tag in range(3)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+        """),
+    )
+    for tag in range(3):
+        assert "RankLeftError rank 1 has left" in job.stdout
+        assert f"recv from rank 1 with tag {tag}" in job.stdout
+
+
+@needs_torch
+def test_destroying_a_group_that_another_rank_leaves_meanwhile_raises_nothing(mpirun: JobRunner) -> None:
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            dist.all_reduce(torch.ones(3))
+            if dist.get_rank() == 1:
+                dist.group.WORLD._freed = lambda: sys.exit(0)
+            dist.destroy_process_group()
+            print("goes on", flush=True)
+        """),
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout == "goes on\n"
+    assert "this process group is not freed" in job.stderr
+
+
+@needs_torch
+def test_a_rank_that_stays_away_is_an_error_after_the_timeout(mpirun: JobRunner) -> None:
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce", timeout=datetime.timedelta(seconds=2))
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor)
+            if dist.get_rank() == 1:
+                time.sleep(60)
+            try:
+                dist.monitored_barrier(timeout=datetime.timedelta(seconds=1))
+            except RuntimeError as error:
+                print(error)
+            work = dist.all_reduce(tensor, async_op=True)
+            try:
+                work.wait(datetime.timedelta(seconds=0.2))
+            except RuntimeError as error:
+                print(error)
+            work.get_future().wait()
+        """),
+    )
+    assert job.returncode != 0
+    assert "timed out in monitoredBarrier after 1 s: Rank 1 failed to pass monitoredBarrier" in job.stdout
+    assert "all_reduce was not done within 0.2 s" in job.stdout
+    assert "DistBackendError: all_reduce was not done within 2 s" in job.stderr
+
+
+@needs_torch
+@pytest.mark.parametrize("first", ["pass", "dist.all_reduce(torch.ones(3))"], ids=["first", "later"])
+def test_after_a_caught_timeout_a_program_ends_with_its_own_exit_code(
+    mpirun: JobRunner, tmp_path: Path, first: str
+) -> None:
+    """Nothing is left in MPI, so nothing has to be ended by force; destroying waits for nobody."""
+    job = mpirun(
+        2,
+        code(f"""
+            import allreduce.torch_backend
+            import allreduce.torch_backend.process_group as process_group
+            process_group.CLOSE_SECONDS = 1000  # longer than this test
+            dist.init_process_group("allreduce", timeout=datetime.timedelta(seconds=2))
+            {first}
+            if dist.get_rank() == 1:
+                wait_for_rank_0()  # and come to no call at all
+                raise SystemExit(0)
+            works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
+            for work in works:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    print(error)
+            dist.destroy_process_group()
+            open("done", "w").close()
+            raise SystemExit(7)
+        """),
+        timeout=90,
+        cwd=tmp_path,
+    )
+    assert job.returncode == 7, job.stderr
+    assert job.stdout.count("all_reduce was not done within 2 s") == 2
+    assert "rank 1: has not come" in job.stdout
+    assert "MPI_ABORT" not in job.stderr
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "dist.group.WORLD.monitored_barrier(datetime.timedelta(0))",
+        "dist.all_reduce(torch.ones(3), async_op=True).wait(datetime.timedelta(seconds=0.2))",
+    ],
+    ids=["monitored_barrier", "wait"],
+)
+def test_destroying_a_group_waits_for_no_rank_that_was_given_up(mpirun: JobRunner, tmp_path: Path, wait: str) -> None:
+    job = mpirun(
+        2,
+        code(f"""
+            import allreduce.torch_backend
+            import allreduce.torch_backend.process_group as process_group
+            process_group.CLOSE_SECONDS = 1000
+            dist.init_process_group("allreduce")
+            if dist.get_rank() == 1:
+                wait_for_rank_0()
+                raise SystemExit(0)
+            try:
+                {wait}
+            except RuntimeError as error:
+                print(error)
+            dist.destroy_process_group()
+            open("done", "w").close()
+            raise SystemExit(7)
+        """),
+        timeout=90,
+        cwd=tmp_path,
+    )
+    assert job.returncode == 7, job.stderr
+    assert "MPI_ABORT" not in job.stderr
+
+
+@needs_torch
+def test_what_hangs_in_a_callback_is_an_error_and_ends_with_the_job(mpirun: JobRunner) -> None:
+    """A thread that hangs for good can only be ended with the job, at the end of the program."""
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.engine.queue as threads
+            threads.EXIT_SECONDS = 1
+            dist.init_process_group("allreduce")
+            group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+            dist.all_reduce(torch.ones(4_000_000), group=group)
+            later = []  # a callback that waits for what is queued behind it
+            def wait(future):
+                time.sleep(0.2)
+                later[0].wait()
+            first = dist.all_reduce(torch.ones(4_000_000), group=group, async_op=True).get_future().then(wait)
+            later.append(dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future())
+            try:
+                first.wait()
+            except RuntimeError as error:
+                print(str(error).splitlines()[0], flush=True)
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor)
+            print(tensor.tolist(), flush=True)
+        """),
+    )
+    assert job.stdout.count("what was chained to the future of all_reduce was not done within 3 s") == 2, job.stderr
+    assert job.stdout.count("[2.0, 2.0, 2.0]") == 2
+
+
+@needs_torch
+def test_an_aborted_group_does_not_abort_the_job(mpirun: JobRunner) -> None:
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            dist.all_reduce(torch.ones(3))
+            dist.group.WORLD.abort()
+            try:
+                dist.all_reduce(torch.ones(3))
+            except RuntimeError as error:
+                print(error)
+        """),
+    )
+    assert (job.returncode, job.stdout) == (0, "this process group has been aborted\n" * 2), job.stderr
+
+
+@needs_torch
+def test_without_multithreaded_mpi_operations_run_in_the_caller(mpirun: JobRunner) -> None:
+    job = mpirun(
+        2,
+        code("""
+            import mpi4py
+            mpi4py.rc.thread_level = "funneled"
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce")
+            tensor = torch.ones(3)
+            work = dist.all_reduce(tensor, async_op=True)
+            assert work.is_completed()
+            doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+            model(torch.ones(2, 3)).sum().backward()
+            print(doubled.wait().tolist())
+            dist.destroy_process_group()
+        """),
+    )
+    assert (job.returncode, job.stdout) == (0, "[4.0, 4.0, 4.0]\n" * 2), job.stderr
+    assert job.stderr.count("no MPI_THREAD_MULTIPLE") == 1
+
+
+@needs_torch
+def test_ranks_that_mpi_did_not_start_are_refused() -> None:
+    program = code("""
+        import allreduce.torch_backend
+        store = dist.HashStore()
+        dist.init_process_group("allreduce", store=store, rank=1, world_size=2)
+    """)
+    job = subprocess.run([sys.executable, *program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert "PyTorch takes this process for rank 1 of 2 and MPI for rank 0 of 1" in job.stderr
+    assert "mpirun -n 2" in job.stderr
+
+
+def test_without_pytorch_the_error_names_the_extra() -> None:
+    program = 'import sys; sys.modules["torch"] = None; import allreduce.torch_backend'
+    job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert job.returncode != 0
+    assert 'pip install ".[torch]" in the checkout' in job.stderr
+
+
+@needs_torch
+def test_an_older_pytorch_is_refused() -> None:
+    program = 'import torch; torch.__version__ = "2.6.0+cpu"; import allreduce.torch_backend'
+    job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert job.returncode != 0
+    assert "needs PyTorch 2.7 or later, and this is 2.6.0+cpu" in job.stderr
+
+
+def test_some_of_pytorchs_own_tests(mpirun: JobRunner) -> None:
+    """pytorch_suite.py runs them all, in a minute or two."""
+    names = ["DistributedDataParallelCPU", "all_reduce_coalesced_full_group_sum", "send_recv_any_source"]
+    names += ["barrier_timeout_full_group", "get_backend"]  # one whose group is given up, and one that LIMITS names
+    job = mpirun(
+        2, ["-m", "tests.torch_backend.pytorch_suite", "--only", *[f"test_{name}" for name in names]], timeout=120
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.splitlines()[-1] == "{'passed': 4, 'failed': 1}, not as expected: none"

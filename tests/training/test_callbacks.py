@@ -1,0 +1,363 @@
+"""The callbacks, told of epochs as a fit tells them."""
+
+import builtins
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import event_files
+from trainers import MirroredTrainer, NumpyNetwork, callbacks
+from trainers.callbacks import CSVLogger, EarlyStopping, LearningRateSchedule, ModelCheckpoint, TensorBoard, Timeline
+from trainers.errors import ArgumentError
+from trainers.watching.callback import Callback, Callbacks
+from trainers.watching.early_stopping import Monitor
+
+
+class Trainer:
+    """What callbacks use of a trainer, on one rank."""
+
+    def __init__(self, rank: int = 0, size: int = 1, rates: Sequence[float] = (0.1,)) -> None:
+        self.rank, self.size, self.stop_training, self.goes_on = rank, size, False, False
+        self.replica = SimpleNamespace(learning_rates=list(rates))
+        self.saved: list[str] = []
+        self.save = self.saved.append
+
+    def _enter(self, call: str) -> None: ...
+
+    def _on_one(self, action: Any) -> None:
+        if self.rank == 0:
+            action()
+
+
+def fit(callback: Any, epochs: list[dict[str, Any]], trainer: Trainer | None = None, steps: int = 4) -> Trainer:
+    """A fit in which each epoch measures the given logs, until a callback stops it. `trainer.rates`: of all steps."""
+    trainer = trainer or Trainer()
+    trainer.rates = []  # type: ignore[attr-defined]
+    every = Callbacks([callback], trainer, len(epochs), steps)
+    try:
+        every.train_begin()
+        for number, logs in enumerate(epochs):
+            every.epoch_begin(number)
+            for batch in range(steps):
+                every.batch_begin(batch)
+                trainer.rates.append(trainer.replica.learning_rates[0])  # type: ignore[attr-defined]
+                every.batch_end(batch, {"loss": float(batch)})
+            every.epoch_end(number, logs)
+            trainer.epochs = number + 1  # type: ignore[attr-defined]
+            if trainer.stop_training:
+                break
+        every.train_end({})
+    finally:
+        every.let_go()
+    return trainer
+
+
+@pytest.mark.parametrize("event", ["on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"])
+def test_batch_events_that_are_set_on_an_instance(event: str) -> None:
+    told: list[int] = []
+    callback = Callback()
+    setattr(callback, event, lambda batch, logs: told.append(batch))
+    fit(callback, losses(1.0))
+    assert told == [0, 1, 2, 3]
+
+
+def test_batch_events_by_the_other_name_of_keras() -> None:
+    class Told(Callback):
+        batches: list[int] = []  # noqa: RUF012
+
+        def on_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.batches.append(batch)
+
+    fit(Told(), losses(1.0))
+    assert Told.batches == [0, 1, 2, 3]
+
+
+def losses(*values: float, name: str = "val_loss") -> list[dict[str, Any]]:
+    return [{name: value} for value in values]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values", "epochs"),
+    [
+        ({}, (3, 2, 2, 1), 3),  # Keras: patience 0 stops at the first epoch without improvement
+        ({"patience": 2}, (3, 2, 2, 2, 1), 4),
+        ({"patience": 2}, (3, 2, 2, 1, 1, 1, 1), 6),
+        ({"min_delta": 0.5}, (3, 2.6, 1), 2),
+        ({"min_delta": -0.5}, (3, 2.6, 1), 2),  # Keras takes its size
+        ({"mode": "max"}, (1, 2, 3, 2, 4), 4),
+        ({"baseline": 1.0, "patience": 2}, (3, 2, 1.5, 0.5), 4),  # improves, but is never below the baseline in time
+        ({"baseline": 1.0, "patience": 2}, (3, 2, 2, 2, 2), 3),
+        ({"start_from_epoch": 3}, (1, 2, 2, 2, 2), 5),
+        ({}, (math.nan, 2, 1, 1), 4),
+        ({"patience": 1}, (math.nan, 2, 1, 0.5), 4),
+    ],
+)
+def test_early_stopping(arguments: dict[str, Any], values: tuple[float, ...], epochs: int) -> None:
+    assert fit(EarlyStopping(**arguments), losses(*values)).epochs == epochs  # type: ignore[attr-defined]
+
+
+def test_early_stopping_begins_anew() -> None:
+    callback = EarlyStopping(patience=1)
+    for _ in range(2):
+        assert fit(callback, losses(3, 2, 2, 1)).epochs == 3  # type: ignore[attr-defined]
+        assert callback.best == 2
+
+
+def test_the_direction_goes_by_the_name() -> None:
+    for name in ("accuracy", "val_accuracy", "val_auc", "acc"):
+        assert Monitor(name).better(2, 1)
+    for name in ("loss", "val_loss", "error"):
+        assert Monitor(name).better(1, 2)
+    assert not Monitor("loss").better(1, 1)
+    assert not Monitor("loss").better(math.nan, None)
+
+
+@pytest.mark.parametrize("kind", [EarlyStopping, lambda **rest: ModelCheckpoint("m", save_best_only=True, **rest)])
+def test_what_is_not_measured(kind: Any) -> None:
+    with pytest.raises(ArgumentError, match="'val_loss' is not measured here; pass validation_data to fit; there"):
+        fit(kind(), losses(1, name="loss"))
+    with pytest.raises(ArgumentError, match="'mse' is not measured here; there are: loss"):
+        fit(kind(monitor="mse"), losses(1, name="loss"))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: EarlyStopping(mode="least"), "mode='least'"),
+        (lambda: EarlyStopping(patience=-1), "patience must be an integer >= 0, got -1"),
+        (lambda: EarlyStopping(patience=1.5), "patience must be an integer >= 0, got 1.5"),  # type: ignore[arg-type]
+        (lambda: EarlyStopping(min_delta=math.nan), "min_delta must be a finite number, got nan"),
+        (lambda: EarlyStopping(baseline="low"), "baseline must be a finite number, got 'low'"),  # type: ignore[arg-type]
+        (lambda: ModelCheckpoint("m.npz", save_freq=10), 'save_freq="epoch"'),  # type: ignore[arg-type]
+        (lambda: LearningRateSchedule(0.1), "schedule must be a function of epoch and learning rate, got 0.1"),  # type: ignore[arg-type]
+        (lambda: LearningRateSchedule(scale=0), "scale must be a number > 0, .*got 0"),
+        (lambda: LearningRateSchedule(scale="rank"), "scale must be a number > 0, .*got 'rank'"),
+        (lambda: LearningRateSchedule(warmup_epochs=-1), "warmup_epochs must be a number >= 0, got -1"),
+        (lambda: CSVLogger("x.csv", separator=", "), "separator=', '"),
+        (lambda: TensorBoard(update_freq="step"), "update_freq='step'"),
+        (lambda: TensorBoard(update_freq=0), "update_freq=0"),
+    ],
+)
+def test_arguments_that_make_no_sense(make: Any, text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        make()
+
+
+def test_model_checkpoint(tmp_path: Path) -> None:
+    epochs = losses(3, 2, 2.5, 1)
+    assert fit(ModelCheckpoint(tmp_path / "m.npz"), epochs).saved == [str(tmp_path / "m.npz")] * 4
+    named = fit(ModelCheckpoint(tmp_path / "{epoch:02d}-{val_loss:.1f}.npz"), epochs).saved
+    assert [Path(path).name for path in named] == ["01-3.0.npz", "02-2.0.npz", "03-2.5.npz", "04-1.0.npz"]
+    best = fit(ModelCheckpoint(tmp_path / "{epoch}.npz", save_best_only=True), epochs).saved
+    assert [Path(path).name for path in best] == ["1.npz", "2.npz", "4.npz"]
+    better = ModelCheckpoint(tmp_path / "{epoch}.npz", save_best_only=True, initial_value_threshold=2.2)
+    assert [Path(path).name for path in fit(better, epochs).saved] == ["2.npz", "4.npz"]
+    with pytest.raises(ArgumentError, match=r"can't be filled in \(KeyError\('mae'\)\); there are: epoch, val_loss"):
+        fit(ModelCheckpoint(tmp_path / "{mae}.npz"), epochs)
+    trainer = Trainer()
+    with pytest.raises(ArgumentError, match="no folder that can be written"):
+        fit(ModelCheckpoint(tmp_path / "missing" / "{epoch}.npz"), epochs, trainer)
+    assert not hasattr(trainer, "epochs")
+
+
+def test_a_schedule_as_keras_takes_it() -> None:
+    """Rates by epoch, each made of the one before; afterwards they are what they were."""
+    halves = LearningRateSchedule(lambda epoch, rate: rate if epoch < 2 else rate / 2)
+    trainer = fit(halves, losses(1, 1, 1, 1), Trainer(rates=(0.1, 0.3)), steps=1)
+    assert trainer.rates == pytest.approx([0.1, 0.1, 0.05, 0.025])  # type: ignore[attr-defined]
+    assert trainer.replica.learning_rates == [0.1, 0.3]
+
+
+def test_groups_keep_their_ratio() -> None:
+    seen: list[list[float]] = []
+
+    class Sees(LearningRateSchedule):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append(self.trainer.replica.learning_rates)
+
+    fit(Sees(lambda epoch, rate: 0.2), losses(1), Trainer(rates=(0.1, 0.3)))
+    assert seen[0] == pytest.approx([0.2, 0.6])
+
+
+def test_linear_scaling_and_warm_up() -> None:
+    """Goyal et al.: from the rate of the small batch to that of the large one, in equal steps, over five epochs."""
+    trainer = fit(LearningRateSchedule(scale="ranks"), losses(*[1] * 6), Trainer(size=8), steps=4)
+    rates = trainer.rates  # type: ignore[attr-defined]
+    assert rates[:20] == pytest.approx([0.1 + 0.7 * (step + 1) / 20 for step in range(20)])
+    assert rates[20:] == pytest.approx([0.8] * 4)
+    assert trainer.replica.learning_rates == [0.1]
+
+
+def test_warm_up_alone_and_with_a_schedule() -> None:
+    def schedule(epoch: int, rate: float) -> float:
+        return 0.1 if epoch < 2 else 0.01
+
+    trainer = fit(LearningRateSchedule(schedule, warmup_epochs=1), losses(1, 1, 1), steps=2)
+    assert trainer.rates == pytest.approx([0.05, 0.1, 0.1, 0.1, 0.01, 0.01])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rate", [-1.0, math.nan, math.inf, "0.1", None])
+def test_a_schedule_that_returns_no_rate(rate: Any) -> None:
+    trainer = Trainer()
+    with pytest.raises(ArgumentError, match="must return a number >= 0, got"):
+        fit(LearningRateSchedule(lambda epoch, before: rate), losses(1), trainer)
+    assert trainer.replica.learning_rates == [0.1]
+
+
+def test_a_replica_without_learning_rates() -> None:
+    with pytest.raises(ArgumentError, match="a schedule needs one above 0"):
+        fit(LearningRateSchedule(), losses(1), Trainer(rates=()))
+
+
+def test_learning_rates_of_replicas() -> None:
+    network = NumpyNetwork([2, 2], lr=0.25)
+    network.learning_rates = [0.5]
+    assert (network.learning_rates, network.optimizer.lr) == ([0.5], 0.5)
+    torch = pytest.importorskip("torch")
+    from trainers.replicas.pytorch import TorchReplica
+
+    module = torch.nn.Linear(2, 2)
+    groups = [{"params": [module.weight], "lr": 0.25}, {"params": [module.bias]}]
+    replica = TorchReplica(module, torch.nn.MSELoss(), torch.optim.Adam(groups, lr=torch.tensor(0.5)))
+    assert replica.learning_rates == [0.25, 0.5]
+    replica.learning_rates = [0.125, 0.25]
+    assert replica.learning_rates == [0.125, 0.25]
+    assert isinstance(replica.optimizer.param_groups[1]["lr"], torch.Tensor)
+
+
+def test_csv_logger(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    fit(CSVLogger(path), [{"loss": 0.5, "accuracy": 0.25}, {"loss": 0.25}])
+    assert path.read_text() == "epoch,accuracy,loss\n0,0.25,0.5\n1,NA,0.25\n"
+    fit(CSVLogger(path, append=True), [{"loss": 0.125, "accuracy": 1.0, "other": 3}])
+    assert path.read_text().splitlines()[2:] == ["1,NA,0.25", "0,1.0,0.125"]
+    fit(CSVLogger(path, separator=";"), [{"loss": 0.5}])
+    assert path.read_text() == "epoch;loss\n0;0.5\n"
+    fit(CSVLogger(tmp_path / "other.csv"), losses(1), Trainer(rank=1, size=2))
+    assert not (tmp_path / "other.csv").exists()
+    for wrong in (tmp_path, tmp_path / "missing" / "log.csv"):
+        with pytest.raises(ArgumentError, match="can't be written"):
+            fit(CSVLogger(wrong), losses(1))
+
+
+def test_a_line_that_a_killed_writer_left_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("epoch,loss\n0,0.5\n1,0.2")
+    fit(CSVLogger(path, append=True), [{"loss": 0.25}])
+    assert path.read_text() == "epoch,loss\n0,0.5\n1,0.2\n0,0.25\n"
+
+
+def test_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One records a fit, not the last of several; and its file is where it was when the fit began."""
+
+    class Away(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            monkeypatch.chdir("/")
+
+    def train(*callbacks: Callback) -> None:
+        with MirroredTrainer(NumpyNetwork([4, 3, 2]), "ring") as trainer:
+            trainer.fit(np.ones((9, 4), "float32"), np.arange(9) % 2, 1, 3, callbacks=callbacks, progress=False)
+
+    monkeypatch.chdir(tmp_path)
+    train(Timeline("trace.json"), Away())
+    assert (tmp_path / "trace.json").exists()
+    with pytest.raises(ArgumentError, match=r"other: this fit is recorded already, in .*/one; give one Timeline"):
+        train(Timeline(tmp_path / "one"), Timeline(tmp_path / "other"))
+    for most in (0, True, "9"):
+        with pytest.raises(ArgumentError, match="most must be an integer >= 1, got"):
+            Timeline("trace.json", most)  # type: ignore[arg-type]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="/dev/full can't be written: No space left"):
+        fit(CSVLogger("/dev/full"), losses(1))
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    """Read back by a reader of our own, checksums too."""
+    pytest.importorskip("tensorboardX")
+    epochs = [
+        {"loss": 0.5, "val_loss": 1.5, "samples_per_second": 1000.0, "staleness": (3, 0, 1), "seconds": 1},
+        {"loss": 0.25, "val_loss": 1.25, "samples_per_second": 2000.0, "staleness": (), "seconds": 1},
+    ]
+    fit(TensorBoard(tmp_path, update_freq=3), epochs, Trainer(rates=(0.125,)))
+    trained, validated = event_files.values(tmp_path / "train"), event_files.values(tmp_path / "validation")
+    assert validated == [("epoch_loss", 0, 1.5), ("epoch_loss", 1, 1.25)]
+    assert [each[1:] for each in trained if each.tag == "epoch_loss"] == [(0, 0.5), (1, 0.25)]
+    assert [each[1:] for each in trained if each.tag == "epoch_learning_rate"] == [(0, 0.125), (1, 0.125)]
+    assert [each[1:] for each in trained if each.tag == "epoch_samples_per_second"] == [(0, 1000), (1, 2000)]
+    assert [each[1:] for each in trained if each.tag == "epoch_staleness"] == [(0, [3, 0, 1])]
+    assert [each[1:] for each in trained if each.tag == "batch_loss"] == [(3, 2), (6, 1)]  # losses are batch numbers
+
+
+def test_tensorboard_again_and_on_other_ranks(tmp_path: Path) -> None:
+    """A second fit adds a file of its own; other ranks write nothing."""
+    pytest.importorskip("tensorboardX")
+    for _ in range(2):
+        fit(TensorBoard(tmp_path), losses(1, name="loss"))
+    assert len(list((tmp_path / "train").iterdir())) == 2
+    assert len(event_files.values(tmp_path / "train")) == 4
+    assert not (tmp_path / "validation").exists()
+    fit(TensorBoard(tmp_path / "other"), losses(1), Trainer(rank=1, size=2))
+    assert not (tmp_path / "other").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError, match="events can't be written"):
+        fit(TensorBoard(tmp_path / "file"), losses(1))
+
+
+def test_a_damaged_event_file_is_seen(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    fit(TensorBoard(tmp_path), losses(1, name="loss"))
+    (file,) = (tmp_path / "train").iterdir()
+    raw = bytearray(file.read_bytes())
+    raw[-6] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(AssertionError, match="checksum"):
+        event_files.values(tmp_path / "train")
+
+
+def test_without_the_package_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refusing(name: str, *rest: Any, **more: Any) -> Any:
+        if name.startswith("tensorboardX"):
+            raise ImportError("no tensorboardX")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", refusing)
+    with pytest.raises(ArgumentError, match=r'pip install "\.\[tensorboard\]" in the checkout'):
+        fit(TensorBoard(tmp_path), losses(1))
+
+
+def test_all_are_in_one_place() -> None:
+    assert {getattr(callbacks, name).__name__ for name in callbacks.__all__} == set(callbacks.__all__)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_schedule_in_a_fit_that_goes_on(finished: bool) -> None:
+    """Its rates are what they would have been, also those of an epoch that begins again, and of a rate of zero."""
+
+    def schedule(epoch: int, rate: float) -> float:
+        return rate / 2 if epoch < 3 else 0.0
+
+    first, trainer = LearningRateSchedule(schedule, scale=2, warmup_epochs=0), Trainer(rates=(0.8, 2.4))
+    every = Callbacks([first], trainer, 5, 1)
+    every.train_begin()
+    for epoch in range(4 if finished else 3):
+        every.epoch_begin(epoch)
+        if finished or epoch < 2:
+            every.epoch_end(epoch, {})
+    again = LearningRateSchedule(schedule, scale=2, warmup_epochs=0)  # on the rates that the checkpoint holds
+    resumed = Callbacks([LearningRateSchedule(), again], Trainer(rates=trainer.replica.learning_rates), 5, 1)
+    resumed.train_begin()
+    resumed.load_state({name.replace(".0.", ".1."): array for name, array in every.state().items()})
+    replica = again.trainer.replica
+    again.on_epoch_begin(4 if finished else 2)
+    assert replica.learning_rates == pytest.approx([0, 0] if finished else [0.2, 0.6])
+    again.set_trainer(None)
+    assert replica.learning_rates == pytest.approx([0.8, 2.4])

@@ -1,0 +1,205 @@
+"""Checkpoints without ranks: what a user says of them, the thread that writes, copies, random numbers."""
+
+import json
+import math
+import random
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
+from trainers.cli.options import parse
+from trainers.data import Batches
+from trainers.errors import ArgumentError, CheckpointError
+from trainers.files import checkpoint, model_file
+from trainers.fit.checkpointing import Saver
+from trainers.state import checkpoints
+from trainers.state.checkpoints import Writer, period
+from trainers.watching.callback import Callback
+from trainers.watching.history import Epoch, History
+
+PERIODS = {
+    "epoch": (1, "epochs"), "3 epochs": (3, "epochs"), "step": (1, "steps"), "500 steps": (500, "steps"),
+    "30 seconds": (30, "seconds"), "0.5s": (0.5, "seconds"), " 10 Minutes ": (600, "seconds"), "2h": (7200, "seconds"),
+    "minute": (60, "seconds"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("every", PERIODS)
+def test_every(every: str) -> None:
+    assert period(every) == PERIODS[every]
+
+
+@pytest.mark.parametrize("every", ["", "500", 500, "0 steps", "0.5 epochs", "-1 s", "0 s", "fortnight", None])
+def test_every_that_makes_no_sense(every: Any) -> None:
+    with pytest.raises(ArgumentError, match='say it as "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes"'):
+        Checkpoint("run", every)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": 0},
+        {"keep": True},
+        {"mode": "best"},
+        {"best": None},
+        {"folder": ""},
+        {"folder": "a\0b"},
+        {"same_data": 1},
+    ],
+)
+def test_other_arguments_that_make_no_sense(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="Checkpoint"):
+        Checkpoint(**{"folder": "run", **options})
+
+
+def test_the_best_is_the_lowest_loss_and_the_highest_of_others() -> None:
+    lowest = {
+        name: Checkpoint(Path("run"), best=name).lowest_is_best for name in ("loss", "validation_loss", "accuracy")
+    }
+    assert lowest == {"loss": True, "validation_loss": True, "accuracy": False}
+    assert Checkpoint("run", best="accuracy", mode="min").lowest_is_best
+
+
+def test_the_writer_works_beside_and_hands_over_errors() -> None:
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        begun.set()
+        go_on.wait(10)
+        done.append(1)
+
+    def fail() -> None:
+        raise CheckpointError("the disk is full")
+
+    writer = Writer()
+    writer.start(work)
+    assert begun.wait(10)
+    assert done == []
+    writer.check()
+    go_on.set()
+    writer.start(fail)  # after the one before
+    assert done == [1]
+    with pytest.raises(CheckpointError, match="full"):
+        writer.wait()
+    writer.wait()
+
+
+def test_a_snapshot_does_not_change_and_its_memory_is_used_again() -> None:
+    network, memory = NumpyNetwork([4, 3, 2]), {}
+    first = network.snapshot(memory)
+    place, before = first["parameters"].ctypes.data, network.parameters.copy()
+    network.parameters += 1
+    assert np.array_equal(first["parameters"], before)
+    again = network.snapshot(memory, without=["sizes"])
+    assert set(first) - set(again) == {"sizes"}
+    assert again["parameters"].ctypes.data == place
+    assert np.array_equal(again["parameters"], network.parameters)
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    random.gauss(0, 1)  # it keeps another number
+    np.random.normal()
+    state = model_file.unpacked(model_file.packed(checkpoints.take()))
+    drawn = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()]
+    checkpoints.load(state)
+    assert [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()] == drawn
+
+
+def test_an_epoch_comes_back_from_its_dictionary() -> None:
+    for others in ({}, {"staleness": (7, 2), "dropped": 1}):
+        epoch = Epoch(3, 0.5, {"accuracy": 0.75}, 1.5, 100.0, 0.25, {"loss": 0.625}, **others)
+        assert Epoch.of_dict(json.loads(json.dumps(epoch.as_dict()))) == epoch
+
+
+def test_torch_snapshots_are_states(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from trainers.replicas.pytorch import TorchReplica
+
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3)).to(
+        torch.bfloat16
+    )
+    replica = TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters()))
+    memory: dict[str, np.ndarray] = {}
+    for _ in range(2):
+        state, copy = replica.state(), replica.snapshot(memory)
+        assert list(state) == list(copy)
+        for name, array in state.items():
+            assert array.dtype == copy[name].dtype
+            assert np.array_equal(array, copy[name]), name
+        replica.gradients(np.ones((5, 4), "float32"), np.arange(5) % 3, 1.0)
+        replica.update()
+    assert replica.shapes()["0.weight"] == (6, 4)
+
+
+def test_options_that_need_a_folder() -> None:
+    for given in (["--resume"], ["--checkpoint-every", "5 steps"]):
+        with pytest.raises(ArgumentError, match="needs the folder of the checkpoints: --checkpoint DIR"):
+            parse(given, shown=False)
+    with pytest.raises(ArgumentError, match=r"--checkpoint-every: every='5' makes no sense: say it as \"epoch\""):
+        parse(["--checkpoint", "run", "--checkpoint-every", "5"], shown=False)
+    assert parse(["--checkpoint", "run", "--resume"], shown=False).checkpoint == "run"
+    with pytest.raises(ArgumentError, match="--other-data is for a training that goes on: give --resume too"):
+        parse(["--checkpoint", "run", "--other-data"], shown=False)
+
+
+def fitted(folder: str, epochs: int, *callbacks: Callback, **options: Any) -> History:
+    x = np.random.default_rng(3).normal(size=(20, 4)).astype("float32")
+    with MirroredTrainer(NumpyNetwork([4, 3, 2], seed=1), "ring") as trainer:
+        options = {"progress": False, "callbacks": callbacks, **options}
+        return trainer.fit(x, x[:, :2].argmax(1), epochs, 10, checkpoint=Checkpoint(folder, best="loss"), **options)
+
+
+def test_a_training_that_changes_its_folder_writes_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Away(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            monkeypatch.chdir("/")
+
+    monkeypatch.chdir(tmp_path)
+    fitted("run", 3, Away())
+    assert len(checkpoint.paths(str(tmp_path / "run"))) == 3
+
+
+@pytest.mark.parametrize("damage", [{}, {"random.python": np.zeros(3)}, {"random.python": np.full(626, 1 << 40)}])
+def test_what_a_rank_can_not_go_on_with_is_named(damage: dict[str, np.ndarray], tmp_path: Path) -> None:
+    fitted(str(tmp_path), 2)
+    path = checkpoint.paths(str(tmp_path))[0]
+    whole = checkpoint.read(path)
+    checkpoint.write(path, replace(whole, local=[{**whole.local[0], **damage} if damage else {}]))
+    with pytest.raises(CheckpointError, match="is damaged, or of another model: a rank can't go on with what"):
+        fitted(str(tmp_path), 3, resume=True)
+
+
+def test_an_epoch_that_measured_nothing_is_not_the_best_for_ever() -> None:
+    epochs = [
+        Epoch(number, 1.0, {}, 1.0, 1.0, 0.0, {"loss": loss}) for number, loss in enumerate((math.nan, 2.0, 3.0, 1.0))
+    ]
+    with MirroredTrainer(NumpyNetwork([4, 3, 2]), "ring") as trainer:
+        batches = Batches(np.zeros((9, 4), "float32"), np.zeros(9), 3, 0, 1)
+        saver = Saver(trainer, batches, Checkpoint("run", best="val_loss"), False, ["validation_loss"])
+        assert [saver.is_best(History(epochs[: count + 1])) for count in range(4)] == [False, True, False, True]
+
+
+def test_two_trainings_do_not_write_to_one_folder_at_once(tmp_path: Path) -> None:
+    x, y = np.ones((4, 2), np.float32), np.array([0, 1, 0, 1])
+    refused = []
+
+    class Intrudes(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            with MirroredTrainer(NumpyNetwork([2, 2])) as other, pytest.raises(CheckpointError) as raised:
+                other.fit(x, y, epochs=1, checkpoint=str(tmp_path), resume=True, progress=False)
+            refused.append(str(raised.value))
+
+    with MirroredTrainer(NumpyNetwork([2, 2])) as trainer:
+        trainer.fit(x, y, epochs=1, checkpoint=str(tmp_path), callbacks=[Intrudes()], progress=False)
+        assert refused == [
+            f"another training that goes on now writes its checkpoints to {tmp_path}; give each a folder of its own"
+        ]
+        trainer.fit(x, y, epochs=2, checkpoint=str(tmp_path), resume=True, progress=False)  # free again

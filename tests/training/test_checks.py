@@ -1,0 +1,145 @@
+"""The checks of replicas and gradients on one rank: what is counted and named, and the options that ask for them."""
+
+import json
+import math
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from allreduce import Topology
+from allreduce.errors import DisagreementError
+from trainers import MirroredTrainer, SpareReplicasTrainer, checks
+from trainers.callbacks import CheckDivergence, CheckGradients
+from trainers.checks import Divergence, Findings, Place
+from trainers.cli import options, results
+from trainers.cli import options as watching
+from trainers.errors import ArgumentError
+from trainers.group import tell_who_divides
+from trainers.watching.history import Epoch
+
+PLACES = [Place("weights", 0, 600_000), Place("bias", 600_000, 7)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"], ids=str)
+def test_what_is_no_number_is_counted_and_named(dtype: str) -> None:
+    gradients = np.full(600_007, 0.25, dtype)
+    found = Findings()
+    found.add(gradients, PLACES)
+    assert found.finite
+    assert found.norm == pytest.approx(0.25 * 600_007**0.5, rel=1e-2)
+    gradients[[300_000, 600_001, 600_003]] = np.nan
+    gradients[400_000] = -np.inf
+    found.add(gradients, PLACES)
+    assert found.row().tolist() == [3, 1, 0, 0, 300_000]
+    text, _ = checks.told(np.array([[0, 0, 0, -1, 0], found.row()]), PLACES, gradients.dtype)
+    assert text.endswith("rank 1 has brought 3 NaN and 1 infinite gradients, the first in weights (element 300000)")
+
+
+def test_an_epoch_without_a_loss_is_written(tmp_path: Path) -> None:
+    epoch = Epoch(1, math.nan, {"accuracy": math.nan}, 1.0, 2.0, 0.5, staleness=(1, 2))
+    results.write_json(str(tmp_path / "result.json"), {"history": [epoch.as_dict()], "text": "nan"})
+    read = json.loads((tmp_path / "result.json").read_text())
+    assert read["text"] == "nan"
+    assert read["history"][0]["loss"] is None
+    assert read["history"][0]["staleness"] == [1, 2]
+
+
+def test_what_is_too_large_to_be_sent() -> None:
+    """Beside what is no number; and a sum that rounding makes too large."""
+    gradients = np.full(600_007, 1.0, np.float32)
+    gradients[[5, 7, 600_001]] = 65505, -1e30, np.nan
+    found, sent = Findings(), np.dtype(np.float16)
+    found.add(gradients, PLACES, most=checks.most(gradients.dtype, sent))
+    assert not found.finite
+    assert found.row().tolist() == [1, 0, 2, 0, 5]
+    text, advice = checks.told(found.row()[None], PLACES, sent)
+    assert text == (
+        "gradients can't be averaged: rank 0 has brought 1 NaN gradient and 2 too large for float16, "
+        "the first in weights (element 5)"
+    )
+    assert 'compress="bfloat16"' in advice
+    assert checks.most(gradients.dtype, gradients.dtype) == np.inf
+    assert checks.largest(np.dtype(ml_dtypes.bfloat16)) < checks.largest(gradients.dtype)
+    sums = np.full(600_007, 65500, np.float32)
+    assert checks.overflowing(MPI.COMM_SELF, sums, PLACES, sums.size, sent) == "weights (element 0)"
+
+
+def test_large_gradients_are_numbers() -> None:
+    """Their squares overflow float32; and their sum over ranks may overflow, which is looked at."""
+    gradients = np.full(600_007, 2e38, np.float32)
+    found = Findings()
+    found.add(gradients, PLACES)
+    rows, norms = checks.exchange(MPI.COMM_SELF, found)
+    assert rows is None
+    assert checks.may_overflow(norms, gradients.dtype)
+    assert checks.overflowing(MPI.COMM_SELF, gradients, PLACES, gradients.size, gradients.dtype) == ""
+    gradients[600_002] = np.inf  # as a sum has become that was added up on one rank
+    assert checks.overflowing(MPI.COMM_SELF, gradients, PLACES, gradients.size, gradients.dtype) == "bias (element 2)"
+
+
+@pytest.mark.parametrize(
+    ("columns", "source", "root", "differing"),
+    [
+        ([1, 1, 1, 2], "majority", 0, [3]),
+        ([2, 1, 1, 1], "majority", 1, [0]),
+        ([2, 2, 1, 1], "majority", 0, [2, 3]),  # as frequent: the lowest rank's
+        ([2, 2, 1, 1], 3, 3, [0, 1]),
+    ],
+)
+def test_whose_replica_is_copied(columns: list[int], source: str | int, root: int, differing: list[int]) -> None:
+    found = Divergence(["a", "b"], np.array([[5, each] for each in columns]), [""] * 4)
+    assert found.root(source) == root
+    assert found.differing(root) == differing
+    assert " in b, the first of 1 differences" in str(found)
+
+
+def test_what_is_compared_is_bits() -> None:
+    assert checks.compare(MPI.COMM_SELF, {"a": np.array([np.nan]), "none": np.zeros((0, 2)), "text": "x"}) is None
+    assert checks.refusal(1, "copy", 1, 2) == ""
+    for bad in ((0, "copy", 0, 2), (1, "ignore", 0, 2), (1, "copy", 2, 2), (1, "copy", True, 2), (True, "copy", 0, 2)):
+        assert checks.refusal(*bad)
+
+
+def test_options_of_the_command_line() -> None:
+    chosen = options.parse(["--check-divergence", "50", "--on-divergence", "copy", "--check-gradients", "skip"], False)
+    first, second = watching.callbacks(chosen)
+    assert isinstance(first, CheckDivergence)
+    assert isinstance(second, CheckGradients)
+    assert (first.every, first.on_divergence, second.on_bad) == (50, "copy", "skip")
+    with pytest.raises(ArgumentError, match="needs --check-divergence N"):
+        options.parse(["--on-divergence", "copy"], False)
+
+
+@pytest.mark.parametrize("spare", [False, True], ids=["mirrored", "spare replicas"])
+def test_a_step_that_is_left_out_leaves_batch_norm_alone(spare: bool) -> None:
+    """Its statistics have seen the NaN, before anybody could look at the gradients."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+    from trainers.replicas.pytorch import TorchReplica
+
+    norm = torch.nn.BatchNorm1d(4)
+    module = torch.nn.Sequential(norm, torch.nn.Linear(4, 3))
+    replica = TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), 0.1))
+    x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+    x[5, 2] = np.nan
+    topology = Topology(MPI.COMM_SELF)
+    trainer = SpareReplicasTrainer(replica, topology, spare=0) if spare else MirroredTrainer(replica, topology=topology)
+    with trainer:
+        check = CheckGradients("skip")
+        trainer.fit(x, np.arange(12) % 3, 1, 4, shuffle=False, callbacks=[check], progress=False)
+    mean = np.zeros(4)
+    for rows in x[:4], x[8:]:
+        mean = 0.9 * mean + 0.1 * rows.mean(0)
+    np.testing.assert_allclose(norm.running_mean.numpy(), mean, rtol=1e-5, atol=1e-6)
+    assert (check.skipped, int(norm.num_batches_tracked)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("side", "explained"), [("fit: x 3, epochs=1", True), ("fit: x 2, epochs=2", False), ("save", False)]
+)
+def test_only_other_rows_are_explained(side: str, explained: bool) -> None:
+    error = DisagreementError(f"the ranks disagree:\n  rank 0: fit: x 2, epochs=1\n  rank 1: {side}")
+    tell_who_divides(error, "fit: x 2, epochs=1", {"epochs": 1})
+    assert ("A trainer takes all rows" in str(error)) == explained

@@ -1,0 +1,408 @@
+"""The built-in network: gradients against finite differences, optimizers against their formulas, model files."""
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainers.errors import ArgumentError, ModelFileError
+from trainers.files.model_file import replacing
+from trainers.replicas.numpy import optimizers as numpy_optimizers
+from trainers.replicas.numpy.embedding import EmbeddingNetwork
+from trainers.replicas.numpy.network import NumpyNetwork
+
+RANDOM = np.random.default_rng(5)
+X = RANDOM.normal(size=(9, 4)).astype(np.float32)
+CLASSES = RANDOM.integers(0, 3, 9)
+TARGETS = RANDOM.normal(size=(9, 3)).astype(np.float32)
+
+
+def reference_loss(parameters: np.ndarray, activation: str, loss: str, sizes: list[int]) -> float:
+    """The mean loss over X, in float64 and without any of the network's code."""
+    a, start = X.astype(np.float64), 0
+    for layer, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+        weights = parameters[start : start + inputs * outputs].reshape(inputs, outputs)
+        start += inputs * outputs
+        a = a @ weights + parameters[start : start + outputs]
+        start += outputs
+        if layer < len(sizes) - 2:
+            a = np.maximum(a, 0) if activation == "relu" else np.tanh(a)
+    if loss == "mean_squared_error":
+        return float(((a - TARGETS) ** 2).mean())
+    return float((np.log(np.exp(a).sum(axis=1)) - a[np.arange(9), CLASSES]).mean())
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "mean_squared_error"])
+@pytest.mark.parametrize("hidden", [[], [5], [6, 5]])
+def test_gradients_are_finite_differences(activation: str, loss: str, hidden: list[int]) -> None:
+    sizes = [4, *hidden, 3]
+    network = NumpyNetwork(sizes, activation=activation, loss=loss, seed=1)
+    network.parameters += 0.1  # biases too
+    y = TARGETS if loss == "mean_squared_error" else CLASSES
+    buffer = np.full(network.gradient_length, 7, np.float32)
+    network.bind(buffer)
+    for _ in range(2):  # a second call must not add to the first
+        values = network.gradients(X, y, 0.5)
+    parameters, step = network.parameters.astype(np.float64), 1e-6
+    for index in range(network.gradient_length):
+        both = []
+        for sign in (1, -1):
+            moved = parameters.copy()
+            moved[index] += sign * step
+            both.append(reference_loss(moved, activation, loss, sizes))
+        assert buffer[index] == pytest.approx(0.5 * (both[0] - both[1]) / (2 * step), rel=1e-3, abs=1e-5)
+    assert values[0] == pytest.approx(reference_loss(parameters, activation, loss, sizes), rel=1e-5)
+    np.testing.assert_allclose(values * 9, network.evaluate(X, y), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("loss", "y"), [("softmax_cross_entropy", CLASSES), ("mean_squared_error", TARGETS)])
+def test_shares_add_up_to_the_whole(loss: str, y: np.ndarray) -> None:
+    network = NumpyNetwork([4, 5, 3], loss=loss)
+    buffer = np.zeros(network.gradient_length, np.float32)
+    network.bind(buffer)
+    total = np.zeros_like(buffer)
+    for part in (slice(0, 4), slice(4, 4), slice(4, 9)):
+        rows = part.stop - part.start
+        values = network.gradients(X[part], y[part], rows / 9)
+        assert rows or (not buffer.any() and not values.any())
+        total += buffer
+    network.gradients(X, y, 1.0)
+    np.testing.assert_allclose(total, buffer, atol=1e-6)
+
+
+def test_nothing_is_allocated_in_a_second_step() -> None:
+    network = NumpyNetwork([4, 6, 3])
+    network.gradients(X, CLASSES, 1.0)
+    before = [a.ctypes.data for a in (network._inputs, *network._outputs, *network._deltas)]
+    network.gradients(X[:5], CLASSES[:5], 1.0)
+    network.gradients(X, CLASSES, 1.0)
+    assert [a.ctypes.data for a in (network._inputs, *network._outputs, *network._deltas)] == before
+
+
+def test_predictions_are_probabilities() -> None:
+    network = NumpyNetwork([4, 6, 3])
+    outputs = network.predict(X * 1000)  # exponents that overflow without care
+    np.testing.assert_allclose(outputs.sum(axis=1), 1, rtol=1e-5)
+    assert np.isfinite(outputs).all()
+    accuracy = (network.predict(X).argmax(axis=1) == CLASSES).mean()
+    assert network.evaluate(X, CLASSES)[1] / 9 == accuracy
+
+
+def test_input_scaling_takes_any_shape_and_dtype() -> None:
+    scaled, plain = NumpyNetwork([6, 3]), NumpyNetwork([6, 3])
+    scaled.scale_input(np.arange(6), 0.5)
+    images = RANDOM.integers(0, 255, (5, 3, 2)).astype(np.uint8)
+    by_hand = ((images.reshape(5, 6) - np.arange(6)) * 0.5).astype(np.float32)
+    np.testing.assert_allclose(scaled.predict(images), plain.predict(by_hand), rtol=1e-5)
+
+
+def _by_formula(name: str, p: np.ndarray, gradients: list[np.ndarray], lr: float) -> np.ndarray:
+    v = m = s = np.zeros_like(p)
+    for t, g in enumerate(gradients, start=1):
+        if name == "sgd":
+            p = p - lr * g
+        elif name == "momentum":
+            v = 0.9 * v + g
+            p = p - lr * v
+        else:
+            m = 0.9 * m + 0.1 * g
+            s = 0.999 * s + 0.001 * g * g
+            p = p - lr * (m / (1 - 0.9**t)) / (np.sqrt(s / (1 - 0.999**t)) + 1e-8)
+    return p
+
+
+@pytest.mark.parametrize("name", numpy_optimizers.OPTIMIZERS)
+@pytest.mark.parametrize("length", [1, 100, numpy_optimizers.BLOCK, 2 * numpy_optimizers.BLOCK + 3])
+def test_optimizers_follow_their_formulas(name: str, length: int) -> None:
+    """In float64 by the book, over several blocks."""
+    random = np.random.default_rng(length)
+    parameters = random.normal(size=length).astype(np.float32)
+    steps = [random.normal(size=length).astype(np.float32) for _ in range(5)]
+    expected = _by_formula(name, parameters.astype(np.float64), [g.astype(np.float64) for g in steps], 0.01)
+    optimizer = numpy_optimizers.OPTIMIZERS[name](0.01)
+    buffer = np.empty(length, np.float32)
+    optimizer.bind(np, parameters, buffer)
+    for gradient in steps:
+        buffer[:] = gradient
+        optimizer.step()
+        assert np.array_equal(buffer, gradient)
+    np.testing.assert_allclose(parameters, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("init", "variance"), [("he", 2 / 400), ("glorot", 2 / 700)])
+def test_initialisation(init: str, variance: float) -> None:
+    network = NumpyNetwork([400, 300], init=init)
+    weights, bias = network._layers[0]
+    assert weights.var() == pytest.approx(variance, rel=0.02)
+    assert abs(weights.mean()) < 1e-3
+    assert not bias.any()
+    assert not np.array_equal(network.parameters, NumpyNetwork([400, 300], init=init, seed=1).parameters)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sizes": [4]}, "describes no network"),
+        ({"sizes": [4, 0, 3]}, "describes no network"),
+        ({"activation": "gelu"}, "activation='gelu' is unknown; use one of relu, tanh"),
+        ({"loss": "hinge"}, "loss='hinge'"),
+        ({"optimizer": "lion"}, "sgd, momentum, adam"),
+        ({"init": "zeros"}, "he, glorot"),
+        ({"device": "tpu"}, 'use "cpu" or "cuda"'),
+        ({"lr": 0.0}, r"lr must be a number > 0 and < .*, got 0\.0"),
+        ({"lr": float("nan")}, "lr must be a number > 0 and < inf, got nan"),
+        ({"optimizer": numpy_optimizers.Adam(), "lr": 0.1}, "belongs to an optimizer"),
+    ],
+)
+def test_bad_networks(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        NumpyNetwork(**{"sizes": [4, 3], **options})
+
+
+def test_bad_data_and_buffers() -> None:
+    network = NumpyNetwork([4, 3])
+    with pytest.raises(ArgumentError, match="float32, of 15 elements, not float64 of shape"):
+        network.bind(np.zeros(15))
+    with pytest.raises(ArgumentError, match="4 features a row"):
+        network.check(np.zeros((2, 5)), None)
+    with pytest.raises(ArgumentError, match="one-hot"):
+        network.check(X, np.eye(9, dtype=np.int64))
+    regression = NumpyNetwork([4, 1], loss="mean_squared_error")
+    regression.check(X, np.zeros(9))
+    with pytest.raises(ArgumentError, match=r"shape \(9, 1\)"):
+        regression.check(X, TARGETS)
+    with pytest.raises(ArgumentError, match="4 numbers"):
+        network.scale_input(np.zeros(3), 1.0)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert NumpyNetwork([4, 3], lr=np.float32(0.5)).optimizer.lr == 0.5  # type: ignore[arg-type]
+
+
+def trained(optimizer: str = "adam") -> NumpyNetwork:
+    network = NumpyNetwork([4, 6, 3], optimizer=optimizer, activation="tanh", lr=0.02)
+    network.scale_input(np.arange(4), 2.0)
+    for _ in range(3):
+        network.gradients(X, CLASSES, 1.0)
+        network.update()
+    return network
+
+
+@pytest.mark.parametrize("optimizer", numpy_optimizers.OPTIMIZERS)
+def test_saved_models_go_on_where_they_were(tmp_path: Path, optimizer: str) -> None:
+    path = str(tmp_path / "model")  # exactly this name: no ending is added
+    network = trained(optimizer)
+    network.save(path)
+    loaded = NumpyNetwork.load(path)
+    for each in (network, loaded):
+        each.gradients(X, CLASSES, 1.0)
+        each.update()
+    assert np.array_equal(network.parameters, loaded.parameters)
+    assert np.array_equal(network.predict(X), loaded.predict(X))
+    assert loaded.config() == network.config()
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+def test_models_load_without_mpi_and_without_pickle(tmp_path: Path) -> None:
+    network = trained()
+    network.save(str(tmp_path / "model.npz"))
+    np.save(tmp_path / "x.npy", X)
+    code = (
+        "import sys; sys.modules['mpi4py'] = None\n"
+        "import numpy as np\n"
+        "from trainers import NumpyNetwork\n"
+        "print(NumpyNetwork.load('model.npz').predict(np.load('x.npy')).tolist())\n"
+        "assert not any(name.split('.')[0] == 'allreduce' for name in sys.modules)\n"
+    )
+    root = str(Path(__file__).parents[2])
+    job = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=60
+    )
+    assert job.returncode == 0, job.stderr
+    assert np.array_equal(np.array(json.loads(job.stdout), np.float32), network.predict(X))
+    with zipfile.ZipFile(tmp_path / "model.npz") as archive:
+        for name in archive.namelist():
+            assert b"'descr': '|O'" not in archive.read(name)[:200]
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.npz"
+    path.write_text("precious")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(ModelFileError, match="No space left on device"):
+        trained().save(str(path))
+    assert path.read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_bad_model_files(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    network = trained()
+    with pytest.raises(ModelFileError, match=r"model\.npz can't be read: No such file"):
+        NumpyNetwork.load(str(path))
+    network.save(str(path))
+    whole = path.read_bytes()
+    for content in (b"", b"text", whole[: len(whole) // 2], whole[:-1]):
+        path.write_bytes(content)
+        with pytest.raises(ModelFileError, match="no model file, or it is damaged"):
+            NumpyNetwork.load(str(path))
+    np.savez(path, weights=X)
+    with pytest.raises(ModelFileError, match="no model file"):
+        NumpyNetwork.load(str(path))
+    network.save(str(path))
+    with pytest.raises(ModelFileError, match="sizes 4-6-3, and this one has 4-5-3"):
+        NumpyNetwork([4, 5, 3], activation="tanh").restore(str(path))
+    with pytest.raises(ModelFileError, match="does not fit SGD"):
+        NumpyNetwork([4, 6, 3], activation="tanh", optimizer="sgd").restore(str(path))
+    path.write_bytes(whole)
+    NumpyNetwork([4, 6, 3], activation="tanh").restore(str(path))
+
+
+def test_headers_that_are_no_headers(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    for header in (
+        "[]",
+        "3",
+        '{"format": 1, "kind": "NumpyNetwork"}',
+        '{"format": 1, "kind": "NumpyNetwork", "config": 1}',
+    ):
+        np.savez(path, model=np.array(header))
+        with pytest.raises(ModelFileError, match="no model file"):
+            NumpyNetwork.load(str(path))
+
+
+def test_a_damaged_compressed_model_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    trained().save(str(path))
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    np.savez_compressed(path, **arrays)
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 5):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        with contextlib.suppress(ModelFileError):  # and nothing else; some bytes mean nothing: dates, permissions
+            NumpyNetwork.load(str(path))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"activation": "relu"}, {"activation": "tanh", "loss": "mean_squared_error"}],
+    ids=["activation", "loss"],
+)
+def test_a_model_of_another_kind_is_not_restored(tmp_path: Path, options: dict[str, str]) -> None:
+    path = str(tmp_path / "model.npz")
+    trained().save(path)
+    other = NumpyNetwork([4, 6, 3], **options)  # type: ignore[arg-type]
+    before = other.parameters.copy()
+    with pytest.raises(ModelFileError, match=r"holds a model with (activation='tanh'|loss='softmax_cross_entropy')"):
+        other.restore(path)
+    assert np.array_equal(other.parameters, before)
+
+
+def test_an_optimizer_of_the_user(tmp_path: Path) -> None:
+    class Sign(numpy_optimizers.SGD):
+        pass
+
+    path = str(tmp_path / "model.npz")
+    NumpyNetwork([4, 3], optimizer=Sign(0.1), seed=8).save(path)
+    again = NumpyNetwork([4, 3], optimizer=Sign(0.1))
+    again.restore(path)
+    assert np.array_equal(again.parameters, NumpyNetwork([4, 3], seed=8).parameters)
+    with pytest.raises(ModelFileError, match="Sign"):
+        NumpyNetwork.load(path)
+
+
+def test_links_are_followed_and_pipes_are_written_to(tmp_path: Path) -> None:
+    network, target, link, pipe = trained(), tmp_path / "model.npz", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(target.name)
+    network.save(str(link))
+    assert link.is_symlink()
+    assert NumpyNetwork.load(str(target)).sizes == [4, 6, 3]
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # so that opening it for writing does not wait
+    with replacing(str(pipe)) as file:
+        file.write(b"through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert {each.name for each in tmp_path.iterdir()} == {"model.npz", "link", "pipe"}
+
+
+WORDS = RANDOM.integers(0, 6, (9, 5))
+
+
+def test_gradients_of_a_table_are_finite_differences() -> None:
+    network = EmbeddingNetwork([4, 5, 3], words=7, activation="tanh", seed=1)
+    network.scale_input(0.5, 2.0)
+    network.bind(np.zeros(network.gradient_length, np.float32))
+    network.gradients(WORDS, CLASSES, 0.5)
+    ((indices, values),) = network.sparse_gradients()
+    found = np.zeros_like(network.table)
+    np.add.at(found, indices, values)
+    assert not found[6].any()  # a word that does not occur
+    for place in ((0, 0), (3, 2), (5, 3)):
+        losses = []
+        for step in (0.01, -0.02):
+            network.table[place] += step
+            losses.append(network.gradients(WORDS, CLASSES, 1.0)[0])
+        network.table[place] += 0.01
+        assert found[place] == pytest.approx(0.5 * (losses[0] - losses[1]) / 0.02, rel=0.02, abs=1e-4)
+    network.gradients(WORDS[:0], CLASSES[:0], 0.0)
+    assert network.sparse_gradients()[0][1].shape == (0, 4)
+
+
+def test_a_network_with_a_table_is_saved_and_loaded(tmp_path: Path) -> None:
+    network = EmbeddingNetwork([4, 3], words=7, seed=1)
+    before = network.table.copy()
+    network.gradients(WORDS, CLASSES, 1.0)
+    network.take_sparse([(np.array([2]), np.ones((1, 4), np.float32))])
+    network.update()
+    np.testing.assert_allclose(network.table[2], before[2] - 0.1)
+    network.learning_rates = [0.25, 0.75]
+    path = str(tmp_path / "model.npz")
+    network.save(path)
+    loaded = EmbeddingNetwork.load(path)
+    assert (loaded.table == network.table).all()
+    assert loaded.table_lr == 0.75
+    assert (loaded.predict(WORDS) == network.predict(WORDS)).all()
+    other = EmbeddingNetwork([4, 3], words=8)
+    with pytest.raises(ModelFileError, match="words=7"):
+        other.restore(path)
+    with pytest.raises(ModelFileError, match="its table is"):
+        other.load_state(network.state())
+    with pytest.raises(ModelFileError, match="another kind"):
+        NumpyNetwork.load(path)
+
+
+def test_what_a_network_with_a_table_refuses() -> None:
+    network = EmbeddingNetwork([4, 3], words=6)
+    for x, why in (
+        (X, "must be words"),
+        (WORDS[0], "must be words"),
+        (WORDS + 3, "has 0 to 5"),
+        (WORDS - 1, "from -1"),
+    ):
+        with pytest.raises(ArgumentError, match=why):
+            network.check(x, None)
+    for words in (0, 2.0, True):
+        with pytest.raises(ArgumentError, match="words, the number of the table's rows, must be an integer >= 1, got"):
+            EmbeddingNetwork([4, 3], words=words)
+
+
+@pytest.mark.parametrize("foreign", [object(), NumpyNetwork, numpy_optimizers.Adam])
+def test_an_optimizer_of_another_framework(foreign: Any) -> None:
+    with pytest.raises(ArgumentError, match="optimizer: give sgd, momentum, adam, or an optimizer of"):
+        NumpyNetwork([4, 3], optimizer=foreign)

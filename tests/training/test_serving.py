@@ -1,0 +1,393 @@
+"""The rules of servers, without MPI: who is dealt what, how stale gradients may be, and what a server makes of them."""
+
+import random
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from allreduce import Topology
+from allreduce.transport import deferred_free
+from trainers import NumpyNetwork, stopwatch
+from trainers.data import Batch, Batches
+from trainers.errors import ArgumentError, DataError, DivergedError
+from trainers.replicas.numpy.optimizers import SGD, Adam
+from trainers.strategies.servers import progress
+from trainers.strategies.servers import server as desks
+from trainers.strategies.servers.messages import (
+    AGAIN,
+    ASK,
+    BYE,
+    GRADIENTS,
+    NOTHING,
+    PUSH,
+    UNIT,
+    WORK,
+    Head,
+    Parcel,
+    Waits,
+    unit_type,
+)
+from trainers.strategies.servers.messages import END as NO_WORK
+from trainers.strategies.servers.progress import Parts, Rule
+from trainers.strategies.servers.server import END, Arrival, Dealer, Desk, Shard, Stream
+from trainers.strategies.servers.worker import Client, Rows
+from trainers.strategies.spare_replicas import collect
+from trainers.watching.meter import Tally
+
+
+def play(dealer: Dealer, workers: int, seed: int, ahead: bool) -> tuple[list[int], list[int]]:
+    """An epoch in a random order of events; returns the staleness of the updates in turn, and who made them."""
+    chance = random.Random(seed)
+    speed = [chance.choice([1, 1, 5, 40]) for _ in range(workers)]
+    version, dealt = 0, list[int]()
+    reads: list[list[int]] = [[] for _ in range(workers)]  # versions of the parts in hand
+    arrived: list[int] = []  # workers whose oldest gradients wait for the server
+    ended: set[int] = set()
+    staleness, who = [], []
+    while len(ended) < workers or any(reads):
+        moved = False
+        for worker in sorted(range(workers), key=lambda each: chance.random() * speed[each]):
+            if worker not in ended and len(reads[worker]) < (2 if ahead else 1):
+                part = dealer.deal(worker, version)
+                if part is not None:
+                    moved = True
+                    if part == END:
+                        ended.add(worker)
+                    else:
+                        dealt.append(part)
+                        reads[worker].append(version)
+            if reads[worker] and worker not in arrived and chance.random() < 1 / speed[worker]:
+                arrived.append(worker)
+                moved = True
+            if worker in arrived and dealer.may_apply(worker, version):
+                arrived.remove(worker)
+                dealer.done(worker)
+                staleness.append(version - reads[worker].pop(0))
+                who.append(worker)
+                version += 1
+                moved = True
+        waits = [worker for worker in range(workers) if reads[worker] and worker not in arrived]
+        assert moved or waits, "nobody can go on"
+    assert dealt == list(range(len(dealt)))
+    return staleness, who
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("bound", [None, 0, 1, 2, 5])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_every_part_is_dealt_once_and_no_gradient_is_beyond_the_bound(
+    workers: int, bound: int | None, ahead: bool
+) -> None:
+    for seed in range(20):
+        staleness, _ = play(Dealer(range(60), range(workers), bound, ahead), workers, seed, ahead)
+        assert len(staleness) == 60
+        assert bound is None or max(staleness) <= bound
+        assert workers > 1 or not any(staleness)  # the only worker has always seen its own updates
+
+
+def test_a_bound_is_used_as_far_as_it_goes() -> None:
+    """It would be kept as well by letting nobody compute beside another."""
+    assert max(max(play(Dealer(range(60), range(4), 3), 4, seed, True)[0]) for seed in range(5)) == 3
+
+
+def test_a_warm_up_is_one_workers() -> None:
+    staleness, who = play(Dealer(range(30), range(1)), 3, 1, True)
+    assert set(who) == {0}
+    assert not any(staleness)
+
+
+def test_near_the_end_nobody_is_dealt_a_part_ahead() -> None:
+    dealer = Dealer(range(4), range(2))
+    assert [dealer.deal(0, 0), dealer.deal(0, 0)] == [0, 1]
+    assert dealer.deal(0, 0) is None
+    assert [dealer.deal(1, 0), dealer.deal(1, 0)] == [2, None]
+    dealer.done(0)
+    dealer.done(0)
+    assert [dealer.deal(0, 2), dealer.deal(1, 2)] == [3, END]
+
+
+def test_a_stop_ends_the_dealing() -> None:
+    dealer = Dealer(range(4), range(2))
+    dealer.deal(0, 0)
+    dealer.stop()
+    assert dealer.deal(1, 0) == END
+
+
+def test_what_becomes_of_stale_gradients() -> None:
+    assert [Rule("keep").factor(each) for each in (0, 7)] == [1, 1]
+    assert [Rule("scale").factor(each) for each in (0, 1, 3)] == [1, 0.5, 0.25]
+    assert [Rule("drop", 2).factor(each) for each in (0, 2, 3)] == [1, 1, 0]
+    assert Rule("scale", None, 0.5).factor(1) == 0.25
+    assert [Rule("keep", 3).bound, Rule("scale", 3).bound, Rule("drop", 3).bound] == [3, 3, None]
+
+
+def test_what_becomes_of_parts_is_counted() -> None:
+    epoch = begun(7)
+    for part, outcome in enumerate((0, 2, progress.NOTHING, 2, 1, progress.DROPPED)):
+        epoch.note(part, outcome)
+    assert (epoch.counts().behind, epoch.counts().dropped) == ([1, 1, 2], 1)
+    epoch.note(0, 4)  # of which there is a gradient already
+    assert (epoch.counts().behind, [epoch.has(part) for part in range(7)]) == ([1, 1, 2], [True] * 6 + [False])
+
+
+def begun(count: int) -> Parts:
+    """The first epoch of a server."""
+    made = Parts()
+    made.begin(0, count)
+    return made
+
+
+@pytest.fixture
+def unit() -> Any:
+    made = unit_type()
+    yield made
+    made.Free()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("length", [0, 1, 1001])
+def test_a_parcel_is_one_message(length: int, dtype: Any, unit: MPI.Datatype) -> None:
+    sent, received = (Parcel(3, length, np.dtype(dtype), unit) for _ in range(2))
+    sent.head = head = Head(2, 1 << 40, 7, 1)
+    sent.measures[:] = 1.5, -2, np.nan
+    sent.body[:] = np.arange(length) % 50
+    request = MPI.COMM_SELF.Irecv(received.message(), 0, 1)
+    MPI.COMM_SELF.Send(sent.message(), 0, 1)
+    request.Wait()
+    assert received.head == head
+    np.testing.assert_array_equal(received.measures, sent.measures)
+    np.testing.assert_array_equal(received.body, sent.body)
+    assert sent.message()[1] * UNIT < 3 * UNIT + length * np.dtype(dtype).itemsize
+    assert sent.message(whole=False)[1] == 1
+
+
+def shard_of(optimizer: Any) -> tuple[NumpyNetwork, Shard]:
+    replica = NumpyNetwork([3, 5, 2], optimizer=optimizer, seed=4)
+    parameters, gradients = (np.zeros(replica.gradient_length, np.float32) for _ in range(2))
+    replica.bind_parameters(parameters)
+    replica.bind(gradients)
+    return replica, Shard(replica, parameters, gradients, slice(4, 20))
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_a_factor_is_one_of_the_learning_rate(kind: Any) -> None:
+    """Also where the optimizer takes no notice of how large gradients are."""
+    gradients = np.random.default_rng(1).normal(size=16).astype(np.float32)
+    (scaled, shard), (slow, other) = shard_of(kind(lr=0.1)), shard_of(kind(lr=0.025))
+    before = scaled.parameters.copy()
+    for turn in range(3):
+        shard.apply(gradients * turn, 0.25)
+        other.apply(gradients * turn, 1.0)
+    np.testing.assert_allclose(scaled.parameters, slow.parameters, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(scaled.parameters[:4], before[:4])
+    assert shard.version == 3
+    assert not np.array_equal(scaled.parameters, before)
+
+
+def test_sums_of_16_bit_floats_are_rounded_once() -> None:
+    _, shard = shard_of("sgd")
+    shard.gradients = np.ones(16, ml_dtypes.bfloat16)
+    shard._accumulator = np.dtype(np.float32)
+    few = np.full(16, 2**-8, ml_dtypes.bfloat16)  # is lost when it is added to one in bfloat16
+    shard.add_up([shard.gradients, few, few])
+    np.testing.assert_array_equal(shard.gradients.astype(np.float32), 1 + 2**-7)
+
+
+def test_an_epoch_is_measured_by_its_rows() -> None:
+    tally = Tally(("loss", "accuracy"))
+    tally.on_epoch_begin(0)
+    tally.add(np.array([1.0, 0.5]), 3, 0)
+    tally.add(np.array([2.0, 1.0]), 1, 1)
+    tally.collect(MPI.COMM_SELF, finite=True)
+    assert tally.rows == 4
+    assert tally.means() == {"loss": 1.25, "accuracy": 0.625}
+    with pytest.raises(DivergedError, match="the loss became nan in epoch 1, step 3"):
+        tally.add(np.array([np.nan, 0]), 1, 2)
+    with pytest.raises(DivergedError, match="parameters became NaN"):
+        tally.collect(MPI.COMM_SELF, finite=False)
+    tally.on_epoch_begin(1)
+    assert tally.rows == 0
+    assert np.isnan(tally.means()["loss"])
+
+
+def test_parameters_that_are_no_numbers_are_seen() -> None:
+    replica, shard = shard_of("sgd")
+    assert shard.is_finite()
+    replica.parameters[4] = np.inf
+    assert not shard.is_finite()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_rows_are_fetched_before_they_are_needed(ahead: bool) -> None:
+    fetched: list[int] = []
+
+    class Recorded(Batches):
+        def share(self, visited: np.ndarray, step: int, part: int | None) -> Batch:
+            fetched.append(step)
+            if step == 2:
+                raise DataError("no such row")
+            return super().share(visited, step, part)
+
+    x = np.arange(12.0).reshape(12, 1)
+    batches = Recorded(x, x, 4, 0, 2, shuffle=False, ahead=1)
+    rows = Rows(batches, 0, 2, ahead)
+    rows.prepare(3)  # the second half of the second batch
+    assert fetched == [1] * ahead
+    np.testing.assert_array_equal(rows.take(3).x[:, 0], [6, 7])
+    rows.prepare(4)  # raises nothing
+    with pytest.raises(DataError):
+        rows.take(4)
+    assert fetched == [1, 2]
+
+
+class Script(desks.Desk):
+    """A desk on which these messages come, one after the other."""
+
+    def __init__(self, messages: list[tuple[int, Head]]) -> None:
+        self.messages = messages
+
+    def next(self, text: str) -> Arrival:
+        worker, head = self.messages.pop(0)
+        parcel = Parcel(0, 0, np.dtype(np.float32), MPI.BYTE)
+        parcel.head = head
+        return Arrival(worker, PUSH, parcel)
+
+
+def test_a_step_takes_the_first_gradients_and_drops_late_ones() -> None:
+    late: list[int] = []
+    script = [(3, Head(GRADIENTS, 4)), (1, Head(GRADIENTS, 3)), (2, Head(NOTHING, 4)), (0, Head(GRADIENTS, 4))]
+    desk = Script([*script, (1, Head(GRADIENTS, 4))])
+    found = collect(desk, 4, 2, lambda arrival: late.append(arrival.worker))
+    assert [arrival.worker for arrival in found.used] == [0, 3]  # in one order, whoever was first
+    assert late == [1]
+    assert [arrival.worker for arrival in found.others] == [2]
+    assert len(desk.messages) == 1
+
+
+class Counter(desks.Desk):
+    """A desk on which these messages come, and which notes the answers: to whom, and of which kind."""
+
+    def __init__(self, messages: list[tuple[int, int, Head]]) -> None:
+        self.messages = messages
+        self.answers: list[tuple[int, int]] = []
+
+    def next(self, text: str) -> Arrival:
+        worker, tag, head = self.messages.pop(0)
+        parcel = self.parcel()
+        parcel.head = head
+        return Arrival(worker, tag, parcel)
+
+    def parcel(self) -> Parcel:
+        return Parcel(0, 0, np.dtype(np.float32), MPI.BYTE)
+
+    def reply(self, parcel: Parcel, worker: int, whole: bool) -> None:
+        self.answers.append((worker, parcel.head.kind))
+
+    def open(self, tags: Any) -> None: ...
+    def clear(self, arrival: Arrival) -> None: ...
+    def drain(self) -> None: ...
+
+
+def none_yet() -> Parts:
+    return begun(4)
+
+
+def test_workers_that_rest_hear_that_the_others_go_on() -> None:
+    """Otherwise they would wait for the whole epoch, which may take longer than any rank waits for another."""
+    asks, pushes = Head(), Head(GRADIENTS)
+    first = [(1, ASK, asks), (0, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
+    second = [(1, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
+    desk = Counter([*first, *second, (1, PUSH, Head(BYE)), (0, PUSH, Head(BYE))])
+    shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
+    Stream(desk, shard, Rule(), Dealer(range(2), range(1)), lambda *_: None, bool, none_yet()).serve(range(2))
+    assert desk.answers == [(0, WORK), (1, AGAIN), (0, WORK), (1, NO_WORK), (0, NO_WORK)]
+
+
+def test_other_servers_are_not_behind_the_first() -> None:
+    """A worker's question may overtake its gradients, which the first server has taken already."""
+    desk = Counter([(0, ASK, Head(taken=1)), (0, PUSH, Head(GRADIENTS)), (0, PUSH, Head(BYE))])
+    shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
+    done: list[str] = []
+    desk.reply = lambda *_, **__: done.append("answered")  # type: ignore[assignment]
+    Stream(desk, shard, Rule(), None, lambda *_: done.append("applied"), bool, none_yet()).serve(range(1))
+    assert done == ["applied", "answered"]
+
+
+def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
+    """A worker died; what it had is dealt to others, and one server had taken part 3 before."""
+    pushes = [(0, PUSH, Head(GRADIENTS, part)) for part in (1, 3)]
+    desk = Counter([(0, ASK, Head()), (0, ASK, Head()), *pushes, (0, ASK, Head()), (0, PUSH, Head(BYE))])
+    epoch = none_yet()
+    epoch.outcomes[:] = 0, progress.LEFT, 0, 0
+    shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
+    applied: list[int] = []
+    dealer = Dealer([1, 3], range(1))
+
+    def apply(parcel: Parcel, factor: float) -> None:
+        applied.append(parcel.head.step)
+
+    Stream(desk, shard, Rule(), dealer, apply, bool, epoch).serve(range(1))
+    assert applied == [1]
+    assert all(map(epoch.has, range(4)))
+    assert not dealer.cut_short
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_a_twin_computes_the_same_and_leaves_the_model_alone(optimizer: str) -> None:
+    replica = NumpyNetwork([4, 6, 3], optimizer=optimizer)
+    replica.scale_input(0.5, 2.0)
+    x, y = np.random.default_rng(1).normal(size=(9, 4)).astype(np.float32), np.arange(9) % 3
+    buffers = [np.zeros(replica.gradient_length, np.float32) for _ in range(3)]
+    replica.bind(buffers[0])
+    twin = replica.twin()
+    twin.bind_parameters(buffers[1])
+    twin.bind(buffers[2])
+    values = np.array(twin.gradients(x, y, 0.5))
+    assert not buffers[0].any()
+    np.testing.assert_array_equal(replica.gradients(x, y, 0.5), values)
+    np.testing.assert_array_equal(buffers[0], buffers[2])
+    replica.update()
+    assert not np.array_equal(buffers[1], replica.parameters)
+    np.testing.assert_array_equal(twin.gradients(x, y, 0.5), values)
+    buffers[1][:] = replica.parameters
+    np.testing.assert_array_equal(twin.predict(x), replica.predict(x))
+
+
+def test_a_replica_that_can_not_be_copied_says_so() -> None:
+    replica = NumpyNetwork([4, 6, 3])
+    replica.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(ArgumentError, match="this NumpyNetwork can't be copied: TypeError"):
+        replica.twin()
+
+
+def test_an_error_of_a_worker_ends_a_step() -> None:
+    found = collect(Script([(0, Head(NOTHING, 0, halt=1))]), 0, 2, lambda arrival: None)
+    assert found.failed
+    found = collect(Script([(0, Head(GRADIENTS, 0, halt=1)), (1, Head(GRADIENTS, 0))]), 0, 2, lambda arrival: None)
+    assert found.stop
+    assert not found.failed
+
+
+def test_what_a_loss_has_cut_off_goes_two_losses_later() -> None:
+    """Every repair leaves a desk and clients behind, as large as the model."""
+    with Topology(MPI.COMM_SELF) as topology:
+        waits, dtype = Waits(topology, stopwatch.make("cpu")), np.dtype(np.float32)
+        unit = unit_type()
+        desk = Desk(topology.world, waits, [0], 1, 8, dtype, unit)
+        client = Client(topology.world, waits, waits, [0], [slice(0, 8)], 1, dtype, unit)
+        held = weakref.ref(desk), weakref.ref(client)
+        desk.abandon()
+        client.abandon()
+        del desk, client
+        deferred_free.repaired()  # this loss
+        assert all(each() is not None for each in held)
+        deferred_free.repaired()
+        deferred_free.repaired()
+        assert all(each() is None for each in held)
+        unit.Free()

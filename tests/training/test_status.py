@@ -1,0 +1,374 @@
+"""What ranks tell of themselves when a wait is long: at 4,096 ranks, simulated in one process, and in jobs."""
+
+import gc
+import math
+import os
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from allreduce.health import abort, status
+from allreduce.health.status import LEFT, WAITING, Fact
+from allreduce.health.status_messages import Neighbour, Notes, tree
+from allreduce.health.status_rows import FAR_ROWS, HEAD_BYTES, ROW_BYTES, StatusRows
+from allreduce.transport import liveness
+from allreduce.transport.wait import Said, Wait
+from tests.conftest import JobRunner
+
+LATE = 777  # the rank that does not come
+
+
+class _Request:
+    """Of a synchronous send: done when its message is taken."""
+
+    taken = False
+
+    def Test(self) -> bool:  # noqa: N802
+        return self.taken
+
+
+class _Message:
+    def __init__(self, content: bytes, request: _Request) -> None:
+        self._content, self._request = content, request
+
+    def Recv(self, buffer: Any) -> None:  # noqa: N802
+        buffer[0][:] = self._content
+        self._request.taken = True
+
+
+class Network:
+    """Messages between ranks of this process, counted."""
+
+    def __init__(self, ranks: int) -> None:
+        self.arrived: dict[int, deque] = defaultdict(deque)
+        self.sent: Counter[int] = Counter()
+        self.pairs: set[tuple[int, int]] = set()
+        self.longest, self.size = 0, ranks
+
+
+class Comm:
+    """A communicator of one rank of a Network."""
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self._network, self.rank, self.size = network, rank, network.size
+
+    def Issend(self, message: Any, rank: int) -> _Request:  # noqa: N802
+        request, content = _Request(), bytes(message[0])
+        self._network.arrived[rank].append((self.rank, content, request))
+        self._network.sent[self.rank] += 1
+        self._network.pairs.add((min(self.rank, rank), max(self.rank, rank)))
+        self._network.longest = max(self._network.longest, len(content))
+        return request
+
+    def Improbe(self, status: MPI.Status) -> _Message | None:  # noqa: N802
+        if not self._network.arrived[self.rank]:
+            return None
+        source, content, request = self._network.arrived[self.rank].popleft()
+        status.source = source
+        status.Set_elements(MPI.BYTE, len(content))
+        return _Message(content, request)
+
+
+@pytest.fixture(params=[(1024, 1), (4096, 64)], ids=str)
+def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Network, list[Notes]]:
+    """Ranks on nodes of a size, whose memory is ordinary memory here."""
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    return make(*request.param)
+
+
+def make(ranks: int, of_node: int, shared: bool = True) -> tuple[Network, list[Notes]]:
+    network = Network(ranks)
+    nodes = [list(range(first, min(first + of_node, ranks))) for first in range(0, ranks, of_node)]
+    every = []
+    for index, members in enumerate(nodes):
+        memory = np.zeros((len(members) + FAR_ROWS, ROW_BYTES), np.uint8)
+        for own, rank in enumerate(members):
+            notes = Notes(Comm(network, rank))  # type: ignore[arg-type]
+            notes.connect(nodes, index, StatusRows(memory, own) if shared and len(members) > 1 else None, {})
+            every.append(notes)
+    return network, every
+
+
+def rounds(every: list[Notes], without: frozenset[int] = frozenset()) -> None:
+    """Looks of the leaders, and of few other ranks, until nothing is new to any."""
+    few = [notes for notes in every if notes._neighbours or notes.rank % 64 > 61 or len(every) < 64]
+    looking = [notes for notes in few if notes.rank not in without]
+    known = -1
+    while known != (known := sum(notes._version for notes in looking)):
+        for notes in looking:
+            notes.exchange()
+
+
+def all_wait(every: list[Notes], but: int, text: str = "all_reduce") -> Wait:
+    wait = Wait(7)
+    wait.begin(Said(text, 5))
+    for notes in every:
+        if notes.rank != but:
+            notes.waits([(wait, Said(text, 5))])
+    return wait
+
+
+def test_all_ranks_hear_of_all_in_a_few_short_messages(job: tuple[Network, list[Notes]]) -> None:
+    network, every = job
+    size = len(every)
+    wait = all_wait(every, LATE)
+    rounds(every)
+    leaders = [notes for notes in every if notes._neighbours]
+    for notes in (*leaders, every[-1]):
+        assert notes.state == {Fact(WAITING, 7, 1, 5, "all_reduce"): {*range(size)} - {LATE}}
+    assert max(network.sent.values()) <= 4 * math.log2(size)
+    assert max(Counter(rank for pair in network.pairs for rank in pair).values()) <= 3
+    assert sum(network.sent.values()) <= 2 * math.log2(size) * len(leaders)
+    call = Said("all_reduce", 5)
+    assert [notes.rank for notes in (*leaders, every[-1]) if notes.rank != LATE and notes.speaker(wait, call, 8)] == [0]
+    assert {notes.teller(wait, call) for notes in (every[0], every[-1])} == {0}
+    assert every[-1].table(call).splitlines() == [
+        f"  ranks 0-776, 778-{size - 1}: wait in all_reduce",
+        f"  rank {LATE}: {status.NOT_COME}",
+    ]
+
+
+@pytest.mark.parametrize("job", [(800, 1)], indirect=True)
+def test_a_straggler_has_one_unread_message_of_each_neighbour(job: tuple[Network, list[Notes]]) -> None:
+    """It computes with Python's lock held, say, while the others wait for it in each of many steps."""
+    network, every = job
+    for step in range(5):
+        all_wait(every, LATE, f"step {step}")
+        for notes in every:
+            if notes.rank != LATE:
+                notes.exchange()
+    assert 1 <= len(network.arrived[LATE]) <= 3
+    assert max(map(len, network.arrived.values())) <= 3
+
+
+def test_ends_of_programs_are_told_in_a_few_messages(job: tuple[Network, list[Notes]]) -> None:
+    """A rank that has left makes no further looks."""
+    network, every = job
+    for notes in every:
+        notes.leaves("it has ended its program", None)
+    assert max(network.sent.values(), default=0) <= 3
+    network, every = make(1024, 64)
+    every[100].leaves("it has ended its program", None)  # no leader
+    rounds(every)
+    assert all(notes.left for notes in every if notes._neighbours or notes.rank % 64 > 61)
+
+
+def test_ranks_behind_one_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    _, every = make(16, 2)
+    all_wait(every, 2)
+    rounds(every, without=frozenset([2]))
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+    rounds(every, without=frozenset([2]))
+    lines = every[1].table(Said("all_reduce")).splitlines()
+    assert lines == [
+        "  ranks 0-1, 4-5, 10-13: wait in all_reduce",
+        f"  rank 2: {status.NOT_COME}",
+        "  ranks 3, 6-9, 14-15: can't be heard: rank 2, which passes their messages on, takes none",
+    ]
+
+
+def test_ranks_of_a_node_whose_leader_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hear nothing of other nodes, which is no reason to say that nobody there has come."""
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    _, every = make(6, 2)
+    all_wait(every, 2)
+    rounds(every, without=frozenset([2]))
+    assert "  ranks 0-2, 4-5: have not come" in every[3].table(Said("all_reduce")), "not known yet"
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+    rounds(every, without=frozenset([2]))
+    assert every[3].table(Said("all_reduce")).splitlines() == [
+        "  ranks 0-1, 4-5: can't be heard: rank 2, which passes their messages on, takes none",
+        f"  rank 2: {status.NOT_COME}",
+        "  rank 3: waits in all_reduce",
+    ]
+    lines = ["  ranks 0-1, 3-5: wait in all_reduce", f"  rank 2: {status.NOT_COME}"]
+    rounds(every)  # it goes on
+    assert [notes.table(Said("all_reduce")).splitlines() for notes in (every[0], every[3], every[5])] == [lines] * 3
+
+
+def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks give up at about the same time; the later one must not say that the other has not come."""
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    _, every = make(3, 3)
+    wait = all_wait(every, 1)
+    every[2].gives_up(wait, Said("all_reduce", 5))
+    every[2].waits([])
+    every[0].exchange()
+    assert "  ranks 0, 2: wait in all_reduce" in every[0].table(Said("all_reduce", 5))
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+    every[2].waits([])
+    every[0].exchange()
+    assert "  ranks 1-2: have not come" in every[0].table(Said("all_reduce", 5))
+
+
+def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI reads a message when its receiver takes it."""
+    kept: list[Any] = []
+    monkeypatch.setattr("allreduce.health.status_messages.keep", kept.append)
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    _, every = make(2, 1)
+    all_wait(every, 1)
+    every[0].exchange()
+    del every[0]
+    gc.collect()
+    assert len(kept) == 1
+    assert b"all_reduce" in kept[0].buffer
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_rank_hears_which_one_has_left_and_which_differ(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the ranks of a node share no memory."""
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    _, every = make(10, 4, shared)
+    wait = all_wait(every, 9)
+    other = Said("broadcast", 6)
+    every[9].waits([(wait, other)])
+    every[3].leaves("it has ended its program", None)
+    rounds(every)
+    for notes in every[:3] + every[4:]:
+        assert notes.disagree(wait, other if notes.rank == 9 else Said("all_reduce", 5))
+        error = notes.gone(wait, time.monotonic() + 1, Said("all_reduce"))
+        assert "rank 3 has left: it has ended its program" in str(error)
+
+
+def test_a_table_has_at_most_20_lines() -> None:
+    state = {Fact(WAITING, 1, rank, 0, f"call {rank}"): {rank} for rank in range(1000)}
+    state[Fact(LEFT, 0, 1, 0, "it has ended its program")] = {2000}
+    lines = status.table(state, 2100, 5, "call 5").splitlines()
+    assert len(lines) <= 20
+    assert "  rank 2000: has left: it has ended its program" in lines
+    assert any(status.SEVERAL[status.NOT_COME] in line for line in lines)
+    assert "call 5" in status.table({}, 2, 0, "call 5")
+    assert len(status.encode(status.limited(state))) < 4000 + status.MOST_FACTS * 100
+
+
+def test_a_row_that_is_being_written_is_read_later() -> None:
+    memory = np.zeros((2 + FAR_ROWS, ROW_BYTES), np.uint8)
+    own, other = StatusRows(memory, 0), StatusRows(memory, 1)
+    other.write(b"first")
+    assert own.changed() == [(1, b"first")]
+    memory[1, HEAD_BYTES] = 0  # a byte of the next content
+    other._heads[1] = len(b"later"), 12345
+    assert own.changed() == []
+    other.write(b"later")
+    assert own.changed() == [(1, b"later")]
+    assert own.changed() == []
+
+
+# Processes
+
+
+def other_process(code: str) -> tuple[subprocess.Popen, liveness.Process]:
+    started = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    mine = liveness.own()
+    assert mine is not None
+    state = liveness._state_and_start(started.pid)
+    assert state is not None
+    return started, mine._replace(pid=started.pid, start=state[1])
+
+
+@pytest.fixture
+def waiting_process() -> Iterator[tuple[subprocess.Popen, liveness.Process]]:
+    started, process = other_process("input()")
+    yield started, process
+    started.kill()
+    started.communicate()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="this system has no /proc")
+def test_a_process_that_has_ended_is_gone(waiting_process: tuple[subprocess.Popen, liveness.Process]) -> None:
+    started, process = waiting_process
+    assert not liveness.gone(process)
+    assert liveness.gone(process._replace(start=process.start - 1)), "another one has its number"
+    started.kill()
+    os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    assert liveness.gone(process)
+    started.wait()
+    assert liveness.gone(process)
+    assert not liveness.gone(process._replace(space="pid:[1]")), "of another container nothing is known"
+
+
+def test_a_rank_whose_process_has_ended_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(liveness, "gone", lambda process: process.pid == 2)
+    network = Network(3)
+    notes = Notes(Comm(network, 0))  # type: ignore[arg-type]
+    found = {rank: liveness.Process(rank, 0, "", None) for rank in range(3)}
+    notes.connect([[0, 1, 2]], 0, StatusRows(np.zeros((3 + FAR_ROWS, ROW_BYTES), np.uint8), 0), found)
+    notes.look_for_gone_processes()
+    assert not notes.left, "nobody waits"
+    wait = Wait(7)
+    wait.begin(Said("all_reduce"))
+    notes.waits([(wait, Said("all_reduce"))])
+    notes.look_for_gone_processes()
+    error = notes.gone(wait, time.monotonic() + 1, Said("all_reduce"))
+    assert "rank 2 has left: its process (2) has ended without a word" in str(error)
+
+
+def test_the_tree() -> None:
+    nodes = [[0, 1], [2], [3, 4], [5]]
+    assert tree(nodes, 0) == [Neighbour(2, (2, 5)), Neighbour(3, (3, 4))]
+    assert tree(nodes, 1) == [Neighbour(5, (5,)), Neighbour(0, (0, 1, 3, 4))]
+    assert tree(nodes, 3) == [Neighbour(2, (0, 1, 2, 3, 4))]
+
+
+# Jobs
+
+ONE_IS_LATE = """
+import time, numpy as np
+import allreduce
+topology = allreduce.Topology(ranks_per_node=2)
+reduce = allreduce.create("ring", topology)
+reduce(np.ones(10), "max")
+if topology.rank == 3: time.sleep(6)
+reduce(np.ones(10), "max")
+topology.close()
+"""
+
+
+def test_one_rank_reports_a_wait_of_many(mpirun: JobRunner) -> None:
+    job = mpirun(8, ["-c", ONE_IS_LATE], env={"ALLREDUCE_STALL_SECONDS": "3"}, timeout=120)
+    assert job.returncode == 0, job.stderr
+    assert job.stderr.count("for other ranks in: all_reduce") == 1, job.stderr
+    assert "rank 0 has waited 3 s for other ranks in: all_reduce" in job.stderr
+    assert "  ranks 0-2, 4-7: wait in all_reduce" in job.stderr
+    assert f"  rank 3: {status.NOT_COME}" in job.stderr
+
+
+SOCKETS = """
+import os
+import numpy as np
+import allreduce
+def sockets():
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try: count += os.readlink("/proc/self/fd/" + name).startswith("socket:")
+        except OSError: pass
+    return count
+before = sockets()
+topology = allreduce.Topology(ranks_per_node=4)
+found = np.array([sockets() - before])
+topology.world.Allreduce(allreduce.topology.MPI.IN_PLACE, found, allreduce.topology.MPI.MAX)
+if topology.rank == 0: print("sockets", found[0])
+topology.close()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts open files by /proc")
+def test_a_topology_does_not_connect_all_pairs(mpirun: JobRunner) -> None:
+    """Over TCP, as between hosts, every pair of ranks that talk costs a socket each."""
+    over_tcp = {"OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"}
+    job = mpirun(16, ["-c", SOCKETS], env=over_tcp, timeout=200)
+    assert job.returncode == 0, job.stderr
+    assert int(job.stdout.split()[-1]) <= 2 * math.log2(16) + 4, job.stdout

@@ -1,0 +1,422 @@
+"""python -m trainers as a user runs it, on several ranks: results, bad arguments, exceptions, Ctrl-C."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import launch
+from tests.conftest import JobRunner, in_one_job, lacking
+from trainers import NumpyNetwork, datasets
+from trainers.cli import main
+from trainers.cli.options import STRATEGIES, parse
+from trainers.cli.roles import Roles
+from trainers.errors import ArgumentError
+
+MPI = pytest.mark.parametrize("mpi", launch.MPIS)
+
+
+@pytest.mark.parametrize(("mpi", "data"), [("openmpi", "digits"), ("mpich", "digits"), ("openmpi", "iris")])
+def test_four_ranks_reach_the_accuracy(mpi: str, data: str, mpirun: JobRunner, tmp_path: Path) -> None:
+    args = ["-m", "trainers", "--data", data, "--json", tmp_path / "result.json", "--save", tmp_path / "model.npz"]
+    job = mpirun(4, args, mpi=mpi)
+    assert job.returncode == 0, job.stdout + job.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["test_accuracy"] >= {"digits": 0.95, "iris": 0.967}[data]
+    assert (result["ranks"], result["nodes"], result["allreduce"]) == (4, 1, "auto")
+    assert len(result["parameters_sha256"]) == 4
+    assert len(set(result["parameters_sha256"])) == 1
+    assert len(result["history"]) == result["epochs"] == {"digits": 20, "iris": 50}[data]
+    for epoch in result["history"]:
+        assert epoch["samples_per_second"] > 0
+        assert 0 < epoch["communication_share"] < 1
+    assert result["history"][-1]["loss"] < result["history"][0]["loss"] / 4
+    lines = job.stdout.splitlines()
+    assert lines[0] == "4 ranks on 1 node, on cpu"
+    assert re.match(r"allreduce: \w+ \(chosen by auto: .+\)", lines[1])
+    assert lines[-1] == f"test accuracy: {result['test_accuracy']:.4f}"
+    assert sum(line.startswith("epoch ") for line in lines) == result["epochs"]
+    loaded, tested = NumpyNetwork.load(str(tmp_path / "model.npz")), datasets.load(data)
+    assert (loaded.predict(tested.x_test).argmax(axis=1) == tested.y_test).mean() == result["test_accuracy"]
+    assert {file.name for file in tmp_path.iterdir()} == {"result.json", "model.npz"}
+
+
+def test_simulated_nodes_and_a_named_backend(mpirun: JobRunner) -> None:
+    args = ["-m", "trainers", "--data", "iris", "--epochs", "1", "--ranks-per-node", "1,2"]
+    job = mpirun(3, [*args, "--allreduce", "hierarchical_copy"])
+    assert job.returncode == 0, job.stderr
+    assert "3 ranks on 2 simulated nodes (1+2), on cpu\nallreduce: hierarchical_copy (as asked for)" in job.stdout
+
+
+def test_a_training_goes_on_with_other_data_when_that_is_asked_for(tmp_path: Path) -> None:
+    python = str(launch.environment("openmpi") / "bin" / "python")
+    rows = [f"{number % 7},{number % 5},{'abc'[number % 3]}" for number in range(60)]
+
+    def run(rows: list[str], *options: str) -> subprocess.CompletedProcess:
+        (tmp_path / "rows.csv").write_text("\n".join(rows) + "\n")
+        command = [python, "-m", "trainers", "--data", "rows.csv", "--checkpoint", "run", *options]
+        environment = os.environ | {"PYTHONPATH": str(launch.ROOT)}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+    assert run(rows, "--epochs", "1").returncode == 0
+    other = run(rows[::-1], "--epochs", "2", "--resume")
+    assert other.returncode == 2
+    assert re.search(r"of a training with other data: .* of x differ .*--other-data", other.stderr)
+    job = run(rows[::-1], "--epochs", "2", "--resume", "--other-data")
+    assert job.returncode == 0, job.stderr
+    assert "the end of epoch 1" in job.stdout
+
+
+def test_one_rank_needs_no_mpirun_and_tests_a_saved_model(tmp_path: Path) -> None:
+    def run(*options: str) -> str:
+        command = [str(launch.environment("openmpi") / "bin" / "python"), "-m", "trainers", "--data", "iris", *options]
+        env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
+        job = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True)
+        return job.stdout
+
+    trained = run("--save", "model.npz")
+    tested = run("--load", "model.npz", "--epochs", "0")
+    assert trained.splitlines()[-1] == tested.splitlines()[-1]
+    assert "epoch " not in tested
+
+
+def test_classes_are_told_and_a_mistyped_one_is_warned_of_once(mpirun: JobRunner, tmp_path: Path) -> None:
+    labels = ["yes", "no"] * 20 + ["Yes"]
+    (tmp_path / "set.csv").write_text("".join(f"{row},{row % 2},{label}\n" for row, label in enumerate(labels)))
+    job = mpirun(2, ["-m", "trainers", "--data", "set.csv", "--epochs", "1"], cwd=tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert "3 classes\nrows of each class: Yes: 1, no: 20, yes: 20\n" in job.stdout
+    assert job.stderr.count("the classes 'Yes' (1 row) and 'yes' (20 rows) differ only in case or spaces") == 1
+
+
+BAD = {
+    "backend": (["--allreduce", "rign"], "no backend is called 'rign'; did you mean 'ring'"),
+    "data": (["--data", "irsi"], "no data set and no file 'irsi'; did you mean 'iris'"),
+    "option": (["--epoch-count", "3"], "unrecognized arguments: --epoch-count"),
+    "misspelt option": (["--alreduce", "ring"], "unrecognized arguments: --alreduce ring; did you mean --allreduce?"),
+    "abbreviation": (["--epoch", "3"], "unrecognized arguments: --epoch 3; did you mean --epochs?"),
+    "nodes": (["--ranks-per-node", "9,9"], "can't describe 2 ranks"),
+    "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
+    "saved to stdout": (["--save", "-"], "--save -: a model is no text"),
+    "one phase": (["--update", "sharded", "--allreduce", "native"], "'native' has none; use"),
+    "no sums": (["--allreduce", "adasum"], "'adasum' makes no sums of gradients"),
+    "no worker": (["--strategy", "parameter_server", "--servers", "2"], "2 servers of 2 ranks leave no worker: start"),
+    "target": (["--save", "/no/such/folder/m.npz"], "--save /no/such/folder/m.npz: this can't be written"),
+    "model": (["--load", "missing.npz"], "missing.npz can't be read"),
+}
+
+
+@pytest.fixture(scope="module")
+def bad_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("bad")
+    lines = [("trainers.cli.main", args, str(folder)) for args, _ in BAD.values()]
+    return dict(zip(BAD, in_one_job(2, lines, folder), strict=True))
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_arguments_are_told_in_one_line(bad: str, bad_outcomes: dict[str, list[dict[str, Any]]]) -> None:
+    ranks = bad_outcomes[bad]
+    assert [rank["code"] for rank in ranks] == [2, 2]
+    errors = [line for rank in ranks for line in rank["stderr"].splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, ranks
+    assert BAD[bad][1] in errors[0]
+    assert "Traceback" not in ranks[0]["stderr"] + ranks[1]["stderr"]
+    assert ranks[0]["stdout"] + ranks[1]["stdout"] == ""
+
+
+STRATEGY_RUNS = {
+    "parameter_server": ["--servers", "2", "--stale", "scale", "--max-staleness", "4", "--warm-up", "1"],
+    "central_storage": ["--storage-rank", "3"],
+    "spare_replicas": ["--spare", "1"],
+}
+EVALUATED = ["--epochs", "9", "--checkpoint", "run", "--evaluator", "--evaluations", "evaluations.jsonl"]
+
+
+@pytest.mark.jobs
+def test_strategies_and_an_evaluator(tmp_path: Path) -> None:
+    """In one job: each strategy, one with an evaluator, and a training that fails beside an evaluator."""
+    lines = [["--strategy", name, *options, "--json", f"{name}.json"] for name, options in STRATEGY_RUNS.items()]
+    lines += [["--strategy", "parameter_server", *EVALUATED]]
+    lines += [["--optimizer", "sgd", "--lr", "1e30", "--epochs", "3", "--checkpoint", "other", "--evaluator"]]
+    short = ["--data", "iris", "--epochs", "20"]
+    found = in_one_job(4, [("trainers.cli.main", [*short, *line], str(tmp_path)) for line in lines], tmp_path)
+    *trained, failed = [{rank["code"] for rank in ranks} for ranks in found]
+    assert trained == [{0}] * 4, found
+    assert failed == {1}
+    for name in STRATEGY_RUNS:
+        result = json.loads((tmp_path / f"{name}.json").read_text())
+        assert (result["strategy"], result["ranks"], len(set(result["parameters_sha256"]))) == (name, 4, 1)
+        assert result["test_accuracy"] > 0.8
+    served = json.loads((tmp_path / "parameter_server.json").read_text())
+    assert served["roles"] == {"chief": [0], "worker": [1], "ps": [2, 3], "evaluator": []}
+    assert (served["servers"], served["stale"], served["max_staleness"], served["warm_up"]) == (2, "scale", 4, 1)
+    assert 0 < len(served["history"][-1]["staleness"]) <= 5
+    rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    assert rows[-1]["epoch"] == 9
+    chief, evaluator = found[3][0]["stdout"], found[3][3]["stdout"]
+    assert "roles: chief rank 0; worker rank 1; ps rank 2; evaluator rank 3\n" in chief
+    assert f"test accuracy: {rows[-1]['accuracy']:.4f}" in chief
+    assert evaluator.count("evaluator: ") == len(rows)
+    assert found[4][0]["stderr"].count("error: the loss became nan in epoch 1, step 2") == 1
+
+
+@pytest.mark.parametrize(("bad", "mpi"), [("option", "openmpi"), ("backend", "openmpi"), ("backend", "mpich")])
+def test_bad_arguments_end_the_job_with_one_line(bad: str, mpi: str, mpirun: JobRunner) -> None:
+    """By the parser, and by an agreement."""
+    args, text = BAD[bad]
+    job = mpirun(2, ["-m", "trainers", *args], mpi=mpi)
+    assert job.returncode == 2
+    (told,) = [line for line in job.stderr.splitlines() if line.startswith("error: ")]
+    assert text in told
+    assert "Traceback" not in job.stderr
+    assert job.stdout == ""
+
+
+def test_tf_config_that_does_not_describe_the_job_ends_with_one_line(mpirun: JobRunner) -> None:
+    job = mpirun(2, ["-m", "trainers"], env={"TF_CONFIG": '{"cluster": {"worker": ["a"], "ps": ["b"]}}'})
+    assert job.returncode == 2
+    assert job.stderr.count("error: TF_CONFIG has 1 ps, for which this training has no use: take --strategy") == 1
+    assert "Traceback" not in job.stderr
+
+
+def test_a_truncated_file_ends_with_one_line(mpirun: JobRunner, tmp_path: Path) -> None:
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(bytes.fromhex("00000803 0000000a 0000001c 0000001c 00"))
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(bytes.fromhex("00000801 00000002 0001"))
+    job = mpirun(2, ["-m", "trainers", "--data", tmp_path], mpi="mpich")
+    assert job.returncode == 2
+    assert job.stderr.count("train-images-idx3-ubyte is truncated: its header says 7856 bytes") == 1
+    assert "Traceback" not in job.stderr
+
+
+def test_divergence_ends_with_one_line(mpirun: JobRunner) -> None:
+    args = ["-m", "trainers", "--optimizer", "sgd", "--lr", "1e30"]
+    job = mpirun(3, args)
+    assert job.returncode == 1
+    assert job.stderr.count("error: the loss became nan in epoch 1, step 2: lower the learning rate") == 1
+    assert "Warning" not in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_divergence_in_the_last_step_is_told_too(mpirun: JobRunner, tmp_path: Path) -> None:
+    """One step, whose loss is that of the initial model; its update is what ruins the model."""
+    args = ["-m", "trainers", "--optimizer", "sgd", "--lr", "1e30", "--epochs", "1", "--batch-size", "2000"]
+    job = mpirun(2, [*args, "--json", tmp_path / "result.json"])
+    assert job.returncode == 1
+    assert job.stderr.count("error: the loss of the test data is nan: lower the learning rate") == 1
+    assert "Warning" not in job.stderr
+    assert "Traceback" not in job.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_no_classifier_is_refused_at_once(mpirun: JobRunner, tmp_path: Path) -> None:
+    NumpyNetwork([64, 10], loss="mean_squared_error").save(str(tmp_path / "model.npz"))
+    job = mpirun(2, ["-m", "trainers", "--load", tmp_path / "model.npz"])
+    assert job.returncode == 2
+    assert job.stderr.count("its loss is mean_squared_error; this trains and tests classifiers only") == 1
+    assert "epoch" not in job.stdout
+
+
+def test_results_on_the_standard_output(mpirun: JobRunner) -> None:
+    before = os.lstat("/dev/stdout").st_ino
+    job = mpirun(1, ["-m", "trainers", "--data", "iris", "--epochs", "1", "--json", "/dev/stdout"])
+    assert job.returncode == 0, job.stderr
+    assert '"test_accuracy": ' in job.stdout
+    assert os.lstat("/dev/stdout").st_ino == before
+
+
+def test_json_alone_on_the_standard_output(mpirun: JobRunner, tmp_path: Path) -> None:
+    """A dash is no file name, and what a program reads is not mixed with what people read."""
+    args = ["-m", "trainers", "--data", "iris", "--epochs", "2", "--update", "sharded", "--json", "-"]
+    job = mpirun(2, args, timeout=60, cwd=tmp_path)
+    assert job.returncode == 0, job.stderr
+    result = json.loads(job.stdout)
+    assert (result["update"], result["allreduce_used"], len(result["history"])) == ("sharded", "shared", 2)
+    assert "allreduce: shared (chosen for the sharded update)" in job.stderr
+    assert sum(line.startswith("epoch ") for line in job.stderr.splitlines()) == 2
+    assert not list(tmp_path.iterdir())
+
+
+RAISES = """
+import sys
+import numpy as np
+from trainers import MirroredTrainer, NumpyNetwork
+class Faulty(NumpyNetwork):
+    calls = 0
+    def gradients(self, x, y, share):
+        self.calls += 1
+        if trainer.rank == 1 and self.calls == 7:
+            raise ValueError("a fault of this rank")
+        return super().gradients(x, y, share)
+trainer = MirroredTrainer(Faulty([4, 3]), sys.argv[1])
+trainer.fit(np.zeros((1000, 4), np.float32), np.zeros(1000, np.int64), 100, 100)
+"""
+
+
+@pytest.mark.parametrize(("mpi", "backend"), [("openmpi", "shared"), ("mpich", "ring")])
+def test_an_exception_in_an_epoch_ends_the_job(mpi: str, backend: str, mpirun: JobRunner, tmp_path: Path) -> None:
+    (tmp_path / "raises.py").write_text(RAISES)
+    job = mpirun(3, [tmp_path / "raises.py", backend], mpi=mpi)
+    assert job.returncode != 0
+    assert "rank 1 of 3: Traceback" in job.stderr
+    assert "ValueError: a fault of this rank" in job.stderr
+    assert "rank 0 of 3" not in job.stderr
+
+
+@MPI
+def test_ctrl_c_ends_the_job(mpi: str, tmp_path: Path) -> None:
+    """SIGINT to mpirun, as a terminal sends it, in the middle of the training."""
+    try:
+        folder = launch.environment(mpi) / "bin"
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+        raise
+    launcher, *options = launch.LAUNCHERS[mpi]
+    # So many epochs that it does not end by itself in time.
+    training = ["-n", "3", str(folder / "python"), "-m", "trainers", "--epochs", "100000"]
+    env = {**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        command = [str(folder / launcher), *options, *training]
+        job = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
+        try:
+            _wait_for(lambda: "epoch   3" in output.read_text(), 120)
+            job.send_signal(signal.SIGINT)
+            code = job.wait(60)
+        finally:
+            job.terminate()
+            job.wait()
+    assert code != 0
+    assert "Traceback" not in output.read_text()
+    # MPICH's launcher hands the signal on to the ranks, of which one says so; Open MPI's ends them by SIGTERM.
+    assert output.read_text().count("interrupted") in ((1,) if mpi == "mpich" else (0, 1))
+
+
+def test_ctrl_c_without_a_launcher(tmp_path: Path) -> None:
+    command = [str(launch.environment("openmpi") / "bin" / "python"), "-m", "trainers", "--epochs", "100000"]
+    env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        job = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
+        try:
+            _wait_for(lambda: "epoch   3" in output.read_text(), 120)
+            job.send_signal(signal.SIGINT)
+            code = job.wait(60)
+        finally:
+            job.kill()
+            job.wait()
+    assert code == 130
+    assert output.read_text().count("interrupted") == 1
+    assert "Traceback" not in output.read_text()
+
+
+def _wait_for(condition: Any, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def test_help_teaches_on_one_rank_only(mpirun: JobRunner) -> None:
+    job = mpirun(2, ["-m", "trainers", "--help"])
+    assert job.returncode == 0
+    assert job.stdout.count("usage: python -m trainers") == 1
+    assert "mpirun -n 4 python -m trainers --data digits" in job.stdout
+
+
+def test_defaults_depend_on_the_data() -> None:
+    iris, digits = parse(["--data", "iris"], True), parse([], True)
+    assert (iris.hidden, iris.epochs, iris.lr) == ((10, 10), 50, 0.01)
+    assert (digits.data, digits.hidden, digits.lr) == ("digits", (64, 32), 0.002)
+    assert parse(["--optimizer", "momentum"], True).lr == 0.05
+    assert parse(["--hidden", "none"], True).hidden == ()
+    assert parse(["--ranks-per-node", "2"], True).ranks_per_node == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--epochs", "-1"], "must be an integer >= 0, got '-1'"),
+        (["--batch-size", "0"], "must be an integer >= 1, got '0'"),
+        (["--batch-size", "1.5"], r"must be an integer >= 1, got '1\.5'"),
+        (["--lr", "fast"], "must be a number > 0, got 'fast'"),
+        (["--lr", "nan"], "must be a number > 0, got 'nan'"),
+        (["--hidden", "64,,32"], "must be a list of layer sizes such as 64,32, or \"none\", got '64,,32'"),
+        (["--ranks-per-node", "0"], "must be a number of ranks such as 2, or a list such as 3,1, got '0'"),
+        (["--optimizer", "lion"], "invalid choice: 'lion'"),
+        (["--load", "m.npz", "--hidden", "3", "--lr", "1"], "leave out --hidden, --lr"),
+        (["--spare", "2"], "--spare 2: --strategy mirrored has no use for it; .* --strategy spare_replicas"),
+        (["--strategy", "spare_replicas", "--allreduce", "ring"], "--allreduce ring: --strategy spare_replicas has no"),
+        (["--strategy", "central_storage", "--servers", "1"], "--servers 1: .* take --strategy parameter_server"),
+        (["--strategy", "parameter_server", "--storage-rank", "1"], "--storage-rank 1: .* --strategy central_storage"),
+        (
+            ["--strategy", "parameter_server", "--updates", "sync", "--stale", "drop"],
+            "--stale drop: with --updates sync",
+        ),
+        (["--strategy", "parameter_server", "--stale", "drop"], "--stale drop needs --max-staleness N: how many"),
+        (["--strategy", "parameter_server", "--servers", "0"], "must be an integer >= 1, got '0'"),
+        (["--strategy", "mirorred"], "invalid choice: 'mirorred'"),
+    ],
+)
+def test_bad_options(args: list[str], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        parse(args, True)
+
+
+def test_every_option_of_a_strategy_is_refused_by_those_that_have_no_use_for_it() -> None:
+    values = {"allreduce": "ring", "update": "sharded", "updates": "async", "stale": "keep", "lr_by_workers": "divide"}
+    values |= {"on_failure": "continue", "compress": "float16"}
+    for name in {name for strategy in STRATEGIES.values() for name in strategy.options}:
+        given = ["--" + name.replace("_", "-"), values.get(name, "1")]
+        for other, strategy in STRATEGIES.items():
+            if name in strategy.options:
+                assert str(getattr(parse(["--strategy", other, *given], True), name)) == given[1]
+            else:
+                with pytest.raises(ArgumentError, match=f"{given[0]} {given[1]}: --strategy {other} has no use for it"):
+                    parse(["--strategy", other, *given], True)
+
+
+def test_spare_ranks_have_to_be_of_use() -> None:
+    three, on = Roles(0, (1, 2)), ["--spares", "1", "--on-failure", "continue"]
+    main.check(parse(on, True), three)
+    for args, assigned, text in (
+        (on[:2], three, "--spares 1 take the places of lost ranks: add --on-failure continue"),
+        ([*on, "--ranks-per-node", "2"], three, "--spares 1: not with --ranks-per-node"),
+        ([*on, "--chief", "1"], Roles(1, (0, 2)), "--on-failure continue: not with an evaluator or another --chief"),
+        ([*on[2:], "--evaluator"], Roles(0, (1,), (), 2), "--on-failure continue: not with an evaluator"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            main.check(parse(args, True), assigned)
+
+
+def test_options_of_other_strategies_have_no_value() -> None:
+    assert (parse([], True).allreduce, parse([], True).servers) == ("auto", None)
+    servers = parse(["--strategy", "parameter_server"], True)
+    assert (servers.updates, servers.stale, servers.max_staleness, servers.allreduce) == ("async", "keep", None, None)
+
+
+def test_results_are_numbers_that_json_knows() -> None:
+    from trainers.watching.history import Epoch, History
+
+    history = History([Epoch(1, 0.5, {"accuracy": 0.75}, 2.0, 100.0, 0.25, {"loss": 0.6})])
+    assert json.loads(json.dumps(history[0].as_dict())) == {
+        "epoch": 1,
+        "loss": 0.5,
+        "accuracy": 0.75,
+        "validation_loss": 0.6,
+        "seconds": 2.0,
+        "samples_per_second": 100.0,
+        "communication_share": 0.25,
+    }
+    assert history.column("loss") == [0.5]
+    assert "loss 0.5000" in str(history)
+    assert np.array_equal(history.column("epoch"), [1])

@@ -1,0 +1,174 @@
+"""The evaluator: a rank outside of the training, which evaluates the newest checkpoint beside it."""
+
+import csv
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TextIO
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.transport.control import waiting
+from trainers.data import Samples
+from trainers.errors import ArgumentError, CheckpointError
+from trainers.files import checkpoint
+from trainers.fit import evaluation
+from trainers.replica import Replica
+
+LOOK_SECONDS = 0.1  # between two looks at the folder
+FORMATS = (".jsonl", ".csv")
+END = 1  # the tag of the message that says that the training has ended
+
+
+class Evaluator:
+    """Evaluates the newest checkpoint in a folder, again and again, on one rank alone.
+
+    replica: of the model that is trained; it takes on the state of each checkpoint.
+    folder: where the checkpoints are; it need not be there yet.
+    x, y: the data, arrays; or Samples, and None.
+    output: a file that gets a line for each evaluation: JSON lines (.jsonl) or a table (.csv); None for none.
+    append: go on at the end of that file, as a resumed training does.
+    stream: where each evaluation is printed, if not to stdout; quiet: nowhere.
+
+    Raises ArgumentError when the output can't be written, or has another ending.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        folder: str,
+        x: Any,
+        y: np.ndarray | None,
+        *,
+        output: str | None = None,
+        append: bool = False,
+        stream: TextIO | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self._replica, self._folder = replica, folder
+        self._data = x if isinstance(x, Samples) else np.asarray(x), y
+        self._stream, self._quiet = stream, quiet
+        self._names = ["epoch", "step", *replica.metrics, "seconds", "checkpoint"]
+        self._file = None if output is None else _Lines(output, self._names, append)
+        self._seen = ""  # the path that was the newest when this looked last
+        self.evaluations: list[dict[str, Any]] = []
+
+    def run(self, ended: Callable[[], bool]) -> list[dict[str, Any]]:
+        """Evaluate what comes until `ended`, and then what has come last; all evaluations, oldest first.
+
+        Raises CheckpointError for checkpoints of another model, and what the replica raises.
+        """
+        over = False
+        while not over:
+            over = ended()  # asked before the look, so that the last checkpoint is not missed
+            found = self._newest()
+            if found is not None:
+                self._evaluate(*found)
+            elif not over:
+                time.sleep(LOOK_SECONDS)
+        return self.evaluations
+
+    def _newest(self) -> tuple[str, checkpoint.Saved] | None:
+        """The newest good checkpoint, when there is a newer one than before."""
+        try:
+            paths = checkpoint.paths(self._folder)
+        except OSError as error:
+            text = f"the checkpoints in {self._folder} can't be read: {error.strerror or error}"
+            raise CheckpointError(text) from error
+        if not paths or paths[0] == self._seen:
+            return None
+        self._seen = paths[0]
+        found = checkpoint.newest(self._folder)
+        if found is None or any(found[1].progress.total == each["step"] for each in self.evaluations[-1:]):
+            return None
+        self._seen = max(self._seen, found[0])  # a newer one has come meanwhile
+        return found
+
+    def _evaluate(self, path: str, saved: checkpoint.Saved) -> None:
+        begin = time.perf_counter()
+        kind = type(self._replica).__name__
+        if saved.kind != kind:
+            raise CheckpointError(f"{path} is of a {saved.kind}, and the evaluator has a {kind}")
+        self._replica.load_state(saved.state)
+        with np.errstate(all="ignore"):  # a model that has diverged has a loss that says so
+            sums = evaluation.evaluated(self._replica, *self._data, 1, 0)
+        means = dict(zip(self._replica.metrics, (sums / len(self._data[0])).tolist(), strict=True))
+        progress = saved.progress
+        row = {"epoch": progress.epoch, "step": progress.total, **means, "seconds": time.perf_counter() - begin}
+        self.evaluations.append({**row, "checkpoint": os.path.basename(path)})
+        if self._file is not None:
+            self._file.write(self.evaluations[-1])
+        if not self._quiet:
+            values = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
+            print(f"evaluator: {progress}  {values}", file=self._stream or sys.stdout, flush=True)
+
+
+class _Lines:
+    """A file that gets a line for each evaluation, at once."""
+
+    def __init__(self, path: str, names: list[str], append: bool) -> None:
+        self._path, self._names = path, names
+        self._ending = os.path.splitext(path)[1]
+        if self._ending not in FORMATS:
+            raise ArgumentError(f"evaluations go to a file that ends in {' or '.join(FORMATS)}, not to {path!r}")
+        with self._opened("a" if append else "w") as file:
+            if self._ending == ".csv" and not file.tell():
+                csv.writer(file).writerow(names)
+
+    def write(self, row: dict[str, Any]) -> None:
+        with self._opened("a") as file:
+            if self._ending == ".csv":
+                csv.writer(file).writerow([row[name] for name in self._names])
+                return
+            finite = {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in row.items()
+            }
+            file.write(json.dumps(finite, allow_nan=False) + "\n")
+
+    def _opened(self, mode: str) -> Any:
+        try:
+            return open(self._path, mode, newline="")
+        except OSError as error:
+            raise ArgumentError(f"{self._path} can't be written: {error.strerror or error}") from error
+
+
+class Ending:
+    """How the evaluator hears that the training has ended, well or not: the chief tells it when its block is left.
+
+    comm: of all ranks, for this alone. chief, evaluator: their ranks there; evaluator None where there is none.
+
+        with ending:
+            if rank == evaluator:
+                evaluator.run(ending.heard)
+            else:
+                ...  # train
+    """
+
+    def __init__(self, comm: MPI.Intracomm, chief: int, evaluator: int | None) -> None:
+        self._comm, self._chief, self._evaluator = comm, chief, evaluator
+        self._heard = False
+
+    def heard(self) -> bool:
+        """On the evaluator: whether the training has ended. Local."""
+        if not self._heard and self._comm.Iprobe(self._chief, END):
+            with waiting(self._comm, "hear that the training has ended"):
+                self._comm.Recv(np.empty(0, np.uint8), self._chief, END)
+            self._heard = True
+        return self._heard
+
+    def __enter__(self) -> "Ending":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._evaluator is not None and self._comm.rank == self._chief:
+            with waiting(self._comm, "tell the evaluator that the training has ended"):
+                self._comm.Send(np.empty(0, np.uint8), self._evaluator, END)
+        if self._comm.rank == self._evaluator:
+            while not self.heard():  # what it met may not end before the training does
+                time.sleep(LOOK_SECONDS)

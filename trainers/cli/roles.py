@@ -1,0 +1,275 @@
+"""Who does what in a job: chief, workers, parameter servers, and an evaluator, each a rank of MPI.
+
+Without TF_CONFIG roles go by rank: rank 0 is the chief, unless another is named, and of the others the last rank is the
+evaluator where there is one, the ranks before it are servers, and the rest workers. 6 ranks, 2 servers, an evaluator:
+
+    rank    0      1       2       3     4     5
+    role    chief  worker  worker  ps    ps    evaluator
+
+With TF_CONFIG a rank has the role that its task says; where no rank names a task, the chief, the workers, the ps and
+the evaluator of the cluster are ranks 0, 1, ... in this order. A cluster without a chief has worker 0 as its chief, as
+in TensorFlow. The chief trains like a worker; it also prints, and writes models and checkpoints.
+
+Ranks that train are numbered anew, whatever their ranks in the job: the chief is 0, then come workers, then servers.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.topology import Topology
+from allreduce.transport.control import together, waiting
+from trainers.errors import RoleError
+
+NAME = "TF_CONFIG"
+CHIEF, WORKER, SERVER, EVALUATOR = "chief", "worker", "ps", "evaluator"
+TYPES = (CHIEF, WORKER, SERVER, EVALUATOR)  # in the order in which tasks are given to ranks where no rank names its own
+MOST_CHARACTERS = 1 << 20
+MOST_TASKS = 1 << 16
+SHOWN = 60  # characters of what was given
+
+Task = tuple[str, int]  # its type, and its index among those
+
+
+class TFConfig(NamedTuple):
+    """tasks: how many there are of each type, in the order of TYPES. task: this process's; None where none is named."""
+
+    tasks: tuple[int, ...]
+    task: Task | None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in zip(TYPES, self.tasks, strict=True) if count)
+
+
+def read(text: str | None) -> TFConfig | None:
+    """What TF_CONFIG says; None where it is not set, or empty as TensorFlow has it ("{}"). Raises RoleError."""
+    if text is None or not text.strip():
+        return None
+    if len(text) > MOST_CHARACTERS:
+        raise RoleError(f"{NAME} has {len(text)} characters; no cluster needs more than {MOST_CHARACTERS}")
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RoleError(f"{NAME} is no JSON text ({shown(str(error))}): {shown(text)}") from None
+    if not isinstance(config, dict):
+        raise RoleError(f"{NAME} must be an object with a cluster and a task; it is {shown(config)}")
+    if not config:
+        return None
+    tasks = _tasks(config.get("cluster"))
+    task = None if config.get("task") in (None, {}) else _task(config["task"], tasks)
+    if task is not None and task[0] == EVALUATOR and not tasks[EVALUATOR]:
+        tasks[EVALUATOR] = 1  # TensorFlow: it is no part of the training cluster, which need not list it
+    return TFConfig(tuple(tasks.values()), task)
+
+
+def _tasks(cluster: Any) -> dict[str, int]:
+    """How many tasks of each type a cluster has."""
+    if not isinstance(cluster, dict) or not cluster:
+        raise RoleError(
+            f'{NAME} has no cluster such as {{"worker": ["host1:port", "host2:port"]}}; its cluster is {shown(cluster)}'
+        )
+    for kind, addresses in cluster.items():
+        if kind not in TYPES:
+            raise RoleError(f"{NAME}: task type {shown(kind)} is unknown; the types are {', '.join(TYPES)}")
+        if not isinstance(addresses, list) or not all(isinstance(each, str) for each in addresses):
+            raise RoleError(f"{NAME}: {kind} must be a list of addresses (host:port); it is {shown(addresses)}")
+    tasks = {kind: len(cluster.get(kind, [])) for kind in TYPES}
+    for kind in (CHIEF, EVALUATOR):
+        if tasks[kind] > 1:
+            raise RoleError(f"{NAME}: the cluster has {tasks[kind]} tasks {kind}, and there can be only one")
+    if not tasks[CHIEF] + tasks[WORKER]:
+        raise RoleError(f"{NAME}: the cluster has neither a chief nor a worker, so nobody trains")
+    if sum(tasks.values()) > MOST_TASKS:
+        raise RoleError(f"{NAME}: the cluster has {sum(tasks.values())} tasks; {MOST_TASKS} are the most")
+    return tasks
+
+
+def _task(task: Any, tasks: dict[str, int]) -> Task:
+    """The type and the index of a process's own task."""
+    if not isinstance(task, dict) or task.get("type") not in TYPES:
+        raise RoleError(
+            f'{NAME}: the task must be such as {{"type": "worker", "index": 0}}, of a type {", ".join(TYPES)}; it is '
+            f"{shown(task)}"
+        )
+    kind, index = task["type"], task.get("index", 0 if task["type"] in (CHIEF, EVALUATOR) else None)
+    if isinstance(index, str) and index.isascii() and index.isdecimal() and len(index) < 10:
+        index = int(index)  # TensorFlow takes it so
+    most = max(tasks[kind], kind == EVALUATOR)
+    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < most:
+        there = f"0 to {most - 1}" if most else f"none, for the cluster has no {kind}"
+        raise RoleError(f"{NAME}: the index of task {kind} is {shown(index)}; the cluster has {there}")
+    return kind, index
+
+
+def shown(value: Any) -> str:
+    """What was given, in ASCII and cut short, so that it can be printed whatever it is."""
+    text = value if isinstance(value, str) else repr(value) if _is_small(value) else type(value).__name__
+    text = ascii(text[: SHOWN + 1]) if isinstance(value, str) else ascii(text)[1:-1]
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def _is_small(value: Any) -> bool:
+    """Whether repr() of it is: what was nested in a JSON text may be as deep as Python's stack."""
+    if isinstance(value, int | float | None):
+        return not isinstance(value, int) or abs(value) < 1 << 64
+    if isinstance(value, dict | list):
+        held = [*value, *value.values()] if isinstance(value, dict) else value
+        return len(value) <= 8 and all(not isinstance(each, dict | list) and _is_small(each) for each in held)
+    return isinstance(value, str) and len(value) < SHOWN
+
+
+class Roles(NamedTuple):
+    """The ranks of each role, in the order of their numbers there. Every rank has one role."""
+
+    chief: int
+    workers: tuple[int, ...] = ()
+    servers: tuple[int, ...] = ()
+    evaluator: int | None = None
+
+    @property
+    def training(self) -> tuple[int, ...]:
+        """The ranks that train: all but the evaluator, in the order of their ranks in training."""
+        return (self.chief, *self.workers, *self.servers)
+
+    def of(self, rank: int) -> str:
+        """The role of a rank: one of trainers.cli.roles.TYPES."""
+        if rank == self.evaluator:
+            return EVALUATOR
+        return CHIEF if rank == self.chief else SERVER if rank in self.servers else WORKER
+
+    def as_dict(self) -> dict[str, list[int]]:
+        """The ranks of each role by its name, for JSON."""
+        evaluators = [] if self.evaluator is None else [self.evaluator]
+        return {CHIEF: [self.chief], WORKER: [*self.workers], SERVER: [*self.servers], EVALUATOR: evaluators}
+
+    def __str__(self) -> str:
+        return "; ".join(f"{role} rank {', '.join(map(str, ranks))}" for role, ranks in self.as_dict().items() if ranks)
+
+
+def assign(
+    topology: Topology,
+    servers: int | None = 0,
+    evaluator: bool | None = None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    chief: int | None = None,
+) -> Roles:
+    """The roles of the ranks of `topology`, the same on all of them. Collective.
+
+    servers: how many ranks are parameter servers; None: as many as in TF_CONFIG, and one where that is not set.
+    evaluator: whether a rank evaluates; None: when TF_CONFIG has one.
+    environment: where TF_CONFIG is looked up.
+    chief: the rank of the chief; None: that of TF_CONFIG, else 0.
+
+    Raises RoleError on all ranks when TF_CONFIG is damaged, does not describe these ranks or says something other than
+    the arguments; or when nobody is left to work. DisagreementError when ranks have different clusters.
+    """
+    config = together(topology.world, lambda: read(environment.get(NAME)))
+    error = None
+    if servers is not None and (isinstance(servers, bool) or not isinstance(servers, int) or servers < 0):
+        servers, error = 0, RoleError(f"servers must be an integer >= 0, or None, got {servers!r}")
+    trained = (0, 0, 0) if config is None else config.tasks[:3]
+    if chief is not None and (isinstance(chief, bool) or not isinstance(chief, int) or not 0 <= chief < topology.size):
+        chief, error = 0, RoleError(f"chief must be a rank of this job, 0 to {topology.size - 1}, got {chief!r}")
+    asked = [-1 if each is None else int(each) for each in (servers, evaluator, chief)]
+    text = f"roles: {servers} servers, evaluator {evaluator}, chief {chief}, {NAME}: {config or 'not set'}"
+    topology.agree([config is not None, *trained, *asked], text, error)
+    mine = np.full(3, -1, np.int64)  # the type and the index of this rank's task; whether an evaluator is known of
+    if config is not None:
+        mine[2] = config.tasks[3]
+        if config.task is not None:
+            mine[:2] = TYPES.index(config.task[0]), config.task[1]
+    everyone = np.empty((topology.size, 3), np.int64)
+    with waiting(topology.world, "tell each other the roles"):
+        topology.world.Allgather(mine, everyone)
+
+    def decide() -> Roles:
+        if config is None:
+            return by_rank(topology.size, 1 if servers is None else servers, bool(evaluator), chief or 0)
+        named = [None if kind < 0 else (TYPES[kind], index) for kind, index, _ in everyone.tolist()]
+        counts = (*config.tasks[:3], int(everyone[:, 2].max()))
+        roles = by_task(TFConfig(counts, None), named)
+        _check_clash(roles, servers, evaluator, chief)
+        return roles
+
+    return together(topology.world, decide)
+
+
+def training(topology: Topology, roles: Roles, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
+    """The topology of the ranks that train, chief first; on the evaluator one of this rank alone. Collective."""
+    if roles.training == tuple(range(topology.size)):
+        return Topology(topology.world, ranks_per_node, topology.timeout)
+    evaluates = topology.rank == roles.evaluator
+    with waiting(topology.world, "divide the ranks by their roles"):
+        part = topology.world.Split(int(evaluates), 0 if evaluates else roles.training.index(topology.rank))
+    assert isinstance(part, MPI.Intracomm)
+    try:
+        return Topology(part, None if evaluates else ranks_per_node, topology.timeout)
+    finally:
+        part.Free()
+
+
+def by_rank(ranks: int, servers: int = 0, evaluator: bool = False, chief: int = 0) -> Roles:
+    """The roles of so many ranks without TF_CONFIG. Raises RoleError when nobody is left to work."""
+    trained = ranks - evaluator
+    workers = trained - servers
+    if workers < 1:
+        wanted = [f"{servers} server{'s' * (servers != 1)}"] * (servers > 0) + ["an evaluator"] * evaluator
+        raise RoleError(
+            f"{' and '.join(wanted)} of {ranks} rank{'s' * (ranks != 1)} leave no worker: start at least "
+            f"{servers + evaluator + 1} ranks (mpirun -n {servers + evaluator + 1})"
+        )
+    order = (chief, *(rank for rank in range(ranks) if rank != chief))
+    return Roles(chief, order[1:workers], order[workers:trained], order[-1] if evaluator else None)
+
+
+def by_task(config: TFConfig, named: Sequence[Task | None]) -> Roles:
+    """The roles of ranks that have named these tasks of a cluster. Raises RoleError unless each has one of its own."""
+    tasks = [(kind, index) for kind, count in zip(TYPES, config.tasks, strict=True) for index in range(count)]
+    silent = [rank for rank, task in enumerate(named) if task is None]
+    if len(tasks) != len(named):
+        raise RoleError(
+            f"{NAME} describes {len(tasks)} task{'s' * (len(tasks) != 1)} ({config}), and this job has {len(named)} "
+            f"rank{'s' * (len(named) != 1)}; every task is a rank: start mpirun -n {len(tasks)}, or change the cluster"
+        )
+    if silent and len(silent) < len(named):
+        raise RoleError(f"{NAME} of rank {silent[0]} names no task, and that of others does; all must, or none")
+    holders: dict[Task, int] = {}
+    for rank, task in enumerate(tasks if silent else named):
+        assert task is not None
+        if task in holders:
+            raise RoleError(
+                f"{NAME}: ranks {holders[task]} and {rank} both say that they are {task[0]} {task[1]}; give every rank "
+                "a task of its own (mpirun -n 1 -x TF_CONFIG=... : -n 1 ...), or leave out the task on all of them"
+            )
+        holders[task] = rank
+    ranks = {kind: [holders[task] for task in tasks if task[0] == kind] for kind in TYPES}
+    chief, *workers = ranks[CHIEF] + ranks[WORKER]
+    return Roles(chief, tuple(workers), tuple(ranks[SERVER]), next(iter(ranks[EVALUATOR]), None))
+
+
+def _check_clash(roles: Roles, servers: int | None, evaluator: bool | None, chief: int | None) -> None:
+    """Raise RoleError when TF_CONFIG and the arguments say different things."""
+    there = len(roles.servers)
+    if chief not in (None, roles.chief):
+        raise RoleError(
+            f"chief {chief} is asked for, and that of {NAME} is rank {roles.chief}; leave out one of the two"
+        )
+    if servers is None and not there:
+        raise RoleError(f"{NAME} has no ps, and this training needs a server: add one to the cluster")
+    if servers == 0 and there:
+        raise RoleError(
+            f"{NAME} has {there} ps, for which this training has no use: take --strategy parameter_server, or remove "
+            "them from the cluster"
+        )
+    if servers not in (None, there):
+        raise RoleError(f"{servers} servers are asked for, and {NAME} has {there} ps; leave out one of the two")
+    if evaluator is not None and evaluator != (roles.evaluator is not None):
+        has = "has one" if roles.evaluator is not None else "has none"
+        raise RoleError(
+            f"{'an' if evaluator else 'no'} evaluator is asked for, and {NAME} {has}; leave out one of the two"
+        )

@@ -1,0 +1,1 @@
+"""A fit: its loop, its checkpoints, its evaluation."""

@@ -1,0 +1,407 @@
+"""The checkpoints of one fit: collected from all ranks, written by rank 0 beside the training, and gone on from."""
+
+import itertools
+import logging
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from allreduce.transport.chunked import bytes_of_root, bytes_to_root
+from allreduce.transport.control import root_value, together
+from trainers import data
+from trainers.data import Batches, Fingerprint
+from trainers.errors import ArgumentError, CheckpointError, ModelFileError, UnusableError
+from trainers.files import checkpoint as files
+from trainers.files import model_file
+from trainers.files.checkpoint import Progress, Saved
+from trainers.replica import Replica
+from trainers.state import checkpoints
+from trainers.state.checkpoints import Checkpoint, Writer, period
+from trainers.watching.callback import Callbacks
+from trainers.watching.history import VALIDATED, VALIDATION, Epoch, History
+
+if TYPE_CHECKING:
+    from trainers.trainer import Trainer
+
+
+log = logging.getLogger("trainers")
+
+REPLICA, WATCHING = "replica.", "watching."  # what of a rank's own state is its replica's, and its callbacks'
+
+
+class Saver:
+    """Writes the checkpoints of a fit, and finds the one that it goes on from.
+
+    batches: of the fit. resume: whether to go on from the newest.
+    known: names in its history, of which `checkpoint.best` must be one.
+
+    Raises ArgumentError, on this rank.
+    """
+
+    def __init__(
+        self, trainer: "Trainer", batches: Batches, checkpoint: Checkpoint, resume: bool, known: Collection[str]
+    ) -> None:
+        self._trainer, self._folder, self._keep = trainer, os.path.abspath(checkpoint.folder), checkpoint.keep
+        self._resumes = resume
+        self._count, self._unit = period(checkpoint.every)
+        self._watched = VALIDATED + checkpoint.best[4:] if checkpoint.best.startswith(VALIDATION) else checkpoint.best
+        self._sign = 1 if checkpoint.lowest_is_best else -1
+        self._settings, self._steps = batches.settings, batches.steps
+        self._data, self._same_data = _fingerprint(batches, trainer.replica), checkpoint.same_data
+        self._writer = Writer()
+        self._held = ExitStack()
+        self.watching: dict[str, np.ndarray] = {}  # what a checkpoint has of this rank's callbacks
+        self._memory: dict[str, np.ndarray] = {}  # rank 0's copy of the state, which the writer reads
+        self._choices: dict[str, str] = {}
+        self._written = 0  # steps before the last checkpoint
+        self._since = time.monotonic()
+        self._saving = self._overdue = False  # one is collected; one was not written, since a rank was lost
+        self._is_mine = False  # rank 0: whether the folder is taken
+        if self._watched and self._watched not in known:
+            raise ArgumentError(
+                f"Checkpoint(best={checkpoint.best!r}): this fit measures {', '.join(known)}"
+                + ("" if any(name.startswith(VALIDATED) for name in known) else "; it has no validation_data")
+            )
+
+    @property
+    def _chief(self) -> bool:
+        return self._trainer.rank == 0
+
+    # Where the training begins
+
+    def open(self) -> tuple[str, Progress, np.ndarray] | None:
+        """Find out whether checkpoints can be written, and take on the newest when there is one. Collective.
+
+        Returns its path, how far it is, and the values of the steps of its unfinished epoch; None where there is
+        none, and the training begins from the beginning. Raises CheckpointError on all ranks, before anything is
+        changed.
+        """
+        trainer = self._trainer
+        comm = trainer._comm
+        self._choices = trainer._choices()
+        resumed = self._take_newest(self._look)
+        trainer._snapshot(self._memory)  # takes the memory now, and shows that the state can be collected
+        together(comm, self._check_room)
+        return resumed
+
+    def go_back(self) -> tuple[str, Progress, np.ndarray] | None:
+        """As `open`, in the middle of a fit: take on the newest checkpoint, since the state is lost. Collective."""
+        self._writer.close()
+        return self._take_newest(lambda: files.newest(self._folder))
+
+    def _take_newest(self, look: Callable[[], tuple[str, Saved] | None]) -> tuple[str, Progress, np.ndarray] | None:
+        comm = self._trainer._comm
+        found = together(comm, lambda: look() if self._chief else None)
+        told = found and [found[0], asdict(found[1].progress), found[1].measured.tolist()]
+        told = root_value(comm, told, "hear of the newest checkpoint")
+        if told is None:
+            return None
+        progress = Progress(**told[1])
+        self._take_on(None if found is None else found[1], progress)
+        self._written = progress.total
+        return told[0], progress, np.array(told[2])
+
+    def _look(self) -> tuple[str, Saved] | None:
+        """The newest checkpoint, if the training may go on from it. On rank 0."""
+        self._take_folder()
+        return files.newest(self._folder, self._check)
+
+    def _check(self, path: str, saved: Saved) -> None:
+        """Raise CheckpointError unless the training may go on from a checkpoint. On rank 0."""
+        if not self._resumes:
+            raise CheckpointError(
+                f"{self._folder} holds checkpoints of another training, the newest of {saved.progress}; go on from "
+                "it with resume=True (--resume), or give another folder"
+            )
+        trainer = self._trainer
+        check(path, saved, trainer.replica, self._settings, self._steps)
+        if self._same_data:
+            check_data(path, saved, self._data, self._settings["rows"])
+        kind, together_again = type(trainer).__name__, trainer.steps_together
+        check_way(path, saved, kind, together_again, self._choices, trainer.size)
+
+    def _take_folder(self) -> None:
+        prepare(self._folder, self._held)
+        self._is_mine = True
+
+    def told(self) -> dict[str, Any]:
+        """What this rank tells the others when a rank was lost. Local."""
+        return {"mine": self._is_mine, "saving": self._saving, "written": self._written}
+
+    def rejoin(self, sides: list[dict[str, Any]]) -> None:
+        """The ranks are others, and rank 0 may be a new one. sides: what all ranks have `told`. Collective."""
+        self._written = max(side["written"] for side in sides)
+        self._overdue |= not sides[0]["mine"] or any(side["saving"] for side in sides)
+        self._saving = False
+        self._choices = self._trainer._choices()
+        together(self._trainer._comm, lambda: self._take_folder() if self._chief and not self._is_mine else None)
+
+    def _check_room(self) -> None:
+        needed = sum(array.nbytes for array in self._memory.values())
+        if self._chief and (free := shutil.disk_usage(self._folder).free) < needed:
+            raise CheckpointError(
+                f"checkpoints can't be written to {self._folder}: one takes {needed:,} bytes, and {free:,} are free"
+            )
+
+    def _take_on(self, saved: Saved | None, progress: Progress) -> None:
+        """Give all ranks the state of a checkpoint, which rank 0 has read. Collective."""
+        trainer = self._trainer
+        comm = trainer._comm
+
+        def load() -> None:
+            try:
+                if saved is not None:
+                    trainer.replica.load_state(saved.state)
+            except ModelFileError as error:
+                raise CheckpointError(f"the checkpoint in {self._folder} is of another model: {error}") from error
+
+        together(comm, load)
+        together(comm, lambda: self._take_rates(progress.rates))
+        trainer._mirror(whole=False)
+        same = progress.ranks == trainer.size
+        packed = together(comm, lambda: [] if saved is None else self._packed(saved, same))
+        mine = model_file.unpacked(bytes_of_root(comm, packed, "hear what a checkpoint has of each rank"))
+        self.watching = _taken(mine, WATCHING)
+        if same:  # or else what is each rank's own can't be that of other ranks
+            together(comm, partial(take_own, trainer.replica, _taken(mine, REPLICA), mine, self._folder))
+
+    def _packed(self, saved: Saved, same: bool) -> list[bytes]:
+        """For each rank what was its own; on another number of ranks, what was rank 0's, for their callbacks."""
+        if same:
+            return [model_file.packed(local) for local in saved.local]
+        return [model_file.packed(saved.local[0])] * self._trainer.size
+
+    def _take_rates(self, rates: list[float]) -> None:
+        """Go on with the learning rates that a schedule had come to; a model file has those of its begin."""
+        if rates != self._trainer.replica.learning_rates:
+            self._trainer.replica.learning_rates = rates
+
+    # While it goes on
+
+    def wants(self) -> bool:
+        """Whether this rank says that it is time, by the clock; only rank 0 ever does. Local."""
+        late = self._unit == "seconds" and time.monotonic() - self._since >= self._count
+        return self._chief and (late or self._overdue)
+
+    def due(self, total: int, asked: bool) -> bool:
+        """Whether a checkpoint is to be written after `total` steps. asked: by a rank's `wants`. Local."""
+        return asked or (self._unit == "steps" and total // self._count > self._written // self._count)
+
+    def due_after(self, epochs: int) -> bool:
+        """Whether a checkpoint is to be written after so many epochs. Collective."""
+        if self._overdue:  # on all ranks
+            return True
+        if self._unit == "epochs":
+            return epochs % self._count == 0
+        asked = self._unit == "seconds"
+        if asked:
+            asked = root_value(self._trainer._comm, self.wants(), "hear whether it is time for a checkpoint")
+        return self.due(epochs * self._steps, asked)
+
+    def is_best(self, history: History) -> bool:
+        """Whether the last epoch is the best so far. Local, the same on all ranks."""
+        epochs = [epoch.as_dict() for epoch in history] if self._watched else []
+        values = [self._sign * epoch[self._watched] for epoch in epochs if self._watched in epoch]
+        return bool(values) and values[-1] < min((value for value in values[:-1] if value == value), default=math.inf)
+
+    def save(self, progress: Progress, callbacks: Callbacks, measured: np.ndarray, best: bool = False) -> None:
+        """Have a copy of everything written while the training goes on. Collective.
+
+        callbacks: this rank's. measured: the values of the steps of an unfinished epoch.
+        What the checkpoint before has met, a full disk say, is raised here, on all ranks.
+        """
+        trainer, self._saving = self._trainer, True
+        packed, watching = together(trainer._comm, partial(self._own, callbacks))
+        state = trainer._snapshot(self._memory)
+        everyone = bytes_to_root(trainer._comm, packed, "collect what each rank has of a checkpoint")
+        self._written, self._since = progress.total, time.monotonic()
+
+        def start() -> None:
+            replica = trainer.replica
+            local = [model_file.unpacked(each) for each in everyone]
+            local[0] |= watching  # which may be large, and does not change
+            saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured)
+            self._writer.start(partial(self._write, saved, best))
+
+        together(trainer._comm, lambda: start() if self._chief else None)
+        self._saving = self._overdue = False
+
+    def progress(self, history: History, epoch: int, step: int = 0, seconds: float = 0.0) -> Progress:
+        """How far the training is. Local."""
+        trainer = self._trainer
+        return Progress(
+            epoch=epoch,
+            step=step,
+            total=epoch * self._steps + step,
+            ranks=trainer.size,
+            seconds=seconds,
+            settings=self._settings | {"data": self._data},
+            shapes=[[name, list(shape)] for name, shape in trainer.replica.shapes().items()],
+            choices=self._choices,
+            rates=trainer.replica.learning_rates,
+            history=[each.as_dict() for each in history],
+        )
+
+    def _own(self, callbacks: Callbacks) -> tuple[bytes, dict[str, np.ndarray]]:
+        """What belongs to this rank alone, for a message, and what to its callbacks; the chief's stays out of it."""
+        self._writer.wait()
+        own = {f"{REPLICA}{name}": array for name, array in self._trainer.replica.local_state().items()}
+        watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}
+        own |= checkpoints.take()
+        return model_file.packed(own if self._chief else own | watching), watching
+
+    def _write(self, saved: Saved, best: bool) -> None:
+        """Write a checkpoint, and remove those that it makes superfluous. In the writer's thread."""
+        path = files.path_of(self._folder, saved.progress.total)
+        files.write(path, saved)
+        if best:
+            files.keep_as_best(path)
+        files.prune(self._folder, saved.progress.total, self._keep)
+
+    def check(self) -> None:
+        """Raise what the writing has met so far, on this rank. Local."""
+        self._writer.check()
+
+    def finish(self) -> None:
+        """Wait until all is on the disk. Raises CheckpointError, on this rank. Local."""
+        self._writer.wait()
+
+    def close(self) -> None:
+        """Wait for what is being written; what it meets is logged, since something else ends the fit. Local."""
+        self._writer.close()
+        self._memory.clear()
+        self._held.close()
+        self._is_mine = False
+
+
+def _taken(own: dict[str, np.ndarray], whose: str) -> dict[str, np.ndarray]:
+    """The arrays whose names begin with `whose`, which is taken off."""
+    return {name.removeprefix(whose): array for name, array in own.items() if name.startswith(whose)}
+
+
+def _fingerprint(batches: Batches, replica: Replica) -> Fingerprint:
+    """The fingerprint of the data. Leaves the random generators as they were. Raises DataError. Local."""
+    programs, own = checkpoints.take(), replica.local_state()
+    try:
+        return batches.fingerprint()
+    finally:
+        checkpoints.load(programs)
+        replica.load_local_state(own)
+
+
+def make_saver(
+    trainer: "Trainer", batches: Batches, checkpoint: Checkpoint | str | None, resume: bool, validates: bool
+) -> Saver | None:
+    """What `fit` was asked for. Raises ArgumentError, on this rank."""
+    if checkpoint is None:
+        if resume:
+            raise ArgumentError("resume=True goes on from a checkpoint: give the folder of them, checkpoint=...")
+        return None
+    known = trainer.replica.metrics
+    known += tuple(f"{VALIDATED}{name}" for name in known if validates)
+    given = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    return Saver(trainer, batches, given, resume, known)
+
+
+def prepare(folder: str, held: ExitStack) -> None:
+    """Make the folder where it is missing, and clean it of what killed writers have left. Raises CheckpointError.
+
+    held: keeps it for this training until it is closed.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        held.enter_context(files.in_use(folder))
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"room?")
+        files.clean(folder)
+    except OSError as error:
+        reason = f"{error.strerror or error}; give a folder that can be written to"
+        raise CheckpointError(f"checkpoints can't be written to {folder}: {reason}") from error
+
+
+def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], steps: int) -> None:
+    """Refuse a checkpoint that is no earlier state of this training. Raises CheckpointError.
+
+    settings: that must be the same. steps: of an epoch.
+    Raises UnusableError where an older checkpoint may do: this one is damaged.
+    """
+    progress = saved.progress
+    if saved.kind != type(replica).__name__:
+        kinds = f"of a {saved.kind}, and this one is a {type(replica).__name__}"
+        raise CheckpointError(f"{path} is of another model: {kinds}")
+    try:
+        [Epoch.of_dict(each) for each in progress.history]
+        there = [_described(*each) for each in progress.shapes]
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UnusableError(f"{path} is damaged: its history or its shapes can't be read: {error!r}") from error
+    here = [_described(name, shape) for name, shape in replica.shapes().items()]
+    for saved_one, own in itertools.zip_longest(there, here, fillvalue="no more parameters"):
+        if saved_one != own:
+            raise CheckpointError(f"{path} is of another model: it has {saved_one} where this one has {own}")
+    try:
+        replica.check_config(path, saved.config)
+    except ModelFileError as error:
+        raise CheckpointError(str(error)) from error
+    for name, value in settings.items():
+        if progress.settings.get(name) != value:
+            values = f"{name}={progress.settings.get(name)!r}, and this one has {name}={value!r}"
+            raise CheckpointError(f"{path} is of a training with {values}; give the same to go on from it")
+    if len(progress.rates) != len(replica.learning_rates):
+        counts = f"{len(progress.rates)} learning rates, and this one has {len(replica.learning_rates)}"
+        raise CheckpointError(f"{path} is of a training with {counts}")
+    if progress.step > steps or (progress.step and len(saved.measured[0]) != len(replica.metrics)):
+        raise UnusableError(f"{path} is damaged: step {progress.step} of {steps}")
+
+
+def check_data(path: str, saved: Saved, given: Fingerprint, rows: int) -> None:
+    """Refuse a checkpoint of other data than these; one of an older version has no fingerprint, and is taken.
+
+    Raises CheckpointError.
+    """
+    differs = data.difference(saved.progress.settings.get("data"), given, rows)
+    if differs:
+        raise CheckpointError(
+            f"{path} is of a training with other data: {differs}; give the same rows in the same order, or go on with "
+            "these on purpose: checkpoint=Checkpoint(folder, same_data=False), --other-data"
+        )
+
+
+def check_way(path: str, saved: Saved, kind: str, together: bool, choices: dict[str, str], ranks: int) -> None:
+    """Refuse, or say, what a trainer of this kind does in another way than the one that wrote the checkpoint.
+
+    Raises UnusableError for the middle of an epoch whose steps ranks do not take together.
+
+    together: whether its ranks take steps together. choices: what was chosen for the job. ranks: how many it has.
+    """
+    progress = saved.progress
+    if progress.step and not together:
+        raise UnusableError(f"{path} is of the middle of an epoch, and {kind} goes on from the end of one")
+    if progress.choices.get("allreduce") != choices.get("allreduce"):
+        chosen = f"{progress.choices.get('allreduce')} before, and by {choices.get('allreduce')} now"
+        log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)
+    if progress.ranks != ranks:
+        text = f"{progress.ranks} ranks, and this training has {ranks}"
+        log.warning("trainers: %s was written on %s: the last bits may differ, and random states do", path, text)
+
+
+def take_own(replica: Replica, local: dict[str, np.ndarray], own: dict[str, np.ndarray], folder: str) -> None:
+    """Take on what is a rank's own: its replica's `local` state, and the random numbers of the programs in `own`."""
+    try:
+        replica.load_local_state(local)
+        checkpoints.load(own)
+    except (ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+        text = f"the checkpoint in {folder} is damaged, or of another model"
+        raise CheckpointError(f"{text}: a rank can't go on with what is its own: {error!r}") from error
+
+
+def _described(name: str, shape: Any) -> str:
+    return f"{name} of shape {tuple(shape)}"

@@ -1,0 +1,41 @@
+"""A rank's part of an evaluation or a prediction. Local; a replica or a data set may raise anything."""
+
+from typing import Any
+
+import numpy as np
+
+from allreduce.arrays.chunks import chunk, segments
+from trainers.data import Samples
+from trainers.replica import Replica
+
+ROWS = 1024  # that a replica evaluates or predicts at a time
+
+
+def predicted(replica: Replica, x: np.ndarray, ranks: int, rank: int) -> np.ndarray:
+    """An array for the output of every row, of which the chunk of `rank` is filled."""
+    mine = chunk(len(x), ranks, rank)
+    parts = [replica.predict(x[part]) for part in segments(mine, ROWS)]
+    like = parts[0] if parts else replica.predict(x[:1])  # not every model can be fed with no rows
+    outputs = np.empty((len(x), *like.shape[1:]), like.dtype)
+    if parts:
+        np.concatenate(parts, out=outputs[mine])
+    return outputs
+
+
+def evaluated(replica: Replica, x: Any, y: np.ndarray | None, ranks: int, rank: int) -> np.ndarray:
+    """The sums of the replica's metrics over the rows in the chunk of `rank`; (metrics,) float64.
+
+    x, y: all rows, arrays; or Samples, and None.
+    """
+    sums = np.zeros(len(replica.metrics))
+    for part in segments(chunk(len(x), ranks, rank), ROWS):
+        sums += [float(value) for value in replica.evaluate(*_rows(replica, x, y, part))]
+    return sums
+
+
+def _rows(replica: Replica, x: Any, y: Any, part: slice) -> tuple[np.ndarray, np.ndarray]:
+    if not isinstance(x, Samples):
+        return x[part], y[part]
+    batch = x.take(np.arange(part.start, part.stop))
+    replica.check_batch(*batch)
+    return batch

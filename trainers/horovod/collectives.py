@@ -1,0 +1,410 @@
+"""The collectives of Horovod's API. Each is described once; `Collective` makes the functions that Horovod has of it.
+
+A description checks the arguments of a call and submits it; module `calls` does the work. A name stands for the same
+call on all ranks of the process set, which may come to their names in any order; calls of a kind without a name are
+matched by their number. An argument that makes no sense raises an ArgumentError (a ValueError) at once. When the
+ranks' arguments differ, all ranks raise a MismatchError, for an asynchronous call in `synchronize`.
+
+Derivatives are Horovod's: the gradient of an allgather or a broadcast is the average of the ranks' gradients, not
+their sum; the gradient of an allreduce is the same allreduce of the gradients.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from allreduce.engine.negotiation import Side
+from allreduce.torch_backend.reduce import Reduction, sparse_all_reduce
+from trainers.horovod import arguments, calls, session
+from trainers.horovod.arguments import Op
+from trainers.horovod.calls import submit, synchronize
+from trainers.horovod.compression import Compression, Compressor
+from trainers.horovod.errors import AdasumError, ArgumentError, internal
+from trainers.horovod.session import ProcessSet, global_process_set
+
+__all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum", "barrier", "join"]
+__all__ += ["allreduce", "allreduce_", "allreduce_async", "allreduce_async_"]
+__all__ += ["grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"]
+__all__ += ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
+__all__ += ["alltoall", "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
+__all__ += ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
+__all__ += ["sparse_allreduce", "sparse_allreduce_async"]
+
+Average, Sum, Adasum, Min, Max, Product = Op
+
+
+class Form:
+    """One form of a collective: of one tensor or of several ("grouped_..."), into new tensors or in place ("..._").
+
+    kind: its name in messages. overwrites: the call writes its result into the tensors that it is given.
+    """
+
+    def __init__(self, name: str, overwrites: bool, grouped: bool, in_place: bool) -> None:
+        self.kind, self.first = (f"grouped_{name}", "tensors") if grouped else (name, "tensor")
+        self.overwrites, self.grouped, self.in_place = overwrites, grouped, in_place
+
+    def checked(self, given: Any) -> list[torch.Tensor]:
+        """The tensors of a call. Raises ArgumentError."""
+        tensors = list(given) if self.grouped else [given]
+        arguments.tensors(self.kind, tensors, rows=not self.overwrites)
+        return tensors
+
+    def taken(self, given: Any) -> list[torch.Tensor]:
+        """The tensors for the work of a call: the caller's memory, or copies that may be overwritten."""
+        tensors = self.checked(given)
+        if self.in_place:
+            return tensors
+        return [tensor.detach().clone() if self.overwrites else tensor.detach() for tensor in tensors]
+
+
+class Collective:
+    """A collective, and the functions that Horovod has of it.
+
+    describe: describe(form, tensor, ...) checks the arguments and submits the call. The functions have its signature
+        and its docstring; those of several tensors take `tensors` instead of `tensor`.
+    backward: backward(ctx, gradients of the results) -> gradients of the tensors.
+    overwrites: as of Form. compresses: whether the function that waits takes `compression` too, after `name`.
+    """
+
+    def __init__(
+        self,
+        describe: Callable[..., int],
+        backward: Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        *,
+        overwrites: bool = False,
+        compresses: bool = False,
+    ) -> None:
+        self.describe, self.backward = describe, backward
+        self._overwrites, self._compresses = overwrites, compresses
+        self._name = describe.__name__.removeprefix("_")
+
+    def asynchronous(self, *, grouped: bool = False, in_place: bool = False) -> Callable[..., int]:
+        """The function that returns a handle at once."""
+        form, describe = Form(self._name, self._overwrites, grouped, in_place), self.describe
+
+        def call(*args: Any, **options: Any) -> int:
+            if form.first in options:
+                args = (options.pop(form.first), *args)
+            return describe(form, *args, **options)
+
+        return self._published(call, form, "_async", self._signature(form, returns=int))
+
+    def synchronous(self, *, grouped: bool = False, in_place: bool = False) -> Callable[..., Any]:
+        """The function that waits for its result; where it returns new tensors, it has a derivative."""
+        form = Form(self._name, self._overwrites, grouped, in_place)
+        compresses = self._compresses and not in_place
+        signature = self._signature(form, Sequence[torch.Tensor] if grouped else torch.Tensor, compresses)
+        begin = self.asynchronous(grouped=grouped, in_place=in_place)
+
+        def overwrite(*args: Any, **options: Any) -> Any:
+            return synchronize(begin(*args, **options))
+
+        def call(*args: Any, **options: Any) -> Any:
+            bound = signature.bind(*args, **options)
+            bound.apply_defaults()
+            options = bound.arguments
+            tensors = form.checked(options.pop(form.first))
+            if not compresses:
+                results = Differentiable.apply(self, form, options, *tensors)
+                return results if grouped or len(results) > 1 else results[0]
+            compression = options.pop("compression")
+            short, contexts = zip(*map(compression.compress, tensors), strict=True)
+            results = Differentiable.apply(self, form, options, *short)
+            whole = [compression.decompress(*each) for each in zip(results, contexts, strict=True)]
+            return whole if grouped else whole[0]
+
+        return self._published(overwrite if in_place else call, form, "", signature)
+
+    def _signature(self, form: Form, returns: Any, compresses: bool = False) -> inspect.Signature:
+        _, given, *rest = inspect.signature(self.describe).parameters.values()
+        annotation = Sequence[torch.Tensor] if form.grouped else torch.Tensor
+        parameters = [given.replace(name=form.first, annotation=annotation), *rest]
+        if compresses:
+            behind = 1 + [each.name for each in parameters].index("name")
+            compression = given.replace(name="compression", default=Compression.none, annotation=type[Compressor])
+            parameters.insert(behind, compression)
+        return inspect.Signature(parameters, return_annotation=returns)
+
+    def _published(self, call: Callable[..., Any], form: Form, suffix: str, signature: inspect.Signature) -> Any:
+        """`call` with the name, the signature and the docstring that users see."""
+        what, _, rest = (inspect.getdoc(self.describe) or "").partition("\n\n")
+        where = "Overwrites what it is given" if form.in_place else "Returns new tensors"
+        if suffix:
+            where = f"{where.replace('Returns', 'Makes')}. Returns a handle for `synchronize` and `poll` at once"
+        call.__doc__ = f"{what}\n\n{where}. {'Local' if suffix else 'Collective'}.\n\n{rest}".rstrip()
+        call.__name__ = call.__qualname__ = f"{form.kind}{suffix}{'_' if form.in_place else ''}"
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+
+class Differentiable(torch.autograd.Function):
+    """A call that waits, and its derivative. ctx.rows: of the tensors. ctx.extra: results without a derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, collective: Collective, form: Form, options: dict[str, Any], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        results = synchronize(collective.describe(form, tensors if form.grouped else tensors[0], **options))
+        results = results if isinstance(results, tuple) else (results,)
+        ctx.collective, ctx.form, ctx.options = collective, form, options
+        ctx.rows = [len(tensor) if tensor.dim() else 0 for tensor in tensors]
+        ctx.extra = results[len(tensors) :]
+        ctx.mark_non_differentiable(*ctx.extra)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, None, None, *ctx.collective.backward(ctx, gradients[: len(ctx.rows)])
+
+
+def _allreduce(
+    form: Form,
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Reduce tensors of the same shape and dtype over all ranks.
+
+    op: Average by default. average: Horovod's old argument for Average and Sum. prescale_factor, postscale_factor: by
+    which tensors are multiplied before and after.
+    """
+    members = session.members(process_set)
+    tensors, how = form.taken(tensor), arguments.operation(op, average)
+    arguments.reduces(form.kind, how, tensors)
+    scales = arguments.factors(form.kind, (prescale_factor, postscale_factor))
+    alike = f"{tensors[0].dtype} on {tensors[0].device.type}; {how.name}, {scales}"
+    side = Side(
+        [form.kind, [arguments.layout(each) for each in tensors], int(how), *scales],
+        joinable=True,
+        what=f"{arguments.shown(tensors)}; {how.name}, {scales}",
+        kin="" if form.grouped or how == Adasum else alike,
+        nbytes=sum(each.nbytes for each in tensors),
+    )
+    return submit(members, form.kind, name, side, tensors, calls.Reducing(members, tensors, how, scales), form.grouped)
+
+
+def _allreduce_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return Differentiable.apply(ctx.collective, ctx.form, {**ctx.options, "name": None}, *gradients)
+
+
+_ALLREDUCE = Collective(_allreduce, _allreduce_backward, overwrites=True, compresses=True)
+allreduce = _ALLREDUCE.synchronous()
+allreduce_ = _ALLREDUCE.synchronous(in_place=True)
+allreduce_async = _ALLREDUCE.asynchronous()
+allreduce_async_ = _ALLREDUCE.asynchronous(in_place=True)
+grouped_allreduce = _ALLREDUCE.synchronous(grouped=True)
+grouped_allreduce_ = _ALLREDUCE.synchronous(grouped=True, in_place=True)
+grouped_allreduce_async = _ALLREDUCE.asynchronous(grouped=True)
+grouped_allreduce_async_ = _ALLREDUCE.asynchronous(grouped=True, in_place=True)
+
+
+def _allgather(form: Form, tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Join the tensors of all ranks along the first dimension, in which alone they may differ."""
+    members, tensors = session.members(process_set), form.taken(tensor)
+    same = [form.kind, [arguments.layout(each, rows=True) for each in tensors]]
+    side = Side(same, [len(each) for each in tensors], what=arguments.shown(tensors))
+
+    def work(sides: Any) -> list[torch.Tensor]:
+        rows = zip(*sides, strict=True)  # by tensor, then by rank
+        return [calls.all_gather(members, *pair) for pair in zip(tensors, rows, strict=True)]
+
+    return submit(members, form.kind, name, side, tensors, work, form.grouped)
+
+
+def _allgather_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The rows of the averages that come from this rank's tensors."""
+    process_set = ctx.options["process_set"]
+    mean = grouped_allreduce(gradients, op=Average, process_set=process_set)
+    everyone = allgather(torch.tensor([ctx.rows]), process_set=process_set)
+    before = everyone[: session.members(process_set).rank].sum(0).tolist()
+    return [each.narrow(0, *span) for each, *span in zip(mean, before, ctx.rows, strict=True)]
+
+
+_ALLGATHER = Collective(_allgather, _allgather_backward)
+allgather = _ALLGATHER.synchronous()
+allgather_async = _ALLGATHER.asynchronous()
+grouped_allgather = _ALLGATHER.synchronous(grouped=True)
+grouped_allgather_async = _ALLGATHER.asynchronous(grouped=True)
+
+
+def _broadcast(
+    form: Form, tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Give all ranks the tensor of rank `root_rank`, a number of the world in all process sets."""
+    members, (taken,) = session.members(process_set), form.taken(tensor)
+    if root_rank not in members.ranks:
+        raise ArgumentError(f"broadcast: root_rank={root_rank!r} is none of the ranks {members.ranks}")
+    same = ["broadcast", arguments.layout(taken), int(root_rank)]
+
+    def work(_: Any) -> list[torch.Tensor]:
+        members.mover.broadcast(taken, members.ranks.index(root_rank))
+        return [taken]
+
+    side = Side(same, what=f"{arguments.shown([taken])} from rank {root_rank}")
+    return submit(members, form.kind, name, side, [taken], work)
+
+
+def _broadcast_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    mean = allreduce(*gradients, op=Average, process_set=ctx.options["process_set"])
+    return [mean if session.rank() == ctx.options["root_rank"] else torch.zeros_like(mean)]
+
+
+_BROADCAST = Collective(_broadcast, _broadcast_backward, overwrites=True)
+broadcast = _BROADCAST.synchronous()
+broadcast_ = _BROADCAST.synchronous(in_place=True)
+broadcast_async = _BROADCAST.asynchronous()
+broadcast_async_ = _BROADCAST.asynchronous(in_place=True)
+
+
+def _alltoall(
+    form: Form,
+    tensor: Any,
+    splits: "torch.Tensor | Sequence[int] | None" = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Send rows of a tensor to each rank, and receive theirs.
+
+    splits: how many rows go to each rank, one after another; by default equally many. The result is a pair: the rows
+    that came, in the order of the ranks, and how many came from each (int32, or the dtype of `splits`).
+    """
+    members, (source,) = session.members(process_set), form.taken(tensor)
+    mine = arguments.splits(source, splits, members.size)
+    dtype = splits.dtype if isinstance(splits, torch.Tensor) else torch.int32
+
+    def work(sides: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        output, received = calls.all_to_all(members, source, sides)
+        return [(output, torch.tensor(received, dtype=dtype))]
+
+    what = f"{arguments.shown([source])}, splits {mine}"
+    side = Side(["alltoall", arguments.layout(source, rows=True)], mine, what=what)
+    return submit(members, form.kind, name, side, [source], work)
+
+
+def _alltoall_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Send every row's gradient back to where the row came from; rows that were not sent have the gradient 0."""
+    back, _ = synchronize(alltoall_async(*gradients, *ctx.extra, process_set=ctx.options["process_set"]))
+    rest = back.new_zeros((ctx.rows[0] - len(back), *back.shape[1:]))
+    return [torch.cat([back, rest])]
+
+
+_ALLTOALL = Collective(_alltoall, _alltoall_backward)
+_alltoall_pair = _ALLTOALL.synchronous()
+alltoall_async = _ALLTOALL.asynchronous()
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: "torch.Tensor | Sequence[int] | None" = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> "torch.Tensor | tuple[torch.Tensor, torch.Tensor]":
+    """Send rows to each rank and receive theirs; with `splits`, how many came from each as well. Collective.
+
+    See `alltoall_async`.
+    """
+    output, received = _alltoall_pair(tensor, splits, name, process_set)
+    return output if splits is None else (output, received)
+
+
+def _reducescatter(
+    form: Form,
+    tensor: Any,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Reduce tensors over all ranks; every rank keeps its share of the rows, the first ranks one more where needed."""
+    members, tensors = session.members(process_set), form.taken(tensor)
+    how = arguments.operation(op, None)
+    if how == Adasum:
+        raise AdasumError(f"{form.kind}: there is no Adasum of parts; use hvd.allreduce")
+    arguments.reduces(form.kind, how, tensors)
+    scales = arguments.factors(form.kind, (prescale_factor, postscale_factor))
+    same = [form.kind, [arguments.layout(each) for each in tensors], int(how), *scales]
+    side = Side(same, what=f"{arguments.shown(tensors)}; {how.name}, {scales}")
+
+    def work(_: Any) -> list[torch.Tensor]:
+        return [calls.reduce_scatter(members, each, how, scales) for each in tensors]
+
+    return submit(members, form.kind, name, side, tensors, work, form.grouped)
+
+
+def _reducescatter_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    options, process_set = ctx.options, ctx.options["process_set"]
+    factor = options["prescale_factor"] * options["postscale_factor"]
+    if options["op"] == Sum:
+        factor *= session.members(process_set).size
+    return grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set)
+
+
+_REDUCESCATTER = Collective(_reducescatter, _reducescatter_backward, compresses=True)
+reducescatter = _REDUCESCATTER.synchronous()
+reducescatter_async = _REDUCESCATTER.asynchronous()
+grouped_reducescatter = _REDUCESCATTER.synchronous(grouped=True)
+grouped_reducescatter_async = _REDUCESCATTER.asynchronous(grouped=True)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of the process set have come here."""
+    side = Side("barrier", what="hvd.barrier")
+    synchronize(submit(session.members(process_set), "barrier", None, side, [], lambda _: [None]))
+
+
+def join(device: int = -1) -> int:
+    """Have no more data: take part in the others' calls of allreduce until all ranks have joined. Collective.
+
+    This rank brings zeros to sums and averages (which are still divided by all ranks), and to other operations what
+    changes nothing. Other collectives raise a MismatchError meanwhile. Returns the rank that joined last.
+    device: Horovod's; of no use here.
+    """
+    came: list[int] = []
+    members = session.members(global_process_set)
+    try:
+        members.lane.join(came.append).wait()
+    except Exception as error:
+        raise internal(error) from error
+    members.begin_numbers()
+    return came[0]
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Add up, or average, sparse tensors (COO) of one shape on all ranks, with any number of entries on each.
+
+    Returns a function that waits for the result, a new coalesced tensor.
+    """
+    members = session.members(process_set)
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
+        raise ArgumentError("sparse_allreduce takes sparse tensors (torch.sparse_coo); hvd.allreduce takes dense ones")
+    if op not in (Average, Sum):
+        raise ArgumentError(f"sparse_allreduce makes hvd.Sum and hvd.Average, not {op!r}")
+    if not tensor.is_floating_point() and op == Average:
+        raise ArgumentError(f"sparse_allreduce: there is no average of {tensor.dtype}")
+    mine = tensor.detach()
+
+    def work(_: Any) -> list[torch.Tensor]:
+        result = mine.clone()
+        sparse_all_reduce(members.reducer.backend(), result, Reduction("mean" if op == Average else "sum"))
+        return [result]
+
+    same = ["sparse", arguments.layout(tensor), tensor.sparse_dim(), int(op)]
+    side = Side(same, what=f"{arguments.shown([tensor])}, sparse; {Op(op).name}")
+    handle = submit(members, "sparse_allreduce", name, side, [tensor], work)
+    return lambda: synchronize(handle)
+
+
+def sparse_allreduce(
+    tensor: torch.Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """The reduction of sparse tensors itself; see `sparse_allreduce_async`. Collective."""
+    return sparse_allreduce_async(tensor, name, op, process_set)()

@@ -1,0 +1,1 @@
+"""Failed ranks, ranks that join, and SIGTERM."""

@@ -1,0 +1,180 @@
+"""SIGTERM, which clusters send before the time of a job runs out: what was trained is written down, and the job ends.
+
+The signal may come to all ranks or to one of them (`mpirun` and `srun` hand it on to all). While a trainer fits, a
+rank that has it asks all to stop after the step, by the flag that travels with the gradients; a checkpoint is written,
+where they are, and then every rank ends with exit code 143 (128 + 15), as a program does that the signal has ended: so
+`train && evaluate` does not go on with half a model, and whoever starts it again sees that it is not done. Outside of a
+fit, and where the program has a handler of its own, nothing changes.
+"""
+
+import functools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.health import abort
+from allreduce.transport import processes
+from allreduce.transport.control import combine
+from trainers.watching.callback import Callback, Logs
+
+CODE = 128 + signal.SIGTERM
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+_here: list[bool] = []  # whether SIGTERM has come, for each open block; no block, no handler of ours
+_missed: list[bool] = []  # it came to a block that an error has ended, which the program may have caught
+
+
+class Terminated(SystemExit):
+    """The job was asked to end by SIGTERM, and all ranks have heard of it. Uncaught, it ends the program with 143.
+
+    ranks: as of errors.TrainerError.
+    """
+
+    ranks: tuple[int, ...] | None = None
+
+    def __init__(self, text: str) -> None:
+        super().__init__(CODE)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Terminating(Callback):
+    """Inside of this block SIGTERM ends nothing: `here` and `asked` say that it has come. Local, in the main thread.
+
+    comm: a communicator of the ranks that train together, for `asked`; `topology.world` say.
+
+        with Terminating(topology.world) as sigterm:
+            for x, y in batches:
+                ...
+                if sigterm.asked():  # on any rank
+                    save()
+                    sys.exit(trainers.recovery.terminating.CODE)
+
+    As a callback it ends the fit of a trainer; `fit` has one already.
+    """
+
+    collective = True  # all ranks of a fit have one
+    reads_batches = False
+
+    def __init__(self, comm: MPI.Intracomm | None = None) -> None:
+        self._comm = comm
+        self.heard = False  # all ranks know that it has come to one of them
+        self._entered = False
+
+    @property
+    def here(self) -> bool:
+        """Whether the signal has come to this rank, in this block. Local."""
+        return self._entered and any(_here)
+
+    def asked(self) -> bool:
+        """Whether the signal has come to any rank. Collective: an all-reduce of one number."""
+        comm = self.trainer._comm if self._comm is None else self._comm
+        self.heard = bool(combine(comm, np.array([self.here], np.int64), "hear of SIGTERM", MPI.MAX)[0])
+        return self.heard
+
+    def __enter__(self) -> "Terminating":
+        free = bool(_here) or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if free and threading.current_thread() is threading.main_thread():
+            self._entered = True
+            _here.append(bool(_missed))
+            _missed.clear()
+            signal.signal(signal.SIGTERM, _note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._entered:
+            return
+        came = self.here
+        self._entered = False
+        _here.pop()
+        if _here:
+            _here[-1] |= came and not self.heard
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if came and not self.heard:  # nobody has looked since
+            if kind is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:  # the error is told first; where it is caught, the next block hears of the signal
+                _missed.append(True)
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        if self.here:
+            self.trainer.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if self.here:
+            self.trainer.stop_training = True
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        if self.here:
+            self.trainer.stop_training = True
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self.asked()
+
+
+def _note(number: int, frame: object) -> None:
+    _here[:] = [True] * len(_here)
+
+
+# A forked child is no rank, and who sends it SIGTERM (a Pool that closes) waits for its end. Until the child has let go
+# of the handler the signal is held back, or Python would forget it.
+
+
+def _hold_back() -> None:
+    if _here:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_through() -> None:
+    if _here:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _let_go() -> None:
+    if _here:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _let_through()
+
+
+os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_let_go)
+
+
+def stops_at_sigterm(fit: Callable[P, ResultT]) -> Callable[P, ResultT]:
+    """A trainer's `fit` that SIGTERM stops: all ranks raise Terminated then, when the checkpoint is written."""
+
+    @functools.wraps(fit)
+    def stopping(*args: P.args, **options: P.kwargs) -> ResultT:
+        users: Any = options.get("callbacks", ())
+        with Terminating() as sigterm:
+            if isinstance(users, list | tuple):
+                options["callbacks"] = (sigterm, *users)  # first, so that no other one's error keeps a rank from it
+            result = fit(*args, **options)
+            if sigterm.heard:
+                raise _terminated(args[0], options.get("checkpoint"))
+        return result
+
+    return stopping
+
+
+def _terminated(trainer: Any, checkpoint: Any) -> Terminated:
+    """What all ranks raise; the first of them says it."""
+    folder = getattr(checkpoint, "folder", checkpoint)
+    kept = "there is no checkpoint of it; fit(..., checkpoint=...) writes one (--checkpoint)"
+    if folder is not None:
+        kept = f"its newest checkpoint is in {folder}; resume=True (--resume) goes on from there"
+    error = Terminated(f"SIGTERM: the training has been stopped; {kept}")
+    error.ranks = processes.world_ranks(trainer._comm)
+    if trainer.rank == 0:
+        print(error, file=sys.stderr, flush=True)
+        abort.write_down(str(error))
+    return error

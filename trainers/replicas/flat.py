@@ -1,0 +1,185 @@
+"""What replicas have in common whose framework's arrays can't lie in the trainer's memory: JAX's and Keras'.
+
+Parameters and gradients are copied into flat memory, and the optimizer works on all of them or on a slice.
+"""
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainers.errors import ArgumentError, ModelFileError
+from trainers.replica import Replica, reserved
+
+
+class Layout:
+    """Arrays one after the other in flat memory. parts: the slice of each; length: of all of them."""
+
+    def __init__(self, shapes: Iterable[Sequence[int]]) -> None:
+        self._shapes = [tuple(shape) for shape in shapes]
+        ends = list(itertools.accumulate(map(math.prod, self._shapes), initial=0))
+        self.parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+        self.length = ends[-1]
+
+    def views(self, flat: Any) -> list[Any]:
+        """The arrays in `flat`: views of NumPy memory, or slices of a JAX array."""
+        return [flat[part].reshape(shape) for part, shape in zip(self.parts, self._shapes, strict=True)]
+
+    def write(self, arrays: Iterable[Any], flat: np.ndarray) -> None:
+        """Copy arrays into flat NumPy memory, once; JAX's are waited for. None stands for zeros."""
+        for array, place in zip(arrays, self.views(flat), strict=True):
+            np.copyto(place, 0 if array is None else np.asarray(array))
+
+
+class FlatOptimizer(ABC):
+    """An optimizer on the arrays of a layout, or on a slice of the flat parameters; its state has named entries.
+
+    names: of the entries. elementwise: those with one number for each parameter; a framework has such an entry as one
+        array for each of the layout's, or as one array for the slice. All other entries are one array.
+    part: the slice whose state is here; None when it is that of all parameters.
+    """
+
+    part: slice | None = None
+
+    def __init__(self, layout: Layout, names: Iterable[str], elementwise: Iterable[str]) -> None:
+        self.layout, self.names, self.elementwise = layout, tuple(names), tuple(elementwise)
+
+    @abstractmethod
+    def refusal(self) -> str:
+        """Why it can't work on slices, or ""."""
+
+    @abstractmethod
+    def entries(self) -> Mapping[str, list[Any]]:
+        """The framework's arrays of each entry."""
+
+    @staticmethod
+    @abstractmethod
+    def on_host(array: Any, /) -> np.ndarray:
+        """One of the framework's arrays as a file can hold it; may be a view, and read-only."""
+
+    @abstractmethod
+    def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
+        """Make the state that of a slice, or of all parameters, from copies of these arrays."""
+
+    @property
+    @abstractmethod
+    def learning_rates(self) -> list[float]:
+        """Those that can be set."""
+
+    @learning_rates.setter
+    @abstractmethod
+    def learning_rates(self, rates: Sequence[float]) -> None: ...
+
+    def narrow(self, part: slice) -> None:
+        """Have the state of a slice alone, made from that of all parameters."""
+        if self.part != part:
+            self.widen()
+            whole = self.pack({})
+            self.write(part, {name: [whole[name][part] if name in self.elementwise else whole[name]] for name in whole})
+
+    def widen(self) -> None:
+        """Have the state of all parameters again; of other slices than this one's it is zero."""
+        if self.part is not None:
+            self.load(self.pack({}))
+
+    def pack(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
+        """The state as copies in `memory`, by name; of a slice's the rest is zero."""
+        held = {}
+        for name, entry in self.entries().items():
+            if name in without:
+                continue
+            arrays = [self.on_host(array) for array in entry]
+            shape = (self.layout.length,) if name in self.elementwise else arrays[0].shape
+            place = held[name] = reserved(memory, name, shape, arrays[0].dtype)
+            if name not in self.elementwise:
+                place[...] = arrays[0]
+            elif self.part is None:
+                self.layout.write(arrays, place)
+            else:
+                place[:] = 0
+                place[self.part] = arrays[0]
+        return held
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take on what `pack` gave, as the state of all parameters. ModelFileError when it is another one's."""
+        made = {}
+        for name, entry in self.entries().items():
+            elementwise = name in self.elementwise
+            shape = (self.layout.length,) if elementwise else self.on_host(entry[0]).shape
+            if name not in arrays or arrays[name].shape != shape:
+                found = f"{arrays[name].shape}" if name in arrays else "missing"
+                raise ModelFileError(f"the saved model is another one: {name} is {found} there and {shape} here")
+            made[name] = self.layout.views(arrays[name]) if elementwise else [arrays[name]]
+        self.write(None, made)
+
+    def elements(self, name: str) -> np.ndarray:
+        """An elementwise entry, of the slice alone."""
+        return self.on_host(self.entries()[name][0])
+
+
+class FlatReplica(Replica):
+    """What a trainer asks of the optimizer and of the flat memory. The subclass makes both.
+
+    settable: how an optimizer is made whose learning rate can be set, for an error.
+    """
+
+    settable: str
+    _optimizer: FlatOptimizer
+    _buffer: Any
+    _memory: Any = None  # which a trainer gave for the parameters
+
+    @property
+    def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self._optimizer.elementwise
+
+    @property
+    def updated(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self._optimizer.names
+
+    @property
+    def learning_rates(self) -> list[float]:
+        return self._optimizer.learning_rates
+
+    @learning_rates.setter
+    def learning_rates(self, rates: Sequence[float]) -> None:
+        settable = len(self.learning_rates)
+        if len(rates) != settable:
+            raise ArgumentError(
+                f"{len(rates)} learning rates for {settable} that can be set; {self.settable} to have one"
+            )
+        self._optimizer.learning_rates = list(rates)
+
+    def bind(self, buffer: Any) -> None:
+        self._check_buffer("gradient", buffer)
+        self._optimizer.widen()
+        self._buffer = buffer
+
+    def bind_parameters(self, buffer: Any) -> None:
+        self._check_buffer("parameter", buffer)
+        if reason := self._optimizer.refusal():
+            raise ArgumentError(reason)
+        self._optimizer.widen()
+        self._move(buffer)
+        self._memory = buffer
+
+    @abstractmethod
+    def _move(self, buffer: Any) -> None:
+        """Leave the parameters in `buffer`, where they will be trained."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        return self.snapshot({})
+
+    def elements(self, name: str, part: slice) -> np.ndarray:
+        if self._optimizer.part == self._own(part):
+            return self._optimizer.elements(name)
+        return super().elements(name, part)
+
+    def _own(self, part: slice) -> slice:
+        """The part of a slice that lies in the optimizer's parameters, ahead of statistics."""
+        return slice(*(min(end, self._optimizer.layout.length) for end in (part.start, part.stop)))
+
+    def _input(self, array: np.ndarray) -> np.ndarray:
+        return array.astype(self.gradient_dtype, copy=False) if array.dtype.kind == "f" else array

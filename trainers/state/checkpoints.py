@@ -1,0 +1,157 @@
+"""What a user says of checkpoints: where they go, how often they are written, and which are kept. No MPI."""
+
+import logging
+import math
+import os
+import random
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainers.errors import ArgumentError
+
+NOTATION = re.compile(r"(?:(\d+(?:\.\d+)?)\s*)?([a-z]+)")
+UNITS = {"step": "steps", "steps": "steps", "epoch": "epochs", "epochs": "epochs"}
+SECONDS = {
+    "s": 1, "second": 1, "seconds": 1, "min": 60, "minute": 60, "minutes": 60, "h": 3600, "hour": 3600, "hours": 3600,
+}  # fmt: skip
+MODES = ("auto", "min", "max")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where and when a training is written down, so that it can go on after it was killed.
+
+    folder: of this training alone; it is made when it is missing. Rank 0 writes there, and alone needs it; it also
+        needs memory for a copy of the model and the optimizer's state, which a thread writes.
+    every: "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", "2 hours". The end of a training, and a
+        step at which a callback stops it, are written as well.
+    keep: how many of the newest checkpoints stay.
+    best: a name in the history ("loss", "accuracy", "validation_loss", ...): the checkpoint of the epoch in which it
+        was best is kept as best.npz.
+    mode: whether the lowest ("min") or the highest ("max") is the best; "auto": the lowest loss or error, the highest
+        of anything else.
+    same_data: whether a training that is resumed must have the rows of the one before, in the same order, of which some
+        are compared; False to go on with others on purpose (as many of them).
+
+    Random numbers that a data set draws (Python's, NumPy's, the framework's own) go on exactly with prefetch=False:
+    batches that were fetched ahead have drawn theirs when the state is taken.
+
+    Raises ArgumentError.
+    """
+
+    folder: str
+    every: str = "epoch"
+    keep: int = 3
+    best: str = ""
+    mode: str = "auto"
+    same_data: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder) or "\0" in str(self.folder):
+            raise ArgumentError(f"Checkpoint({self.folder!r}): give the name of a folder")
+        object.__setattr__(self, "folder", os.fspath(self.folder))
+        period(self.every)
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
+            raise ArgumentError(f"Checkpoint: keep must be an integer >= 1, got {self.keep!r}")
+        if not isinstance(self.same_data, bool):
+            raise ArgumentError(f"Checkpoint: same_data must be True or False, got {self.same_data!r}")
+        if self.mode not in MODES or not isinstance(self.best, str):
+            raise ArgumentError(
+                f"Checkpoint(best={self.best!r}, mode={self.mode!r}): give a name in the history, and one of "
+                f"{', '.join(MODES)}"
+            )
+
+    @property
+    def lowest_is_best(self) -> bool:
+        return self.mode == "min" or (self.mode == "auto" and self.best.endswith(("loss", "error")))
+
+
+def period(every: str) -> tuple[float, str]:
+    """What `every` means: so many "steps", "epochs" or "seconds". Raises ArgumentError."""
+    match = NOTATION.fullmatch(every.strip().lower()) if isinstance(every, str) else None
+    count, word = (float(match[1] or 1), match[2]) if match else (0.0, "")
+    if word in SECONDS and 0 < count < math.inf:
+        return count * SECONDS[word], "seconds"
+    if word in UNITS and count >= 1 and count.is_integer():
+        return count, UNITS[word]
+    raise ArgumentError(
+        f'every={every!r} makes no sense: say it as "epoch", "5 epochs", "500 steps", "30 seconds", '
+        '"10 minutes" or "2 hours"'
+    )
+
+
+log = logging.getLogger("trainers")
+
+
+class Writer:
+    """Does one piece of work at a time in a thread; its error is raised where it is waited for."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Begin with `work`, after what was begun before. Raises what that raised."""
+        self.wait()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # the thread has nobody to raise it to
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="writes checkpoints", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what the work has raised, if it has; wait for nothing."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def wait(self) -> None:
+        """Wait for the work. Raises what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def close(self) -> None:
+        """Wait for the work; what it raised is logged."""
+        try:
+            self.wait()
+        except Exception as error:
+            log.error("trainers: %s", error)
+
+
+WORDS = 624  # of the generator's state
+PYTHON, NUMPY = "random.python", "random.numpy"
+
+
+def take() -> dict[str, np.ndarray]:
+    """The state as arrays."""
+    version, words, gauss = random.getstate()
+    _, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        PYTHON: np.array([version, *words], np.int64),
+        f"{PYTHON}.gauss": np.array([] if gauss is None else [gauss]),
+        NUMPY: np.array([place, has_gauss, *keys], np.int64),
+        f"{NUMPY}.gauss": np.array([cached]),
+    }
+
+
+def load(state: dict[str, np.ndarray]) -> None:
+    """Go on with what `take` returned. Anything else raises one of a few usual errors, before anything is changed."""
+    version, *words = state[PYTHON].tolist()
+    gauss = state[f"{PYTHON}.gauss"].tolist()
+    place, has_gauss, *keys = state[NUMPY].tolist()
+    (cached,) = state[f"{NUMPY}.gauss"].tolist()
+    if len(keys) != WORDS or not 0 <= place <= WORDS or has_gauss not in (0, 1):
+        raise ValueError(f"NumPy's random state has {len(keys)} words, the next of them {place}")  # it would be read
+    numbers = np.array(keys, np.uint32)
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    np.random.set_state(("MT19937", numbers, place, has_gauss, cached))

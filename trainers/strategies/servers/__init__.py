@@ -1,0 +1,1 @@
+"""An asynchronous parameter server: servers, workers, and the messages between them."""
