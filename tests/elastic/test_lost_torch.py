@@ -47,7 +47,7 @@ def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatc
         optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=topology)
         group = optimizer._parts.reducer.group
         with monkeypatch.context() as patch:
-            patch.setattr("trainers.pytorch.assembly.losses.in_force", lambda: True)
+            patch.setattr("trainers.pytorch.assembly.ulfm.in_force", lambda: True)
             patch.setattr(Assembly, "_make", lost)
             with pytest.raises(RankLostError):
                 optimizer._parts.rebuild(group)
