@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from allreduce.doctor import gpus, host, mpi, network, pairs
 from allreduce.doctor.findings import Finding, Needs, Rank, exit_code, grouped, named, problem, report
 from allreduce.errors import OptionError
-from allreduce.files import replacing
+from allreduce.files import replacing, writable
 from allreduce.health import abort
 from allreduce.notices import on_terminal
 from allreduce.topology import Topology
@@ -171,13 +171,7 @@ def _progress(shown: bool) -> Tell:
 
 def check_target(path: str | None) -> None:
     """Find out before the examination whether the JSON can be written. Raises OptionError."""
-    if path in (None, STANDARD_OUTPUT):
-        return
-    assert path is not None
-    target = os.path.realpath(path)
-    special = os.path.exists(target) and not os.path.isfile(target)  # any other file is written aside, and renamed
-    folder = target if special else os.path.dirname(target)
-    if os.path.isdir(target) or not os.access(folder, os.W_OK):
+    if path is not None and path != STANDARD_OUTPUT and not (path and writable(path)):
         raise OptionError(f"--json {path}: this can't be written; give a file in a folder that exists")
 
 

@@ -17,6 +17,6 @@ from trainers.pytorch.buckets import GradientError
 from trainers.pytorch.optimizer import MirroredOptimizer
 from trainers.pytorch.report import Report
 from trainers.pytorch.sparse import TAKES_SPARSE
-from trainers.replicas.pytorch.elementwise import ELEMENTWISE
+from trainers.replicas.pytorch.optimizer import ELEMENTWISE
 
 __all__ = ["ELEMENTWISE", "TAKES_SPARSE", "GradientError", "MirroredOptimizer", "Report"]

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.engine.queue import Lane
+from allreduce.engine.queue import Lane, Worker
 from allreduce.errors import ClosedError, OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, known
@@ -70,7 +70,7 @@ class OptimizerGroup:
     def __init__(self, topology: Topology) -> None:
         self.topology, self.key = topology, _key(topology)
         self._comm = topology.private()
-        self._queue = topology.worker.lane("MirroredOptimizers")
+        self._queue = topology.once(Worker).lane("MirroredOptimizers")
         self._newest = self._count = 0
         self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self._queues: dict[int, Lane] = {}  # of the members
@@ -86,7 +86,7 @@ class OptimizerGroup:
         for number in sorted(set(everyone[0]).intersection(*everyone[1:])):
             self._remains.pop(number).close()
         self._queue.abandon()  # with calls that ranks have given up waiting for
-        self._queue = self.topology.worker.lane(f"MirroredOptimizers, {self._newest} so far")
+        self._queue = self.topology.once(Worker).lane(f"MirroredOptimizers, {self._newest} so far")
         return self._newest
 
     def queue(self, number: int, topology: Topology, overlap: bool | str, on_gpu: bool) -> tuple[Lane, bool]:
@@ -97,10 +97,10 @@ class OptimizerGroup:
         pays = overlap if overlap != "auto" else on_gpu or _overlap_pays(topology)
         threaded = topology.size > 1 and bool(pays)
         try:
-            queue = self.topology.worker.lane(f"MirroredOptimizer {number}", threaded)
+            queue = self.topology.once(Worker).lane(f"MirroredOptimizer {number}", threaded)
         except UnavailableError as error:  # on all ranks
             notices.once(topology.rank, f"gradients are reduced after backward, not during it: {error}")
-            queue, threaded = self.topology.worker.lane(f"MirroredOptimizer {number}"), False
+            queue, threaded = self.topology.once(Worker).lane(f"MirroredOptimizer {number}"), False
         self._queues[number] = queue
         return queue, threaded
 

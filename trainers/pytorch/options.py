@@ -28,7 +28,7 @@ from trainers.backends import UPDATES, compression_twice
 from trainers.checks import MAJORITY
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
-from trainers.replicas.pytorch import elementwise
+from trainers.replicas.pytorch.optimizer import slice_refusal
 from trainers.replicas.pytorch.tensors import DTYPES
 from trainers.state import backup
 
@@ -295,5 +295,5 @@ def _bad_update(optimizer: Optimizer, model: Module, update: str) -> Iterator[Op
             f"SparseAdam needs sparse gradients, and those of {dense[0]} are averaged as dense ones, as all but those "
             "of an nn.Embedding(sparse=True); use Adam, or an optimizer, and a MirroredOptimizer, for each kind"
         )
-    if dense and update == "sharded" and (reason := elementwise.refusal(optimizer)):
+    if dense and update == "sharded" and (reason := slice_refusal(optimizer)):
         yield OptionError(reason)

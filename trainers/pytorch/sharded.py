@@ -27,8 +27,7 @@ from trainers.pytorch.recovery import Backup
 from trainers.pytorch.reducer import Reducer
 from trainers.pytorch.state import broadcast_tensors, from_json, to_json
 from trainers.replicas.pytorch import fused
-from trainers.replicas.pytorch.alike import hyperparameters, optimizer_like
-from trainers.replicas.pytorch.slices import block_on
+from trainers.replicas.pytorch.optimizer import block_on, hyperparameters, optimizer_like
 from trainers.replicas.pytorch.tensors import DTYPES, TORCH, as_tensor, shaped
 
 SCALARS = {"step", "eta", "mu", "mu_product"}  # what is no element where a parameter has no dimensions: its state

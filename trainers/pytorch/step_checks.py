@@ -21,9 +21,9 @@ from trainers.errors import NotFiniteError
 from trainers.pytorch.buckets import Memory
 from trainers.pytorch.sparse import SparseGradients
 from trainers.pytorch.state import broadcast_state, broadcast_tensors
-from trainers.replicas.pytorch.alike import hyperparameters
+from trainers.replicas.pytorch.optimizer import hyperparameters
+from trainers.replicas.pytorch.state import Buffers
 from trainers.replicas.pytorch.tensors import as_bytes, numpy_dtype
-from trainers.replicas.pytorch.undoing import Buffers
 
 
 class GradientCheck:
