@@ -16,8 +16,8 @@ from allreduce.engine.negotiation import Side, Sides
 from allreduce.engine.queue import Worker
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
-from allreduce.torch_backend.move import Mover
-from allreduce.torch_backend.reduce import Options, Reducer
+from allreduce.torch_backend.move import TensorMover
+from allreduce.torch_backend.reduce import Options, TensorReducer
 from allreduce.torch_backend.tensors import Streams, readable, writable
 from trainers.horovod import timeline
 from trainers.horovod.arguments import Op, reduction
@@ -51,7 +51,7 @@ class Members:
         self.rank, self.size = topology.rank, topology.size
         made = topology.duplicate()  # for the worker's thread, while this thread may use `topology`
         self._comm = made.private()
-        self.reducer, self.mover = Reducer(made, self._comm, Options()), Mover(self._comm)
+        self.reducer, self.mover = TensorReducer(made, self._comm, Options()), TensorMover(self._comm)
         names = topology.private()
         self.lane = topology.once(Worker).named("the calls of Horovod's API", names, self._join_proxy, fuse_bytes)
         self._counts: Counter[str] = Counter()
@@ -67,13 +67,6 @@ class Members:
         """Count calls without a name anew, on all ranks: those that had joined have made fewer. Local."""
         self._counts.clear()
 
-    def submit(self, name: str, side: Side, work: Callable[[Sides], object]) -> Pending:
-        """Have `work` called when all members have come to this name. Raises DuplicateNameError."""
-        try:
-            return self.lane.call(name, side, work)
-        except OptionError as error:
-            raise DuplicateNameError(str(error)) from None
-
     def _join_proxy(self, same: Any) -> Callable[[Sides], object]:
         return join_proxy(self, same)
 
@@ -83,10 +76,10 @@ class Members:
             self.topology.abandon()
             return
         try:
-            self.submit(self.name("close", None), Side("close", what="hvd.shutdown"), lambda _: None).wait()
-        except AllReduceError as error:
+            synchronize(submit(self, "close", None, Side("close", what="hvd.shutdown"), [], lambda _: [None]))
+        except AllReduceError:
             self.topology.abandon()
-            raise internal(error) from error
+            raise
         self.lane.abandon()
         self.reducer.close()
         self.topology.close()
@@ -155,11 +148,17 @@ def submit(
     work: Work,
     grouped: bool = False,
 ) -> int:
-    """Have `work` called when all members have come to this name; a handle for what it returns. Local."""
+    """Have `work` called when all members have come to this name; a handle for what it returns. Local.
+
+    Raises DuplicateNameError.
+    """
     global _last
     full = members.name(kind, name)
     run = Run(work, tensors, timeline.begin(full))
-    pending = members.submit(full, side._replace(what=f"{full}: {side.what}"), run)
+    try:
+        pending = members.lane.call(full, side._replace(what=f"{full}: {side.what}"), run)
+    except OptionError as error:
+        raise DuplicateNameError(str(error)) from None
     _last = next(_numbers)
     _open[_last] = Handle(pending, run, grouped)
     return _last
