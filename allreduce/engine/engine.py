@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from allreduce.arrays.ops import Op
 from allreduce.engine.call import AGREEING, NUMBER, NUMBER_BITS, Signature, word
-from allreduce.engine.consistency import Slot
+from allreduce.engine.consistency import Board, Slot
 from allreduce.engine.lane import without_frames
 from allreduce.errors import BrokenError, CommunicationError, OptionError, RankLostError
 from allreduce.health import abort
@@ -99,7 +99,7 @@ class Calls:
         self.wait = topology.place()
         self._control = topology.private(wait=self.wait)
         self._compares = compare and topology.size > 1
-        self._slot = topology.board.take() if compare else None
+        self._slot = topology.once(Board).take() if compare else None
         self._comparison = Comparison(self._control) if self._compares and self._slot is None else None
         crowded = topology.sharing > topology.cores  # then a late rank needs the core on which this one looks
         self._looks, self._spin = range(1 if crowded else LOOKS), 0.0 if crowded else SPIN_SECONDS
@@ -245,7 +245,7 @@ class Calls:
     def close(self) -> None:
         """Give communicator and place back. Collective."""
         if self._slot is not None:
-            self._topology.board.give_back(self._slot.part, self._met)
+            self._topology.once(Board).give_back(self._slot.part, self._met)
         self._topology.release(self._control)
 
     def _meet(self, slot: Slot, board: memoryview, mine: int, call: Shown, error: Exception | None = None) -> None:

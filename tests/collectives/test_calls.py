@@ -13,6 +13,7 @@ import allreduce
 from allreduce import errors, registry
 from allreduce.engine import engine, queue
 from allreduce.engine.engine import Call
+from allreduce.engine.queue import Worker
 from allreduce.errors import BrokenError, OptionError
 from allreduce.health import abort
 from allreduce.transport.control import together
@@ -67,7 +68,7 @@ def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch
                 assert inside.wait(20)
 
         call.reduce = work
-        monkeypatch.setattr(engine.ending, "communicates", first_comes)
+        monkeypatch.setattr(engine.abort, "communicates", first_comes)
         first, late = threading.Thread(target=reduce, args=(np.ones(10), "sum")), threading.Thread(target=second)
         late.start()
         first.start()
@@ -96,14 +97,14 @@ def test_an_error_of_this_rank_is_not_taken_for_one_of_all(error: Exception, mon
 def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a copy of the workers and none of their threads, so at its end it would wait, and then end the job."""
     with allreduce.Topology() as topology:
-        lane = topology.worker.lane("slow", threaded=True)
+        lane = topology.once(Worker).lane("slow", threaded=True)
         inside, leave = threading.Event(), threading.Event()
         pending = lane.submit(lambda: (inside.set(), leave.wait(20)))
         assert inside.wait(20)
         monkeypatch.setattr(queue, "EXIT_SECONDS", 0.1)
         child = os.fork()
         if not child:
-            monkeypatch.setattr(queue.ending, "end_job", lambda *_: os._exit(7))
+            monkeypatch.setattr(queue.abort, "end_job", lambda *_: os._exit(7))
             queue._end()
             os._exit(0)
         leave.set()
