@@ -359,6 +359,7 @@ def test_grad_scaler(world: MPI.Intracomm, flat: allreduce.Topology, update: str
         assert_mirrored(world, model)
 
 
+@pytest.mark.skipif(SIZE != 2, reason="compiling takes seconds, and depends on no number of ranks")
 @pytest.mark.parametrize(("compiler", "update"), [("eager", "replicated"), ("aot_eager", "sharded")])
 def test_compiled_module(world: MPI.Intracomm, flat: allreduce.Topology, compiler: str, update: str) -> None:
     model, reference = network(), network()

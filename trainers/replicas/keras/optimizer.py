@@ -97,7 +97,7 @@ class Optimizer(FlatOptimizer):
 
     @property
     def learning_rates(self) -> list[float]:
-        """None where it is a schedule's."""
+        """One where it is a number, none where it is a schedule's."""
         rate = vars(self._state.optimizer)["_learning_rate"]
         return [float(array_of(rate))] if isinstance(rate, keras.Variable) else []
 
