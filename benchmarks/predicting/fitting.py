@@ -89,61 +89,34 @@ def _points(run: Run, one_machine: bool, statistic: str) -> Iterable[Point]:
 
 
 def fit(points: Sequence[Point], start: Machine, rounds: int = 60, first: Machine | None = None) -> Machine:
-    """The constants with the least error of log times: Levenberg and Marquardt's steps on their logarithms.
+    """The constants with the least error of log times, by Huber's loss. Needs SciPy.
 
     Constants that the points say nothing about keep their values in `start`. first: where to begin to search.
     """
+    from scipy.optimize import least_squares
+
     if not points:
         raise ValueError("there is nothing to fit to")
-    origin = np.array([log(getattr(start, name)) for name in FITTED])
-    values, damping = np.array([log(getattr(first or start, name)) for name in FITTED]), 1e-2
-    residuals = _residuals(points, start, values, origin)
-    for _ in range(rounds):
-        weights = np.minimum(1, np.sqrt(ROBUST / np.maximum(np.abs(residuals), 1e-12)))
-        slopes = _slopes(points, start, values, origin, residuals)
-        system = np.vstack([slopes * weights[:, None], np.sqrt(damping) * np.eye(len(FITTED))])
-        wanted = np.concatenate([-residuals * weights, np.zeros(len(FITTED))])
-        step = np.clip(np.linalg.lstsq(system, wanted, rcond=None)[0], -1, 1)
-        tried = _residuals(points, start, values + step, origin)
-        if _cost(tried) < _cost(residuals):
-            done = _cost(residuals) - _cost(tried) < 1e-5 * _cost(residuals)
-            values, residuals, damping = values + step, tried, damping / 3
-            if done:
-                break
-        else:
-            damping *= 4
-            if damping > 1e6:
-                break
-    return _machine(start, values)
+    origin = _logarithms(start)
+
+    def residuals(values: np.ndarray) -> np.ndarray:
+        machine = _machine(start, values)
+        errors = [point.weight * log(point.predicted(machine) / point.seconds) for point in points]
+        return np.concatenate([errors, PRIOR * np.sqrt(len(points)) * (values - origin)])
+
+    found = least_squares(
+        residuals, _logarithms(first or start), loss="huber", f_scale=ROBUST, diff_step=1e-5, ftol=1e-5, max_nfev=rounds
+    )
+    return _machine(start, found.x)
+
+
+def _logarithms(machine: Machine) -> np.ndarray:
+    return np.array([log(getattr(machine, name)) for name in FITTED])
 
 
 def _machine(start: Machine, values: np.ndarray) -> Machine:
     fitted: dict[str, Any] = {name: exp(value) for name, value in zip(FITTED, values, strict=True)}
     return replace(start, **fitted)
-
-
-def _residuals(points: Sequence[Point], start: Machine, values: np.ndarray, origin: np.ndarray) -> np.ndarray:
-    machine = _machine(start, values)
-    errors = [point.weight * log(point.predicted(machine) / point.seconds) for point in points]
-    return np.concatenate([errors, PRIOR * np.sqrt(len(points)) * (values - origin)])
-
-
-def _slopes(
-    points: Sequence[Point], start: Machine, values: np.ndarray, origin: np.ndarray, residuals: np.ndarray
-) -> np.ndarray:
-    """How the residuals change with each constant."""
-    step, columns = 1e-4, []
-    for index in range(len(values)):
-        moved = values.copy()
-        moved[index] += step
-        columns.append((_residuals(points, start, moved, origin) - residuals) / step)
-    return np.stack(columns, axis=1)
-
-
-def _cost(residuals: np.ndarray) -> float:
-    """Huber's loss."""
-    size = np.abs(residuals)
-    return float(np.where(size < ROBUST, size**2, 2 * ROBUST * size - ROBUST**2).sum())
 
 
 # ---- How good it is ----
