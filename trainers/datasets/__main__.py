@@ -17,12 +17,8 @@ from trainers.errors import DataError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make what the command line says; the exit code."""
-    parser = argparse.ArgumentParser(
-        "python -m trainers.datasets",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m trainers.datasets", description=__doc__, formatter_class=kind)
     parser.add_argument("command", choices=["make"], help="what to do")
     parser.add_argument("folder", metavar="FOLDER", help="the folder to make: one that is not there, or is empty")
     options = parser.parse_args(arguments)

@@ -18,7 +18,7 @@ from trainers.files.checkpoint import Progress as Checkpointed
 from trainers.fit import prefetch
 from trainers.fit.checkpointing import Saver
 from trainers.replica import Replica
-from trainers.state.fit_state import EVALUATION, EVENTS, SAVE, STEPS, Begun, Place
+from trainers.state.pieces import EVALUATION, EVENTS, SAVE, STEPS, Begun, Place
 from trainers.strategies.interface import FLAGS, Strategy
 from trainers.watching.callback import Callbacks
 from trainers.watching.history import VALIDATION, Epoch, History

@@ -14,8 +14,7 @@ from trainers.errors import DivergedError
 from trainers.fit.loop import Fit
 from trainers.group import broadcast_arrays
 from trainers.recovery.recovery import Call, Recovery
-from trainers.state.fit_state import EVENTS, STEPS, Begun, Place
-from trainers.state.pieces import Piece
+from trainers.state.pieces import EVENTS, STEPS, Begun, Piece, Place
 from trainers.strategies.interface import Strategy
 from trainers.watching.history import Epoch, History
 
@@ -100,11 +99,6 @@ def side_of(fit: Fit) -> dict[str, Any]:
     }
 
 
-def history_told(history: History) -> Any:
-    """Something that JSON can hold. Local."""
-    return json.loads(json.dumps([epoch.as_dict() for epoch in history], default=np.ndarray.tolist))
-
-
 def move(fit: Fit, gained: int) -> None:
     """This rank has the state after so many more updates, and `measured` of the last. Local."""
     if gained > 0:
@@ -137,7 +131,10 @@ def hand_over(fit: Fit, previous: tuple[int, ...]) -> None:
     joins = previous[comm.rank] == NEWCOMER
     lead = next(rank for rank, old in enumerate(previous) if old != NEWCOMER)
     begun = fit.epoch_so_far()
-    told = [None if joins else history_told(fit.history), begun.seconds, begun.rows]
+    epochs = (
+        [] if joins else json.loads(json.dumps([each.as_dict() for each in fit.history], default=np.ndarray.tolist))
+    )
+    told = [epochs, begun.seconds, begun.rows]
     history, seconds, rows = root_value(comm, told, HAND_OVER, lead)
     arrays = {} if joins else {VALUES: begun.measured, **fit.callbacks.state()}
     arrays = broadcast_arrays(comm, arrays, lead, HAND_OVER)
@@ -161,5 +158,5 @@ class EditCall(Call[None]):
             self._recovery.by_all(lambda: self._strategy.edit(self._change, before))
         except Exception as error:
             if before and ulfm.lost(error) is not None:
-                self._strategy.keep_pieces(before)
+                self._strategy.saved = before
             raise

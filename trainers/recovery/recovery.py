@@ -11,6 +11,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from allreduce.elastic.standby import NEWCOMER, Joining, Manned
@@ -94,11 +95,6 @@ class Recovery:
     def goes_on(self) -> bool:
         return self._active and self._continues
 
-    @property
-    def goes_back(self) -> bool:
-        """Whether it goes on from a checkpoint, since a failed rank has a part of the state that the others lack."""
-        return self.goes_on and not self._strategy.any_rank_may_fail
-
     # The making of the trainer
 
     def make(self, topology: Topology | None, owner: Owner) -> RankGroup:
@@ -112,17 +108,7 @@ class Recovery:
         retries &= not isinstance(ranks, Joining)  # the others are in the middle of a fit
         first, before = ranks, processes.world_ranks(ranks.world)
         while True:
-            group: RankGroup | None = None
-            error: Exception | None = None
-            failed: RankLostError | None = None
-            try:
-                group = self._connected(ranks, owner)
-            except Exception as met:
-                error, failed = met, ulfm.lost(met)
-                if retries and failed is not None:
-                    ranks.revoke()
-                elif not everywhere(met, ranks.world):
-                    raise  # the others don't know of it: it ends the job
+            made, error, failed = _attempt(ranks, partial(self._connected, ranks, owner))
             if not retries or ranks.finished(failed is None):
                 break
             self._strategy.abandon()
@@ -130,16 +116,15 @@ class Recovery:
             self.owns_topology = True
             self._strategy.renumber(ranks.former)
         if error is not None:
-            if self.owns_topology:  # all ranks come to this
+            if self.owns_topology and failed is None:  # all ranks come to this
                 ranks.close()
             raise error
-        assert group is not None
         self._active = self._strategy.outlives_ranks and (ranks.size > 1 or isinstance(ranks, Joining | Manned))
         if self._active:
             self._strategy.recoverable = self._strategy.replica.undoable = True
         if ranks is not first:
             self._note(before, MAKING, time.monotonic() - begin)
-        return group
+        return made[0]
 
     def _connected(self, ranks: Topology, owner: Owner) -> RankGroup:
         """Raises on all ranks what is wrong with the arguments of any, and leaves nothing behind then. Collective."""
@@ -202,8 +187,9 @@ class Recovery:
 
     def _made(self, call: Call[ResultT]) -> ResultT:
         while True:
-            results, error, failed = self._attempt(call)
-            if not self._known and self._strategy.group.topology.finished(failed is None):
+            topology = self._strategy.group.topology
+            results, error, failed = _attempt(topology, call.run)
+            if not self._known and topology.finished(failed is None):
                 if error is not None:
                     raise error
                 return results[0]
@@ -227,33 +213,13 @@ class Recovery:
         if not self._active:
             action()
             return
-        group, error, failed = self._strategy.group, None, None
-        try:
-            action()
-        except Exception as met:
-            error, failed = met, ulfm.lost(met)
-            if failed is not None:
-                group.topology.revoke()
-            elif not everywhere(met, group.comm):
-                raise
-        if not group.topology.finished(failed is None):
+        topology = self._strategy.group.topology
+        _, error, failed = _attempt(topology, action)
+        if not topology.finished(failed is None):
             self._known = True
             raise failed or RankLostError("a rank was lost before the others had done the same")
         if error is not None:
             raise error
-
-    def _attempt(self, call: Call[ResultT]) -> tuple[list[ResultT], Exception | None, RankLostError | None]:
-        """What the call returns, if it does; the error that it ends in; what this rank has heard of a failure."""
-        group = self._strategy.group
-        try:
-            return [call.run()], None, None
-        except Exception as met:
-            failed = ulfm.lost(met)
-            if failed is not None:
-                group.topology.revoke()
-            elif not everywhere(met, group.comm):
-                raise  # the others don't know of it: it ends the job
-            return [], met, failed
 
     def _recover(self, call: Call[ResultT]) -> None:
         """Go on with the ranks that are left, whichever fail meanwhile. Collective over them."""
@@ -351,7 +317,7 @@ class Recovery:
             return "the job ends (mpirun --with-ft ulfm lets the others live)"
         if not self.goes_on:
             return "the others stop (--on-failure continue: they go on)"
-        back = ", from the last checkpoint (--copies 2: without one)" if self.goes_back else ""
+        back = "" if self._strategy.any_rank_may_fail else ", from the last checkpoint (--copies 2: without one)"
         return f"the others go on{back}"
 
 
@@ -360,3 +326,19 @@ def _next_topology(old: Topology, admits: bool) -> Topology:
     if isinstance(old, Manned):
         old.admits = admits
     return old.survivors()
+
+
+Attempt = tuple[list[ResultT], Exception | None, RankLostError | None]
+
+
+def _attempt(ranks: Topology, action: Callable[[], ResultT]) -> Attempt[ResultT]:
+    """What a collective action returns, if it does; the error that it ends in; what this rank knows of a failure."""
+    try:
+        return [action()], None, None
+    except Exception as met:
+        failed = ulfm.lost(met)
+        if failed is not None:
+            ranks.revoke()
+        elif not everywhere(met, ranks.world):
+            raise  # the others don't know of it: it ends the job
+        return [], met, failed

@@ -18,22 +18,18 @@ log = logging.getLogger("trainers")
 
 
 class Holder(Protocol):
-    """What holds a state together with those of other ranks: a trainer's strategy."""
+    """What holds a state together with other ranks: a trainer's strategy; see trainers.strategies.interface."""
 
     replica: Replica
     group: RankGroup
 
-    def check_edits(self) -> None:
-        """Raise, on this rank, when the replica was edited in a way that several ranks may have done."""
+    def check_edits(self) -> None: ...
 
-    def whole(self, state: Mapping[str, np.ndarray]) -> Arrays:
-        """A state of the replica with what other ranks have of it. Collective."""
+    def whole(self, state: Mapping[str, np.ndarray]) -> Arrays: ...
 
-    def complete(self) -> None:
-        """Have rank 0's replica hold its whole state. Collective."""
+    def complete(self) -> None: ...
 
-    def share(self) -> None:
-        """All ranks have the same state: divide it again. Collective."""
+    def share(self) -> None: ...
 
 
 def mirror(holder: Holder, whole: bool = True, root: int = 0) -> None:

@@ -25,7 +25,7 @@ FLAGS = ("left_out", "stop", "save", "failed")  # behind the metrics of every st
 
 
 class EpochRun(Protocol):
-    """What a strategy sees of the fit whose epoch it runs.
+    """What a strategy sees of the fit whose epoch it runs; see trainers.fit.loop.Fit for the methods.
 
     batches: of the fit. fetches_ahead: whether rows are fetched before they are needed.
     error: this rank's, until the other ranks have heard of it; it is raised after the epoch.
@@ -36,29 +36,19 @@ class EpochRun(Protocol):
     error: Exception | None
 
     @property
-    def first_step(self) -> int:
-        """The step of the epoch that is next."""
+    def first_step(self) -> int: ...
 
-    def together(self, number: int) -> None:
-        """Run the steps of epoch `number`, each taken by all ranks together: `compute`, then `step`."""
+    def together(self, number: int) -> None: ...
 
-    def guarded(self, action: Callable[[], Any]) -> Any:
-        """What `action` returns, or None when it fails or this rank has failed before: `error` keeps the error."""
+    def guarded(self, action: Callable[[], Any]) -> Any: ...
 
-    def begin_batch(self, step: int) -> None:
-        """Call the callbacks before a batch; they may raise anything."""
+    def begin_batch(self, step: int) -> None: ...
 
-    def end_batch(self, step: int) -> None:
-        """Call the callbacks with the strategy's `measured`; they may raise anything."""
+    def end_batch(self, step: int) -> None: ...
 
-    def checked(self, batch: Batch) -> Batch:
-        """The batch, if the replica can be fed with it; raises ArgumentError."""
+    def checked(self, batch: Batch) -> Batch: ...
 
-    def unusable(self, gradients: Any, replica: Replica) -> bool:
-        """Whether a callback refuses these gradients, where steps are not taken together; may raise anything.
-
-        replica: has computed them; it undoes then what else the batch has changed.
-        """
+    def unusable(self, gradients: Any, replica: Replica) -> bool: ...
 
 
 def untraced(kind: str) -> AbstractContextManager[None]:
@@ -85,6 +75,7 @@ class Strategy:
     mirrors = "step"
     divides_state = True
     rebuildable = True
+    saved: list[Piece] | None = None  # this rank's of the state, maybe none, while a failure is repaired
     group: RankGroup
     clock: Stopwatch  # of the seconds in which this rank waits for others
 
@@ -243,13 +234,9 @@ class Strategy:
     def edit(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
         """Change the parameters by `change()`, on all ranks or once a node. Collective.
 
-        before: takes this rank's pieces of the state as it is before any rank changes it.
+        before: takes this rank's pieces of the state as it is before any rank changes it, for `saved`.
         """
         raise ArgumentError(f"a {self.name} has no edit(); change the model before the trainer is made, or load one")
-
-    def keep_pieces(self, pieces: list[Piece]) -> None:
-        """A failure is to be repaired from these pieces, of before a call that not all ranks have done. Local."""
-        raise NotImplementedError
 
     # When ranks have failed
 
@@ -286,10 +273,10 @@ class Strategy:
 
 
 class Update:
-    """How Mirrored changes the parameters by gradients that all ranks have computed, in the place of `Replica.update`.
+    """How Mirrored changes the parameters by gradients that all ranks have computed: what is so unless a kind differs.
 
-    any_rank_may_fail: as of Strategy. in_common: whether the ranks of a node have one copy of the parameters.
-    The methods but `rescue`, `record`, `count_steps`, `check_edits`, `apart` and `abandon` are collective.
+    any_rank_may_fail, apart, check_edits, share, whole, snapshot: as of Strategy; wanted: on rank 0.
+    in_common: whether the ranks of a node have one copy of the parameters.
     """
 
     any_rank_may_fail = True
@@ -299,43 +286,37 @@ class Update:
         """A batch is computed, which may change what belongs to the state. Local."""
 
     def step(self) -> Any:
-        """Reduce the buffer, update the parameters everywhere; returns what was measured, reduced, a view."""
+        """Reduce the buffer, update the parameters; returns what was measured, reduced, a view. Collective."""
         raise NotImplementedError
 
-    def share(self) -> None:
-        """The state was changed otherwise than by a step: go on when all ranks have done so."""
-
-    def check_edits(self) -> None:
-        """Raise ArgumentError, on this rank, when parameters that ranks have in common were edited in place."""
-
-    def apart(self) -> dict[str, str]:
-        """As Strategy.apart."""
-        return {}
-
     def count_steps(self, steps: int) -> None:
-        """So many steps were taken; one in which nothing was updated counts as well."""
+        """So many steps were taken; one in which nothing was updated counts as well. Local."""
 
     def rescue(self) -> list[Piece]:
-        """What this rank has of the state, copied."""
+        """What this rank has of the state, copied. Local."""
+        raise NotImplementedError
+
+    def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
         raise NotImplementedError
 
     def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A replica's state, with what other ranks have of it."""
         return dict(state)
 
-    def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        """A copy of the replica's whole state in `memory` on rank 0, where it is wanted; elsewhere none."""
-        raise NotImplementedError
+    def share(self) -> None: ...
+
+    def check_edits(self) -> None: ...
+
+    def apart(self) -> dict[str, str]:
+        return {}
+
+    def record(self, backend: AllReduce, trace: Trace | None) -> None:
+        """Record in `trace` what is done here; the calls of `backend` are recorded there. Local."""
 
     def close(self) -> None:
-        """Give the replica parameters of its own again, and its whole state."""
+        """Give the replica parameters of its own again, and its whole state. Collective."""
 
     def abandon(self) -> None:
         """Let go of memory that the ranks share. Local."""
-
-    def record(self, backend: AllReduce, trace: Trace | None) -> None:
-        """Record in `trace` what is done here; the calls of `backend` are recorded there."""
-        raise NotImplementedError
 
 
 def replica_refusal(replica: Replica, strategy: Strategy) -> ArgumentError | None:

@@ -60,7 +60,6 @@ class Mirrored(Strategy):
         self._tables = Tables(replica)
         self._update: Update | None = None
         self._untraced: AllReduce | None = None  # the backend, while another around it records its calls
-        self._pieces: list[Piece] | None = None  # this rank's of the state, maybe none, while a failure is repaired
 
     # Its making
 
@@ -295,13 +294,9 @@ class Mirrored(Strategy):
         self._fresh = np.array(self._measured)
         return [piece._replace(rest={**rates, **piece.rest}) for piece in self.update.rescue()]
 
-    def keep_pieces(self, pieces: list[Piece]) -> None:
-        """A failure is to be repaired from these pieces, of before a call that not all ranks have done. Local."""
-        self._pieces = pieces
-
     def rescue(self) -> None:
-        if self._pieces is None:  # or else the state is gone: a failure in the repair begins that again
-            self._pieces = self.pieces()
+        if self.saved is None:  # or else the state is gone: a failure in the repair begins that again
+            self.saved = self.pieces()
         if self.trace is not None:
             self.group.topology.let_go(self.trace)  # which goes on
         self.abandon()
@@ -320,8 +315,8 @@ class Mirrored(Strategy):
 
     def restore(self) -> bool:
         if self.group.previous[self.group.rank] == NEWCOMER:
-            self._pieces = []  # a rank that joins has nothing of this training
-        found = newest(self.group, self._pieces or [], self.steps, self._length)
+            self.saved = []  # a rank that joins has nothing of this training
+        found = newest(self.group, self.saved or [], self.steps, self._length)
         if found.choice is None:
             self.steps = max(found.taken)
             return False
@@ -347,7 +342,7 @@ class Mirrored(Strategy):
         self.steps, self._last = steps, measured
         trained = self.replica.state()["parameters"].size  # behind them may be statistics, and what was measured
         state["parameters"] = state["parameters"][:trained]
-        self._pieces = [Piece(steps, steps, 0, self._length, {}, dict(state))]
+        self.saved = [Piece(steps, steps, 0, self._length, {}, dict(state))]
         self._measured[:] = measured
         rates = state.pop(RATES).tolist()
         self.replica.load_state(state)
@@ -355,7 +350,7 @@ class Mirrored(Strategy):
             self.replica.learning_rates = rates
 
     def commit(self) -> None:
-        self._pieces = None
+        self.saved = None
 
 
 class ReplicatedUpdate(Update):
@@ -381,9 +376,6 @@ class ReplicatedUpdate(Update):
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
         return together(self._strategy.group.comm, lambda: self._replica.snapshot(memory) if wanted else {})
-
-    def record(self, backend: AllReduce, trace: Trace | None) -> None:
-        """Nothing: the strategy records it."""
 
 
 class Tables:
