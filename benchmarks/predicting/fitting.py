@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.results import FileError, Run, load
-from benchmarks.predicting.costs import FITTED, FORMULAS, Machine, Place, predict
+from benchmarks.predicting.costs import FITTED, FORMULAS, Cluster, Machine, predict
 
 PRIOR = 0.003  # how strongly a constant stays where it began: enough for those that the data say nothing about
 ROBUST = 0.1  # errors beyond this count linearly, not squared: a busy machine has outliers
@@ -28,7 +28,7 @@ class Point:
     """One measured time."""
 
     backend: str
-    place: Place
+    place: Cluster
     nbytes: int
     allocated: bool
     seconds: float
@@ -81,7 +81,7 @@ def read(
 
 
 def _points(run: Run, one_machine: bool, statistic: str) -> Iterable[Point]:
-    place = Place(tuple(run.node_sizes), one_machine or run.simulated, not run.simulated)
+    place = Cluster(tuple(run.node_sizes), one_machine or run.simulated, not run.simulated)
     for each in run.results:
         seconds = (each.min_us if statistic == "min" else each.time_us) * 1e-6
         if each.backend in FORMULAS and run.ranks > 1 and each.size > 0 and seconds > 0:
@@ -139,7 +139,7 @@ def cells(points: Sequence[Point], machine: Machine) -> list[Cell]:
     return found
 
 
-def disturbed(points: Sequence[Point]) -> dict[Place, float]:
+def disturbed(points: Sequence[Point]) -> dict[Cluster, float]:
     """Part of each node's times that more ranks on the same cores beat by LIMIT, though they have more to do.
 
     No formula can predict those: something else was running while they were measured. Only places where that
@@ -162,22 +162,22 @@ def disturbed(points: Sequence[Point]) -> dict[Place, float]:
     return found
 
 
-def _reason(points: Sequence[Point], machine: Machine, busy: dict[Place, float], error: float) -> str:
+def _reason(points: Sequence[Point], machine: Machine, busy: dict[Cluster, float], error: float) -> str:
     """What the model leaves out that most likely explains an error above LIMIT, and where it is largest."""
     if error <= LIMIT:
         return ""
     worst = [point for point in points if abs(point.error(machine)) > LIMIT]
     told = f"measured {_worst_places(points, machine)}: "
-    crowded = [point for point in worst if point.place.together > machine.cores]
+    oversubscribed = [point for point in worst if point.place.together > machine.cores]
     linked = [point for point in worst if point.place.m > 1 and point.place.linked]
     half = len(worst) / 2
     if sum(point.place in busy for point in worst) > half:
         return told + "the machine was busy then (more ranks on the same cores were faster)"
     if sum(point.spread > SCATTERED for point in worst) > half:
         return told + f"the times themselves scatter, the median is {_spread(worst):.1f} times the least"
-    if len(crowded) > half and sum(point in linked for point in crowded) > half:
+    if len(oversubscribed) > half and sum(point in linked for point in oversubscribed) > half:
         return told + "ranks outnumber cores, and a packet waits for a core too: a turn, or a slice of the scheduler's"
-    if len(crowded) > half:
+    if len(oversubscribed) > half:
         return told + "ranks outnumber cores, and times hang on the scheduler, which the model knows as one constant"
     if points[0].backend == "native":
         return told + "the MPI library changes algorithms with sizes and ranks, and the model has two of them"
@@ -192,7 +192,7 @@ def _spread(points: Sequence[Point]) -> float:
 
 def _worst_places(points: Sequence[Point], machine: Machine) -> str:
     """The two places with the largest errors: "slower than predicted at 4 ranks, faster at 2+2 ranks"."""
-    errors: dict[Place, list[float]] = {}
+    errors: dict[Cluster, list[float]] = {}
     for point in points:
         errors.setdefault(point.place, []).append(point.error(machine))
     worst = sorted(errors, key=lambda place: -median(map(abs, errors[place])))[:2]
