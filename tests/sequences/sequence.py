@@ -366,11 +366,11 @@ class Sequence(Making):
         self.note(f"a second trainer, {name}, on what {side.name} has")
         trainer, error = self.call("second", lambda: make(side.model.replica, topology))
         if error is not None:
-            right = UnavailableError, *([ArgumentError] if former.divides_state else [])
+            right = UnavailableError, *([ArgumentError] if former.strategy.divides_state else [])
             self.check(isinstance(error, right), f"a second trainer met {error!r}")
             self.compare(side)
             return
-        self.check(not former.divides_state, "a second trainer was not refused")
+        self.check(not former.strategy.divides_state, "a second trainer was not refused")
         self.sides.remove(side)
         side = Side(name, trainer, side.model)
         self.sides.append(side)
