@@ -12,9 +12,9 @@ import numpy as np
 
 from allreduce.arrays import chunks
 from allreduce.arrays.ops import Op
+from allreduce.backend import TwoPhase
 from allreduce.topology import Topology
 from allreduce.transport.point_to_point import Transfer
-from allreduce.two_phase import TwoPhase
 
 
 class HalvingDoubling(TwoPhase):

@@ -40,11 +40,15 @@ class Background(Wrapper):
 
     def submit(self, work: Callable[[], object], what: str = "", numbers: Sequence[int] = ()) -> Pending:
         """Have the thread call `work`, after all that was submitted here before. Not to be waited for inside."""
-        self._check_open()
+        self.check_open()
         return self._lane.submit(work, what, numbers)
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         self._in_lane(lambda: self.inner(buffer, op), buffer)
+
+    def bind(self, array: Any, op: str = "mean") -> Callable[[], None]:
+        inner = self._in_lane(lambda: self.inner.bind(array, op), array)
+        return lambda: self._in_lane(inner, array)
 
     def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
         return self._in_lane(lambda: self.inner.allocate(length, dtype, device))
@@ -52,8 +56,8 @@ class Background(Wrapper):
     def broadcast(self, array: Any, root: int = 0) -> None:
         self._in_lane(lambda: self.inner.broadcast(array, root), array)
 
-    def collect(self, array: Any) -> Any:
-        return self._in_lane(lambda: self.inner.collect(array), array)
+    def stack(self, array: Any) -> Any:
+        return self._in_lane(lambda: self.inner.stack(array), array)
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
         return self._in_lane(lambda: self.inner.sparse(indices, values, rows, op), values)

@@ -5,11 +5,12 @@ which they came to it when the trace is written.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from allreduce import trees
+from allreduce.arrays import trees
 from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from allreduce.tracing import trace as tracing
@@ -42,13 +43,23 @@ class Traced(Wrapper):
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         if self._shut:
-            self._check_open()
+            self.check_open()
         if isinstance(buffer, trees.KINDS):  # what is recorded are its buffers
-            trees.reduce(self, buffer, op)
+            self.reduce_tree(buffer, op)
             return
         begin = now()
         self.inner(buffer, op)
         self._note("all_reduce", buffer, begin, op)
+
+    def bind(self, array: Any, op: str = "mean") -> Callable[[], None]:
+        inner = super().bind(array, op)
+
+        def bound() -> None:
+            begin = now()
+            inner()
+            self._note("all_reduce", array, begin, op)
+
+        return bound
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
         begin = now()
@@ -63,18 +74,18 @@ class Traced(Wrapper):
 
     def broadcast(self, array: Any, root: int = 0) -> None:
         if isinstance(array, trees.KINDS):
-            trees.broadcast(self, array, root)
+            AllReduce.broadcast(self, array, root)
             return
         begin = now()
         super().broadcast(array, root)
         self._note("broadcast", array, begin)
 
-    def collect(self, array: Any) -> Any:
+    def stack(self, array: Any) -> Any:
         if isinstance(array, trees.KINDS):
-            return trees.collect(self, array)
+            return AllReduce.stack(self, array)
         begin = now()
-        table = super().collect(array)
-        self._note("collect", table, begin)
+        table = super().stack(array)
+        self._note("stack", table, begin)
         return table
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ def of_backend(backend: AllReduce, op: str) -> Contender:
 
     def refuse(dtype: np.dtype) -> str | None:
         try:
-            backend._check_dtype(dtype)
+            backend.check_dtype(dtype)
         except UnsupportedDtypeError as error:
             return str(error)
         return None

@@ -12,13 +12,13 @@ import pytest
 import allreduce
 from allreduce import errors, registry
 from allreduce.engine import engine, queue
-from allreduce.engine.engine import Call
+from allreduce.engine.engine import Admitted
 from allreduce.errors import BrokenError, OptionError
 from allreduce.health import abort
 from allreduce.transport.control import together
 
 
-def known(reduce: Any) -> Call:
+def known(reduce: Any) -> Admitted:
     """The call that sums ten float64 up."""
     reduce(np.ones(10), "sum")
     return next(iter(reduce._known.values()))
@@ -33,7 +33,7 @@ def test_an_array_outlives_a_call_that_failed_half_way() -> None:
     def fail(*_: Any) -> None:
         raise FloatingPointError("of this rank alone")
 
-    call.reduce = fail
+    call.work = fail
     with pytest.raises(FloatingPointError):
         reduce(array, "sum")
     with pytest.raises(BrokenError, match="has failed half-way"):
@@ -66,8 +66,8 @@ def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch
             if threading.current_thread() is late:
                 assert inside.wait(20)
 
-        call.reduce = work
-        monkeypatch.setattr(engine.ending, "communicates", first_comes)
+        call.work = work
+        monkeypatch.setattr(engine.abort, "communicates", first_comes)
         first, late = threading.Thread(target=reduce, args=(np.ones(10), "sum")), threading.Thread(target=second)
         late.start()
         first.start()
@@ -103,7 +103,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.
         monkeypatch.setattr(queue, "EXIT_SECONDS", 0.1)
         child = os.fork()
         if not child:
-            monkeypatch.setattr(queue.ending, "end_job", lambda *_: os._exit(7))
+            monkeypatch.setattr(queue.abort, "end_job", lambda *_: os._exit(7))
             queue._end()
             os._exit(0)
         leave.set()

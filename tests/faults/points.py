@@ -33,7 +33,7 @@ PLACES = {
     "reply": [("trainers.strategies.servers.server:Desk", "reply")],
     "call": [("allreduce.engine.engine:Calls", "run")],
     "reduce": [("allreduce.engine.engine:Calls", "run")],  # inside of a call, when the ranks have met
-    "middle of a reduction": [("allreduce.two_phase:TwoPhase", "_all_gather")],
+    "middle of a reduction": [("allreduce.backend:TwoPhase", "_all_gather")],
     "update": [("trainers.replica:Replica", "update"), ("trainers.pytorch.optimizer:MirroredOptimizer", "step")],
     "end of a step": [(f"{__package__}.notes:Notes", "step")],
     "evaluate": [("trainers.trainer", "evaluated")],

@@ -12,12 +12,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from allreduce import create, notices
-from allreduce.backend import AllReduce, Recipe
+from allreduce.backend import AllReduce, Recipe, TwoPhase
 from allreduce.engine.queue import Lane
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import everywhere, together
-from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
 from trainers.backends import backend_for, connected_nccl
 from trainers.pytorch import optimizer_group

@@ -12,14 +12,13 @@ from mpi4py import MPI
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from allreduce.backend import AllReduce
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.errors import ClosedError, CopyError, OptionError
 from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
 from allreduce.transport.control import all_values
-from allreduce.two_phase import TwoPhase
 from trainers import checks, malloc
 from trainers.checks import MAJORITY
 from trainers.pytorch import assembly

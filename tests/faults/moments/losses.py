@@ -44,9 +44,9 @@ def sums(reduce: Any) -> None:
 
 def in_the_work(reduce: Any, dies: bool) -> None:
     """It has met the others on the board, and does nothing of its part."""
-    run = reduce._calls.run
+    run = reduce._engine.run
     if dies:
-        reduce._calls.run = lambda call, _, flat: run(call, die, flat)
+        reduce._engine.run = lambda call, _, flat: run(call, die, flat)
     sums(reduce)
 
 
@@ -75,7 +75,7 @@ def at_random(reduce: Any, dies: bool) -> None:
         reduce(mine, "sum")
         reduce(other, "sum")
         assert mine[-1] == other[-1] == reduce.size
-        assert reduce.collect(reduce.rank).tolist() == list(range(reduce.size))
+        assert reduce.stack(reduce.rank).tolist() == list(range(reduce.size))
 
 
 def in_the_background(reduce: Any, dies: bool) -> None:
