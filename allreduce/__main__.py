@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from allreduce import Topology, __version__
 from allreduce.doctor import command as doctor
-from allreduce.doctor.meeting import said_when_late
+from allreduce.doctor.network import said_when_late
 from allreduce.errors import AllReduceError, LauncherError, OptionError
 from allreduce.health import abort
 from allreduce.health.stall import STALL, TIMEOUT

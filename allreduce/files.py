@@ -9,6 +9,13 @@ from typing import TextIO
 from allreduce.errors import OptionError
 
 
+def writable(path: str) -> bool:
+    """Whether a file can be written at `path`, as `replacing` does; for options, before the work begins. Local."""
+    special = os.path.exists(path) and not os.path.isfile(path)
+    folder = os.path.dirname(os.path.realpath(path))
+    return not os.path.isdir(path) and os.access(path if special else folder, os.W_OK)
+
+
 @contextlib.contextmanager
 def replacing(path: str, what: str) -> Iterator[TextIO]:
     """A text file that becomes `path` when it is complete; a device or a pipe is written to.

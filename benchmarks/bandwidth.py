@@ -21,17 +21,11 @@ from allreduce.arrays import dtypes
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.transport.control import raise_together, root_value
 from allreduce.wrappers.compressed import SHORT
-from benchmarks import cli
-from benchmarks.measuring import machine, sizes
-from benchmarks.measuring.contenders import Contender
-from benchmarks.measuring.correctness import Checker
-from benchmarks.measuring.lineup import ALL, gather
-from benchmarks.measuring.measure import Cell, Plan, measure
-from benchmarks.measuring.peers import PEERS
-from benchmarks.showing import outputs, plot, report, table
-from benchmarks.showing.advice import advice
-from benchmarks.showing.results import Result, Run, summarize, to_csv, to_json
-from benchmarks.showing.verdict import verdict, wrong_results
+from benchmarks.lib import cli, machine, outputs, plot, report, sizes, table
+from benchmarks.lib.contenders import ALL, PEERS, Contender, gather
+from benchmarks.lib.results import Result, Run, summarize, to_csv, to_json
+from benchmarks.lib.timing import Cell, Checker, Plan, measure
+from benchmarks.lib.verdict import advice, verdict, wrong_results
 
 PROGRAM = "benchmarks.bandwidth"
 BUDGET = 60.0

@@ -24,8 +24,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.transport.control import root_value, together
-from benchmarks import cli
-from benchmarks.showing import outputs
+from benchmarks.lib import cli, outputs
 from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
 from trainers.backends import UPDATES
 from trainers.files import checkpoint as files

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from benchmarks.measuring.sizes import show
-from benchmarks.showing.results import TITLES, FileError, Result, Run, load
+from benchmarks.lib.results import TITLES, FileError, Result, Run, load
+from benchmarks.lib.sizes import show
 from trainers.cli.options import Parser
 
 Key = tuple[str, str, int]  # backend, memory, size

@@ -19,9 +19,8 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.transport import ulfm
-from benchmarks import cli
 from benchmarks.checkpoint import CLASSES, FEATURES, replica_of
-from benchmarks.showing import outputs
+from benchmarks.lib import cli, outputs
 from trainers import MirroredTrainer
 from trainers.watching.callback import Callback
 

@@ -28,9 +28,8 @@ from mpi4py import MPI
 import allreduce
 from allreduce import Topology
 from allreduce.transport.control import all_values, root_value
-from benchmarks import cli
-from benchmarks.measuring.lineup import check_names
-from benchmarks.showing import outputs
+from benchmarks.lib import cli, outputs
+from benchmarks.lib.contenders import check_names
 
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # before JAX is imported
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

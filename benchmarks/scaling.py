@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.predicting import fit_report, fitting, published
-from benchmarks.predicting.cost_parts import Machine, on_link
-from benchmarks.predicting.training_cost import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, forecast
-from benchmarks.showing import outputs
-from benchmarks.showing.results import FileError
+from benchmarks.lib import outputs
+from benchmarks.lib.results import FileError
+from benchmarks.predicting import fitting, published
+from benchmarks.predicting.costs import Machine, on_link
+from benchmarks.predicting.forecast import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, forecast
 from trainers.cli.options import Parser
 
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
         record |= {"machine": asdict(machine), "forecasts": [_plain(each) for each in forecasts]}
         outputs.write(args.json, json.dumps(record, indent=1) + "\n")
     if args.plot:
-        from benchmarks.predicting.scaling_plot import save
+        from benchmarks.predicting.forecast import save
 
         save(args.plot, forecasts, _setting(args), points, fitted)
     return 0
@@ -111,8 +111,8 @@ def _fit(args: argparse.Namespace, record: dict[str, Any]) -> tuple[Machine, lis
     machine = fitting.fit(points, start)
     check = fitting.leave_out(points, start)
     places = fitting.by_place(points, machine, start)
-    errors = fit_report.errors(points, machine)
-    print("\n".join(fit_report.lines(points, machine, errors, places, check)))
+    errors = fitting.errors(points, machine)
+    print("\n".join(fitting.lines(points, machine, errors, places, check)))
     record["fit"] = {
         "constants": asdict(machine),
         "points": len(points),

@@ -9,6 +9,7 @@ they exchange travels in messages, which are counted (an MPI_Allreduce as a ring
 """
 
 import argparse
+import io
 import json
 import platform
 import sys
@@ -20,11 +21,174 @@ from mpi4py import MPI
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import known
-from benchmarks import cli
-from benchmarks.comparing.findings import findings, row, table
-from benchmarks.comparing.runs import SLOW_RANK, VARIANTS, Bench, Outcome, Variant, lineup
-from benchmarks.showing import outputs, plot
+from benchmarks.lib import cli, outputs, plot
+from benchmarks.lib.strategy_runs import SLOW_RANK, VARIANTS, Bench, Outcome, Variant, lineup
 from trainers import datasets
+
+KEEPS_SPEED = 1.25  # times the time with equal ranks
+SAME_ACCURACY = 0.02
+HALF = 0.6
+LEVEL = 1.05  # times the fastest one's time: as fast as that
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """A line for each run; the runs with a slow rank follow the others."""
+    head = f"{'':<25}{'s/epoch':>8}{'updates/s':>11}{'samples/s':>11}{'accuracy':>10}{'behind':>8}{'dropped':>9}"
+    lines = [f"# {head}{'MB/epoch':>10}{'MB/s':>8}  busiest"]
+    for slow in (False, True):
+        some = [each for each in outcomes if each.slow == slow]
+        if some:
+            lines.append(f"# {'one slow rank' if slow else 'equal ranks'}")
+        lines += [row(each) for each in some]
+    return lines
+
+
+def row(outcome: Outcome) -> str:
+    behind = f"{outcome.mean_staleness:.1f}" if outcome.staleness else "-"
+    return (
+        f"  {outcome.variant:<25}{outcome.seconds:>8.3f}{outcome.updates_per_second:>11.0f}"
+        f"{outcome.samples_per_second:>11.0f}{outcome.accuracy:>10.4f}{behind:>8}{outcome.dropped:>9}"
+        f"{outcome.megabytes:>10.1f}{outcome.megabytes / outcome.seconds:>8.1f}  rank {outcome.busiest}"
+    )
+
+
+def findings(outcomes: Sequence[Outcome]) -> list[str]:
+    """A sentence for each claim of which the runs are there."""
+    by_name = {(each.variant, each.slow): each for each in outcomes}
+    lines = []
+    for claim in (_fastest, _spare, _steps, _accuracy, _bytes):
+        lines += claim(by_name)
+    return lines
+
+
+Runs = dict[tuple[str, bool], Outcome]
+
+
+def _verdict(shown: bool, claim: str, figures: str) -> str:
+    return f"{'Shown' if shown else 'Refuted'}: {claim} ({figures})"
+
+
+def _fastest(runs: Runs) -> list[str]:
+    equal = sorted((each for each in runs.values() if not each.slow), key=lambda each: -each.samples_per_second)
+    mirrored = runs.get(("mirrored", False))
+    if len(equal) < 2 or mirrored is None:
+        return []
+    figures = ", ".join(f"{each.variant} {each.samples_per_second:.0f}" for each in equal[:3])
+    shown = mirrored.samples_per_second * LEVEL >= equal[0].samples_per_second
+    claim = "with equal ranks nothing is faster than mirrored, by more than 5 %"
+    return [_verdict(shown, claim, f"samples/s: {figures}")]
+
+
+def _spare(runs: Runs) -> list[str]:
+    ratios = _ratios(runs)
+    if not {"mirrored", "1 spare replica"} <= ratios.keys():
+        return []
+    spare, mirrored = ratios["1 spare replica"], ratios["mirrored"]
+    figures = f"an epoch takes {spare:.2f} times as long with a slow rank; mirrored {mirrored:.2f} times"
+    shown = spare <= KEEPS_SPEED and spare < mirrored
+    return [_verdict(shown, "spare replicas keep their speed with a slow rank", figures)]
+
+
+def _steps(runs: Runs) -> list[str]:
+    slow = sorted((each for each in runs.values() if each.slow), key=lambda each: -each.updates_per_second)
+    if not any("async" in each.variant for each in slow) or len(slow) < 2:
+        return []
+    figures = ", ".join(f"{each.variant} {each.updates_per_second:.0f}" for each in slow[:4])
+    return [_verdict("async" in slow[0].variant, "with a slow rank async does most steps", f"updates/s: {figures}")]
+
+
+def _accuracy(runs: Runs) -> list[str]:
+    lines = []
+    for slow in (False, True):
+        mirrored, scaled = runs.get(("mirrored", slow)), runs.get(("1 server, async, scale", slow))
+        if mirrored and scaled:
+            figures = f"{scaled.accuracy:.4f}, mirrored {mirrored.accuracy:.4f}"
+            kept = runs.get(("1 server, async", slow))
+            figures += f'; stale="keep" {kept.accuracy:.4f}' if kept else ""
+            where = "with a slow rank" if slow else "with equal ranks"
+            shown = scaled.accuracy >= mirrored.accuracy - SAME_ACCURACY
+            lines.append(_verdict(shown, f'{where} async reaches the accuracy with stale="scale"', figures))
+    return lines
+
+
+def _bytes(runs: Runs) -> list[str]:
+    lines = []
+    for kind in ("sync", "async"):
+        one, two = runs.get((f"1 server, {kind}", False)), runs.get((f"2 servers, {kind}", False))
+        if one and two:
+            shares = one.megabytes / one.workers, two.megabytes / two.workers
+            figures = (
+                f"{kind}: {shares[0]:.1f} and {shares[1]:.1f} MB an epoch and worker; an epoch takes "
+                f"{one.seconds:.3f} s with {one.workers} workers and {two.seconds:.3f} s with {two.workers}"
+            )
+            claim = "two servers halve the bytes through the busiest rank"
+            lines.append(_verdict(shares[1] <= HALF * shares[0], claim, figures))
+    return lines
+
+
+def _ratios(runs: Runs) -> dict[str, float]:
+    """By variant, how much longer an epoch takes with a slow rank."""
+    return {
+        name: each.seconds / runs[name, False].seconds
+        for (name, slow), each in runs.items()
+        if slow and (name, False) in runs
+    }
+
+
+EQUAL, SLOW = "#1f77b4", "#d62728"
+PANELS = (
+    ("seconds an epoch", lambda each: each.seconds, "{:.2f}"),
+    ("updates a second", lambda each: each.updates_per_second, "{:.0f}"),
+    ("accuracy on test data", lambda each: each.accuracy, "{:.3f}"),
+    ("MB an epoch through the busiest rank", lambda each: each.megabytes, "{:.1f}"),
+    ("mean updates behind", lambda each: each.mean_staleness, "{:.1f}"),
+)
+
+
+def draw(outcomes: Sequence[Outcome], title: str, kind: str = "png") -> bytes:
+    """The picture as the content of a file of a kind: "png", "svg", "pdf"."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(each.variant for each in outcomes))
+    figure = Figure(figsize=(15, 2.2 + 0.85 * len(names)), layout="constrained")
+    axes = figure.subplots(2, 3, sharey=True).flat
+    for axis, (label, value, text) in zip(axes, PANELS, strict=False):
+        _bars(axis, outcomes, names, value, text)
+        axis.set_title(label, fontsize=11)
+    _histogram(axes[len(PANELS)], outcomes, names)
+    figure.suptitle(title, fontsize=12)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    content = io.BytesIO()
+    figure.savefig(content, format=kind, dpi=110)
+    return content.getvalue()
+
+
+def _bars(axis: Any, outcomes: Sequence[Outcome], names: list[str], value: Any, text: str) -> None:
+    for slow, colour, label in ((False, EQUAL, "equal ranks"), (True, SLOW, "one slow rank")):
+        some = [each for each in outcomes if each.slow == slow]
+        places = [names.index(each.variant) + (0.2 if slow else -0.2) for each in some]
+        bars = axis.barh(places, [value(each) for each in some], 0.38, color=colour, label=label)
+        axis.bar_label(bars, [text.format(value(each)) for each in some], padding=3, fontsize=8)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.margins(x=0.18)
+    axis.set_axisbelow(True)
+    axis.grid(True, axis="x", alpha=0.3)
+
+
+def _histogram(axis: Any, outcomes: Sequence[Outcome], names: list[str]) -> None:
+    """How many gradients were so many updates behind, as a band of squares for each run."""
+    most = max([len(each.staleness) for each in outcomes] or [0])
+    for each in outcomes:
+        place = names.index(each.variant) + (0.2 if each.slow else -0.2)
+        total = max([*each.staleness, 1])
+        for behind, count in enumerate(each.staleness):
+            colour = SLOW if each.slow else EQUAL
+            axis.barh(place, 0.95, 0.38, left=behind - 0.475, color=colour, alpha=count / total, linewidth=0)
+    axis.set_xlim(-0.6, max(most, 1) - 0.4)
+    axis.set_title("updates behind: the darker, the more gradients", fontsize=11)
+
 
 PROGRAM = "benchmarks.strategies"
 
@@ -127,13 +291,11 @@ def _write(topology: Topology, args: argparse.Namespace, outcomes: list[Outcome]
         text = json.dumps({**machine, "options": options, "runs": runs, "findings": findings(outcomes)}, indent=1)
         outputs.put(args.json, text)
     if args.plot:
-        from benchmarks.comparing import picture
-
         title = (
             f"{args.data}, {args.hidden} hidden units, batch {args.batch_size}, {args.epochs} epochs, "
             f"{topology.size} ranks; {args.row_us:g} us a row, {args.slow_factor:g} times that on the slow rank"
         )
-        outputs.write(args.plot, picture.draw(outcomes, title, args.plot.rpartition(".")[2].lower()))
+        outputs.write(args.plot, draw(outcomes, title, args.plot.rpartition(".")[2].lower()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

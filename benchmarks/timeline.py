@@ -8,15 +8,248 @@ Exit code: 0, or 2 when the file can't be read.
 """
 
 import argparse
+import io
+import itertools
+import json
+import math
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any, NamedTuple, TextIO
 
-from benchmarks.showing import outputs, plot, trace_plot
-from benchmarks.showing.results import FileError
-from benchmarks.showing.trace_file import KINDS, OTHER, Summary, load, summary
+from benchmarks.lib import outputs, plot
+from benchmarks.lib.results import FileError
 from trainers.cli.options import Parser
+from trainers.files import model_file
+
+MOST_BYTES, MOST_SLICES = 1 << 30, 1 << 22
+PIECE = 1 << 20  # characters that are read at a time; no event has as many
+LIST, NAMED_LIST, SPACE = re.compile(r"\s*\["), re.compile(r'"traceEvents"\s*:\s*\['), re.compile(r"\s*")
+MOST_RANKS, MOST_THREADS = 1 << 20, 1 << 10
+LONGEST_US = 1e15  # thirty years
+DIGITS = 3  # of a time in microseconds: Trace writes nanoseconds
+WANTED = "give a file that --trace, Timeline or create(trace=) wrote"
+WAIT, REDUCE, OTHER = "wait", "reduce", "other"
+KINDS = ("data", "compute", "agree", WAIT, REDUCE, "communication", "update", "epoch")  # in the order of a step
+
+
+class Slice(NamedTuple):
+    """What a rank did from `begin` to `end`, in microseconds. last: the rank that came last to a call, else None."""
+
+    rank: int
+    row: int
+    kind: str
+    begin: float
+    end: float
+    last: int | None
+    call: tuple[str, int] | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Sums of a trace, in seconds.
+
+    shares: by (rank, row) and kind: time of its own, without the slices inside of it; "other" is the time outside of
+        all slices, and that of kinds of other programs. Each moment counts once, so they add up to `seconds`.
+    waits: by (who, for whom): what a rank's first row waited. late: by rank, how many calls it came last to.
+    """
+
+    seconds: float
+    ranks: int
+    calls: int
+    shares: dict[tuple[int, int], dict[str, float]]
+    waits: dict[tuple[int, int], float]
+    late: Counter[int]
+
+
+def load(path: str) -> list[Slice]:
+    """The slices of a file, by time. Raises FileError."""
+    try:
+        with model_file.open_regular(path) as file:
+            if model_file.size(file) > MOST_BYTES:
+                raise FileError(f"{path} has {model_file.size(file)} bytes; at most {MOST_BYTES} are read")
+            found = list(itertools.islice(_slices(file), MOST_SLICES + 1))
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(f"{path} can't be read ({error.strerror or error}); {WANTED}") from None
+    except UnicodeDecodeError:
+        raise FileError(f"{path}: it is no text; {WANTED}") from None
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path} is no such trace ({error or type(error).__name__}); {WANTED}") from None
+    if not found:
+        raise FileError(f"{path}: nothing was recorded in it; {WANTED}")
+    if len(found) > MOST_SLICES:
+        raise FileError(f"{path} has more than {MOST_SLICES} events; trace a shorter run")
+    return sorted(found, key=lambda each: (each.begin, -each.end))
+
+
+def _slices(file: IO[bytes]) -> Iterator[Slice]:
+    for number, event in enumerate(_events(io.TextIOWrapper(file, "utf-8"))):
+        if not isinstance(event, dict):
+            raise ValueError(f"event {number} is no object")
+        if event.get("ph") == "X":
+            yield _slice(number, event)
+
+
+def _events(text: TextIO) -> Iterator[Any]:
+    """The events of a trace, read one after another: as a whole they would take many times the file's size.
+
+    What follows their list is not looked at.
+    """
+    decoder, buffer = json.JSONDecoder(), text.read(PIECE)
+    begin = LIST.match(buffer) or NAMED_LIST.search(buffer)  # the format's two shapes
+    if begin is None:
+        json.loads(buffer)  # or it says what is wrong with it
+        raise ValueError("it has no list of events")
+    place, first, more = begin.end(), True, buffer
+    while True:
+        if more and len(buffer) - place < PIECE:
+            more = text.read(PIECE)
+            buffer, place = buffer[place:] + more, 0
+        place = SPACE.match(buffer, place).end()  # type: ignore[union-attr]  # which matches everywhere
+        if buffer.startswith("]", place):
+            return
+        if not first:
+            if not buffer.startswith(",", place):
+                raise ValueError("a comma is missing between two events, or the end")
+            place = SPACE.match(buffer, place + 1).end()  # type: ignore[union-attr]
+        event, place = decoder.raw_decode(buffer, place)
+        first = False
+        yield event
+
+
+def _slice(number: int, event: dict[str, Any]) -> Slice:
+    begin, duration = (_number(number, event, name, LONGEST_US) for name in ("ts", "dur"))
+    rank, row = _integer(number, event, "pid", MOST_RANKS), _integer(number, event, "tid", MOST_THREADS)
+    about = event.get("args", {})
+    if not isinstance(about, dict):
+        raise ValueError(f"event {number}: args={_quoted(about)}")
+    last = _integer(number, about, "last", MOST_RANKS) if "last" in about else None
+    call = None
+    if "call" in about:
+        call = _quoted(about.get("series")), _integer(number, about, "call", 1 << 40)
+    kind = event.get("cat")
+    # Rounded to the nanoseconds that were written: a sum of two floats may end behind the begin of the next slice.
+    begin, end = round(begin, DIGITS), round(begin + duration, DIGITS)
+    return Slice(rank, row, kind if kind in KINDS else OTHER, begin, end, last, call)
+
+
+def _number(number: int, event: dict[str, Any], name: str, most: float) -> float:
+    value = event.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ValueError(f"event {number}: {name}={_quoted(value)}")
+    return float(value)
+
+
+def _integer(number: int, event: dict[str, Any], name: str, most: int) -> int:
+    value = _number(number, event, name, most)
+    if value != math.floor(value):
+        raise ValueError(f"event {number}: {name}={_quoted(value)}")
+    return int(value)
+
+
+def _quoted(value: object) -> str:
+    """A value of the file, as far as it fits a line; no control characters reach a terminal."""
+    text = ascii(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def summary(slices: list[Slice]) -> Summary:
+    """slices: sorted by time, at least one."""
+    begin, end = min(each.begin for each in slices), max(each.end for each in slices)
+    shares = {row: _own_times(those, end - begin) for row, those in rows(slices).items()}
+    waits: dict[tuple[int, int], float] = {}
+    late: dict[tuple[str, int], int] = {}
+    for each in slices:
+        if each.last is None:
+            continue
+        if each.call is not None:
+            late[each.call] = each.last
+        if each.kind == WAIT and each.row == 0:
+            pair = each.rank, each.last
+            waits[pair] = waits.get(pair, 0.0) + (each.end - each.begin) / 1e6
+    ranks = len({each.rank for each in slices})
+    return Summary((end - begin) / 1e6, ranks, len(late), shares, waits, Counter(late.values()))
+
+
+def rows(slices: list[Slice]) -> dict[tuple[int, int], list[Slice]]:
+    """The slices by rank and row, in their order."""
+    found: dict[tuple[int, int], list[Slice]] = {}
+    for each in slices:
+        found.setdefault((each.rank, each.row), []).append(each)
+    return dict(sorted(found.items()))
+
+
+def _own_times(row: list[Slice], whole: float) -> dict[str, float]:
+    """Seconds by kind of one row, each without the slices inside of it."""
+    own = dict.fromkeys((*KINDS, OTHER), 0.0)
+    around: list[Slice] = []  # those that go on, the last to begin last: a moment is that one's
+    turn = row[0].begin
+
+    def go_on(until: float) -> None:
+        nonlocal turn
+        while around and turn < until:
+            end = min(around[-1].end, until)
+            own[around[-1].kind] += max(end - turn, 0.0) / 1e6
+            turn = max(turn, end)
+            if around[-1].end <= turn:
+                around.pop()
+        turn = max(turn, until)
+
+    for each in row:
+        go_on(each.begin)
+        around.append(each)
+    go_on(max(each.end for each in row))
+    own[OTHER] += max(whole / 1e6 - sum(own.values()), 0.0)
+    return own
+
+
+MOST_ROWS = 64
+COLOURS = {
+    "data": "#8dd3c7",
+    "compute": "#1f77b4",
+    "agree": "#f4a6a6",
+    "wait": "#d62728",
+    "reduce": "#ff8c00",
+    "communication": "#ff8c00",
+    "update": "#2ca02c",
+    "epoch": "#b39ddb",
+    OTHER: "#bbbbbb",
+}
+
+
+def draw(slices: list[Slice], title: str, kind: str = "png") -> bytes:
+    """The picture as the content of a file of a kind: "png", "svg", "pdf"."""
+    from matplotlib.figure import Figure
+
+    shown = dict(list(rows(slices).items())[:MOST_ROWS])
+    figure = Figure(figsize=(12, 1.6 + 0.45 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    begin = slices[0].begin
+    kinds = [kind for kind in COLOURS if any(each.kind == kind for each in slices)]
+    for place, those in enumerate(shown.values()):
+        for what in kinds:
+            spans = [((each.begin - begin) / 1e3, (each.end - each.begin) / 1e3) for each in those if each.kind == what]
+            axes.broken_barh(spans, (place - 0.4, 0.8), facecolors=COLOURS[what], label=None if place else what)
+    axes.set_yticks(range(len(shown)), [name(*row) for row in shown])
+    axes.invert_yaxis()
+    axes.set_xlabel("time (ms)")
+    axes.set_title(title, parse_math=False)  # a file may have any name
+    figure.legend(loc="outside lower center", ncols=len(kinds), frameon=False)
+    content = io.BytesIO()
+    figure.savefig(content, format=kind, dpi=110)
+    return content.getvalue()
+
+
+def name(rank: int, row: int) -> str:
+    """What a row is called: 0 is the program's own thread, others work in the background."""
+    return f"rank {rank}" if row == 0 else f"rank {rank}, background"
+
 
 MOST_PAIRS, MOST_ROWS = 12, 64  # that are shown
 MUCH = 0.1  # of a row's time outside of all spans
@@ -30,7 +263,7 @@ def report(found: Summary) -> list[str]:
     lines.append(f"# {'':<20}" + "".join(f"{kind:>14}" for kind in shown))
     for row, times in list(found.shares.items())[:MOST_ROWS]:
         shares = "".join(f"{times[kind] / found.seconds if found.seconds else 0:>14.1%}" for kind in shown)
-        lines.append(f"  {trace_plot.name(*row):<20}{shares}")
+        lines.append(f"  {name(*row):<20}{shares}")
     if len(found.shares) > MOST_ROWS:
         lines.append(f"  and {len(found.shares) - MOST_ROWS} rows more")
     if any(times[OTHER] > MUCH * found.seconds for times in found.shares.values()):
@@ -69,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         slices = load(args.trace)
         print("\n".join(report(summary(slices))))
         if args.plot:
-            picture = trace_plot.draw(slices, os.path.basename(args.trace), Path(args.plot).suffix[1:].lower())
+            picture = draw(slices, os.path.basename(args.trace), Path(args.plot).suffix[1:].lower())
             outputs.write(args.plot, picture)
     except (FileError, OSError) as error:
         print(f"benchmarks.timeline: error: {error}", file=sys.stderr)

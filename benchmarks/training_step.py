@@ -12,17 +12,187 @@ for all variants alike; --malloc default leaves it alone.
 """
 
 import argparse
+import importlib
 import json
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 from mpi4py import MPI
 
 import allreduce
+
+try:
+    import torch
+    import torch.distributed as dist
+except ImportError as error:
+    raise SystemExit(
+        f'benchmarks.training_step needs PyTorch ({error}): pip install ".[torch]" in the checkout'
+    ) from error
+
+from allreduce.topology import Topology
+from allreduce.transport.control import combine, on_all
+from benchmarks.lib import cli, outputs
+from benchmarks.lib.contenders import join
+from benchmarks.lib.machine import peak_memory, trim
+from benchmarks.lib.workloads import WORKLOADS, Workload
+from trainers import malloc
+from trainers.pytorch import MirroredOptimizer
+
+PLAIN, DDP_GLOO, DDP_OURS = "no communication", "DDP + gloo", "DDP + allreduce"
+REPLICATED, REPLICATED_OVERLAP = "replicated", "replicated, overlap"
+SHARDED, SHARDED_OVERLAP = "sharded", "sharded, overlap"
+NAMES = (PLAIN, DDP_GLOO, DDP_OURS, REPLICATED, REPLICATED_OVERLAP, SHARDED, SHARDED_OVERLAP)
+
+
+class Variant(NamedTuple):
+    module: torch.nn.Module  # what is called
+    optimizer: torch.optim.Optimizer
+    close: Callable[[], object]
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(self.module(x), y).backward()
+        self.optimizer.step()
+
+
+class Variants:
+    """Makes variants; holds the process groups that DDP averages over.
+
+    backend: the one of MirroredOptimizer, by name. Creating it, `make` and `close` are collective.
+    """
+
+    def __init__(self, topology: Topology, backend: str) -> None:
+        self._topology, self._backend = topology, backend
+        self._groups: dict[str, Any] = {}
+        join(dist, topology)
+
+    def make(self, name: str, workload: Workload) -> Variant:
+        """A variant with a fresh model, equal on all ranks. Collective."""
+        torch.manual_seed(0)
+        model = workload.model()
+        plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=workload.momentum)
+        if name == PLAIN:
+            return Variant(model, plain, lambda: None)
+        if name in (DDP_GLOO, DDP_OURS):
+            module = torch.nn.parallel.DistributedDataParallel(model, process_group=self._group(name))
+            return Variant(module, plain, lambda: None)
+        mirrored = MirroredOptimizer(
+            plain,
+            model,
+            self._backend,
+            topology=self._topology,
+            update=name.partition(",")[0],
+            overlap=name in (REPLICATED_OVERLAP, SHARDED_OVERLAP),
+        )
+        return Variant(model, mirrored, mirrored.close)
+
+    def _group(self, name: str) -> Any:
+        if name not in self._groups:
+            if name == DDP_OURS:
+                importlib.import_module("allreduce.torch_backend")  # registers it, pip or not
+            self._groups[name] = dist.new_group(backend="gloo" if name == DDP_GLOO else "allreduce")
+        return self._groups[name]
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class Bench:
+    """Measures the variants that the options name. All methods are collective.
+
+    options: of benchmarks.training_step: variants, steps, warmup, report, allreduce.
+    """
+
+    def __init__(self, topology: Topology, options: argparse.Namespace) -> None:
+        self.options, self._comm = options, topology.world
+        self._variants = Variants(topology, options.allreduce)
+        self.close = self._variants.close
+
+    def _batches(self, workload: Workload, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Endless batches, other ones on each rank, the same for each variant."""
+        generator = torch.Generator().manual_seed(1 + self._comm.rank)
+        prepared = [workload.batch(size, generator) for _ in range(8)]
+        while True:
+            yield from prepared
+
+    # Time
+
+    def times(self, workload: Workload, size: int) -> dict[str, list[float]]:
+        """For each variant the seconds of each step, the slowest rank's."""
+        variants = {name: self._variants.make(name, workload) for name in self.options.variants}
+        batches = self._batches(workload, size)
+        taken: dict[str, list[float]] = {name: [] for name in variants}
+        for turn in range(self.options.warmup + self.options.steps):
+            x, y = next(batches)
+            for name, variant in variants.items():
+                self._comm.Barrier()
+                begin = time.perf_counter()
+                variant.step(x, y)
+                mine = time.perf_counter() - begin
+                if turn >= self.options.warmup:
+                    taken[name].append(mine)
+        for name, variant in variants.items():
+            if self.options.report and isinstance(variant.optimizer, MirroredOptimizer) and self._comm.rank == 0:
+                print(f"{name}: {variant.optimizer.report()}", file=sys.stderr)
+            variant.close()
+        slowest = np.array([taken[name] for name in variants])
+        self._comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
+        return dict(zip(variants, slowest.tolist(), strict=True))
+
+    # The same result
+
+    def differences(self, workload: Workload, size: int, steps: int) -> dict[str, dict[str, Any]]:
+        """How far each variant's parameters are from DDP + gloo's after some steps on the same batches."""
+        results = {}
+        for name in self.options.variants:
+            variant = self._variants.make(name, workload)
+            batches = self._batches(workload, size)
+            for _ in range(steps):
+                variant.step(*next(batches))
+            flat = torch.cat([each.detach().reshape(-1) for each in variant.module.parameters()])
+            results[name] = flat.clone()
+            variant.close()
+        reference = results.get(DDP_GLOO)
+        found = {}
+        for name, flat in results.items():
+            if reference is not None and name not in (PLAIN, DDP_GLOO):
+                largest = self._largest(float((flat - reference).abs().max()))
+                found[name] = {
+                    "bits_equal": on_all(self._comm, torch.equal(flat, reference), "compare bits"),
+                    "largest": largest,
+                }
+        return found
+
+    # Memory
+
+    def memory(self, workload: Workload, size: int) -> dict[str, float]:
+        """The peak of each variant alone: bytes of a rank, shared pages divided among those that share them."""
+        peaks = {}
+        names = self.options.variants
+        for name in [names[0], *names]:  # the first also loads libraries, so it counts the second time
+            trim()
+            self._comm.Barrier()
+            with peak_memory() as peak:
+                variant = self._variants.make(name, workload)
+                batches = self._batches(workload, size)
+                for _ in range(8):
+                    variant.step(*next(batches))
+                self._comm.Barrier()
+            variant.close()
+            del variant
+            peaks[name] = self._largest(peak[0])
+        return peaks
+
+    def _largest(self, value: float) -> float:
+        """Of all ranks' values. Collective."""
+        return float(combine(self._comm, np.array([value], np.float64), "find the largest", MPI.MAX)[0])
+
 
 try:
     import torch
@@ -30,13 +200,6 @@ except ImportError as error:
     raise SystemExit(
         f'benchmarks.training_step needs PyTorch ({error}): pip install ".[torch]" in the checkout'
     ) from error
-
-from benchmarks import cli
-from benchmarks.showing import outputs
-from benchmarks.steps.measures import Bench
-from benchmarks.steps.models import WORKLOADS
-from benchmarks.steps.variants import DDP_GLOO, NAMES, PLAIN
-from trainers import malloc
 
 PROGRAM = "benchmarks.training_step"
 

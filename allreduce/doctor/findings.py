@@ -1,35 +1,22 @@
-"""Findings: what was found, how bad that is, and what to do about it; and what they are made of."""
+"""What the doctor has found: the facts that ranks gather, the findings made of them, and how a report shows these."""
 
+import textwrap
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
-from allreduce.topology import Topology
-
 OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")
+EXTRA = 'pip install ".[doctor]" in the checkout'  # libraries by which the doctor sees more
 MOST_NAMED = 5  # of things that are alike; the rest are counted
+WIDTH, NARROWEST = 110, 40
+COLOURS = {OK: "\033[32m", WARNING: "\033[33m", PROBLEM: "\033[31m"}
+PLAIN = "\033[0m"
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
-class Finding(NamedTuple):
-    """One line of the report."""
-
-    area: str
-    name: str
-    level: str
-    text: str
-    advice: str = ""  # what to do; empty when all is well
-
-
-class Place(NamedTuple):
-    """What a look may use besides its own machine. No look communicates."""
-
-    topology: Topology
-    hosts: list[str]  # every rank's host name
-
-
 class Rank(NamedTuple):
-    """What one rank has found out, by the names of the modules that looked."""
+    """The facts that one rank has gathered, by the keys of command.LOOKS."""
 
     rank: int
     node: int
@@ -41,7 +28,37 @@ class Needs(NamedTuple):
     """What the training will want."""
 
     parameters: int
-    asked: bool = False  # by the user: what is missing for that is a problem, and not only a warning
+    asked: bool = False  # by the user: too little for that is a problem, and not only a warning
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    name: str
+    level: str
+    text: str
+    advice: str = ""  # what to do; empty when all is well
+    area: str = ""  # the heading over it; the caller of a `judge` sets it
+
+
+def ok(name: str, text: str) -> Finding:
+    return Finding(name, OK, text)
+
+
+def warning(name: str, text: str, advice: str) -> Finding:
+    return Finding(name, WARNING, text, advice)
+
+
+def problem(name: str, text: str, advice: str) -> Finding:
+    return Finding(name, PROBLEM, text, advice)
+
+
+def alike(name: str, kinds: dict[str, list[Rank]], advice: str, level: str = WARNING) -> Finding:
+    """ok where all ranks have the same, else a finding of `level` that says which ranks have what."""
+    if len(kinds) == 1:
+        return ok(name, next(iter(kinds)))
+    text = "; ".join(f"{kind} on {named(ranks)}" for kind, ranks in kinds.items())
+    return Finding(name, level, text, advice)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -49,9 +66,48 @@ def exit_code(findings: Iterable[Finding]) -> int:
     return max((LEVELS.index(finding.level) for finding in findings), default=0)
 
 
-def by_node(ranks: Iterable[Rank]) -> dict[int, list[Rank]]:
+# The report
+
+
+def report(title: str, findings: Sequence[Finding], coloured: bool = False) -> str:
+    """The findings in lines: a heading for each area, then level, name and text; what to do below it."""
+    levels, names = max(map(len, LEVELS)), max(len(finding.name) for finding in findings)
+    indent = " " * (2 + levels + 2 + names + 2)
+    lines = [title]
+    for area, group in groupby(findings, lambda finding: finding.area):
+        lines += ["", area]
+        for finding in group:
+            level = finding.level.ljust(levels)
+            shown = f"{COLOURS[finding.level]}{level}{PLAIN}" if coloured else level
+            first, *rest = _wrapped(finding.text, indent)
+            lines += [f"  {shown}  {finding.name.ljust(names)}  {first}", *(indent + line for line in rest)]
+            if finding.advice:
+                first, *rest = _wrapped(finding.advice, f"{indent}-> ")
+                lines += [f"{indent}-> {first}", *(f"{indent}   {line}" for line in rest)]
+    return "\n".join([*lines, "", summary(findings)]) + "\n"
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    width = max(NARROWEST, WIDTH - len(indent))
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """How many there are of each level, and the exit code."""
+    counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
+    code = exit_code(findings)
+    if not code:
+        return f"{plural(counts[OK], 'finding')}, all ok"
+    worse = [plural(counts[level], level) for level in (PROBLEM, WARNING) if counts[level]]
+    return f"{', '.join(worse)}, {counts[OK]} ok; exit code {code}"
+
+
+# Ranks and numbers in words
+
+
+def by_node(ranks: Iterable[Rank]) -> list[list[Rank]]:
     """The ranks of each node."""
-    return grouped(ranks, lambda rank: rank.node)
+    return list(grouped(ranks, lambda rank: rank.node).values())
 
 
 def grouped(ranks: Iterable[Rank], key: Callable[[Rank], KeyT]) -> dict[KeyT, list[Rank]]:
@@ -62,17 +118,9 @@ def grouped(ranks: Iterable[Rank], key: Callable[[Rank], KeyT]) -> dict[KeyT, li
     return found
 
 
-def of_kinds(area: str, name: str, kinds: dict[str, list[Rank]], advice: str) -> Finding:
-    """That all ranks have the same, or a warning that says which have what."""
-    if len(kinds) == 1:
-        return Finding(area, name, OK, next(iter(kinds)))
-    text = "; ".join(f"{kind} on {named(group)}" for kind, group in kinds.items())
-    return Finding(area, name, WARNING, text, advice)
-
-
-def named(ranks: Sequence[Rank] | Sequence[int]) -> str:
+def named(ranks: Iterable[Rank]) -> str:
     """ "rank 3", "ranks 0-3, 7" """
-    numbers = sorted(rank.rank if isinstance(rank, Rank) else rank for rank in ranks)
+    numbers = sorted(rank.rank for rank in ranks)
     return f"rank{'s' * (len(numbers) != 1)} {spans(numbers)}"
 
 
@@ -102,6 +150,14 @@ def nbytes(number: float) -> str:
     return f"{number:.0f} {units[power]}" if number >= 100 else f"{number:.3g} {units[power]}"
 
 
-def plural(number: int, word: str) -> str:
-    """ "1 rank", "2 ranks" """
-    return f"{number} {word}{'s' * (number != 1)}"
+def count(parameters: int) -> str:
+    """ "25M", "1.5B" """
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if parameters >= size:
+            return f"{parameters / size:.4g}{unit}"
+    return str(parameters)
+
+
+def plural(number: float, word: str) -> str:
+    """ "1 rank", "2 ranks", "1.5 cores" """
+    return f"{number:g} {word}{'s' * (number != 1)}"

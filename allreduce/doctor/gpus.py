@@ -1,81 +1,80 @@
 """GPUs: which rank has which, whether two have the same, and whether CuPy, NCCL and MPI can use them.
 
-The driver is asked (libcuda), which makes no context and needs no CuPy; it numbers the devices as a program sees
-them, after CUDA_VISIBLE_DEVICES.
+NVML is asked, which makes no context and needs no CuPy.
 """
 
-import ctypes
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from allreduce.arrays import gpu
 from allreduce.doctor.findings import (
-    OK,
-    PROBLEM,
-    WARNING,
+    EXTRA,
     Finding,
     Needs,
-    Place,
     Rank,
+    alike,
     by_node,
     grouped,
     named,
     nbytes,
-    of_kinds,
+    ok,
     plural,
+    problem,
     some,
+    warning,
 )
+from allreduce.topology import Topology
 
-AREA = "GPUs"
-DRIVER = "libcuda.so.1"
 PRESENT = Path("/proc/driver/nvidia/gpus")
-IDENTIFY = (
-    "cuDeviceGetUuid_v2",
-    "cuDeviceGetUuid",
-)  # the first tells parts (MIG) of a GPU apart; older drivers lack it
-UUID_BYTES, NAME_BYTES = 16, 128
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def look(place: Place) -> dict[str, Any]:
+def look(topology: Topology, first: str) -> dict[str, Any]:
     found: dict[str, Any] = {"devices": [], "driver": None, "trouble": "", "cupy": None, "mine": None}
-    try:
-        found["driver"], found["devices"] = _devices()
-    except OSError as error:
-        found["trouble"] = str(error)
     found["present"] = len(list(PRESENT.iterdir())) if PRESENT.is_dir() else 0
-    found["visible"] = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found["visible"] = os.environ.get(VISIBLE)
     found["cuda_aware"] = gpu.mpi_is_cuda_aware()
+    try:
+        found["driver"], found["devices"] = _devices(found["visible"])
+    except ImportError:
+        found["trouble"] = f"the library that tells more of them is missing: {EXTRA}"
+    except Exception as error:  # NVMLError, which belongs to the library
+        found["trouble"] = f"{type(error).__name__}: {error}" if found["present"] else ""
     if found["devices"]:
-        found["mine"] = place.topology.node_rank % len(found["devices"])  # as gpu.choose_device has it
+        found["mine"] = topology.node_rank % len(found["devices"])  # as gpu.choose_device has it
         found["cupy"] = _cupy()
     return found
 
 
-def judge(ranks: Sequence[Rank], needs: Needs) -> list[Finding]:
-    without = [rank for rank in ranks if not rank.facts["gpus"]["devices"]]
-    if len(without) == len(ranks):
-        return [_none(ranks), _aware(ranks)]
+def judge(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     having = [rank for rank in ranks if rank.facts["gpus"]["devices"]]
-    findings = [_assigned(having), *_duplicates(having)]
-    if without:
+    without = [rank for rank in ranks if rank not in having]
+    if having:
+        yield _assigned(having)
+        yield from _duplicates(having)
+    else:
+        yield _none(ranks)
+    if having and without:
         told = some(sorted({rank.facts["gpus"]["trouble"] for rank in without} - {""}))
         text = f"{named(without)} see{'s' * (len(without) == 1)} none, and others do{f' ({told})' if told else ''}"
-        advice = "ask the scheduler for GPUs on every host (--gpus-per-node), and look at CUDA_VISIBLE_DEVICES there"
-        findings.append(Finding(AREA, "missing", WARNING, text, advice))
-    return [*findings, *_software(having), _aware(having)]
+        advice = f"ask the scheduler for GPUs on every host (--gpus-per-node), and look at {VISIBLE} there"
+        yield warning("missing", text, advice)
+    if having:
+        yield from _software(having)
+    yield _cuda_aware(having or ranks)
 
 
 def _none(ranks: Sequence[Rank]) -> Finding:
     first = next((rank for rank in ranks if rank.facts["gpus"]["present"]), ranks[0])
     facts = first.facts["gpus"]
     if not facts["present"]:
-        return Finding(AREA, "devices", OK, "none: training runs on CPUs")
+        return ok("devices", "none: training runs on CPUs")
     text = f"{first.host} has {plural(facts['present'], 'GPU')}, and no rank sees one"
-    reason = facts["trouble"] or f"CUDA_VISIBLE_DEVICES={facts['visible']}"
-    return Finding(AREA, "devices", WARNING, text, f"{reason}: unset it, or start the container with --gpus all")
+    advice = facts["trouble"] or f"{VISIBLE}={facts['visible']}: unset it, or start the container with --gpus all"
+    return warning("devices", text, advice)
 
 
 def _mine(rank: Rank) -> dict[str, Any]:
@@ -84,43 +83,42 @@ def _mine(rank: Rank) -> dict[str, Any]:
 
 def _assigned(ranks: Sequence[Rank]) -> Finding:
     texts = []
-    for here in by_node(ranks).values():
+    for here in by_node(ranks):
         pairs = [f"rank {rank.rank}: GPU {rank.facts['gpus']['mine']}" for rank in here]
         kinds = {f"{_mine(rank)['name']}, {nbytes(_mine(rank)['bytes'])}" for rank in here}
         texts.append(f"{here[0].host} ({' and '.join(sorted(kinds))}): {some(pairs, ', ')}")
-    return Finding(AREA, "which rank has which", OK, some(texts))
+    return ok("which rank has which", some(texts))
 
 
-def _duplicates(ranks: Sequence[Rank]) -> list[Finding]:
-    texts = []
-    for (host, number, _), sharing in grouped(ranks, lambda rank: (rank.host, _mine(rank)["uuid"], "")).items():
-        if len(sharing) > 1:
-            texts.append(f"{named(sharing)} on {host} ({number[:12]})")
-    if not texts:
-        return []
-    text = f"one GPU is shared by {some(texts)}"
-    advice = "as many ranks a node as it has GPUs; NCCL refuses to share one, and ranks that do slow each other down"
-    return [Finding(AREA, "duplicates", WARNING, text, advice)]
+def _duplicates(ranks: Sequence[Rank]) -> Iterator[Finding]:
+    texts = [
+        f"{named(sharing)} on {host} ({uuid[:12]})"
+        for (host, uuid), sharing in grouped(ranks, lambda rank: (rank.host, _mine(rank)["uuid"])).items()
+        if len(sharing) > 1
+    ]
+    if texts:
+        advice = (
+            "as many ranks a node as it has GPUs; NCCL refuses to share one, and ranks that do slow each other down"
+        )
+        yield warning("duplicates", f"one GPU is shared by {some(texts)}", advice)
 
 
-def _software(ranks: Sequence[Rank]) -> list[Finding]:
+def _software(ranks: Sequence[Rank]) -> Iterator[Finding]:
     missing = [rank for rank in ranks if rank.facts["gpus"]["cupy"] is None]
     broken = [rank for rank in ranks if rank.facts["gpus"]["cupy"] and rank.facts["gpus"]["cupy"]["trouble"]]
-    findings = []
     if missing:
         text = f"not installed on {named(missing)}: --device cuda and the backend nccl need it"
-        findings.append(Finding(AREA, "CuPy", WARNING, text, gpu.EXTRA))
+        yield warning("CuPy", text, gpu.EXTRA)
     if broken:
         facts = broken[0].facts["gpus"]
         text = f"does not work on {named(broken)}: {facts['cupy']['trouble']}"
         advice = f"the driver is for CUDA {_version(facts['driver'])} at most: {gpu.EXTRA}"
-        findings.append(Finding(AREA, "CuPy", PROBLEM, text, advice))
-    if findings:
-        return findings
-    facts = ranks[0].facts["gpus"]
-    cupy = facts["cupy"]
-    text = f"{cupy['version']} for CUDA {_version(cupy['runtime'])}; the driver takes up to {_version(facts['driver'])}"
-    return [Finding(AREA, "CuPy", OK, text), _nccl(ranks)]
+        yield problem("CuPy", text, advice)
+    if not (missing or broken):
+        facts = ranks[0].facts["gpus"]
+        cupy, newest = facts["cupy"], _version(facts["driver"])
+        yield ok("CuPy", f"{cupy['version']} for CUDA {_version(cupy['runtime'])}; the driver takes up to {newest}")
+        yield _nccl(ranks)
 
 
 def _nccl(ranks: Sequence[Rank]) -> Finding:
@@ -128,22 +126,22 @@ def _nccl(ranks: Sequence[Rank]) -> Finding:
     numbers = grouped(ranks, lambda rank: rank.facts["gpus"]["cupy"]["nccl"])
     if None in numbers:
         where = f" on {named(numbers[None])}" if len(numbers) > 1 else ""
-        return Finding(AREA, "NCCL", WARNING, f"CuPy finds none{where}: the backend nccl is not available", gpu.EXTRA)
+        return warning("NCCL", f"CuPy finds none{where}: the backend nccl is not available", gpu.EXTRA)
     kinds = {f"{number // 10_000}.{number // 100 % 100}.{number % 100}": some for number, some in numbers.items()}
-    return of_kinds(AREA, "NCCL", kinds, "install the same on all hosts: ranks of different ones may not connect")
+    return alike("NCCL", kinds, "install the same on all hosts: ranks of different ones may not connect")
 
 
-def _aware(ranks: Sequence[Rank]) -> Finding:
+def _cuda_aware(ranks: Sequence[Rank]) -> Finding:
     name = "CUDA-aware MPI"
     without = [rank for rank in ranks if not rank.facts["gpus"]["cuda_aware"]]
     if not without:
-        return Finding(AREA, name, OK, "MPI takes arrays in GPU memory")
+        return ok(name, "MPI takes arrays in GPU memory")
     if len(ranks) == 1 or not ranks[0].facts["gpus"]["devices"]:
-        return Finding(AREA, name, OK, "no, and nothing here asks for it")
+        return ok(name, "no, and nothing here asks for it")
     where = f" on {named(without)}" if len(without) < len(ranks) else ""
     text = f"no{where}: arrays in GPU memory go through pinned host memory, unless the backend is nccl"
     advice = "fine with nccl; else an MPI that was built with CUDA (ALLREDUCE_CUDA_AWARE=1 if it can't say so itself)"
-    return Finding(AREA, name, WARNING, text, advice)
+    return warning(name, text, advice)
 
 
 def _version(number: int | None) -> str:
@@ -151,32 +149,37 @@ def _version(number: int | None) -> str:
     return "?" if not number else f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _devices() -> tuple[int | None, list[dict[str, Any]]]:
-    """The driver's CUDA version, and the devices that this process sees. Raises OSError in its words."""
+def _devices(visible: str | None) -> tuple[int, list[dict[str, Any]]]:
+    """The driver's CUDA version, and the devices that this process sees. Raises ImportError or pynvml.NVMLError.
+
+    visible: CUDA_VISIBLE_DEVICES, which NVML does not know: numbers and UUIDs, or beginnings of these. As in CUDA, an
+    entry that names no device hides those behind it.
+    """
+    import pynvml
+
+    pynvml.nvmlInit()
     try:
-        driver = ctypes.CDLL(DRIVER)
-    except OSError:
-        return None, []
-
-    def call(name: str, *arguments: Any) -> None:
-        code = getattr(driver, name)(*arguments)
-        if code:
-            raise OSError(f"{name} of the NVIDIA driver says {code}")
-
-    identify = next(name for name in IDENTIFY if hasattr(driver, name))
-    version, number, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
-    call("cuInit", 0)
-    call("cuDriverGetVersion", ctypes.byref(version))
-    call("cuDeviceGetCount", ctypes.byref(number))
-    found = []
-    for index in range(number.value):
-        name, uuid = ctypes.create_string_buffer(NAME_BYTES), ctypes.create_string_buffer(UUID_BYTES)
-        call("cuDeviceGet", ctypes.byref(device), index)
-        call("cuDeviceGetName", name, NAME_BYTES, device)
-        call(identify, uuid, device)
-        call("cuDeviceTotalMem_v2", ctypes.byref(size), device)
-        found.append({"uuid": uuid.raw.hex(), "name": name.value.decode(errors="replace"), "bytes": size.value})
-    return version.value, found
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        seen = handles if visible is None else []
+        for entry in [] if visible is None else visible.split(","):
+            meant = [index for index, uuid in enumerate(uuids) if entry in (str(index), uuid[: len(entry) or None])]
+            if entry.startswith("MIG-"):  # a part of a GPU
+                seen.append(pynvml.nvmlDeviceGetHandleByUUID(entry))
+            elif len(meant) == 1:
+                seen.append(handles[meant[0]])
+            else:
+                break
+        return pynvml.nvmlSystemGetCudaDriverVersion(), [
+            {
+                "uuid": pynvml.nvmlDeviceGetUUID(handle),
+                "name": pynvml.nvmlDeviceGetName(handle),
+                "bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+            }
+            for handle in seen
+        ]
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _cupy() -> dict[str, Any] | None:
@@ -189,12 +192,10 @@ def _cupy() -> dict[str, Any] | None:
         found["version"], found["runtime"] = cupy.__version__, cupy.cuda.runtime.runtimeGetVersion()
         cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # of CuPy's own kinds
-        found["trouble"] = str(error)
-        return found
+        return found | {"trouble": str(error)}
     try:
         from cupy.cuda import nccl
 
-        found["nccl"] = nccl.get_version()
+        return found | {"nccl": nccl.get_version()}
     except Exception:  # CuPy was built without it, or its library is missing
-        found["nccl"] = None
-    return found
+        return found

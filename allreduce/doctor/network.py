@@ -1,26 +1,31 @@
-"""The network between hosts: interfaces that all of them have in common, host names that lead somewhere."""
+"""The network between hosts: interfaces that all of them have in common, host names that lead somewhere, clocks."""
 
-import fcntl
 import ipaddress
+import os
 import socket
-import struct
+import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
-from allreduce.doctor.findings import OK, WARNING, Finding, Needs, Place, Rank, by_node, some
+from allreduce.doctor.findings import EXTRA, Finding, Needs, Rank, by_node, ok, some, warning
+from allreduce.topology import Topology
+from allreduce.tracing import clocks
 
-AREA = "network"
-ADDRESS, MASK = 0x8915, 0x891B  # SIOCGIFADDR and SIOCGIFNETMASK of Linux
 NAME_SECONDS = 3.0  # how long a name server has for its answer
-DEVICES = Path("/sys/class/net")
 INFINIBAND = Path("/sys/class/infiniband")
+SKEW_SECONDS = 0.1
+BILLION = 1e9
+PATIENCE_SECONDS = 12.0
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # of launchers
 
 
 class Interface(TypedDict):
-    """One with an IPv4 address."""
+    """A network interface with an IPv4 address."""
 
     name: str
     address: str
@@ -28,11 +33,10 @@ class Interface(TypedDict):
     speed: int | None  # Mb/s, where the system knows it
 
 
-def look(place: Place) -> dict[str, Any] | None:
-    """Of the first rank of each node; the others are in the same place."""
-    if place.topology.node_rank:
+def look(topology: Topology, first: str) -> dict[str, Any] | None:
+    """The facts of the first rank of each node; the others are in the same place. first: rank 0's host."""
+    if topology.node_rank:
         return None
-    first = place.hosts[0]
     return {
         "name": socket.gethostname(),
         "interfaces": interfaces(),
@@ -43,110 +47,113 @@ def look(place: Place) -> dict[str, Any] | None:
     }
 
 
-def judge(ranks: Sequence[Rank], needs: Needs) -> list[Finding]:
+def judge(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     leaders = [rank for rank in ranks if rank.facts["network"] is not None]
-    if not leaders:
-        return []
-    if len(by_node(ranks)) == 1:
-        return [_names(leaders, False)]
-    return [_common(leaders), *_same_addresses(leaders), *_infiniband(leaders), _names(leaders, True)]
+    several = len(by_node(ranks)) > 1
+    if leaders and several:
+        if all(rank.facts["network"]["interfaces"] is not None for rank in leaders):
+            yield _common(leaders)
+            yield from _same_addresses(leaders)
+        else:
+            yield ok("interfaces", f"unknown; {EXTRA} lists them")
+        yield from _infiniband(leaders)
+    if leaders:
+        yield _names(leaders, several)
 
 
 def speed(ranks: Sequence[Rank]) -> float | None:
     """Bytes a second of the fastest interface that all hosts have in common, where that is known."""
     leaders = [rank for rank in ranks if rank.facts["network"] is not None]
-    common = _shared_networks(leaders)
-    speeds = [
-        min(each["speed"] or 0 for rank in leaders for each in _up(rank) if each["network"] == network)
-        for network in common
-    ]
-    return max(speeds, default=0) * 1e6 / 8 or None
+    slowest = [min(_speeds(leaders, network)) for network in _shared_networks(leaders)]
+    return max(slowest, default=0) * 1e6 / 8 or None
+
+
+def _speeds(leaders: Sequence[Rank], network: str) -> list[int]:
+    return [each["speed"] or 0 for rank in leaders for each in _up(rank) if each["network"] == network]
 
 
 def _up(rank: Rank) -> list[Interface]:
     """The interfaces that may lead to other hosts."""
-    found = rank.facts["network"]["interfaces"]
+    found = rank.facts["network"]["interfaces"] or []
     return [each for each in found if not ipaddress.ip_address(each["address"]).is_loopback]
 
 
 def _shared_networks(leaders: Sequence[Rank]) -> list[str]:
     """The networks that all hosts are in, each with an address of its own."""
     networks = [{each["network"] for each in _up(rank)} for rank in leaders]
-    twice = {address for address, hosts in _owners(leaders).items() if len(hosts) > 1}
+    twice = _addresses_of_several(leaders)
     confused = {each["network"] for rank in leaders for each in _up(rank) if each["address"] in twice}
     return sorted(set.intersection(*networks) - confused) if networks else []
 
 
-def _owners(leaders: Sequence[Rank]) -> dict[str, list[str]]:
-    """The hosts that have each address."""
+def _addresses_of_several(leaders: Sequence[Rank]) -> dict[str, list[str]]:
+    """The hosts of each address that several hosts have."""
     owners: dict[str, list[str]] = {}
     for rank in leaders:
         for each in _up(rank):
             owners.setdefault(each["address"], []).append(rank.host)
-    return owners
+    return {address: hosts for address, hosts in owners.items() if len(hosts) > 1}
 
 
 def _common(leaders: Sequence[Rank]) -> Finding:
     common = _shared_networks(leaders)
     if not common:
-        texts = [f"{rank.host}: {_interface_list(_up(rank))}" for rank in leaders]
+        lists = [", ".join(f"{each['name']} {each['address']}" for each in _up(rank)) for rank in leaders]
+        texts = [f"{rank.host}: {shown or 'none'}" for rank, shown in zip(leaders, lists, strict=True)]
         advice = "fine where a router joins them; if ranks wait for each other at the start, ask your administrator"
-        return Finding(AREA, "interfaces", WARNING, f"the hosts have no network in common ({some(texts)})", advice)
+        return warning("interfaces", f"the hosts have no network in common ({some(texts)})", advice)
     texts = []
     for network in common:
         names = Counter(each["name"] for rank in leaders for each in _up(rank) if each["network"] == network)
-        speeds = [each["speed"] or 0 for rank in leaders for each in _up(rank) if each["network"] == network]
-        shown = f", {min(speeds) / 1000:g} Gb/s" if min(speeds) else ""
-        texts.append(f"{network} ({'/'.join(names)}{shown})")
-    return Finding(AREA, "interfaces", OK, f"all hosts are in {some(texts)}")
+        slowest = min(_speeds(leaders, network))
+        texts.append(f"{network} ({'/'.join(names)}{f', {slowest / 1000:g} Gb/s' if slowest else ''})")
+    return ok("interfaces", f"all hosts are in {some(texts)}")
 
 
-def _interface_list(interfaces: Sequence[Interface]) -> str:
-    return ", ".join(f"{each['name']} {each['address']}" for each in interfaces) or "none"
-
-
-def _same_addresses(leaders: Sequence[Rank]) -> list[Finding]:
+def _same_addresses(leaders: Sequence[Rank]) -> Iterator[Finding]:
     """Bridges of containers have the same address everywhere; MPI may try them, and wait for ever."""
-    twice = {address: hosts for address, hosts in _owners(leaders).items() if len(hosts) > 1}
-    if not twice:
-        return []
-    names = sorted({each["name"] for rank in leaders for each in _up(rank) if each["address"] in twice})
-    text = some([f"{address} is the address of {' and '.join(hosts[:2])}" for address, hosts in twice.items()])
-    advice = f"keep MPI away from them: mpirun --mca btl_tcp_if_exclude lo,{','.join(names)} (Open MPI)"
-    return [Finding(AREA, "same addresses", WARNING, f"{text} ({', '.join(names)})", advice)]
+    if twice := _addresses_of_several(leaders):
+        names = sorted({each["name"] for rank in leaders for each in _up(rank) if each["address"] in twice})
+        text = some([f"{address} is the address of {' and '.join(hosts[:2])}" for address, hosts in twice.items()])
+        advice = f"keep MPI away from them: mpirun --mca btl_tcp_if_exclude lo,{','.join(names)} (Open MPI)"
+        yield warning("same addresses", f"{text} ({', '.join(names)})", advice)
 
 
-def _infiniband(leaders: Sequence[Rank]) -> list[Finding]:
+def _infiniband(leaders: Sequence[Rank]) -> Iterator[Finding]:
     having = [rank for rank in leaders if rank.facts["network"]["infiniband"]]
-    if not having:
-        return []
-    if len(having) == len(leaders):
-        return [Finding(AREA, "InfiniBand", OK, ", ".join(having[0].facts["network"]["infiniband"]))]
     lacking = [rank.host for rank in leaders if rank not in having]
-    advice = "MPI falls back to the slower network for these hosts: leave them out, or have their adapters seen to"
-    return [Finding(AREA, "InfiniBand", WARNING, f"missing on {some(lacking, ', ')}", advice)]
+    if having and lacking:
+        advice = "MPI falls back to the slower network for these hosts: leave them out, or have their adapters seen to"
+        yield warning("InfiniBand", f"missing on {some(lacking, ', ')}", advice)
+    elif having:
+        yield ok("InfiniBand", ", ".join(having[0].facts["network"]["infiniband"]))
 
 
 def _names(leaders: Sequence[Rank], several: bool) -> Finding:
     """gloo, and PyTorch's stores, go by host names; MPI does not."""
-    lost = [rank.host for rank in leaders if not rank.facts["network"]["resolves"]]
-    if lost:
-        advice = "PyTorch's gloo and TCPStore go by names: add `ADDRESS NAME` of each host to /etc/hosts of all"
-        return Finding(AREA, "host names", WARNING, f"{some(lost, ', ')}: its own name leads nowhere", advice)
-    if not several:
-        text = f"{leaders[0].facts['network']['name']} is {leaders[0].facts['network']['resolves']}"
-        return Finding(AREA, "host names", OK, text)
-    first = leaders[0].facts["network"]["first"]
-    blind = [rank.host for rank in leaders if not rank.facts["network"]["first_resolves"]]
-    if blind:
-        advice = f"PyTorch's stores are on {first}: give its address (MASTER_ADDR), or name it in /etc/hosts"
-        return Finding(AREA, "host names", WARNING, f"{some(blind, ', ')} can't resolve {first}", advice)
-    looped = [rank.host for rank in leaders if ipaddress.ip_address(rank.facts["network"]["resolves"]).is_loopback]
-    if looped:
-        text = f"{some(looped, ', ')}: its own name leads to itself alone (127...)"
-        advice = "gloo would listen where no other host comes: set GLOO_SOCKET_IFNAME, or mend /etc/hosts"
-        return Finding(AREA, "host names", WARNING, text, advice)
-    return Finding(AREA, "host names", OK, f"every host resolves its own, and that of rank 0 ({first})")
+    facts, first = leaders[0].facts["network"], leaders[0].facts["network"]["first"]
+    if not several and facts["resolves"]:
+        return ok("host names", f"{facts['name']} is {facts['resolves']}")
+    for fails, text, advice in (
+        (
+            lambda own: not own["resolves"],
+            "its own name leads nowhere",
+            "PyTorch's gloo and TCPStore go by names: add `ADDRESS NAME` of each host to /etc/hosts of all",
+        ),
+        (
+            lambda own: not own["first_resolves"],
+            f"the name of rank 0's host, {first}, leads nowhere",
+            f"PyTorch's stores are on {first}: give its address (MASTER_ADDR), or name it in /etc/hosts",
+        ),
+        (
+            lambda own: ipaddress.ip_address(own["resolves"]).is_loopback,
+            "its own name leads to itself alone (127...)",
+            "gloo would listen where no other host comes: set GLOO_SOCKET_IFNAME, or mend /etc/hosts",
+        ),
+    ):
+        if hosts := [rank.host for rank in leaders if fails(rank.facts["network"])]:
+            return warning("host names", f"{some(hosts, ', ')}: {text}", advice)
+    return ok("host names", f"every host resolves its own, and that of rank 0 ({first})")
 
 
 def resolved(name: str) -> str:
@@ -165,28 +172,84 @@ def resolved(name: str) -> str:
     return found[0] if found else ""
 
 
-def interfaces() -> list[Interface]:
-    """This host's, in the system's order."""
-    found: list[Interface] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                address, mask = (_asked(asking, request, name) for request in (ADDRESS, MASK))
-            except OSError:  # no IPv4 address
-                continue
-            network = str(ipaddress.ip_network(f"{address}/{mask}", strict=False))
-            found.append({"name": name, "address": address, "network": network, "speed": _speed(name)})
-    return found
-
-
-def _asked(asking: socket.socket, request: int, name: str) -> str:
-    answer = fcntl.ioctl(asking.fileno(), request, struct.pack("256s", name.encode()[:15]))
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _speed(name: str) -> int | None:
+def interfaces() -> list[Interface] | None:
+    """This host's interfaces with IPv4; None where psutil is missing."""
     try:
-        speed = int((DEVICES / name / "speed").read_text())
-    except (OSError, ValueError):
+        import psutil
+    except ImportError:
         return None
-    return speed if speed > 0 else None
+    states = psutil.net_if_stats()
+    return [
+        {
+            "name": name,
+            "address": each.address,
+            "network": str(ipaddress.ip_network(f"{each.address}/{each.netmask or 32}", strict=False)),
+            "speed": (states[name].speed if name in states else 0) or None,
+        }
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family == socket.AF_INET
+    ]
+
+
+# Clocks
+
+
+def compare_clocks(topology: Topology) -> list[float]:
+    """The seconds by which the clock of each node's first rank is ahead of rank 0's; on rank 0. Collective."""
+    comm = topology.cross  # that of the first ranks is theirs alone
+    if topology.node_rank or comm.size == 1:
+        return []
+    return [heard.ahead / BILLION for heard in clocks.compare(comm, time.time_ns)]
+
+
+def judge_clocks(ranks: Sequence[Rank], ahead: Sequence[float]) -> Finding:
+    """ahead: by node, as `compare_clocks` gives it; nothing for one node."""
+    if not ahead:
+        return ok("skew", "one host has one clock")
+    hosts = [here[0].host for here in sorted(by_node(ranks), key=lambda here: here[0].node)]
+    wrong = [f"{host} by {skew:+.3g} s" for host, skew in zip(hosts, ahead, strict=True) if abs(skew) > SKEW_SECONDS]
+    if wrong:
+        advice = "run chronyd or ntpd on all hosts: times of files, of logs and of deadlines are off by as much"
+        return warning("skew", f"clocks differ from that of {hosts[0]}: {some(wrong)}", advice)
+    most = max(map(abs, ahead))
+    return ok("skew", f"at most {1000 * most:.3g} ms between hosts" if most else "no difference that can be measured")
+
+
+# Before the ranks meet
+
+
+@contextmanager
+def said_when_late(seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
+    """Around the first contact of the ranks: after so many seconds rank 0 says what may be in the way. Local."""
+    timer = threading.Timer(seconds, _say)
+    timer.daemon = True
+    if next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say() -> None:
+    try:
+        found = interfaces()
+    except OSError:  # a sandbox, say, that does not tell
+        found = None
+    sys.stderr.write(connecting_advice(socket.gethostname(), found or []))
+    sys.stderr.flush()
+
+
+def connecting_advice(host: str, found: Sequence[Interface]) -> str:
+    """What may keep ranks from meeting, and what to do about it."""
+    own = [each for each in found if not each["network"].startswith("127.")]
+    shown = ", ".join(f"{each['name']} in {each['network']}" for each in own) or f"no known network ({EXTRA})"
+    include = own[0]["network"] if own else "NETWORK"
+    return (
+        "allreduce doctor: the ranks have not met yet. MPI can't connect some of them, or a host is slow to start.\n"
+        f"  This host, {host}, has {shown}.\n"
+        "  -> a firewall between the hosts must let all ports through; where hosts have networks that lead nowhere\n"
+        "     (of containers and virtual machines, say), name the one that all of them are in, in Open MPI by\n"
+        f"     mpirun --mca btl_tcp_if_include {include} --prtemca prte_if_include {include}\n"
+    )

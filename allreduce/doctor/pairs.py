@@ -1,15 +1,28 @@
-"""Pairs of ranks: which are measured, in which order, and which of them are much slower than others of their kind."""
+"""Pairs of ranks: how long a small message takes and how fast a large one is, and which pairs are much slower."""
 
 import itertools
+import os
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median_high, median_low
 from typing import NamedTuple
 
-from allreduce.doctor.findings import OK, PROBLEM, WARNING, Finding, Needs, Rank, plural, some
-from allreduce.doctor.memory import ELEMENT, count
+import numpy as np
+from mpi4py import MPI
 
-AREA = "pairs of ranks"
+from allreduce.doctor.findings import Finding, Needs, Rank, count, ok, plural, problem, some, warning
+from allreduce.doctor.host import ELEMENT
+from allreduce.topology import Topology
+from allreduce.transport.control import all_values, combine
+
+SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
+TURNS = 20  # of the small message
+USUAL = 0.25  # the quantile of their times that counts: some turns wait for a core that something else has
+ANSWER_SECONDS = 15.0  # a rank that takes longer is not reached
+LARGE_SECONDS, LARGE_TURNS = 0.03, 4  # so long, and so often at most, for the large message
+SECOND_LOOKS = 2  # at pairs that seem slow,
+SECOND_SHARE = 0.2  # each with so much of the time
 MOST_PAIRS = 4000
 LEAST_ALIKE = 3  # of fewer pairs of a kind none can be called slow
 SLOWER = 3.0  # times the median of its kind, in bandwidth
@@ -33,6 +46,121 @@ class Measured(NamedTuple):
     second: int
     latency: float  # seconds of a message of 8 bytes
     bandwidth: float  # bytes a second
+
+
+class Results(NamedTuple):
+    """The measured pairs, and those that did not answer; the same on all ranks."""
+
+    measured: list[Measured]
+    unreachable: list[Pair]
+
+
+class SilentError(Exception):
+    """A rank does not answer another one."""
+
+
+_unanswered: list[object] = []  # MPI may still write to what was given to it
+
+
+# Measuring
+
+
+def measure_all(topology: Topology, nodes: Sequence[int], seconds: float, tell: Callable[[str], None]) -> Results:
+    """Measure pairs of all ranks, and again those that seem slow. Collective.
+
+    nodes: the node of each rank. tell: what shows the progress.
+    """
+    if topology.size == 1 or not seconds:
+        return Results([], [])
+    comm = topology.private()
+
+    def told(done: int, rounds: int) -> None:
+        tell(f"measuring pairs of ranks, {seconds:g} s at most: round {done} of {rounds}")
+
+    results = measure(comm, plan(nodes), seconds * (1 - SECOND_LOOKS * SECOND_SHARE), told)
+    for _ in range(SECOND_LOOKS):
+        suspects = slow(results.measured, nodes)
+        if not suspects or results.unreachable:
+            break
+        again = measure(comm, [[pair[:2]] for pair in suspects], seconds * SECOND_SHARE, told)
+        results = Results(better(results.measured, again.measured), again.unreachable)
+    return results
+
+
+def measure(
+    comm: MPI.Intracomm, rounds: Sequence[Sequence[Pair]], seconds: float, tell: Callable[[int, int], None]
+) -> Results:
+    """Measure pairs of `comm`, round by round, until the time is over. Collective.
+
+    tell: called after each round with its number and how many there are.
+    """
+    deadline = time.monotonic() + seconds
+    large = np.ones(LARGE_BYTES, np.uint8)
+    found: list[tuple[int, int, float, float]] = []
+    silent: list[Pair] = []
+    for number, pairs in enumerate(rounds):
+        going = np.array([time.monotonic() < deadline and not silent], np.int64)
+        if not combine(comm, going, "measure pairs of ranks", MPI.MIN)[0]:
+            break
+        for first, second in pairs:
+            try:
+                if comm.rank == second:
+                    _answer(comm, first, large)
+                elif comm.rank == first:
+                    found.append((first, second, *_ask(comm, second, large)))
+            except SilentError:
+                silent.append((first, second))
+        tell(number + 1, len(rounds))
+    heard = all_values(comm, [found, silent], "gather what pairs of ranks have measured")
+    measured = sorted(Measured(*pair) for mine, _ in heard for pair in mine)
+    return Results(measured, sorted({(one, other) for _, mine in heard for one, other in mine}))
+
+
+def _ask(comm: MPI.Intracomm, other: int, large: np.ndarray) -> tuple[float, float]:
+    """Latency and bandwidth to a rank that is in `_answer`."""
+    small = np.zeros(SMALL_BYTES, np.uint8)
+    _turn(comm, other, small)  # the first contact of two ranks makes their connection
+    latency = float(np.quantile([_turn(comm, other, small) for _ in range(TURNS)], USUAL)) / 2
+    once = _turn(comm, other, large)
+    more = int(min(LARGE_TURNS, max(1, LARGE_SECONDS / once)))
+    _complete(comm.Isend(np.array([more]), other))
+    best = min(_turn(comm, other, large) for _ in range(more))
+    return latency, 2 * LARGE_BYTES / min(best, once)
+
+
+def _turn(comm: MPI.Intracomm, other: int, message: np.ndarray) -> float:
+    """Seconds of a message there and back."""
+    begin = time.perf_counter()
+    _complete(comm.Isend(message, other))
+    _complete(comm.Irecv(message, other))
+    return time.perf_counter() - begin
+
+
+def _answer(comm: MPI.Intracomm, other: int, large: np.ndarray) -> None:
+    small, more = np.zeros(SMALL_BYTES, np.uint8), np.ones(1, np.int64)
+    for message in [small] * (1 + TURNS) + [large]:
+        _return(comm, other, message)
+    _complete(comm.Irecv(more, other))
+    for _ in range(int(more[0])):
+        _return(comm, other, large)
+
+
+def _return(comm: MPI.Intracomm, other: int, message: np.ndarray) -> None:
+    _complete(comm.Irecv(message, other))
+    _complete(comm.Isend(message, other))
+
+
+def _complete(request: MPI.Request) -> None:
+    """Wait for one message without sleeping, which would be measured too. Raises SilentError when it does not come."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while not request.Test():
+        os.sched_yield()
+        if time.monotonic() > deadline:
+            _unanswered.append(request)
+            raise SilentError
+
+
+# Which pairs, in which order
 
 
 def plan(nodes: Sequence[int]) -> list[list[Pair]]:
@@ -80,8 +208,7 @@ def _in_turn(sources: Sequence[Iterator[Pair]]) -> Iterator[Pair]:
         yield from (pair for pair in several if pair is not None)
 
 
-def kind(pair: Measured, nodes: Sequence[int]) -> str:
-    return KINDS[nodes[pair.first] != nodes[pair.second]]
+# Judging
 
 
 def slow(measured: Sequence[Measured], nodes: Sequence[int]) -> list[Measured]:
@@ -108,22 +235,24 @@ def better(measured: Sequence[Measured], again: Sequence[Measured]) -> list[Meas
     return merged
 
 
-def judge(ranks: Sequence[Rank], needs: Needs, measured: Sequence[Measured], link: float | None) -> list[Finding]:
+def judge(ranks: Sequence[Rank], needs: Needs, results: Results, link: float | None) -> Iterator[Finding]:
     """link: bytes a second of the fastest interface that the hosts have in common, where it is known."""
     nodes = [rank.node for rank in ranks]
-    if not measured:
-        return []
-    findings = []
-    for name, alike in _kinds(measured, nodes).items():
-        findings.append(_of_kind(name, alike, ranks, needs, link))
-    slow_ones = slow(measured, nodes)
-    for name in KINDS:
-        findings += _slow_ones(name, [pair for pair in slow_ones if kind(pair, nodes) == name], ranks)
-    return findings
+    for name, alike in _kinds(results.measured, nodes).items():
+        yield _of_kind(name, alike, ranks, needs, link)
+    for name, alike in _kinds(slow(results.measured, nodes), nodes).items():
+        yield _slow_ones(name, alike, ranks)
+    if results.unreachable:
+        texts = [f"ranks {one} and {other} ({ranks[one].host} - {ranks[other].host})" for one, other in results[1]]
+        advice = "a firewall or an interface that leads nowhere: mpirun --mca btl_tcp_if_include NETWORK (Open MPI)"
+        yield problem("no answer", some(texts), advice)
 
 
 def _kinds(measured: Sequence[Measured], nodes: Sequence[int]) -> dict[str, list[Measured]]:
-    found = {name: [pair for pair in measured if kind(pair, nodes) == name] for name in KINDS}
+    """The pairs within nodes, and those across nodes, where there are any."""
+    found: dict[str, list[Measured]] = {name: [] for name in KINDS}
+    for pair in measured:
+        found[KINDS[nodes[pair.first] != nodes[pair.second]]].append(pair)
     return {name: alike for name, alike in found.items() if alike}
 
 
@@ -144,30 +273,23 @@ def _of_kind(name: str, alike: Sequence[Measured], ranks: Sequence[Rank], needs:
                 f"an interface promises {speed(link)}: have MPI use it (Open MPI: --mca btl_tcp_if_include NETWORK), "
                 "and look who else uses it"
             )
-            return Finding(AREA, name, WARNING, text, advice)
+            return warning(name, text, advice)
     elif latency > LONG_SECONDS:
         advice = "ranks wait for a core, or MPI does not use shared memory here (look under cores, and at --mca btl)"
-        return Finding(AREA, name, WARNING, text, advice)
-    return Finding(AREA, name, OK, text)
+        return warning(name, text, advice)
+    return ok(name, text)
 
 
-def _slow_ones(name: str, pairs: Sequence[Measured], ranks: Sequence[Rank]) -> list[Finding]:
-    """Of one kind."""
-    if not pairs:
-        return []
-    texts = [
-        f"ranks {pair.first} and {pair.second}{_hosts(pair, ranks)}: {_figures(pair.latency, pair.bandwidth)}"
-        for pair in sorted(pairs, key=lambda pair: pair.bandwidth)
-    ]
+def _slow_ones(name: str, pairs: Sequence[Measured], ranks: Sequence[Rank]) -> Finding:
+    """The finding for the slow pairs of one kind."""
+    texts = []
+    for pair in sorted(pairs, key=lambda pair: pair.bandwidth):
+        hosts = " - ".join(dict.fromkeys((ranks[pair.first].host, ranks[pair.second].host)))
+        texts.append(f"ranks {pair.first} and {pair.second} ({hosts}): {_figures(pair.latency, pair.bandwidth)}")
     shared = _in_common(pairs, ranks)
     where = f"all of them have {shared} in common: look" if shared else "look"
     advice = f"{where} at {CAUSES[name]}; a ring is as fast as its slowest pair"
-    return [Finding(AREA, "slow pairs", WARNING, f"{name}: {some(texts)}", advice)]
-
-
-def _hosts(pair: Measured, ranks: Sequence[Rank]) -> str:
-    hosts = dict.fromkeys((ranks[pair.first].host, ranks[pair.second].host))
-    return f" ({' - '.join(hosts)})"
+    return warning("slow pairs", f"{name}: {some(texts)}", advice)
 
 
 def _in_common(pairs: Sequence[Measured], ranks: Sequence[Rank]) -> str:
@@ -179,15 +301,6 @@ def _in_common(pairs: Sequence[Measured], ranks: Sequence[Rank]) -> str:
     everywhere = len({rank.node for rank in ranks}) == 1
     hosts = set.intersection(*({ranks[pair.first].host, ranks[pair.second].host} for pair in pairs))
     return f"host {min(hosts)}" if len(hosts) == 1 and not everywhere else ""
-
-
-def unreachable(pairs: Sequence[Pair], ranks: Sequence[Rank]) -> list[Finding]:
-    """Of pairs that did not answer."""
-    if not pairs:
-        return []
-    texts = [f"ranks {one} and {other} ({ranks[one].host} - {ranks[other].host})" for one, other in pairs]
-    advice = "a firewall or an interface that leads nowhere: mpirun --mca btl_tcp_if_include NETWORK (Open MPI)"
-    return [Finding(AREA, "no answer", PROBLEM, some(texts), advice)]
 
 
 def _figures(latency: float, bandwidth: float) -> str:

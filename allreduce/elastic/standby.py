@@ -35,7 +35,7 @@ class Manned(Topology):
         self.pool, self.places = pool, places
         self.admits = True  # whether spare ranks come in when one is lost, the same on all ranks
 
-    def survivors(self) -> Topology:  # type: ignore[override]
+    def survivors(self) -> Topology:
         """The ranks that work from now on. Collective over those that are left, and over the spare ones that wait.
 
         Its `former` are the ranks that they had here, NEWCOMER for those that join.
@@ -69,7 +69,7 @@ class Joining(Topology):
         super().__init__(MPI.COMM_SELF, timeout=joins.timeout)
         self.joins = joins
 
-    def survivors(self) -> Topology:  # type: ignore[override]
+    def survivors(self) -> Topology:
         """The ranks that this one joins. Local."""
         self.abandon()
         return self.joins
@@ -157,7 +157,7 @@ def _man(
 def _part(pool: Topology, working: int, places: int) -> Manned | None:
     """Who works, the first ranks; None on the others. Collective over the pool."""
     with pool.watch.hearing(), waiting(pool.world, "come to the ranks that work"):
-        comm = pool._own(pool.world.Split(pool.rank < working, pool.rank))
+        comm = pool.own(pool.world.Split(pool.rank < working, pool.rank))
     try:
         return Manned(pool, comm, places) if pool.rank < working else None
     finally:

@@ -9,11 +9,10 @@ There is a board where all ranks share a node. Elsewhere a message compares the 
 from typing import NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from allreduce.engine.call import NUMBER
 from allreduce.errors import UnavailableError
-from allreduce.health.status_rows import FAR_ROWS, ROW_BYTES, StatusRows
+from allreduce.topology import Topology
 from allreduce.transport.shared_segment import CommonWindow
 
 USERS = 64  # of one topology at a time; any more do without
@@ -35,17 +34,17 @@ class Slot(NamedTuple):
 
 
 class Board:
-    """The board of one topology. Creating and closing are collective.
+    """The board of one topology, `topology.once(Board)`. Creating and closing are collective.
 
-    node: the ranks that really share memory. ranks: how many the topology has.
+    Backends on a duplicate of a topology are parts of a user, and meet on no board.
     """
 
-    def __init__(self, node: MPI.Intracomm, ranks: int) -> None:
-        self._node = node
+    def __init__(self, topology: Topology) -> None:
+        self._node = node = topology.host
         self.free = dict.fromkeys(range(USERS), 0)  # parts that no user has: how often ranks have met there
         self._window: CommonWindow | None = None
         self._words: memoryview | None = None
-        if node.size == ranks > 1:
+        if node.size == topology.size > 1 and topology.original is None:
             try:
                 self._window = CommonWindow(node, USERS * TURNS * node.size, np.dtype(np.int64))
                 self._words = memoryview(self._window.array)  # type: ignore[arg-type]
@@ -67,9 +66,13 @@ class Board:
         """The user is closed. The next one goes on counting, so that it can't take old words for new ones."""
         self.free[part] = met
 
+    def taken(self) -> set[int]:
+        """The parts that users have. Local."""
+        return {*range(USERS)} - {*self.free}
+
     def take_back(self, parts: set[int]) -> None:
-        """Of these parts, those that users who can't give them back have taken. Local, alike on all ranks."""
-        for part in parts - set(self.free):
+        """Users who can't give these parts back have taken them. Local, alike on all ranks."""
+        for part in parts:
             self.free[part] = self._met(part)
 
     def _met(self, part: int) -> int:
@@ -90,14 +93,3 @@ class Board:
     def abandon(self) -> None:
         """Let go of the memory. Local."""
         self._words = self._window = None
-
-
-def shared_rows(node: MPI.Intracomm) -> StatusRows | None:
-    """The rows of the ranks of `node`, which share memory; None on all of them when it is full. Collective."""
-    if node.size == 1:
-        return None
-    try:
-        memory = CommonWindow(node, ROW_BYTES * (node.size + FAR_ROWS), np.dtype(np.uint8)).array
-    except UnavailableError:
-        return None
-    return StatusRows(memory.reshape(-1, ROW_BYTES), node.rank)

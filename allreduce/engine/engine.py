@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from allreduce.arrays.ops import Op
 from allreduce.engine.call import AGREEING, NUMBER, NUMBER_BITS, Call, fingerprint
-from allreduce.engine.consistency import Slot
+from allreduce.engine.consistency import Board, Slot
 from allreduce.engine.lane import without_frames
 from allreduce.errors import AllReduceError, BrokenError, CommunicationError, OptionError, RankLostError
 from allreduce.health import abort
@@ -128,7 +128,7 @@ class Engine:
         self.wait = topology.place()
         self._control = topology.private(wait=self.wait)
         self._compares = compare and topology.size > 1
-        self._slot = topology.board.take() if compare else None
+        self._slot = topology.once(Board).take() if compare else None
         self._comparison = Comparison(self._control) if self._compares and self._slot is None else None
         oversubscribed = topology.sharing > topology.cores  # then a late rank needs the core on which this one looks
         self._looks, self._spin = range(1 if oversubscribed else LOOKS), 0.0 if oversubscribed else SPIN_SECONDS
@@ -235,30 +235,33 @@ class Engine:
 
     def bind(self, call: Admitted, flat: Any) -> Callable[[], None]:
         """A function that does what `run` does with this array, in fewer steps. Local."""
-        wait, slot, looks, comparison = self.wait, self._slot, self._looks, self._comparison
-        place, size, turns = (slot.place, slot.size, slot.turns) if slot is not None else (0, 0, ())
-        if call.find is not None:
-            call, first = Admitted(call.call, call.op, place=call.find(flat)), call
-            call.work, call.bind = first.work, first.bind
+        if call.find is not None:  # the array stays where it is
+            placed = Admitted(call.call, call.op, place=call.find(flat))
+            placed.work, placed.bind = call.work, call.bind
         else:
-            first = call
-        word, op, number, thread = call.word, call.op, NUMBER, 0
-        work: Callable[[], object]
+            placed = call
+        op = call.op
 
         def begin() -> None:
-            """The first calls, until the work is what it stays."""
-            nonlocal work
-            first.work(flat, op)
-            if first.bind is not None:
-                work = first.bind(flat, op)
+            """The first calls, until the work is settled."""
+            call.work(flat, op)
+            if call.bind is not None:
+                steps[0] = call.bind(flat, op)
 
-        work = begin if first.bind is None else first.bind(flat, op)
+        steps: list[Callable[[], object]] = [begin if call.bind is None else call.bind(flat, op)]
+        return self._bound(placed, flat, steps)
+
+    def _bound(self, call: Admitted, flat: Any, steps: list[Callable[[], object]]) -> Callable[[], None]:
+        """As `run`, with all that stays the same from call to call at hand. steps: the work, one function."""
+        wait, slot, comparison, word, number, thread = self.wait, self._slot, self._comparison, call.word, NUMBER, 0
+        place, size, turns = (slot.place, slot.size, slot.turns) if slot is not None else (0, 0, ())
+        looks, ident = self._looks, get_ident
 
         def bound() -> None:
             nonlocal thread
-            if get_ident() != thread:
+            if ident() != thread:
                 abort.communicates()
-                thread = get_ident()
+                thread = ident()
             if wait.call is not None or self.stopped:
                 self.refuse()
             try:
@@ -275,7 +278,7 @@ class Engine:
                         self._rendezvous(slot, words, mine, call)
                 elif comparison is not None:
                     comparison.agree(call)
-                work()
+                steps[0]()
             except BaseException as error:
                 self._break_off(call, error, flat)
                 raise
@@ -377,7 +380,7 @@ class Engine:
         """Give the communicator and the part of the fingerprint table back. Collective."""
         self.stop()
         if self._slot is not None:
-            self._topology.board.give_back(self._slot.part, self._met)
+            self._topology.once(Board).give_back(self._slot.part, self._met)
         self._topology.release(self._control)
 
     def _rendezvous(

@@ -26,8 +26,8 @@ from allreduce.engine.lane import Lane, Pending, without_frames
 from allreduce.engine.negotiation import Named, NamedLane, StandIn
 from allreduce.errors import AllReduceError, BrokenError, ClosedError, RankLostError, UnavailableError
 from allreduce.health import abort
-from allreduce.health.stall import Watch
 from allreduce.process import children
+from allreduce.topology import Topology
 from allreduce.transport.control import agree, raise_together
 from allreduce.transport.wait import LOOK_SECONDS, Pause, Said
 
@@ -36,13 +36,11 @@ RUN, REFUSE = 1, 2
 
 
 class Worker:
-    """The lanes of one topology's ranks. Creating it, `lane` and `close` are collective.
+    """The lanes of one topology's ranks, `topology.once(Worker)`. Creating it, `lane` and `close` are collective."""
 
-    comm: for announcements, used by nothing else. control: for agreements. Both are the topology's.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, control: MPI.Intracomm, watch: Watch, number: int) -> None:
-        self._comm, self._control, self.watch, self.number = comm, control, watch, number
+    def __init__(self, topology: Topology) -> None:
+        self.watch, self.number = topology.watch, topology.number()
+        self._comm, self._control = topology.private(), topology.private()  # for announcements; for agreements
         self._lanes: dict[int, Lane] = {}
         self._numbers = itertools.count(1)  # of lanes
         self._announced: dict[tuple[int, int], dict[int, int]] = {}  # rank 0: call -> rank -> digest
@@ -131,6 +129,15 @@ class Worker:
                 raise TimeoutError(f"not done within {timeout:g} s")
             return
         self._work_until(done.is_set, deadline)
+
+    def taken(self) -> set[int]:
+        """The numbers of the lanes that users have. Local."""
+        return {*self._lanes}
+
+    def take_back(self, parts: set[int]) -> None:
+        """Users who can't close these lanes have made them. Local, alike on all ranks."""
+        for number in parts:
+            self._lanes[number].abandon()
 
     def drop(self, lane: Lane) -> None:
         """Forget a lane. Local."""

@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.engine.lane import Lane
+from allreduce.engine.queue import Worker
 from allreduce.errors import UnavailableError
 from allreduce.process import children
 from allreduce.topology import Topology
@@ -278,14 +279,14 @@ class Executor:
     def _enter(self, topology: Topology, name: str) -> Lane:
         if self._threaded:
             try:
-                return topology.worker.lane(name, threaded=True, alone=True)
+                return topology.once(Worker).lane(name, threaded=True, alone=True)
             except UnavailableError:
                 notices.once(
                     topology.rank,
                     "this MPI has no MPI_THREAD_MULTIPLE, so communication does not overlap with backward",
                 )
                 self._threaded = False
-        return topology.worker.lane(name, alone=True)
+        return topology.once(Worker).lane(name, alone=True)
 
     def _execute(self, work: Work, action: Callable[[], None]) -> None:
         """Run an operation, and what is chained to its future."""

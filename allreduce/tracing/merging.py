@@ -13,14 +13,34 @@ import numpy as np
 
 from allreduce.tracing.clocks import Comparison, aligned
 
-Span = tuple[int, str, int, int]  # row, kind, begin, end
-Call = tuple[int, int, int, str, int, int, int, dict[str, Any]]  # row, series, number, name, came, begin, end, about
 Event = dict[str, Any]
 
 WAITED = "waited"  # a span of this kind names the series and the number of the call that was waited for
 WAIT, REDUCE = "wait", "reduce"  # categories, as are the kinds of spans
 MOST = 1 << 62  # of a number that another rank tells
 ROWS = ("training", "in the background")
+
+
+class Span(NamedTuple):
+    """A piece of work of one rank. row: of the thread that did it."""
+
+    row: int
+    kind: str
+    begin: int
+    end: int
+
+
+class Call(NamedTuple):
+    """A call that ranks made together. came: when this rank came to it. about: what is shown of it."""
+
+    row: int
+    series: int
+    number: int
+    name: str
+    came: int
+    begin: int
+    end: int
+    about: dict[str, Any]
 
 
 class Recorded(NamedTuple):
@@ -42,15 +62,15 @@ def recorded(told: Any) -> Recorded:
     """What another rank has told of itself, as JSON has it. Anything else raises one of a few usual errors."""
     spans, calls, left_out = told
     return Recorded(
-        [(_number(row), str(kind), _number(begin), _number(end)) for row, kind, begin, end in spans],
+        [Span(_number(row), str(kind), _number(begin), _number(end)) for row, kind, begin, end in spans],
         [_call(*call) for call in calls],
         _number(left_out),
     )
 
 
-def _call(row: Any, series: Any, turn: Any, name: Any, came: Any, begin: Any, end: Any, about: Any) -> Call:
+def _call(row: Any, series: Any, number: Any, name: Any, came: Any, begin: Any, end: Any, about: Any) -> Call:
     times = _number(came), _number(begin), _number(end)
-    return _number(row), _number(series), _number(turn), str(name), *times, dict(about)
+    return Call(_number(row), _number(series), _number(number), str(name), *times, dict(about))
 
 
 def _number(value: Any) -> int:
@@ -62,11 +82,12 @@ def _number(value: Any) -> int:
 def on_one_clock(recorded: Recorded, first: Comparison, last: Comparison) -> Recorded:
     """The same with the times of rank 0's clock."""
     spans, calls = recorded.spans, recorded.calls
-    span_times = aligned(np.array([span[2:] for span in spans], np.int64).reshape(-1), first, last).tolist()
-    call_times = aligned(np.array([call[4:7] for call in calls], np.int64).reshape(-1), first, last).tolist()
+    times = [time for span in spans for time in (span.begin, span.end)]
+    times += [time for call in calls for time in (call.came, call.begin, call.end)]
+    clock = iter(aligned(np.array(times, np.int64), first, last).tolist())
     return Recorded(
-        [(*span[:2], *span_times[2 * at : 2 * at + 2]) for at, span in enumerate(spans)],
-        [(*call[:4], *call_times[3 * at : 3 * at + 3], call[7]) for at, call in enumerate(calls)],
+        [span._replace(begin=next(clock), end=next(clock)) for span in spans],
+        [call._replace(came=next(clock), begin=next(clock), end=next(clock)) for call in calls],
         recorded.left_out,
     )
 
@@ -95,7 +116,7 @@ def _last_to_come(ranks: list[Recorded]) -> dict[tuple[int, int], Arrival]:
     came: dict[tuple[int, int], list[Arrival]] = {}
     for rank, recorded in enumerate(ranks):
         for call in recorded.calls:
-            came.setdefault((call[1], call[2]), []).append(Arrival(rank, call[4]))
+            came.setdefault((call.series, call.number), []).append(Arrival(rank, call.came))
     return {
         call: max(arrivals, key=lambda arrival: arrival.time)
         for call, arrivals in came.items()
@@ -104,7 +125,7 @@ def _last_to_come(ranks: list[Recorded]) -> dict[tuple[int, int], Arrival]:
 
 
 def _of_rank(rank: int, recorded: Recorded, last: dict[tuple[int, int], Arrival], series: list[str]) -> Iterator[Event]:
-    calls = {(call[1], call[2]): call for call in recorded.calls}
+    calls = {(call.series, call.number): call for call in recorded.calls}
     for row, kind, begin, end in recorded.spans:
         if end < begin:  # no rank can have done that
             continue
@@ -112,19 +133,18 @@ def _of_rank(rank: int, recorded: Recorded, last: dict[tuple[int, int], Arrival]
             yield _event(rank, row, kind, kind, begin, end, {})
             continue
         number, turn = map(int, kind.split()[1:])
-        call = number, turn
-        waited = calls.get(call)
-        if waited is not None and waited[0] != row:
-            yield from _divided(rank, row, last.get(call), begin, end, "not hidden", {})
-        elif waited is not None and end > waited[6]:  # in this row the call itself is shown, and then what follows it
-            yield _event(rank, row, "agreement", REDUCE, max(begin, waited[6]), end, {})
+        waited = calls.get((number, turn))
+        if waited is not None and waited.row != row:
+            yield from _divided(rank, row, last.get((number, turn)), begin, end, "not hidden", {})
+        elif waited is not None and end > waited.end:  # this row shows the call itself, and then the work behind it
+            yield _event(rank, row, "agreement", REDUCE, max(begin, waited.end), end, {})
     ends: dict[int, int] = {}
-    for row, number, turn, name, came, begin, end, about in recorded.calls:
+    for call in recorded.calls:
         # Calls of the background wait for their turn behind others; what is left is a wait for other ranks.
-        start = max(came, ends.get(row, came)) if came < begin else begin
-        ends[row] = end
-        details = {**about, "series": series[number], "call": turn}
-        yield from _divided(rank, row, last.get((number, turn)), start, end, name, details)
+        start = max(call.came, ends.get(call.row, call.came)) if call.came < call.begin else call.begin
+        ends[call.row] = call.end
+        details = {**call.about, "series": series[call.series], "call": call.number}
+        yield from _divided(rank, call.row, last.get((call.series, call.number)), start, call.end, call.name, details)
 
 
 def _divided(

@@ -9,7 +9,7 @@ from typing import Any
 
 from allreduce import notices
 from allreduce.errors import CommunicationError, OptionError
-from allreduce.files import replacing
+from allreduce.files import replacing, writable
 from allreduce.notices import log
 from allreduce.topology import Topology
 from allreduce.tracing import clocks, merging
@@ -36,19 +36,24 @@ class Trace:
         self.path, self.topology, self.most = os.path.abspath(path), topology, most  # whatever chdir does
         self.closed = False
         self._comm = topology.private(self)
-        self._rows = _Rows({get_ident(): 0})
-        self._room = most
         self._series: list[str] = []
-        self._spans: list[Span] = []
-        self._calls: list[Call] = []
+        # Of this rank; spans and series write here themselves, because a call more would cost as much again.
+        self.room = most  # for so many more spans and calls
+        self.rows = _Rows({get_ident(): 0})
+        self.spans: list[Span] = []
+        self.calls: list[Call] = []
         self._left_out = 0
         try:
-            together(self._comm, lambda: _try(self.path) if topology.rank == 0 else None)
+            together(self._comm, self._check_path)
         except Exception:
             self.closed = True
             topology.release(self._comm, self)
             raise
         self._first = clocks.compare(self._comm)
+
+    def _check_path(self) -> None:
+        if self.topology.rank == 0 and not writable(self.path):
+            raise OptionError(f"the trace can't be written to {self.path}: give a file in a folder that exists")
 
     def span(self, kind: str) -> contextlib.AbstractContextManager[None]:
         """What is done inside is a span of this kind: "data", "compute", "update", ... Local."""
@@ -57,11 +62,11 @@ class Trace:
     def note(self, kind: str, begin: int, end: int | None = None) -> None:
         """A span of this kind from `begin` on, until `end` or now; times of time.perf_counter_ns(). Local."""
         end = end or now()
-        if self._room > 0:
-            self._room -= 1
-            self._spans.append((self._rows[get_ident()], kind, begin, end))
+        if self.room > 0:
+            self.room -= 1
+            self.spans.append(Span(self.rows[get_ident()], kind, begin, end))
         else:
-            self._leave_out()
+            self.leave_out()
 
     def series(self, name: str) -> "Series":
         """Calls that ranks make together, each of which ends when all have come to it. Local."""
@@ -92,7 +97,7 @@ class Trace:
     def abandon(self) -> None:
         """Forget everything; nothing is written. Local."""
         self.closed = True
-        self._spans, self._calls = [], []
+        self.spans, self.calls = [], []
 
     def __enter__(self) -> "Trace":
         return self
@@ -101,15 +106,16 @@ class Trace:
         if kind is None:  # after an exception the other ranks may not come to a collective close
             self.close()
 
-    def _leave_out(self) -> None:
+    def leave_out(self) -> None:
+        """A span or call for which no room is left is not kept."""
         if not self._left_out and self.topology.rank == 0:
             log.warning("%s: the first %d spans of each rank are kept, later ones left out", self.path, self.most)
         self._left_out += 1
 
     def _collect(self) -> list[Recorded]:
         """What all ranks have recorded, on rank 0. Collective."""
-        mine = Recorded(self._spans, self._calls, self._left_out)
-        self._spans, self._calls = [], []
+        mine = Recorded(self.spans, self.calls, self._left_out)
+        self.spans, self.calls = [], []
         packed = bytes_to_root(self._comm, json.dumps(mine).encode(), "collect a trace")
         return [_of_rank(rank, text) for rank, text in enumerate(packed)]
 
@@ -159,11 +165,11 @@ class _Recording:
 
     def __exit__(self, *_: object) -> None:
         end, trace = now(), self._trace
-        if trace._room > 0:  # as in `note`; calling it would cost as much again
-            trace._room -= 1
-            trace._spans.append((trace._rows[get_ident()], self._kind, self._begin, end))
+        if trace.room > 0:
+            trace.room -= 1
+            trace.spans.append(Span(trace.rows[get_ident()], self._kind, self._begin, end))
         else:
-            trace._leave_out()
+            trace.leave_out()
 
 
 class Series:
@@ -183,11 +189,12 @@ class Series:
         end, came, self._came = now(), self._came or begin, 0
         trace, number = self._trace, self.count
         self.count += 1
-        if trace._room > 0:
-            trace._room -= 1
-            trace._calls.append((trace._rows[get_ident()], self._number, number, name, came, begin, end, about))
+        if trace.room > 0:
+            trace.room -= 1
+            row = trace.rows[get_ident()]
+            trace.calls.append(Call(row, self._number, number, name, came, begin, end, about))
         else:
-            trace._leave_out()
+            trace.leave_out()
 
     def waited(self, begin: int) -> None:
         """This rank has done nothing but wait, from `begin` until now, for the last call that was made."""
@@ -197,9 +204,3 @@ class Series:
 def of(given: "str | os.PathLike[str] | Trace", topology: Topology) -> tuple[Trace, bool]:
     """The trace that an option `trace=` means, and whether it was made here, for its maker to close. Collective."""
     return (given, False) if isinstance(given, Trace) else (Trace(given, topology), True)
-
-
-def _try(path: str) -> None:
-    special = os.path.exists(path) and not os.path.isfile(path)
-    if os.path.isdir(path) or not os.access(path if special else os.path.dirname(os.path.realpath(path)), os.W_OK):
-        raise OptionError(f"the trace can't be written to {path}: give a file in a folder that exists")

@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 
 from allreduce.arrays import gpu
 from allreduce.backend import AllReduce
-from allreduce.engine.queue import Pending
+from allreduce.engine.queue import Pending, Worker
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all
 from allreduce.wrappers.wrapper import Wrapper
@@ -34,7 +34,7 @@ class Background(Wrapper):
     """
 
     def __init__(self, topology: Topology, *, inner: AllReduce) -> None:
-        lane = topology.worker.lane(f"Background({inner.name})", threaded=True)
+        lane = topology.once(Worker).lane(f"Background({inner.name})", threaded=True)
         super().__init__(topology, inner=inner)
         self._lane = lane
 

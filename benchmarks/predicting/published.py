@@ -9,9 +9,8 @@ servers: each worker pushes its gradients and pulls parameters, and the servers'
 
 from dataclasses import dataclass, replace
 
-from benchmarks.predicting.cost_model import hierarchical_copy
-from benchmarks.predicting.cost_parts import Machine, Place, on_link
-from benchmarks.predicting.training_cost import BACKWARD, exposed
+from benchmarks.predicting.costs import Machine, Place, hierarchical_copy, on_link
+from benchmarks.predicting.forecast import BACKWARD, exposed
 
 
 @dataclass(frozen=True)

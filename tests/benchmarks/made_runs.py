@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from benchmarks.showing.results import Run, summarize
+from benchmarks.lib.results import Run, summarize
 
 SIZES = [8 << power for power in range(0, 25, 2)]  # 8 B to 128 MiB
 # Latency in us and speed in GB/s of backends whose curves cross: native is quick to start, shared fast later.

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks import compare
-from benchmarks.showing import outputs
-from benchmarks.showing.results import FileError, from_json, load, to_csv, to_json
+from benchmarks.lib import outputs
+from benchmarks.lib.results import FileError, from_json, load, to_csv, to_json
 from tests.benchmarks.made_runs import made_run
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.showing import plot, report
-from benchmarks.showing.advice import advice
-from benchmarks.showing.results import MEMORIES, Run
-from benchmarks.showing.style import COLOURS, colour
-from benchmarks.showing.verdict import verdict
+from benchmarks.lib import plot, report
+from benchmarks.lib.plot import COLOURS, colour
+from benchmarks.lib.results import MEMORIES, Run
+from benchmarks.lib.verdict import advice, verdict
 from tests.benchmarks.made_runs import CURVES, made_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

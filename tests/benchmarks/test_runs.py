@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.showing.results import load
+from benchmarks.lib.results import load
 from tests import launch
 from tests.conftest import JobRunner, in_one_job, lacking
 

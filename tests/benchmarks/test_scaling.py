@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from benchmarks import scaling
+from benchmarks.lib.results import FileError, Run, summarize, to_json
 from benchmarks.predicting import fitting, published
-from benchmarks.predicting.cost_model import FORMULAS, predict
-from benchmarks.predicting.cost_parts import FITTED, SEGMENT, Machine, Place, on_link
+from benchmarks.predicting.costs import FITTED, FORMULAS, SEGMENT, Machine, Place, on_link, predict
 from benchmarks.predicting.fitting import Point
-from benchmarks.predicting.training_cost import MODELS, Prediction, _saturation, exposed, forecast, placed
-from benchmarks.showing.results import FileError, Run, summarize, to_json
+from benchmarks.predicting.forecast import MODELS, Prediction, _saturation, exposed, forecast, placed
 from tests import launch
 
 FREE = Machine(**dict.fromkeys(FITTED, 0.0), bus=0.0, cores=64)  # type: ignore[arg-type]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.comparing import findings
-from benchmarks.comparing.runs import VARIANTS, Outcome, lineup, spread
+from benchmarks import strategies
+from benchmarks.lib.strategy_runs import VARIANTS, Outcome, lineup, spread
 from tests.conftest import JobRunner
 
 
@@ -30,20 +30,20 @@ RUNS = [
 
 
 def test_claims_are_shown_or_refuted_by_the_numbers() -> None:
-    lines = findings.findings(RUNS)
+    lines = strategies.findings(RUNS)
     assert [line.partition(":")[0] for line in lines] == ["Shown", "Shown", "Shown", "Shown", "Refuted", "Shown"]
     assert "1 server, async 7100, mirrored 7000" in lines[0]
     assert "1.10 times as long with a slow rank; mirrored 4.00 times" in lines[1]
     assert "6.0 and 3.0 MB an epoch and worker" in lines[5]
     slower = [replace(each, samples_per_second=6000) if each.variant == "mirrored" else each for each in RUNS]
-    assert findings.findings(slower)[0].startswith("Refuted: with equal ranks nothing is faster than mirrored")
+    assert strategies.findings(slower)[0].startswith("Refuted: with equal ranks nothing is faster than mirrored")
     late = [replace(each, seconds=0.9) if each.variant == "1 spare replica" and each.slow else each for each in RUNS]
-    assert findings.findings(late)[1].startswith("Refuted: spare replicas keep")
-    assert findings.findings(RUNS[:1]) == []
+    assert strategies.findings(late)[1].startswith("Refuted: spare replicas keep")
+    assert strategies.findings(RUNS[:1]) == []
 
 
 def test_the_table_has_a_line_for_each_run() -> None:
-    lines = findings.table(RUNS)
+    lines = strategies.table(RUNS)
     assert len(lines) == len(RUNS) + 3
     assert lines[1] == "# equal ranks"
     assert lines[4].split()[-6:] == ["1.5", "0", "24.0", "120.0", "rank", "0"]
@@ -65,7 +65,7 @@ def test_servers_are_spread_over_nodes() -> None:
 
 def test_the_picture_is_drawn() -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks.comparing.picture import draw
+    from benchmarks.strategies import draw
 
     assert draw(RUNS, "a title").startswith(b"\x89PNG")
     assert draw(RUNS[:1], "a title", "svg").startswith(b"<?xml")

@@ -9,8 +9,8 @@ import pytest
 from allreduce.tracing import merging
 from allreduce.tracing.merging import Recorded
 from benchmarks import timeline
-from benchmarks.showing.results import FileError
-from benchmarks.showing.trace_file import load, summary
+from benchmarks.lib.results import FileError
+from benchmarks.timeline import load, summary
 
 
 def trace(path: Path) -> Path:
@@ -22,8 +22,8 @@ def trace(path: Path) -> Path:
         for step in (0, 1):
             at = step * 10_000_000
             begin = at + compute * 1_000_000
-            spans += [(0, "compute", at, begin), (0, "update", at + 9_000_000, at + 10_000_000)]
-            calls.append((0, 0, step, "all_reduce, ring", begin, begin, at + 9_000_000, {"bytes": 4}))
+            spans += [merging.Span(0, "compute", at, begin), merging.Span(0, "update", at + 9_000_000, at + 10_000_000)]
+            calls.append(merging.Call(0, 0, step, "all_reduce, ring", begin, begin, at + 9_000_000, {"bytes": 4}))
         ranks.append(Recorded(spans, calls))
     with path.open("w") as file:
         merging.write(file, merging.events(ranks, ["ring"]), {})
@@ -145,7 +145,7 @@ def test_files_that_are_no_json(content: bytes, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.showing.trace_file.MOST_BYTES", 100)
+    monkeypatch.setattr("benchmarks.timeline.MOST_BYTES", 100)
     with pytest.raises(FileError, match="at most 100 are read"):
         load(str(trace(tmp_path / "t.json")))
 

@@ -5,11 +5,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.measuring import sizes
-from benchmarks.showing import table
-from benchmarks.showing.advice import Choice, advice, choices
-from benchmarks.showing.results import MEMORIES, Run, summarize
-from benchmarks.showing.verdict import Range, competing, crossovers, ranges, runner_up, speedup, times_of, verdict
+from benchmarks.lib import sizes, table
+from benchmarks.lib.results import MEMORIES, Run, summarize
+from benchmarks.lib.verdict import (
+    Choice,
+    Range,
+    advice,
+    choices,
+    competing,
+    crossovers,
+    ranges,
+    runner_up,
+    speedup,
+    times_of,
+    verdict,
+)
 from benchmarks.tune import steps
 from tests.benchmarks.made_runs import made_run
 

@@ -8,7 +8,7 @@ import pytest
 
 from allreduce.tracing import merging
 from allreduce.tracing.clocks import Comparison, aligned, comparison
-from allreduce.tracing.merging import Recorded, events, on_one_clock
+from allreduce.tracing.merging import Call, Recorded, Span, events, on_one_clock
 from tests.trace_schema import check_trace
 
 
@@ -25,8 +25,8 @@ def test_drift_is_interpolated() -> None:
     assert aligned(shown, first, first).tolist() == [0, 501_000, 1_002_000]  # compared twice at one time
 
 
-def call(number: int, came: int, begin: int, end: int, row: int = 0) -> merging.Call:
-    return row, 0, number, "all_reduce, ring", came, begin, end, {"bytes": 4000, "backend": "ring"}
+def call(number: int, came: int, begin: int, end: int, row: int = 0) -> Call:
+    return Call(row, 0, number, "all_reduce, ring", came, begin, end, {"bytes": 4000, "backend": "ring"})
 
 
 def shown(ranks: list[Recorded]) -> list[tuple[int, int, str, float, float]]:
@@ -41,8 +41,8 @@ def shown(ranks: list[Recorded]) -> list[tuple[int, int, str, float, float]]:
 
 def test_the_rank_that_came_last_is_named() -> None:
     """Rank 1 computes for 8 us, rank 0 for 2, and reduces until 10; nobody sent anything about it."""
-    fast = Recorded([(0, "compute", 0, 2000)], [call(0, 2000, 2000, 10_000)])
-    slow = Recorded([(0, "compute", 0, 8000)], [call(0, 8000, 8000, 10_500)])
+    fast = Recorded([Span(0, "compute", 0, 2000)], [call(0, 2000, 2000, 10_000)])
+    slow = Recorded([Span(0, "compute", 0, 8000)], [call(0, 8000, 8000, 10_500)])
     assert shown([fast, slow]) == [
         (0, 0, "compute", 0, 2),
         (1, 0, "compute", 0, 8),
@@ -55,7 +55,7 @@ def test_the_rank_that_came_last_is_named() -> None:
 def test_clocks_of_other_ranks_are_put_right_first() -> None:
     """The same, and the slow rank's clock is ahead by a million."""
     fast = Recorded([], [call(0, 2000, 2000, 10_000)])
-    slow = Recorded([(0, "data", 1_000_500, 1_000_600)], [call(0, 1_008_000, 1_008_000, 1_010_500)])
+    slow = Recorded([Span(0, "data", 1_000_500, 1_000_600)], [call(0, 1_008_000, 1_008_000, 1_010_500)])
     ahead = Comparison(0, 1_000_000, 10), Comparison(20_000, 1_000_000, 10)
     names = [row[2] for row in shown([fast, on_one_clock(slow, *ahead)])]
     assert names == ["data", "wait for rank 1", "all_reduce, ring", "all_reduce, ring"]
@@ -63,7 +63,7 @@ def test_clocks_of_other_ranks_are_put_right_first() -> None:
 
 def test_spans_that_no_rank_can_have_are_not_shown() -> None:
     """Rank 0 has ended the call before rank 1 came, by clocks that differ; and a span that ends before it begins."""
-    early = Recorded([(0, "compute", 1000, 900)], [call(0, 2000, 2000, 3000)])
+    early = Recorded([Span(0, "compute", 1000, 900)], [call(0, 2000, 2000, 3000)])
     late = Recorded([], [call(0, 5000, 5000, 6000)])
     assert [row[2:] for row in shown([early, late])] == [
         ("all_reduce, ring", 0.0, 1.0),
@@ -73,8 +73,10 @@ def test_spans_that_no_rank_can_have_are_not_shown() -> None:
 
 def test_calls_of_the_background() -> None:
     """A call that has to wait behind another is no wait for ranks; what the main thread waits is shown there too."""
-    waits = (0, f"{merging.WAITED} 0 1", 5000, 12_000)
-    first = Recorded([(0, "compute", 0, 5000), waits], [call(0, 1000, 1100, 6000, 1), call(1, 2000, 6500, 11_000, 1)])
+    waits = Span(0, f"{merging.WAITED} 0 1", 5000, 12_000)
+    first = Recorded(
+        [Span(0, "compute", 0, 5000), waits], [call(0, 1000, 1100, 6000, 1), call(1, 2000, 6500, 11_000, 1)]
+    )
     second = Recorded([], [call(0, 1050, 1100, 6000, 1), call(1, 6400, 6500, 11_000, 1)])
     rows = shown([first, second])
     assert [row[2:] for row in rows if row[:2] == (0, 1)] == [
@@ -91,7 +93,7 @@ def test_calls_of_the_background() -> None:
 
 
 def test_a_call_in_the_same_row_is_not_shown_twice() -> None:
-    waits = (0, f"{merging.WAITED} 0 0", 900, 6100)
+    waits = Span(0, f"{merging.WAITED} 0 0", 900, 6100)
     alone = Recorded([waits], [call(0, 950, 1000, 6000)])
     assert [row[2:] for row in shown([alone, alone]) if row[0] == 0] == [
         ("all_reduce, ring", 0.0, 5.05),
@@ -111,7 +113,7 @@ def test_nothing_recorded() -> None:
 
 @pytest.mark.parametrize("wrong", [{"ts": -1.0}, {"dur": "1"}, {"ph": "B"}, {"pid": "0"}, {"tid": 7}])
 def test_the_schema_finds_what_is_wrong(wrong: dict) -> None:
-    made = events([Recorded([(0, "compute", 0, 2000)], [])], [])
+    made = events([Recorded([Span(0, "compute", 0, 2000)], [])], [])
     assert check_trace({"displayTimeUnit": "ms", "otherData": {}, "traceEvents": made}, 1)
     made[-1] |= wrong
     with pytest.raises(AssertionError):
@@ -119,6 +121,6 @@ def test_the_schema_finds_what_is_wrong(wrong: dict) -> None:
 
 
 def test_the_schema_finds_slices_that_overlap() -> None:
-    made = events([Recorded([(0, "compute", 0, 2000), (0, "data", 1000, 3000)], [])], [])
+    made = events([Recorded([Span(0, "compute", 0, 2000), Span(0, "data", 1000, 3000)], [])], [])
     with pytest.raises(AssertionError, match="overlaps"):
         check_trace({"displayTimeUnit": "ms", "otherData": {}, "traceEvents": made}, 1)

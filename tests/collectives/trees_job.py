@@ -93,7 +93,7 @@ for name in ("auto", "ring", "hierarchical_copy"):
             check_errors(reduce)
         with tempfile.TemporaryDirectory() as folder, Trace(os.path.join(folder, "trace.json"), topology) as trace:
             check(Traced(topology, inner=reduce, trace=trace))
-            assert trace._calls
+            assert trace.calls
         if name == "ring":
             with Background(topology, inner=reduce) as background:
                 check(background)

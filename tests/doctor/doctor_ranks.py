@@ -1,10 +1,11 @@
 """Ranks as the doctor finds them on good hosts, and what it says of them, for the tests of allreduce.doctor."""
 
+from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
 from allreduce.doctor.findings import OK, Finding, Needs, Rank
-from allreduce.doctor.pairs import Measured
+from allreduce.doctor.pairs import Measured, Results
 
 GIB = 1 << 30
 NEEDS = Needs(25_000_000)
@@ -39,20 +40,21 @@ def cluster(*sizes: int) -> list[Rank]:
     return [Rank(rank, node, f"host{node}", facts_of(node, place)) for rank, (node, place) in enumerate(places)]
 
 
-def measured(ranks: list[Rank], **slow: tuple[float, float]) -> list[Measured]:
+def measured(ranks: list[Rank], **slow: tuple[float, float]) -> Results:
     """All pairs. slow: "r0_1" -> latency and bandwidth of ranks 0 and 1."""
     kinds = {True: (1e-6, 8e9), False: (50e-6, 0.12e9)}
-    return [
+    pairs = [
         Measured(one.rank, other.rank, *slow.get(f"r{one.rank}_{other.rank}", kinds[one.node == other.node]))
         for one, other in combinations(ranks, 2)
     ]
+    return Results(pairs, [])
 
 
-def worse(findings: list[Finding]) -> list[Finding]:
+def worse(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level != OK]
 
 
-def only(findings: list[Finding]) -> Finding:
+def only(findings: Iterable[Finding]) -> Finding:
     """The one finding that is not ok."""
     (found,) = worse(findings)
     assert found.advice

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from allreduce import __main__ as command_line
-from allreduce.doctor import command, examination, measuring, memory, report
-from allreduce.doctor.findings import OK, PROBLEM, Finding, exit_code, spans
+from allreduce.doctor import command
+from allreduce.doctor.findings import OK, PROBLEM, WIDTH, Finding, count, exit_code, report, spans, summary
+from allreduce.doctor.pairs import Results
 from allreduce.errors import OptionError
 from tests import launch
 from tests.conftest import JobRunner, in_one_job
@@ -16,13 +17,13 @@ from tests.doctor.doctor_ranks import NEEDS, cluster, measured, worse
 
 def test_a_good_cluster_is_ok_in_few_lines() -> None:
     ranks = cluster(32, 32)
-    results = measuring.Results(measured(ranks), [])
-    findings = examination.judge(ranks, NEEDS, [0.0, 0.0002], results)
+    results = measured(ranks)
+    findings = command.judge(ranks, NEEDS, [0.0, 0.0002], results)
     assert worse(findings) == []
     assert exit_code(findings) == 0
-    shown = report.text("64 ranks", findings)
+    shown = report("64 ranks", findings)
     assert len(shown.splitlines()) < 50
-    assert max(map(len, shown.splitlines())) <= report.WIDTH
+    assert max(map(len, shown.splitlines())) <= WIDTH
     assert "\033" not in shown
     assert "gradients of 25M parameters take 0.83 s a step or more" in " ".join(shown.split())
     assert "0.2 ms between hosts" in shown
@@ -31,35 +32,38 @@ def test_a_good_cluster_is_ok_in_few_lines() -> None:
 def test_a_look_that_failed_is_a_finding_and_the_others_are_judged() -> None:
     ranks = cluster(2, 2)
     for rank, module in ((0, "memory"), (2, "network"), (3, "cores"), (3, "gpus")):
-        ranks[rank].facts[module] = {examination.FAILED: "OSError: no such thing"}
-    findings = examination.judge(ranks, NEEDS, [0.0, 0.0], measuring.Results(measured(ranks), []))
+        ranks[rank].facts[module] = {command.FAILED: "OSError: no such thing"}
+    findings = command.judge(ranks, NEEDS, [0.0, 0.0], measured(ranks))
     failed = [finding for finding in findings if finding.name == "looking"]
     assert [finding.text for finding in failed] == [
         f"failed on rank {rank}: OSError: no such thing" for rank in (3, 0, 3, 2)
     ]
     assert exit_code(findings) == 2
     alone = cluster(2)
-    alone[0].facts["network"] = {examination.FAILED: "OSError: x"}
-    examination.judge(alone, NEEDS, [], measuring.Results(measured(alone), []))
+    alone[0].facts["network"] = {command.FAILED: "OSError: x"}
+    command.judge(alone, NEEDS, [], measured(alone))
     everywhere = cluster(2)
     for each in everywhere:
-        each.facts["cores"] = {examination.FAILED: "OSError: x"}
-    findings = examination.judge(everywhere, NEEDS, [], measuring.Results([], []))
+        each.facts["cores"] = {command.FAILED: "OSError: x"}
+    findings = command.judge(everywhere, NEEDS, [], Results([], []))
     assert "failed on ranks 0-1: OSError: x" in [finding.text for finding in findings]
 
 
 def test_report() -> None:
-    findings = [Finding("a", "short", OK, "all is well"), Finding("b", "longer name", PROBLEM, "x " * 100, "do this")]
-    shown = report.text("title", findings)
+    findings = [
+        Finding("short", OK, "all is well", area="a"),
+        Finding("longer name", PROBLEM, "x " * 100, "do this", "b"),
+    ]
+    shown = report("title", findings)
     assert shown.splitlines()[:4] == ["title", "", "a", "  ok       short        all is well"]
     assert "\n                        -> do this\n" in shown
     assert shown.endswith("\n1 problem, 1 ok; exit code 2\n")
-    assert "\033[31mproblem\033[0m" in report.text("title", findings, coloured=True)
-    assert report.summary(findings[:1]) == "1 finding, all ok"
-    assert "all is well" in report.text("title", [Finding("a", "/tmp" * 40, OK, "all is well")])
+    assert "\033[31mproblem\033[0m" in report("title", findings, coloured=True)
+    assert summary(findings[:1]) == "1 finding, all ok"
+    assert "all is well" in report("title", [Finding("/tmp" * 40, OK, "all is well")])
     for path in ("", "no/x"):
         with pytest.raises(OptionError, match="can't be written"):
-            report.check_target(path)
+            command.check_target(path)
 
 
 def test_words() -> None:
@@ -70,7 +74,7 @@ def test_words() -> None:
         7000,
         10,
     ]
-    assert memory.count(350_000_000) == "350M"
+    assert count(350_000_000) == "350M"
 
 
 @pytest.mark.parametrize(
@@ -103,16 +107,16 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 FAILS_ON_RANK_1 = """
 import sys
 from allreduce import __main__ as command_line
-from allreduce.doctor import memory
+from allreduce.doctor.command import LOOKS
 
-look = memory.look
+good = LOOKS["memory"]
 
-def fail(place):
-    if place.topology.rank == 1:
+def fail(topology, first):
+    if topology.rank == 1:
         raise OSError("no memory here")
-    return look(place)
+    return good.look(topology, first)
 
-memory.look = fail
+LOOKS["memory"] = good._replace(look=fail)
 sys.exit(command_line.main(sys.argv[1:]))
 """
 
@@ -144,8 +148,8 @@ def test_a_job_with_a_look_that_fails_on_one_rank(mpi: str, mpirun: JobRunner, t
 FAILS_TO_JUDGE = """
 import sys
 from allreduce import __main__ as command_line
-from allreduce.doctor import cores
-cores.judge = None
+from allreduce.doctor.command import LOOKS
+LOOKS["cores"] = LOOKS["cores"]._replace(judge=None)
 sys.exit(command_line.main(["doctor", "--seconds", "0"]))
 """
 

@@ -1,14 +1,18 @@
 """What the doctor makes of hosts: MPI, cores, memory, versions, GPUs, network, clocks."""
 
 import re
+import sys
 import threading
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
-from allreduce.doctor import clock, cores, examination, gpus, meeting, memory, mpi, network, versions
-from allreduce.doctor.findings import OK, PROBLEM, WARNING, Needs, Rank
+from allreduce.doctor import command, gpus, host, mpi, network
+from allreduce.doctor.findings import EXTRA, OK, PROBLEM, WARNING, Needs, Rank
+from allreduce.topology import Topology
 from tests import launch
 from tests.doctor.doctor_ranks import GIB, LINK, NEEDS, cluster, only, worse
 
@@ -16,20 +20,20 @@ from tests.doctor.doctor_ranks import GIB, LINK, NEEDS, cluster, only, worse
 def test_mpi() -> None:
     alone = cluster(1)
     alone[0].facts["mpi"]["launch"] = {"launcher": "srun", "variable": "N", "processes": 4, "remedy": "use mpirun"}
-    found = only(mpi.judge(alone, NEEDS))
+    found = only(mpi.judge_mpi(alone, NEEDS))
     assert found.level == PROBLEM
     assert "srun has started 4 processes (N), and MPI sees 1 rank" in found.text
     assert "use mpirun; where each process is to be a job of its own: ALLREDUCE_ALONE=1" in found.advice
     ranks = cluster(2, 2)
     ranks[3].facts["mpi"]["threads"] = "MPI_THREAD_SERIALIZED"
-    assert "MPI_THREAD_SERIALIZED on rank 3" in only(mpi.judge(ranks, NEEDS)).text
+    assert "MPI_THREAD_SERIALIZED on rank 3" in only(mpi.judge_mpi(ranks, NEEDS)).text
     ranks = cluster(2, 2)
     ranks[2].facts["mpi"]["library"] = "MPICH Version: 5.0.2"
-    assert "Open MPI v5.0.11 on ranks 0-1, 3; MPICH Version: 5.0.2 on rank 2" in only(mpi.judge(ranks, NEEDS)).text
+    assert "Open MPI v5.0.11 on ranks 0-1, 3; MPICH Version: 5.0.2 on rank 2" in only(mpi.judge_mpi(ranks, NEEDS)).text
     for change, words in (({"ulfm": True}, "in force"), ({}, "--with-ft ulfm"), ({"library": "MPICH 5"}, "--resume")):
         ranks = cluster(1)
         ranks[0].facts["mpi"] |= change
-        (said,) = [finding for finding in mpi.judge(ranks, NEEDS) if finding.name == "a lost rank"]
+        (said,) = [finding for finding in mpi.judge_mpi(ranks, NEEDS) if finding.name == "a lost rank"]
         assert words in said.text
         assert said.level == OK
 
@@ -38,76 +42,76 @@ def test_cores() -> None:
     ranks = cluster(3, 3)
     for rank in ranks:
         rank.facts["cores"] |= {"cores": [0, 1], "of": 2}
-    found = only(cores.judge(ranks, NEEDS))
+    found = only(host.judge_cores(ranks, NEEDS))
     assert "host0: 3 ranks on 2 cores; host1: 3 ranks on 2 cores" in found.text
     assert "at most 2 ranks" in found.advice
     ranks[0].facts["cores"]["of"] = 64
-    assert "bound to 2 of 64 cores" in only(cores.judge(ranks, NEEDS)).advice
+    assert "bound to 2 of 64 cores" in only(host.judge_cores(ranks, NEEDS)).advice
     ranks = cluster(4)
     ranks[0].facts["cores"]["quota"] = 1.5
-    assert "--cpus" in only(cores.judge(ranks, NEEDS)).advice
+    assert "--cpus" in only(host.judge_cores(ranks, NEEDS)).advice
     ranks = cluster(4)
     ranks[2].facts["cores"]["cores"] = ranks[0].facts["cores"]["cores"]
     ranks[3].facts["cores"]["cores"] = [3, 4]
-    found = only(cores.judge(ranks, NEEDS))
+    found = only(host.judge_cores(ranks, NEEDS))
     assert (found.level, found.name) == (PROBLEM, "binding")
     assert "ranks 0, 2 on 1 core (0)" in found.text
     ranks = cluster(4)
     for rank in ranks:
         rank.facts["cores"] |= {"cores": list(range(8)), "threads": 8}
-    found = only(cores.judge(ranks, NEEDS))
+    found = only(host.judge_cores(ranks, NEEDS))
     assert "32 threads for 8 cores" in found.text
     assert "OMP_NUM_THREADS=2" in found.advice
-    assert "3 on host0, 1 on host1" in only(cores.judge(cluster(3, 1), NEEDS)).text
+    assert "3 on host0, 1 on host1" in only(host.judge_cores(cluster(3, 1), NEEDS)).text
 
 
 def test_memory() -> None:
     ranks = cluster(4)
     ranks[0].facts["memory"]["shared_free"] = 64 << 20
-    found = only(memory.judge(ranks, NEEDS))
+    found = only(host.judge_memory(ranks, NEEDS))
     assert (found.level, found.name) == (WARNING, "/dev/shm")
     assert "host0: 64 MiB free, 495 MiB wanted for a model of 25M parameters" in found.text
-    assert only(memory.judge(ranks, Needs(25_000_000, asked=True))).level == PROBLEM
-    assert worse(memory.judge(ranks, Needs(1_000_000, asked=True))) == []
+    assert only(host.judge_memory(ranks, Needs(25_000_000, asked=True))).level == PROBLEM
+    assert worse(host.judge_memory(ranks, Needs(1_000_000, asked=True))) == []
     ranks[0].facts["memory"]["shared_free"] = 1 << 20
-    found = only(memory.judge(ranks, Needs(10)))
+    found = only(host.judge_memory(ranks, Needs(10)))
     assert found.level == PROBLEM
     assert "bus errors" in found.advice
     ranks = cluster(4, 4)
     ranks[4].facts["memory"]["available"] = GIB
-    assert "host1: 1 GiB available, 1.49 GiB wanted" in only(memory.judge(ranks, NEEDS)).text
+    assert "host1: 1 GiB available, 1.49 GiB wanted" in only(host.judge_memory(ranks, NEEDS)).text
     ranks = cluster(2, 2)
     for rank in ranks[2:]:
         rank.facts["memory"] |= {"reach": False}
-    assert "host1: ranks may not" in only(memory.judge(ranks, NEEDS)).text
+    assert "host1: ranks may not" in only(host.judge_memory(ranks, NEEDS)).text
     ranks[0].facts["memory"]["malloc"] = "jemalloc"
-    assert "jemalloc on rank 0" in worse(memory.judge(ranks, NEEDS))[0].text
+    assert "jemalloc on rank 0" in worse(host.judge_memory(ranks, NEEDS))[0].text
 
 
 def test_versions_that_differ() -> None:
     ranks = cluster(32, 32)
     for rank in ranks[32:]:
         rank.facts["versions"]["versions"] |= {"numpy": "1.26.4", "torch": "2.13.0"}
-    found = worse(versions.judge(ranks, NEEDS))
+    found = worse(mpi.judge_versions(ranks, NEEDS))
     assert [finding.name for finding in found] == ["numpy", "torch"]
     assert found[0].text == "2.4.6 on ranks 0-31; 1.26.4 on ranks 32-63"
     assert found[1].text == "missing on ranks 0-31; 2.13.0 on ranks 32-63"
     ranks = cluster(1, 1)
     ranks[1].facts["versions"]["versions"] |= {"allreduce": "0.1.0 (code 2)"}
-    assert only(versions.judge(ranks, NEEDS)).level == PROBLEM
+    assert only(mpi.judge_versions(ranks, NEEDS)).level == PROBLEM
     ranks = cluster(1, 1)
     ranks[1].facts["versions"]["cpu"] = "Xeon"
-    assert "EPYC on rank 0; Xeon on rank 1" in only(versions.judge(ranks, NEEDS)).text
+    assert "EPYC on rank 0; Xeon on rank 1" in only(mpi.judge_versions(ranks, NEEDS)).text
 
 
 def test_versions_that_were_not_tried() -> None:
     ranks = cluster(1, 1)
-    assert not any("tried" in finding.name for finding in versions.judge(ranks, NEEDS))
-    oldest, *_, newest = versions.TRIED["torch"]
+    assert not any("tried" in finding.name for finding in mpi.judge_versions(ranks, NEEDS))
+    oldest, *_, newest = mpi.TRIED["torch"]
     for version, level in ((oldest, OK), (f"{newest}+cpu", OK), ("2.4.1", WARNING), ("2.99.0a0", WARNING)):
         for rank in ranks:
             rank.facts["versions"]["versions"] |= {"torch": version}
-        (found,) = (each for each in versions.judge(ranks, NEEDS) if each.name == "torch, tried")
+        (found,) = (each for each in mpi.judge_versions(ranks, NEEDS) if each.name == "torch, tried")
         assert found.level == level
         assert found.text.startswith(f"{version}; this version of allreduce was tried with {oldest}")
         assert (newest in found.advice) == (level == WARNING)
@@ -115,10 +119,10 @@ def test_versions_that_were_not_tried() -> None:
 
 def test_the_versions_that_were_tried_are_those_that_are_asked_for() -> None:
     """By the extra, and by the tests."""
-    oldest = versions.TRIED["torch"][0].removesuffix(".0")
+    oldest = mpi.TRIED["torch"][0].removesuffix(".0")
     assert f'torch = ["torch>={oldest}"]' in (launch.ROOT / "pyproject.toml").read_text()
     (pinned,) = re.findall("^torch==(.*)$", (launch.ROOT / "tests" / "constraints.txt").read_text(), re.M)
-    assert pinned in versions.TRIED["torch"]
+    assert pinned in mpi.TRIED["torch"]
 
 
 def with_gpus(ranks: list[Rank], number: int) -> list[Rank]:
@@ -135,7 +139,7 @@ def with_gpus(ranks: list[Rank], number: int) -> list[Rank]:
 
 def test_gpus() -> None:
     ranks = with_gpus(cluster(2, 2), 2)
-    findings = gpus.judge(ranks, NEEDS)
+    findings = list(gpus.judge(ranks, NEEDS))
     assert worse(findings) == []
     assert "host1 (H200, 141 GiB): rank 2: GPU 0, rank 3: GPU 1" in findings[0].text
     assert [finding.text for finding in findings if finding.name == "NCCL"] == ["2.32.4"]
@@ -181,75 +185,115 @@ def test_gpus_of_ranks_that_differ_from_the_first() -> None:
     assert "host1 has 2 GPUs, and no rank sees one" in only(gpus.judge(ranks, NEEDS)).text
 
 
-class FakeDriver:
-    """libcuda with two devices; an argument by reference holds what it refers to in `_obj`."""
+class FakeNvml(ModuleType):
+    """pynvml with two GPUs; a handle is an index, or the UUID of a part of a GPU."""
 
-    def __init__(self, started: int = 0) -> None:
-        self._started = started
+    UUIDS = ("GPU-aa11", "GPU-ab22")
 
-    def cuInit(self, flags: int) -> int:  # noqa: N802, CUDA's names
-        return self._started
+    def __init__(self, trouble: str = "") -> None:
+        super().__init__("pynvml")
+        self._trouble = trouble
 
-    def cuDriverGetVersion(self, version: Any) -> int:  # noqa: N802
-        version._obj.value = 12080
-        return 0
+    def nvmlInit(self) -> None:  # noqa: N802, NVML's names
+        if self._trouble:
+            raise RuntimeError(self._trouble)
 
-    def cuDeviceGetCount(self, number: Any) -> int:  # noqa: N802
-        number._obj.value = 2
-        return 0
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        return
 
-    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
-        device._obj.value = index
-        return 0
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.UUIDS)
 
-    def cuDeviceGetName(self, name: Any, size: int, device: Any) -> int:  # noqa: N802
-        name.value = b"H200"
-        return 0
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
 
-    def cuDeviceGetUuid(self, uuid: Any, device: Any) -> int:  # noqa: N802
-        uuid.raw = bytes([device.value] * 16)
-        return 0
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        return uuid
 
-    def cuDeviceTotalMem_v2(self, size: Any, device: Any) -> int:  # noqa: N802
-        size._obj.value = 141 * GIB
-        return 0
+    def nvmlDeviceGetUUID(self, handle: int | str) -> str:  # noqa: N802
+        return self.UUIDS[handle] if isinstance(handle, int) else handle
 
+    def nvmlDeviceGetName(self, handle: object) -> str:  # noqa: N802
+        return "H200"
 
-class DriverOfParts(FakeDriver):
-    """Two parts of one GPU, which the older question does not tell apart."""
+    def nvmlDeviceGetMemoryInfo(self, handle: object) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(total=141 * GIB)
 
-    def cuDeviceGetUuid(self, uuid: Any, device: Any) -> int:  # noqa: N802
-        uuid.raw = bytes([9] * 16)
-        return 0
-
-    cuDeviceGetUuid_v2 = FakeDriver.cuDeviceGetUuid  # noqa: N815
+    def nvmlSystemGetCudaDriverVersion(self) -> int:  # noqa: N802
+        return 12080
 
 
-def test_the_driver_is_asked_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: FakeDriver())
-    version, devices = gpus._devices()
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [
+        (None, ["GPU-aa11", "GPU-ab22"]),
+        ("1", ["GPU-ab22"]),
+        ("1,0", ["GPU-ab22", "GPU-aa11"]),
+        ("GPU-ab", ["GPU-ab22"]),
+        ("MIG-7", ["MIG-7"]),
+        ("", []),
+        ("GPU-a", []),  # may be both
+        ("0,9,1", ["GPU-aa11"]),
+    ],
+)
+def test_nvml_is_asked_for_the_gpus_that_a_program_sees(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, uuids: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    version, devices = gpus._devices(visible)
     assert version == 12080
-    assert [device["uuid"] for device in devices] == ["00" * 16, "01" * 16]
-    assert {(device["name"], device["bytes"]) for device in devices} == {("H200", 141 * GIB)}
-    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: DriverOfParts())
-    assert [device["uuid"] for device in gpus._devices()[1]] == ["00" * 16, "01" * 16]
-    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: FakeDriver(started=999))
-    with pytest.raises(OSError, match="cuInit of the NVIDIA driver says 999"):
-        gpus._devices()
+    assert [device["uuid"] for device in devices] == uuids
+    assert {(device["name"], device["bytes"]) for device in devices} <= {("H200", 141 * GIB)}
+
+
+def test_without_its_libraries_the_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("psutil", "pynvml", "threadpoolctl"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "0000:01:00.0").touch()
+    monkeypatch.setattr(gpus, "PRESENT", tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert host._threads() == 3
+    topology = Topology(MPI.COMM_SELF)
+    facts = {key: look.look(topology, "host0") for key, look in command.LOOKS.items()}
+    topology.close()
+    found = [each for look in command.LOOKS.values() for each in look.judge([Rank(0, 0, "host0", facts)], NEEDS)]
+    assert [each.name for each in found if EXTRA in each.text + each.advice] == ["memory", "devices"]
+    assert network.interfaces() is None
+    ranks = cluster(1, 1)
+    ranks[1].facts["network"]["interfaces"] = None
+    assert [each.name for each in network.judge(ranks, NEEDS) if EXTRA in each.text] == ["interfaces"]
+
+
+def test_an_error_of_nvml_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "0000:01:00.0").touch()
+    monkeypatch.setattr(gpus, "PRESENT", tmp_path)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("driver says 999"))
+    topology = Topology(MPI.COMM_SELF)
+    facts = {"gpus": gpus.look(topology, "host0")}
+    topology.close()
+    assert "driver says 999" in only(gpus.judge([Rank(0, 0, "host0", facts)], NEEDS)).advice
 
 
 def test_limits_of_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "CONTROL_GROUP", tmp_path)
-    assert cores._quota() is None
+    psutil = pytest.importorskip("psutil")
+    monkeypatch.setattr(host, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=9000))
+    assert host._quota() is None
     (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert cores._quota() == 1.5
+    assert host._quota() == 1.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cores._quota() is None
-    monkeypatch.setattr(memory, "GROUPS", ((tmp_path / "max", tmp_path / "current"),))
-    assert memory._left_in_container() == memory.UNLIMITED
-    (tmp_path / "max").write_text("1000\n")
-    (tmp_path / "current").write_text("400\n")
-    assert memory._left_in_container() == 600
+    assert host._quota() is None
+    assert host._available() == 9000
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    assert host._available() == 600
+
+
+def test_interfaces_of_this_host() -> None:
+    pytest.importorskip("psutil")
+    found = network.interfaces()
+    assert found is not None
+    assert ("127.0.0.1", "127.0.0.0/8") in [(each["address"], each["network"]) for each in found]
 
 
 def test_network() -> None:
@@ -265,7 +309,7 @@ def test_network() -> None:
     assert "no network in common (host0: eth0 10.0.0.1, docker0 172.17.0.1; host1: eth0 10.9.0.1)" in found.text
     for change, words in (
         ({"resolves": ""}, "host1: its own name leads nowhere"),
-        ({"first_resolves": ""}, "host1 can't resolve host0"),
+        ({"first_resolves": ""}, "host1: the name of rank 0's host, host0, leads nowhere"),
         ({"resolves": "127.0.1.1"}, "host1: its own name leads to itself alone"),
         ({"infiniband": ["mlx5_0"]}, "missing on host0"),
     ):
@@ -275,27 +319,27 @@ def test_network() -> None:
 
 
 def test_ranks_that_do_not_meet_hear_what_may_be_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
-    with meeting.said_when_late(seconds=60):
+    with network.said_when_late(seconds=60):
         (timer,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     timer.join(30)
     assert capsys.readouterr().err == ""
-    with meeting.said_when_late(seconds=0):
+    with network.said_when_late(seconds=0):
         (timer,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)] or (None,)
         if timer is not None:
             timer.join(30)
     assert "the ranks have not met yet" in capsys.readouterr().err
-    said = meeting.advice("host0", [LINK, LINK | {"name": "lo", "network": "127.0.0.0/8"}])
+    said = network.connecting_advice("host0", [LINK, LINK | {"name": "lo", "network": "127.0.0.0/8"}])
     assert "This host, host0, has eth0 in 10.0.0.0/24.\n" in said
     assert "--mca btl_tcp_if_include 10.0.0.0/24" in said
-    assert "has no network." in meeting.advice("host0", [])
+    assert "has no known network" in network.connecting_advice("host0", [])
 
 
-@pytest.mark.parametrize("name", meeting.NUMBERS)
+@pytest.mark.parametrize("name", network.RANK_VARIABLES)
 def test_one_rank_says_that_they_do_not_meet(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for other in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, "1")
-    with meeting.said_when_late(seconds=60):
+    with network.said_when_late(seconds=60):
         assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
 
 
@@ -306,15 +350,15 @@ def test_a_host_that_does_not_tell_of_its_network(
         raise PermissionError("no sockets here")
 
     monkeypatch.setattr(network, "interfaces", refuse)
-    meeting._say()
-    assert "has no network." in capsys.readouterr().err
+    network._say()
+    assert "has no known network" in capsys.readouterr().err
 
 
 def test_clocks() -> None:
-    found = only(clock.judge(cluster(1, 1, 1), [0.0, 0.01, -7.5]))
+    found = only([network.judge_clocks(cluster(1, 1, 1), [0.0, 0.01, -7.5])])
     assert found.text == "clocks differ from that of host0: host2 by -7.5 s"
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
-    ranks = examination._ranks(["box", "box", "box"], [[0, {}], [1, {}], [1, {}]])
+    ranks = command.ranks_of(["box", "box", "box"], [[0, {}], [1, {}], [1, {}]])
     assert [rank.host for rank in ranks] == ["box#0", "box#1", "box#1"]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from allreduce.doctor import measuring, network, pairs
-from allreduce.doctor.findings import OK, WARNING, exit_code
-from allreduce.doctor.pairs import Measured
+from allreduce.doctor import network, pairs
+from allreduce.doctor.findings import OK, PROBLEM, WARNING
+from allreduce.doctor.pairs import Measured, Results
 from tests.doctor.doctor_ranks import NEEDS, cluster, measured, only
 
 
@@ -40,7 +40,7 @@ def test_what_slow_pairs_have_in_common_is_said() -> None:
 def test_half_of_the_pairs_are_slow_beside_the_other_half() -> None:
     ranks = cluster(1, 1, 1, 1)
     bad_host = {f"r{min(2, rank)}_{max(2, rank)}": (50e-6, 0.0129e9) for rank in (0, 1, 3)}
-    findings = pairs.judge(ranks, NEEDS, measured(ranks, **bad_host), None)
+    findings = list(pairs.judge(ranks, NEEDS, measured(ranks, **bad_host), None))
     assert "0.12 GB/s (median of 6 pairs)" in findings[0].text
     assert "all of them have rank 2 (host2) in common" in only(findings).advice
 
@@ -77,12 +77,12 @@ def test_every_rank_is_measured_early_and_huge_jobs_have_a_limit() -> None:
 
 def test_no_answer_and_a_slow_link_and_slow_memory() -> None:
     ranks = cluster(1, 1)
-    assert only(pairs.unreachable([(0, 1)], ranks)).text == "ranks 0 and 1 (host0 - host1)"
-    assert exit_code(pairs.unreachable([(0, 1)], ranks)) == 2
+    silent = only(pairs.judge(ranks, NEEDS, Results([], [(0, 1)]), None))
+    assert (silent.level, silent.text) == (PROBLEM, "ranks 0 and 1 (host0 - host1)")
     unused = only(pairs.judge(ranks, NEEDS, measured(ranks), 12.5e9))
     assert "an interface promises 12.5 GB/s" in unused.advice
     assert network.speed(ranks) == 125e6
-    crowded = only(pairs.judge(cluster(2), NEEDS, [Measured(0, 1, 4e-3, 1e9)], None))
+    crowded = only(pairs.judge(cluster(2), NEEDS, Results([Measured(0, 1, 4e-3, 1e9)], []), None))
     assert crowded.name == "same node"
 
 
@@ -106,7 +106,7 @@ class SilentRank:
 
 
 def test_a_rank_that_does_not_answer_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(pairs, "ANSWER_SECONDS", 0.01)
     comm: Any = SilentRank()
-    results = measuring.measure(comm, [[(0, 1)], [(0, 2)]], 10, lambda *_: None)
-    assert results == measuring.Results([], [(0, 1)])
+    results = pairs.measure(comm, [[(0, 1)], [(0, 2)]], 10, lambda *_: None)
+    assert results == Results([], [(0, 1)])

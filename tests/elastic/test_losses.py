@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from allreduce.nodes import nodes_left
 from mpi4py import MPI
 
 from allreduce import NAMES, Topology
 from allreduce.errors import BrokenError, CommunicationError, RankLeftError, RankLostError, UnavailableError
 from allreduce.health.status import LEFT, Fact
-from allreduce.nodes import nodes_left
 from allreduce.transport import ulfm
 from allreduce.transport.control import agree
 from allreduce.transport.wait import Said
@@ -234,13 +234,13 @@ def test_what_a_loss_has_cut_off_in_the_making_is_freed_later(monkeypatch: pytes
     made, left = [], []
 
     def cut_off(topology: Topology, comm: MPI.Intracomm) -> None:
-        topology._own(comm.Dup())
+        topology.own(comm.Dup())
         made.append(topology)
         topology._revoked = True
         raise RankLostError("told")
 
     monkeypatch.setattr(Topology, "_connect", cut_off)
-    monkeypatch.setattr("allreduce.ownership.free_later", left.extend)
+    monkeypatch.setattr("allreduce.transport.deferred_free.free_later", left.extend)
     with pytest.raises(RankLostError):
         Topology(MPI.COMM_SELF)
     assert len(left) == 2

@@ -12,7 +12,7 @@ import numpy as np
 
 from allreduce.backends import decision_table
 from allreduce.machine import identify
-from benchmarks.showing.results import Run, summarize, to_json
+from benchmarks.lib.results import Run, summarize, to_json
 from trainers.files import checkpoint, model_file
 from trainers.replicas.numpy.network import NumpyNetwork
 

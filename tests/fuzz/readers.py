@@ -16,11 +16,11 @@ from allreduce.backends import decision_table
 from allreduce.errors import AllReduceError, CommunicationError
 from allreduce.machine import identify
 from benchmarks import compare, scaling, timeline
+from benchmarks.lib import plot, report
+from benchmarks.lib.results import FileError, load
+from benchmarks.lib.verdict import verdict
 from benchmarks.predicting import fitting
-from benchmarks.showing import plot, report, trace_plot
-from benchmarks.showing.results import FileError, load
-from benchmarks.showing.trace_file import load as load_trace
-from benchmarks.showing.verdict import verdict
+from benchmarks.timeline import load as load_trace
 from trainers import datasets
 from trainers.cli import roles
 from trainers.errors import ArgumentError, CheckpointError, DataError, ModelFileError, RoleError
@@ -319,7 +319,7 @@ def _read_trace(value: Content, folder: Path) -> str:
 
 def _draw_trace(value: Content, folder: Path) -> str:
     path = lay(folder / "$\\frac$.json", value)
-    trace_plot.draw(load_trace(path), os.path.basename(path))
+    timeline.draw(load_trace(path), os.path.basename(path))
     return ""
 
 

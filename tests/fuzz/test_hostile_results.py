@@ -21,9 +21,9 @@ from allreduce.health.status import ENDED, WAITING
 from allreduce.machine import identify
 from allreduce.tracing import trace
 from benchmarks import compare, scaling, timeline
-from benchmarks.showing import outputs, plot, report, trace_file, trace_plot
-from benchmarks.showing.results import FileError, load, to_json
-from benchmarks.showing.trace_file import load as load_trace
+from benchmarks.lib import outputs, plot, report
+from benchmarks.lib.results import FileError, load, to_json
+from benchmarks.timeline import load as load_trace
 from tests.benchmarks.made_runs import made_run
 from tests.fuzz import files, peers
 from trainers import datasets
@@ -135,7 +135,7 @@ def test_pictures_take_no_text_for_a_formula(tmp_path: Path) -> None:
     run.machine["cpu"] = "$\\frac$"
     run.results = [result.__class__(**{**vars(result), "backend": "$\\frac$"}) for result in run.results]
     assert plot.draw(run)
-    assert trace_plot.draw(load_trace(str(path)), "$_$")
+    assert timeline.draw(load_trace(str(path)), "$_$")
 
 
 def test_a_trace_without_numbers_of_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +150,7 @@ def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """As a whole it would take ten times its size, and what is never a slice as much."""
     path = tmp_path / "trace.json"
     event = {"ph": "X", "ts": 5, "dur": 1, "pid": 0, "tid": 0, "cat": "wait"}
-    monkeypatch.setattr(trace_file, "PIECE", 1 << 14)
+    monkeypatch.setattr(timeline, "PIECE", 1 << 14)
     small = ", ".join(["{}"] * 30_000)
     path.write_text(f'{{"other": 1, "traceEvents" : [{small}, {json.dumps(event)} , {small}]}}')
     tracemalloc.start()
@@ -158,7 +158,7 @@ def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 * path.stat().st_size
-    monkeypatch.setattr(trace_file, "MOST_SLICES", 2)
+    monkeypatch.setattr(timeline, "MOST_SLICES", 2)
     path.write_text(json.dumps([event] * 3))
     with pytest.raises(FileError, match="more than 2 events"):
         load_trace(str(path))

@@ -79,7 +79,7 @@ def test_an_optimizer_is_tried_out_where_its_parameters_are() -> None:
     """Fused ones count their steps on the GPU, where a saved state's have to go."""
     import torch
 
-    from trainers.replicas.pytorch.state import _tried
+    from trainers.replicas.pytorch.optimizer import _tried
 
     class Counting(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]

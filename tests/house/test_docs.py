@@ -29,10 +29,10 @@ def test_every_module_has_a_page(tmp_path: Path) -> None:
         for path in (launch.ROOT / package).rglob("*.py"):
             module = re.sub("/__init__$", "", path.relative_to(launch.ROOT).with_suffix("").as_posix())
             assert module in pages or module.endswith("__main__"), f"{module} has no page"
-    base = (tmp_path / "allreduce" / "base.html").read_text()
-    assert 'id="AllReduce.__call__"' in base
-    assert "<li><strong>buffer</strong>: a contiguous, writable" in base
-    assert 'id="Trainer.fit"' in (tmp_path / "trainers" / "base.html").read_text()
+    backend = (tmp_path / "allreduce" / "backend.html").read_text()
+    assert 'id="AllReduce.__call__"' in backend
+    assert "<li><strong>buffer</strong>: a contiguous, writable" in backend
+    assert 'id="Trainer.fit"' in (tmp_path / "trainers" / "trainer.html").read_text()
     assert {"modules", "index", "CHANGELOG", *(path.parent.as_posix() + "/README" for path in GUIDES[1:])} <= pages
     assert [link for page in pages if page.endswith("README") for link in broken(tmp_path / f"{page}.html")] == []
     assert broken(tmp_path / "index.html") == []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.showing.results import to_json
+from benchmarks.lib.results import to_json
 from tests import launch
 from tests.benchmarks.made_runs import made_run
 from tests.conftest import JobRunner, lacking

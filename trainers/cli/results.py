@@ -3,16 +3,16 @@
 import argparse
 import json
 import math
-import os
 import sys
 from typing import Any
 
 from allreduce.backends.auto import Auto
+from allreduce.files import writable
 from trainers.cli import options
 from trainers.cli.options import flag
 from trainers.cli.roles import Roles
 from trainers.errors import ArgumentError
-from trainers.files.model_file import is_special, replacing
+from trainers.files.model_file import replacing
 from trainers.mirrored import MirroredTrainer
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.trainer import Trainer
@@ -30,8 +30,7 @@ def check_targets(chosen: argparse.Namespace) -> None:
             continue
         if path == STANDARD_OUTPUT:
             raise ArgumentError(f"{flag(option)} -: a model is no text for the standard output; name a file")
-        written = path if is_special(path) else os.path.dirname(os.path.realpath(path))
-        if os.path.isdir(path) or not os.access(written, os.W_OK):
+        if not writable(path):
             raise ArgumentError(f"{flag(option)} {path}: this can't be written; give a file in a folder that exists")
 
 

@@ -13,6 +13,7 @@ import torch
 
 from allreduce.engine.lane import Pending
 from allreduce.engine.negotiation import Side, Sides
+from allreduce.engine.queue import Worker
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
 from allreduce.torch_backend.move import Mover
@@ -52,7 +53,7 @@ class Members:
         self._comm = made.private()
         self.reducer, self.mover = Reducer(made, self._comm, Options()), Mover(self._comm)
         names = topology.private()
-        self.lane = topology.worker.named("the calls of Horovod's API", names, self._join_proxy, fuse_bytes)
+        self.lane = topology.once(Worker).named("the calls of Horovod's API", names, self._join_proxy, fuse_bytes)
         self._counts: Counter[str] = Counter()
 
     def name(self, kind: str, given: str | None) -> str:

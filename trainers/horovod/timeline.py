@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from allreduce.files import replacing
+from allreduce.files import replacing, writable
 from trainers.horovod.errors import ArgumentError
 
 
@@ -66,9 +66,8 @@ def _write_at_the_end() -> None:
 def start(file_path: str, rank: int, mark_cycles: bool = False) -> None:
     """Record the calls from now on, on rank 0. Local. Raises ArgumentError when the file can't be written."""
     global _timeline
-    folder = os.path.dirname(os.path.abspath(file_path))
     if rank == 0:
-        if os.path.isdir(file_path) or not os.access(folder, os.W_OK):
+        if not writable(file_path):
             raise ArgumentError(f"the timeline can't be written to {file_path}: give a file in a folder that exists")
         _timeline = Timeline(os.path.abspath(file_path), mark_cycles)
 

@@ -16,7 +16,7 @@ from allreduce.transport.control import known, together
 from trainers.checks import compare
 from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.state import broadcast_state, broadcast_tensors
-from trainers.replicas.pytorch.alike import hyperparameters
+from trainers.replicas.pytorch.optimizer import hyperparameters
 from trainers.replicas.pytorch.tensors import as_bytes
 
 

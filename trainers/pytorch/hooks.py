@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from allreduce.errors import ClosedError
-from trainers.replicas.pytorch.undoing import Buffers
+from trainers.replicas.pytorch.state import Buffers
 
 UserT = TypeVar("UserT")
 

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.engine.queue import Lane
+from allreduce.engine.queue import Lane, Worker
 from allreduce.errors import ClosedError, OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, known
@@ -48,7 +48,7 @@ class Family:
     def __init__(self, topology: Topology, key: Key) -> None:
         self.topology, self._key = topology, key
         self._comm = topology.private()
-        self._lane = topology.worker.lane("MirroredOptimizers")
+        self._lane = topology.once(Worker).lane("MirroredOptimizers")
         self.newest = self._members = 0
         self._averagers: weakref.WeakValueDictionary[int, Averager] = weakref.WeakValueDictionary()
         self._lanes: dict[int, Lane] = {}  # of the members
@@ -64,7 +64,7 @@ class Family:
 
     def lane(self, threaded: bool) -> Lane:
         """A lane for the newest member. Collective. UnavailableError on all ranks where no thread can be had."""
-        lane = self._lanes[self.newest] = self.topology.worker.lane(f"MirroredOptimizer {self.newest}", threaded)
+        lane = self._lanes[self.newest] = self.topology.once(Worker).lane(f"MirroredOptimizer {self.newest}", threaded)
         return lane
 
     def enter(self, comm: MPI.Intracomm) -> int:
@@ -75,7 +75,7 @@ class Family:
         for number in sorted(set(everyone[0]).intersection(*everyone[1:])):
             self._remains.pop(number).close()
         self._lane.abandon()  # with what ranks have given up waiting for
-        self._lane = self.topology.worker.lane(f"MirroredOptimizers, {self.newest} so far")
+        self._lane = self.topology.once(Worker).lane(f"MirroredOptimizers, {self.newest} so far")
         return self.newest
 
     def add(self, averager: "Averager") -> None:

@@ -28,10 +28,9 @@ from trainers.pytorch.hooks import Hook
 from trainers.pytorch.recovery import Twins
 from trainers.pytorch.reducer import AVERAGED, EDITED, SCATTERED, Averager
 from trainers.pytorch.state import broadcast_tensors, from_json, to_json
-from trainers.replicas.pytorch import elementwise, fused
-from trainers.replicas.pytorch.alike import hyperparameters, optimizer_like
-from trainers.replicas.pytorch.elementwise import ELEMENTWISE as ELEMENTWISE
-from trainers.replicas.pytorch.slices import block_on
+from trainers.replicas.pytorch import fused
+from trainers.replicas.pytorch.optimizer import ELEMENTWISE as ELEMENTWISE
+from trainers.replicas.pytorch.optimizer import block_on, hyperparameters, optimizer_like, slice_refusal
 from trainers.replicas.pytorch.tensors import DTYPES, TORCH, as_tensor, shaped
 
 
@@ -276,7 +275,7 @@ SCALARS = {"step", "eta", "mu", "mu_product"}  # what is no element where a para
 
 def refusal(optimizer: Optimizer) -> OptionError | None:
     """Why an optimizer can't work on slices, if it can't."""
-    reason = elementwise.refusal(optimizer)
+    reason = slice_refusal(optimizer)
     return OptionError(reason) if reason else None
 
 

@@ -1,6 +1,6 @@
-"""What replicas have in common whose framework's arrays can't lie in the trainer's memory: JAX's and Keras'.
+"""A framework's optimizer on all parameters or on a slice of them in flat memory; what its replicas have in common.
 
-Parameters and gradients are copied into flat memory, and the optimizer works on all of them or on a slice.
+So the ranks can divide the update: each has the optimizer's state of its own slice alone.
 """
 
 import itertools
@@ -43,6 +43,7 @@ class FlatOptimizer(ABC):
     """
 
     part: slice | None = None
+    how_to_set_rates = ""  # for an error
 
     def __init__(self, layout: Layout, names: Iterable[str], elementwise: Iterable[str]) -> None:
         self.layout, self.names, self.elementwise = layout, tuple(names), tuple(elementwise)
@@ -52,8 +53,8 @@ class FlatOptimizer(ABC):
         """Why it can't work on slices, or ""."""
 
     @abstractmethod
-    def entries(self) -> Mapping[str, list[Any]]:
-        """The framework's arrays of each entry."""
+    def entries(self, names: Collection[str]) -> Mapping[str, list[Any]]:
+        """The framework's arrays of these entries."""
 
     @staticmethod
     @abstractmethod
@@ -77,8 +78,19 @@ class FlatOptimizer(ABC):
         """Have the state of a slice alone, made from that of all parameters."""
         if self.part != part:
             self.widen()
-            whole = self.pack({})
-            self.write(part, {name: [whole[name][part] if name in self.elementwise else whole[name]] for name in whole})
+            entries = self.entries(self.names)
+            self.write(part, {name: [self._cut(name, arrays, part)] for name, arrays in entries.items()})
+
+    def _cut(self, name: str, arrays: list[Any], part: slice) -> np.ndarray:
+        """The elements of a slice, of an entry of all parameters."""
+        if name not in self.elementwise:
+            return self.on_host(arrays[0])
+        pieces = [self.on_host(arrays[0]).reshape(-1)[:0]]
+        for array, place in zip(arrays, self.layout.parts, strict=True):
+            start, stop = max(place.start, part.start), min(place.stop, part.stop)
+            if start < stop:
+                pieces.append(self.on_host(array).reshape(-1)[start - place.start : stop - place.start])
+        return np.concatenate(pieces)
 
     def widen(self) -> None:
         """Have the state of all parameters again; of other slices than this one's it is zero."""
@@ -88,9 +100,7 @@ class FlatOptimizer(ABC):
     def pack(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
         """The state as copies in `memory`, by name; of a slice's the rest is zero."""
         held = {}
-        for name, entry in self.entries().items():
-            if name in without:
-                continue
+        for name, entry in self.entries([name for name in self.names if name not in without]).items():
             arrays = [self.on_host(array) for array in entry]
             shape = (self.layout.length,) if name in self.elementwise else arrays[0].shape
             place = held[name] = reserved(memory, name, shape, arrays[0].dtype)
@@ -106,7 +116,7 @@ class FlatOptimizer(ABC):
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Take on what `pack` gave, as the state of all parameters. ModelFileError when it is another one's."""
         made = {}
-        for name, entry in self.entries().items():
+        for name, entry in self.entries(self.names).items():
             elementwise = name in self.elementwise
             shape = (self.layout.length,) if elementwise else self.on_host(entry[0]).shape
             if name not in arrays or arrays[name].shape != shape:
@@ -117,19 +127,14 @@ class FlatOptimizer(ABC):
 
     def elements(self, name: str) -> np.ndarray:
         """An elementwise entry, of the slice alone."""
-        return self.on_host(self.entries()[name][0])
+        return self.on_host(self.entries([name])[name][0])
 
 
 class FlatReplica(Replica):
-    """What a trainer asks of the optimizer and of the flat memory. The subclass makes both.
+    """A replica with a FlatOptimizer. The subclass makes it, and `_buffer`, which the gradients are left in."""
 
-    settable: how an optimizer is made whose learning rate can be set, for an error.
-    """
-
-    settable: str
     _optimizer: FlatOptimizer
     _buffer: Any
-    _memory: Any = None  # which a trainer gave for the parameters
 
     @property
     def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -148,7 +153,7 @@ class FlatReplica(Replica):
         settable = len(self.learning_rates)
         if len(rates) != settable:
             raise ArgumentError(
-                f"{len(rates)} learning rates for {settable} that can be set; {self.settable} to have one"
+                f"{len(rates)} learning rates for {settable} that can be set{self._optimizer.how_to_set_rates}"
             )
         self._optimizer.learning_rates = list(rates)
 
@@ -163,11 +168,10 @@ class FlatReplica(Replica):
             raise ArgumentError(reason)
         self._optimizer.widen()
         self._move(buffer)
-        self._memory = buffer
 
     @abstractmethod
     def _move(self, buffer: Any) -> None:
-        """Leave the parameters in `buffer`, where they will be trained."""
+        """Leave the parameters in `buffer`, and train them there from now on."""
 
     def state(self) -> dict[str, np.ndarray]:
         return self.snapshot({})
@@ -178,8 +182,9 @@ class FlatReplica(Replica):
         return super().elements(name, part)
 
     def _own(self, part: slice) -> slice:
-        """The part of a slice that lies in the optimizer's parameters, ahead of statistics."""
+        """The part of a slice that lies in the optimizer's parameters, which statistics follow."""
         return slice(*(min(end, self._optimizer.layout.length) for end in (part.start, part.stop)))
 
-    def _input(self, array: np.ndarray) -> np.ndarray:
-        return array.astype(self.gradient_dtype, copy=False) if array.dtype.kind == "f" else array
+    def _statistics_in(self, part: slice) -> slice:
+        """The rest of the slice."""
+        return slice(*(max(end, self._optimizer.layout.length) for end in (part.start, part.stop)))

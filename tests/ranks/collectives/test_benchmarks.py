@@ -7,8 +7,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from benchmarks.measuring.correctness import PERIOD, Checker
-from benchmarks.measuring.measure import Cell, Plan, measure
+from benchmarks.lib.timing import PERIOD, Cell, Checker, Plan, measure
 from tests.ranks.grid import numpy_dtype
 
 DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16", "uint8", "int8")
@@ -63,7 +62,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time that `measure` sees."""
     made = Clock()
-    monkeypatch.setattr(sys.modules["benchmarks.measuring.measure"], "time", made)
+    monkeypatch.setattr(sys.modules["benchmarks.lib.timing"], "time", made)
     return made
 
 

@@ -1,6 +1,6 @@
 """An optax optimizer on the tree of parameters, or on a slice of the flat ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ class Optimizer(FlatOptimizer):
     """
 
     layout: TreeLayout
+    how_to_set_rates = "; make the optimizer by optax.inject_hyperparams(optax.adam)(learning_rate=...) to have one"
 
     def __init__(self, transformation: Any, layout: TreeLayout, params: Any) -> None:
         _check(transformation, params)
@@ -54,16 +55,16 @@ class Optimizer(FlatOptimizer):
         changed, self.state = self._on_slice(part.start, part.stop, params, self.state, gradients)
         return jax.block_until_ready((changed, self.state))[0]
 
-    def entries(self) -> dict[str, list[Any]]:
+    def entries(self, names: Collection[str]) -> dict[str, list[Any]]:
         """An entry is a tree as the parameters', or one array."""
-        entries = self._structure.flatten_up_to(self.state)
-        return {name: jax.tree.leaves(entry) for name, entry in zip(self.names, entries, strict=True)}
+        entries = zip(self.names, self._structure.flatten_up_to(self.state), strict=True)
+        return {name: jax.tree.leaves(entry) for name, entry in entries if name in names}
 
     on_host = staticmethod(on_host)
 
     def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
         made = []
-        for name, (pattern, *_) in self.entries().items():
+        for name, (pattern, *_) in self.entries(self.names).items():
             leaves = [like(array, pattern) for array in entries[name]]
             of_tree = part is None and name in self.elementwise
             made.append(jax.tree.unflatten(self.layout.tree, leaves) if of_tree else leaves[0])

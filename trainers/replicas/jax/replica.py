@@ -42,7 +42,6 @@ class JaxReplica(FlatReplica):
     """
 
     _optimizer: Optimizer
-    settable = "make the optimizer by optax.inject_hyperparams(optax.adam)(learning_rate=...)"
 
     def __init__(
         self,
@@ -57,6 +56,7 @@ class JaxReplica(FlatReplica):
         self._layout = TreeLayout(params)
         self.gradient_dtype, self.gradient_length = self._layout.dtype.name, self._layout.length
         self._tree: Any = jax.tree.map(own, params)  # unless `_memory` holds the parameters
+        self._memory: np.ndarray | None = None
         self._transformation = optimizer
         self._optimizer = Optimizer(optimizer, self._layout, self._tree)
         self._slopes = jax.jit(self._measure_slopes, static_argnames="flat")
@@ -72,7 +72,7 @@ class JaxReplica(FlatReplica):
 
     def _move(self, buffer: Any) -> None:
         self._write(buffer)
-        self._tree = None
+        self._memory, self._tree = buffer, None
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
         if len(x) == 0:
@@ -149,6 +149,9 @@ class JaxReplica(FlatReplica):
     def _model(self) -> tuple[bool, Any]:
         """The parameters as the compiled functions take them: a tree, or flat in the memory that a trainer gave."""
         return (False, self._tree) if self._memory is None else (True, alias(self._memory))
+
+    def _input(self, array: np.ndarray) -> np.ndarray:
+        return array.astype(self._layout.dtype, copy=False) if array.dtype.kind == "f" else array
 
     # What is compiled
 

@@ -1,6 +1,6 @@
 """A Keras optimizer on the variables of a model, or on a slice of the flat parameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -34,6 +34,8 @@ class State:
 
 class Optimizer(FlatOptimizer):
     """The optimizer of a replica, which trains these variables. Raises ArgumentError."""
+
+    how_to_set_rates = "; make the optimizer with a number, not a schedule, to have one"
 
     def __init__(self, optimizer: Any, variables: list[Any], dtype: str) -> None:
         _check(optimizer, variables)
@@ -73,8 +75,8 @@ class Optimizer(FlatOptimizer):
         self._state.step([gradients[part]])
         parameters[part] = array_of(variable)
 
-    def entries(self) -> dict[str, list[Any]]:
-        return self._state.slots | self._state.others
+    def entries(self, names: Collection[str]) -> dict[str, list[Any]]:
+        return {name: held for name, held in (self._state.slots | self._state.others).items() if name in names}
 
     on_host = staticmethod(array_of)
 

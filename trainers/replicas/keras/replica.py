@@ -31,7 +31,6 @@ class KerasReplica(FlatReplica):
     """
 
     _optimizer: Optimizer
-    settable = "make the optimizer with a number, not a schedule,"
 
     def __init__(
         self,
@@ -55,6 +54,7 @@ class KerasReplica(FlatReplica):
         self._shared = {f"model.{n}": each for n, each in enumerate(others) if id(each) not in random}
         self._random = {f"random.{n}": each for n, each in enumerate(others) if id(each) in random}
         self._computing = COMPUTING[keras.backend.backend()](model, self._measured)
+        self._memory: np.ndarray | None = None
         self._before: list[np.ndarray] = []
         self.bind(np.zeros(self.gradient_length, self.gradient_dtype))
 
@@ -62,6 +62,7 @@ class KerasReplica(FlatReplica):
 
     def _move(self, buffer: Any) -> None:
         self._take()
+        self._memory = buffer
         self._leave(buffer)
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
@@ -91,8 +92,8 @@ class KerasReplica(FlatReplica):
             return
         part = part or slice(0, self.gradient_length)
         self._optimizer.update_slice(self._own(part), self._memory, self._buffer)
-        behind = slice(max(part.start, self._length), max(part.stop, self._length))
-        self._memory[behind] = self._buffer[behind]
+        statistics = self._statistics_in(part)
+        self._memory[statistics] = self._buffer[statistics]
 
     def refresh(self) -> None:
         self._before = []
@@ -181,6 +182,9 @@ class KerasReplica(FlatReplica):
     def _leave(self, buffer: np.ndarray) -> None:
         """Leave parameters and statistics in memory which a trainer gave."""
         self._layout.write(map(array_of, [*self._trained, *self._statistics]), buffer)
+
+    def _input(self, array: np.ndarray) -> np.ndarray:
+        return array.astype(self.gradient_dtype, copy=False) if array.dtype.kind == "f" else array
 
     @staticmethod
     def _set(variables: Iterable[Any], arrays: Iterable[np.ndarray]) -> None:

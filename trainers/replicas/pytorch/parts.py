@@ -1,14 +1,10 @@
 """The parts of a module that ranks have in common (trained parameters, running statistics), and how it is measured."""
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainers.errors import ArgumentError, ModelFileError
+from trainers.errors import ArgumentError
 from trainers.replicas.pytorch.devices import Host
-from trainers.replicas.pytorch.state import array_of
 from trainers.replicas.pytorch.tensors import DTYPES
 
 
@@ -43,25 +39,6 @@ def same_place(buffer: Tensor, place: Host) -> Tensor:
         f"the model is on {place.device} and the memory of its gradients on {buffer.device}; on GPUs call "
         "torch.cuda.set_device(rank on the node) first of all, and move the model there"
     )
-
-
-def own_state(own: Sequence[tuple[str, Tensor]], place: Host) -> dict[str, np.ndarray]:
-    """A rank's own state, copies: PyTorch's random states, and these buffers."""
-    return place.random_states() | {f"module.{name}": array_of(each) for name, each in own}
-
-
-def load_own_state(own: Sequence[tuple[str, Tensor]], place: Host, state: dict[str, np.ndarray]) -> None:
-    """Take on what `own_state` gave, of the same model; raises ModelFileError."""
-    here = {f"module.{name}": each for name, each in own}
-    shapes = [
-        {name: tuple(each.shape) for name, each in side.items() if not name.startswith("random")}
-        for side in (state, here)
-    ]
-    if "random" not in state or shapes[0] != shapes[1]:
-        raise ModelFileError(f"the local state is of another model: {shapes[0]} there and {shapes[1]} here")
-    place.set_random_states(state)
-    for name, each in here.items():
-        each.copy_(torch.from_numpy(np.array(state[name])))
 
 
 def check_places(module: nn.Module, trained: list[nn.Parameter], places: list[Tensor]) -> None:

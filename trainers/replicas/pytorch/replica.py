@@ -1,12 +1,12 @@
 """Any PyTorch module as a replica, so that trainers can train it. No MPI here."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 
 from trainers.errors import ArgumentError
-from trainers.replica import Replica, unfit
+from trainers.replica import unfit
 
 try:
     import torch
@@ -17,16 +17,16 @@ except ImportError as error:
 
 from torch import Tensor, nn
 
-from trainers.replicas.pytorch import devices, elementwise, fused, parts
-from trainers.replicas.pytorch.slices import SliceOptimizer
-from trainers.replicas.pytorch.state import TorchState
+from trainers.replicas.flat import FlatReplica
+from trainers.replicas.pytorch import devices, parts
+from trainers.replicas.pytorch.optimizer import TorchOptimizer
+from trainers.replicas.pytorch.state import Buffers, TorchState
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, views
-from trainers.replicas.pytorch.undoing import Buffers
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 
 
-class TorchReplica(Replica):
+class TorchReplica(FlatReplica):
     """A module, its loss and its optimizer.
 
     module: a torch.nn.Module whose trained parameters have one dtype, on the CPU or on one GPU.
@@ -44,6 +44,8 @@ class TorchReplica(Replica):
     Parameters that a batch does not use have a gradient of zeros, not None. With update="sharded" parameters are
     contiguous (channels_last is given up). Raises ArgumentError.
     """
+
+    _optimizer: TorchOptimizer
 
     def __init__(
         self,
@@ -65,53 +67,28 @@ class TorchReplica(Replica):
         self.gradient_dtype = DTYPES[self._dtype]
         self._statistics = parts.statistics_of(module, self._dtype)
         self._embeds = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in module.modules())
-        self._state = TorchState(module, optimizer, self._trained)
-        self._length = sum(each.numel() for each in self._trained)
+        self._optimizer = TorchOptimizer(optimizer, self._trained)
+        self._state = TorchState(module, optimizer, self._optimizer, self._trained, self._statistics)
+        self._length = self._optimizer.layout.length
         self.gradient_length = self._length + sum(each.numel() for each in self._statistics)
         self._before = Buffers(module)
         self._versions: dict[Tensor, int] = {}
         self._parameters: Tensor | None = None  # what bind_parameters was given, and the parameters' places there
         self._places: list[Tensor] = []
-        self._sliced: SliceOptimizer | None = None
         self._take(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._place.device))
 
     # What a trainer calls
 
-    @property
-    def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(f"optimizer.{key}" for key in sorted(self._state.elementwise))
-
-    @property
-    def learning_rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
-
-    @learning_rates.setter
-    def learning_rates(self, rates: Sequence[float]) -> None:
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-
-    @property
-    def updated(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._state.updated
-
     def bind(self, buffer: Any) -> None:
-        self._check_buffer("gradient", buffer)
+        super().bind(buffer)
         self._take(parts.same_place(as_tensor(buffer, self._dtype), self._place))
 
     def _take(self, buffer: Tensor) -> None:
-        self._whole_optimizer()
         self._buffer = buffer
         self._lay_out()
 
     @torch.no_grad()
-    def bind_parameters(self, buffer: Any) -> None:
-        self._check_buffer("parameter", buffer)
-        if reason := elementwise.refusal(self.optimizer):
-            raise ArgumentError(reason)
-        self._whole_optimizer()
+    def _move(self, buffer: Any) -> None:
         self._parameters = flat = parts.same_place(as_tensor(buffer, self._dtype), self._place)
         pieces = flat[: self._length].split([each.numel() for each in self._trained])
         self._places = [piece.view(each.shape) for each, piece in zip(self._trained, pieces, strict=True)]
@@ -158,13 +135,16 @@ class TorchReplica(Replica):
     def update(self, part: slice | None = None) -> None:
         self._before.forget()
         with self._place.between():
-            if part is not None:
-                self._update_slice(part)
+            if part is None:
+                self._take_statistics(self._buffer)
+                self._optimizer.step(None)
                 return
-            self._whole_optimizer()
-            self._take_statistics(self._buffer)
-            fused.replace_and_warn(self.optimizer)
-            self.optimizer.step()
+            if self._parameters is None:
+                raise ArgumentError("bind_parameters comes before an update of a slice")
+            parts.check_places(self.module, self._trained, self._places)
+            statistics = self._statistics_in(part)
+            self._parameters[statistics] = self._buffer[statistics]
+            self._optimizer.step(self._own(part))
 
     def refresh(self) -> None:
         self._before.forget()
@@ -192,22 +172,8 @@ class TorchReplica(Replica):
         output = self.module(self._input(x))
         return (output.float() if output.dtype == torch.bfloat16 else output).cpu().numpy()
 
-    def state(self) -> dict[str, np.ndarray]:
-        return self.snapshot({})
-
     def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        if self._sliced is None:
-            return self._state.pack(memory, without)
-        self._sliced.give_back(without)
-        try:
-            return self._state.pack(memory, without)
-        finally:
-            self._sliced.forget()
-
-    def elements(self, name: str, part: slice) -> np.ndarray:
-        if self._sliced is None or self._sliced.part != part:
-            return super().elements(name, part)
-        return self._sliced.elements(name.removeprefix("optimizer."))
+        return self._state.pack(memory, without)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         trained = {id(each) for each in self._trained}
@@ -216,16 +182,14 @@ class TorchReplica(Replica):
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         self._state.load(state)
         self._leave_statistics()
-        self._sliced = None  # made again from what was loaded
         self.accept_edits()
 
     def local_state(self) -> dict[str, np.ndarray]:
         """PyTorch's random state, and the buffers that are not averaged (those are rank 0's in `state`)."""
-        return parts.own_state(self._own_buffers(), self._place)
+        return self._state.pack_own(self._place)
 
-    @torch.no_grad()
     def load_local_state(self, state: dict[str, np.ndarray]) -> None:
-        parts.load_own_state(self._own_buffers(), self._place, state)
+        self._state.load_own(state, self._place)
 
     def config(self) -> dict[str, Any]:
         return {"module": type(self.module).__name__, "optimizer": type(self.optimizer).__name__}
@@ -248,6 +212,7 @@ class TorchReplica(Replica):
 
     def _lay_out(self) -> None:
         """Cut the gradients' memory as the parameters lie in theirs."""
+        self._optimizer.bind(self._parameters, self._buffer)
         self._views = views(self._buffer, [*self._trained, *self._statistics])
         for parameter in self._trained:
             parameter.grad = None  # a view of what was bound before
@@ -262,30 +227,6 @@ class TorchReplica(Replica):
         """Leave them behind the bound parameters, where they are taken from before any update too."""
         if self._parameters is not None and self._statistics:
             torch.cat(self._statistics, out=self._parameters[self._length :])
-
-    def _update_slice(self, part: slice) -> None:
-        flat = self._parameters
-        if flat is None:
-            raise ArgumentError("bind_parameters comes before an update of a slice")
-        parts.check_places(self.module, self._trained, self._places)
-        if self._sliced is None or self._sliced.part != part:
-            self._whole_optimizer()
-            self._sliced = SliceOptimizer(
-                self.optimizer, self._trained, flat, self._buffer, part, self._state.elementwise
-            )
-        statistics = slice(max(part.start, self._length), max(part.stop, self._length))
-        flat[statistics] = self._buffer[statistics]
-        self._sliced.step()
-
-    def _whole_optimizer(self) -> None:
-        """Give the user's optimizer its state again; of a slice, when that is all there was."""
-        if self._sliced is not None:
-            self._sliced.give_back()
-            self._sliced = None
-
-    def _own_buffers(self) -> list[tuple[str, Tensor]]:
-        averaged = {id(each) for each in self._statistics}
-        return [(name, each) for name, each in self.module.named_buffers() if id(each) not in averaged]
 
     def _values(self, loss: Tensor, output: Tensor, target: Tensor) -> list[Tensor]:
         return [loss, *(metric(output, target) for metric in self._metrics.values())]

@@ -36,6 +36,14 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     return here.numpy()
 
 
+def host_view(tensor: Any) -> np.ndarray:
+    """A tensor, or an array, on the host as files hold it: bfloat16 as float32. May be a view."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    whole = tensor.detach().cpu()
+    return (whole.float() if whole.dtype == torch.bfloat16 else whole).numpy()
+
+
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
     """A contiguous tensor of any dtype as bytes: its memory where that is the host's, a copy of another device's."""
     return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()

@@ -11,6 +11,7 @@ import numpy as np
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
 from allreduce.engine.lane import Lane, Pending
+from allreduce.engine.queue import Worker
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
@@ -148,12 +149,12 @@ class ServedTrainer(Trainer):
         name = f"parameters of {type(self).__name__}"
         self._beside = self.topology.duplicate()
         try:
-            return self._beside.worker.lane(name, threaded=True, alone=True)
+            return self._beside.once(Worker).lane(name, threaded=True, alone=True)
         except UnavailableError:  # on all ranks
             if thread != "ask":
                 self._beside.close()
                 raise
-            return self._beside.worker.lane(name, alone=True)
+            return self._beside.once(Worker).lane(name, alone=True)
 
     def _meet(self, measures: int, dtype: np.dtype, thread: str) -> None:
         """Make this rank's ends of the messages. Collective."""

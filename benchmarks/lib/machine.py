@@ -1,8 +1,14 @@
-"""The machine and the versions that a run was measured with."""
+"""The machine: what it is, what memory it has left, and how much memory a process takes."""
 
+import ctypes
+import gc
 import importlib.metadata
 import os
 import platform
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mpi4py import MPI
@@ -10,7 +16,7 @@ from mpi4py import MPI
 from allreduce.errors import OptionError
 from allreduce.machine import identify
 from allreduce.transport.control import raise_together
-from benchmarks.measuring import sizes
+from benchmarks.lib import sizes
 
 
 def describe(peers: list[str]) -> dict[str, Any]:
@@ -47,3 +53,37 @@ def check_memory(comm: MPI.Intracomm, each: int) -> None:
         told = f"{ranks} ranks need {sizes.show(wanted)} for their arrays and their machine has {sizes.show(free)} left"
         error = OptionError(f"{told}; measure smaller sizes, or fewer backends")
     raise_together(comm, error)
+
+
+def trim() -> None:
+    """Give freed memory back to the system, so that the next variant starts from the same place."""
+    gc.collect()
+    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _memory_now() -> float:
+    """This process's proportional set size in bytes; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/smaps_rollup") as file:
+            return next(1024.0 * int(line.split()[1]) for line in file if line.startswith("Pss:"))
+    except OSError:
+        return 0.0
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[float]]:
+    """Sample the memory while the block runs; the one number in the list becomes the highest rise in bytes."""
+    before, peak, done = _memory_now(), [0.0], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.005):
+            peak[0] = max(peak[0], _memory_now() - before)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()

@@ -1,22 +1,115 @@
-"""What backends are compared with besides each other: other software that reduces the same arrays.
-
-A peer is a function from (topology, op) to a Contender; a new one is one function and one line in PEERS.
-"""
+"""Who takes part: backends of this library, and peers (other software), each as a thing that reduces an array."""
 
 import datetime
+import difflib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+import allreduce
 from allreduce.arrays import dtypes, ops
-from allreduce.errors import AllReduceError, OptionError, UnavailableError
+from allreduce.backend import AllReduce
+from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnsupportedDtypeError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, raise_together, root_value
-from benchmarks.measuring.contenders import Contender
+
+
+def _nothing() -> None:
+    pass
+
+
+def _accept(dtype: np.dtype) -> str | None:
+    return None
+
+
+@dataclass
+class Contender:
+    """call reduces a 1-D array in place, on all ranks; allocate is missing where memory can't be asked for."""
+
+    name: str
+    call: Callable[[np.ndarray], None]
+    allocate: Callable[[int, np.dtype], np.ndarray] | None = None
+    refuse: Callable[[np.dtype], str | None] = _accept  # why it can't reduce a dtype
+    close: Callable[[], Any] = _nothing  # collective
+
+
+def of_backend(backend: AllReduce, op: str) -> Contender:
+    """A backend as a contender. NumPy arrays are measured, in the memory that the backend gives for them."""
+
+    def refuse(dtype: np.dtype) -> str | None:
+        try:
+            backend.check_dtype(dtype)
+        except UnsupportedDtypeError as error:
+            return str(error)
+        return None
+
+    allocate = partial(backend.allocate, device="cpu")
+    return Contender(backend.name, partial(backend, op=op), allocate, refuse, backend.close)
+
+
+ALL = "all"  # in place of the names of backends: those that work here
+
+
+def check_names(topology: Topology, option: str, asked: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse unknown names, with the nearest known one. Collective."""
+    unknown = [name for name in asked if name not in known]
+    error = None
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        error = OptionError(f"{option} {unknown[0]}: no such name; {hint}there are: {', '.join(known)}")
+    raise_together(topology.world, error)
+
+
+def gather(
+    topology: Topology,
+    names: Sequence[str],
+    peers: Sequence[str],
+    dtype: np.dtype,
+    op: str,
+    *,
+    optional: bool,
+    dtype_asked: bool = True,
+    compress: str | None = None,
+) -> tuple[list[Contender], dict[str, str]]:
+    """The contenders, and those that can't take part with the reason. Collective.
+
+    names: backends; those that don't work here, or not with this dtype, are left out when they are
+        `optional`, and an error otherwise.
+    dtype_asked: False when nobody asked for this dtype: those that can't reduce it are left out too.
+    compress: of all backends, as `allreduce.create` takes it.
+    """
+    check_names(topology, "--backends", names, allreduce.NAMES)
+    check_names(topology, "--peers", peers, list(PEERS))
+    found: list[Contender] = []
+    skipped: dict[str, str] = {}
+    for name in names:
+        try:
+            found.append(of_backend(allreduce.create(name, topology, compress=compress), op))
+        except (UnavailableError, OptionError) as error:
+            if not optional:
+                raise
+            skipped[name] = str(error)
+    found += [PEERS[name](topology, op) for name in peers]
+    for contender in list(found):
+        reason = contender.refuse(dtype)
+        if reason is None:
+            continue
+        if dtype_asked and (not optional or contender.name in peers):
+            raise_together(topology.world, OptionError(f"{contender.name} can't take part: {reason}"))
+        found.remove(contender)
+        contender.close()
+        skipped[contender.name] = reason
+    why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+    raise_together(topology.world, None if found else OptionError(f"nothing to measure with {dtype}: {why}"))
+    return found, skipped
+
 
 TIMEOUT = datetime.timedelta(seconds=60)
 

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from benchmarks.measuring.sizes import show
-from benchmarks.showing.plot import crossings_in_words, numbered, points, ticks
-from benchmarks.showing.results import MEMORIES, TITLES, Result, Run
-from benchmarks.showing.style import colour, mark, width
-from benchmarks.showing.verdict import times_of
+from benchmarks.lib.plot import colour, crossings_in_words, mark, numbered, points, ticks, width
+from benchmarks.lib.results import MEMORIES, TITLES, Result, Run
+from benchmarks.lib.sizes import show
+from benchmarks.lib.verdict import times_of
 
 NUMBER_WIDTH = 0.03  # of a panel's width, where it is narrowest
 TITLE_WIDTH = 60  # characters above a panel

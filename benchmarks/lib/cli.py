@@ -12,7 +12,7 @@ from mpi4py import MPI
 from allreduce.arrays import dtypes, ops
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.transport.control import everywhere, raise_together, root_value
-from benchmarks.measuring import sizes
+from benchmarks.lib import sizes
 from trainers.cli.options import Parser
 
 INTERRUPTED = 130  # exit code, as a shell has it

@@ -3,9 +3,9 @@ backend. The short one has a line for each size: the fastest backend, and how au
 
 from collections.abc import Sequence
 
-from benchmarks.measuring.sizes import show
-from benchmarks.showing.results import MEMORIES, TITLES, Result, Run
-from benchmarks.showing.verdict import BARE, BASELINE, CHOOSER
+from benchmarks.lib.results import MEMORIES, TITLES, Result, Run
+from benchmarks.lib.sizes import show
+from benchmarks.lib.verdict import BARE, BASELINE, CHOOSER
 
 _TYPES = {"float32": "float", "float64": "double", "float16": "half"}
 _HEAD = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"

@@ -1,1 +1,0 @@
-"""What is measured, of whom, and whether it is right."""

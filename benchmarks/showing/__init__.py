@@ -1,1 +1,0 @@
-"""Results as records, tables, pictures and pages."""
