@@ -67,11 +67,7 @@ def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch
             if threading.current_thread() is late:
                 assert inside.wait(20)
 
-<<<<<<< HEAD
         call.work = work
-=======
-        call.reduce = work
->>>>>>> int
         monkeypatch.setattr(engine.abort, "communicates", first_comes)
         first, late = threading.Thread(target=reduce, args=(np.ones(10), "sum")), threading.Thread(target=second)
         late.start()

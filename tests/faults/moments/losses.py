@@ -39,14 +39,8 @@ def sums(reduce: Any) -> None:
 
 def in_the_work(reduce: Any, dies: bool) -> None:
     """It has met the others on the board, and does nothing of its part."""
-<<<<<<< HEAD
-    run = reduce._engine.run
-    if dies:
-        reduce._engine.run = lambda call, _, flat: run(call, die, flat)
-=======
     if dies:
         points.at("reduce", die)
->>>>>>> int
     sums(reduce)
 
 
