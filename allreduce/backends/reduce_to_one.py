@@ -34,9 +34,5 @@ class ReduceToOne(AllReduce):
             self._transfer.collect(buffer, op)
         else:
             self._transfer.send(buffer, self.root)
-        self._copy_back(buffer)
-
-    def _copy_back(self, buffer: np.ndarray) -> None:
-        """Binomial tree, segment by segment: a segment is passed on while the next one arrives."""
-        parent, children = binomial(self.rank, self.root, self.size)
-        self._transfer.relay(buffer, parent, children)
+        # Back along a binomial tree: a segment is passed on while the next one arrives.
+        self._transfer.relay(buffer, *binomial(self.rank, self.root, self.size))
