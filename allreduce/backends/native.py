@@ -67,15 +67,9 @@ class Native(AllReduce):
         operation = _operation(op, buffer.dtype)
         buffer = dtypes.wire(buffer)
         step = largest_piece(buffer.itemsize, op)
-        if buffer.size <= step:
-            self._reduce_piece(buffer, op, operation)
-        else:
-            for piece in chunks.segments(slice(0, buffer.size), step):
-                self._reduce_piece(buffer[piece], op, operation)
-
-    def _reduce_piece(self, piece: np.ndarray, op: Op, operation: MPI.Op) -> None:
-        self._comm.Allreduce(MPI.IN_PLACE, piece, operation)
-        op.finish(piece)
+        for piece in chunks.segments(slice(0, buffer.size), step):
+            self._comm.Allreduce(MPI.IN_PLACE, buffer[piece], operation)
+            op.finish(buffer[piece])
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
         # NumPy's operations are functions of the host.

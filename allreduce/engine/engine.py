@@ -13,15 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.ops import Op
+from allreduce.arrays.trees import Layout
 from allreduce.engine.call import AGREEING, NUMBER, NUMBER_BITS, Call, fingerprint
 from allreduce.engine.consistency import Board, Slot
-from allreduce.engine.lane import without_frames
+from allreduce.engine.queue import without_frames
 from allreduce.errors import AllReduceError, BrokenError, CommunicationError, OptionError, RankLostError
 from allreduce.health import abort
 from allreduce.process import children
@@ -66,22 +67,6 @@ class Trial:
         return self.run(flat, op)
 
 
-class User(Protocol):
-    """The backend whose calls these are."""
-
-    def check_open(self) -> None: ...
-
-
-class Tree(Protocol):
-    """Arrays that are parts of one buffer: as text, and a number of 32 bits by which ranks compare them."""
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def number(self) -> int: ...
-
-
 class Admitted:
     """A call on whose arguments all ranks have agreed.
 
@@ -93,7 +78,7 @@ class Admitted:
     __slots__ = ("bind", "call", "find", "op", "place", "tree", "word", "work")
 
     def __init__(
-        self, call: Call, op: Op, tree: Tree | None = None, find: Find | None = None, place: Place | None = None
+        self, call: Call, op: Op, tree: Layout | None = None, find: Find | None = None, place: Place | None = None
     ) -> None:
         self.call, self.op, self.tree, self.find, self.place = call, op, tree, find, place
         self.bind: Callable[[Any, Op], Callable[[], object]] | None = None
@@ -120,7 +105,7 @@ class Engine:
 
     stopped: bool = False  # the backend is closed, or `broken`, or a copy in a forked child
 
-    def __init__(self, topology: Topology, user: User, check: str) -> None:
+    def __init__(self, topology: Topology, user: Any, check: str) -> None:
         compare = check != "never"
         self.check = check
         self._topology, self._user = topology, user
@@ -137,7 +122,7 @@ class Engine:
         self._met = self._slot.met if self._slot else 0  # how often the ranks have met
         self._silent = contextvars.Context()
         self._silent.run(np.seterr, all="ignore")
-        self._tree: Tree | None = None  # whose arrays the calls of one thread work on,
+        self._tree: Layout | None = None  # whose arrays the calls of one thread work on,
         self._tree_thread = 0  # this one
         self._finds = False  # whether any call has `find`; then `run` looks for it, as for a tree
         self._parts: dict[tuple[int, int], Admitted] = {}  # the calls that have worked on trees
@@ -292,7 +277,7 @@ class Engine:
         abort.communicates()
 
     @contextmanager
-    def working_on(self, tree: Tree) -> Iterator[None]:
+    def working_on(self, tree: Layout) -> Iterator[None]:
         """Inside, this thread's calls work on arrays of `tree`, which has to be alike on all ranks too. Local.
 
         Plain calls don't look for it: it is found as another thread is.

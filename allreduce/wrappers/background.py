@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 
 from allreduce.arrays import gpu
 from allreduce.backend import AllReduce
-from allreduce.engine.queue import Pending, Worker
+from allreduce.engine.queue import Future, Worker
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all
 from allreduce.wrappers.wrapper import Wrapper
@@ -34,11 +34,11 @@ class Background(Wrapper):
     """
 
     def __init__(self, topology: Topology, *, inner: AllReduce) -> None:
-        lane = topology.once(Worker).lane(f"Background({inner.name})", threaded=True)
+        lane = topology.once(Worker).queue(f"Background({inner.name})", threaded=True)
         super().__init__(topology, inner=inner)
         self._lane = lane
 
-    def submit(self, work: Callable[[], object], what: str = "", numbers: Sequence[int] = ()) -> Pending:
+    def submit(self, work: Callable[[], object], what: str = "", numbers: Sequence[int] = ()) -> Future:
         """Have the thread call `work`, after all that was submitted here before. Not to be waited for inside."""
         self.check_open()
         return self._lane.submit(work, what, numbers)

@@ -6,6 +6,7 @@ which they came to it when the trace is written.
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,36 +63,33 @@ class Traced(Wrapper):
         return bound
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        begin = now()
-        part = super().reduce_scatter(buffer, op)
-        self._note("reduce_scatter", buffer, begin, op)
-        return part
+        return self._recorded("reduce_scatter", partial(super().reduce_scatter, buffer, op), buffer, op)
 
     def all_gather(self, buffer: np.ndarray) -> None:
-        begin = now()
-        super().all_gather(buffer)
-        self._note("all_gather", buffer, begin)
+        self._recorded("all_gather", partial(super().all_gather, buffer), buffer)
 
     def broadcast(self, array: Any, root: int = 0) -> None:
         if isinstance(array, trees.KINDS):
             AllReduce.broadcast(self, array, root)
-            return
-        begin = now()
-        super().broadcast(array, root)
-        self._note("broadcast", array, begin)
+        else:
+            self._recorded("broadcast", partial(super().broadcast, array, root), array)
 
     def stack(self, array: Any) -> Any:
         if isinstance(array, trees.KINDS):
             return AllReduce.stack(self, array)
-        begin = now()
-        table = super().stack(array)
-        self._note("stack", table, begin)
-        return table
+        return self._recorded("stack", partial(super().stack, array))
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
         begin = now()
         result = super().sparse(indices, values, rows, op)
         self._note("sparse", result[1], begin, op)
+        return result
+
+    def _recorded(self, kind: str, work: Callable[[], Any], array: Any = None, op: str = "") -> Any:
+        """What `work` returns; its array, when none is given."""
+        begin = now()
+        result = work()
+        self._note(kind, result if array is None else array, begin, op)
         return result
 
     def _note(self, call: str, array: Any, begin: int, op: str = "") -> None:

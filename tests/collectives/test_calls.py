@@ -97,7 +97,7 @@ def test_an_error_of_this_rank_is_not_taken_for_one_of_all(error: Exception, mon
 def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a copy of the workers and none of their threads, so at its end it would wait, and then end the job."""
     with allreduce.Topology() as topology:
-        lane = topology.once(Worker).lane("slow", threaded=True)
+        lane = topology.once(Worker).queue("slow", threaded=True)
         inside, leave = threading.Event(), threading.Event()
         pending = lane.submit(lambda: (inside.set(), leave.wait(20)))
         assert inside.wait(20)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from allreduce import create, notices
 from allreduce.backend import AllReduce, Recipe, TwoPhase
-from allreduce.engine.queue import Lane
+from allreduce.engine.queue import Queue
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import everywhere, together
@@ -157,7 +157,7 @@ def _averager(
     sparse: SparseGradients,
     backend: AllReduce,
     family: Family,
-    lane: Lane,
+    lane: Queue,
     comm: MPI.Intracomm,
     during: bool,
     options: Options,

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.engine.queue import Lane, Worker
+from allreduce.engine.queue import Queue, Worker
 from allreduce.errors import ClosedError, OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, known
@@ -48,10 +48,10 @@ class Family:
     def __init__(self, topology: Topology, key: Key) -> None:
         self.topology, self._key = topology, key
         self._comm = topology.private()
-        self._lane = topology.once(Worker).lane("MirroredOptimizers")
+        self._lane = topology.once(Worker).queue("MirroredOptimizers")
         self.newest = self._members = 0
         self._averagers: weakref.WeakValueDictionary[int, Averager] = weakref.WeakValueDictionary()
-        self._lanes: dict[int, Lane] = {}  # of the members
+        self._lanes: dict[int, Queue] = {}  # of the members
         self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # MirroredOptimizers
         self.buried = False  # a rank was lost, and a family of those that are left has taken its place
         self._failures = 0  # of backwards, and of lanes of former members
@@ -62,9 +62,9 @@ class Family:
         """A new one, to which the topology belongs. Collective."""
         return cls(topology, _key(topology))
 
-    def lane(self, threaded: bool) -> Lane:
+    def lane(self, threaded: bool) -> Queue:
         """A lane for the newest member. Collective. UnavailableError on all ranks where no thread can be had."""
-        lane = self._lanes[self.newest] = self.topology.once(Worker).lane(f"MirroredOptimizer {self.newest}", threaded)
+        lane = self._lanes[self.newest] = self.topology.once(Worker).queue(f"MirroredOptimizer {self.newest}", threaded)
         return lane
 
     def enter(self, comm: MPI.Intracomm) -> int:
@@ -75,7 +75,7 @@ class Family:
         for number in sorted(set(everyone[0]).intersection(*everyone[1:])):
             self._remains.pop(number).close()
         self._lane.abandon()  # with what ranks have given up waiting for
-        self._lane = self.topology.once(Worker).lane(f"MirroredOptimizers, {self.newest} so far")
+        self._lane = self.topology.once(Worker).queue(f"MirroredOptimizers, {self.newest} so far")
         return self.newest
 
     def add(self, averager: "Averager") -> None:
@@ -170,7 +170,7 @@ class Family:
         self._remains[number] = remains
 
 
-def _failed(lane: Lane) -> bool:
+def _failed(lane: Queue) -> bool:
     """Whether a call of the lane has failed on all ranks."""
     return getattr(lane.broken, "ranks", None) is not None
 
@@ -194,7 +194,7 @@ def family_of(topology: Topology | None) -> Family:
     return _families[key]
 
 
-def lane_of(family: Family, topology: Topology, overlap: bool | str, device: Host) -> tuple[Lane, bool]:
+def lane_of(family: Family, topology: Topology, overlap: bool | str, device: Host) -> tuple[Queue, bool]:
     """What runs an optimizer's calls, and whether it does so in a thread while backward goes on. Collective.
 
     No thread where it does not pay or can't be had. While a GPU computes the host's threads have nothing to do.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from allreduce.backend import AllReduce
-from allreduce.engine.queue import Lane, Pending
+from allreduce.engine.queue import Future, Queue
 from allreduce.transport.control import raise_together, waiting
 from trainers.errors import NotFiniteError
 from trainers.pytorch.buckets import Marks, allocate, plan
@@ -65,7 +65,7 @@ class Backward:
         self.failures = averager.family.failures
         self._facts = np.zeros(1 + len(averager.bucket_of), np.uint8)
         self.unused: list[int] = []  # parameters without a gradient on this rank
-        self.pending: list[Pending] = []
+        self.pending: list[Future] = []
         self._task = -1  # autograd's number of the backward
         self._met = False  # the optimizers have seen who of them takes part
         self._ending: weakref.ref | None = None  # to what autograd calls when it is through, as long as it will
@@ -249,7 +249,7 @@ class Averager:
         sparse: SparseGradients,
         backend: AllReduce,
         family: Family,
-        lane: Lane,
+        lane: Queue,
         comm: MPI.Intracomm,
         *,
         reduce: Callable[[np.ndarray], object],

@@ -8,8 +8,7 @@ import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
-from allreduce.engine.lane import Pending
-from allreduce.engine.queue import Lane
+from allreduce.engine.queue import Future, Queue
 from allreduce.errors import OptionError
 from allreduce.transport import ulfm
 from allreduce.transport.control import known, raise_together, waiting
@@ -28,7 +27,7 @@ class Rows:
 
     def __init__(
         self,
-        lane: Lane,
+        lane: Queue,
         comm: MPI.Intracomm,
         mine: float,
         what: str,
@@ -82,19 +81,19 @@ class Rows:
 ResultT = TypeVar("ResultT")
 
 
-def submit(lane: Lane, work: Callable[[], object], what: str) -> Pending:
+def submit(lane: Queue, work: Callable[[], object], what: str) -> Future:
     """As `lane.submit`, but a lost rank is told when what this returns is waited for. Local."""
     try:
         return lane.submit(work, what)
     except Exception as error:
         if ulfm.lost(error) is None:
             raise
-        pending = Pending(work)
+        pending = Future(work)
         pending.finish(error)
         return pending
 
 
-def result_of(lane: Lane, work: Callable[[], ResultT], what: str, crossing: Crossing) -> ResultT:
+def result_of(lane: Queue, work: Callable[[], ResultT], what: str, crossing: Crossing) -> ResultT:
     """What `work` returns, when all ranks have come to it, and the work of GPUs is in that order. Collective."""
     results: list[ResultT] = []
 
