@@ -15,13 +15,12 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import gpu
-from allreduce.backend import AllReduce
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.backends.central import Central
 from allreduce.elastic.standby import NEWCOMER
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Series, Trace, now
 from allreduce.transport.control import all_values, root_value, together
-from allreduce.two_phase import TwoPhase
 from trainers.errors import ArgumentError
 from trainers.group import broadcast_arrays
 from trainers.replica import Replica

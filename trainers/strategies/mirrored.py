@@ -7,12 +7,11 @@ import numpy as np
 
 from allreduce import create, notices
 from allreduce.arrays import dtypes
-from allreduce.backend import AllReduce, Recipe
+from allreduce.backend import AllReduce, Recipe, TwoPhase
 from allreduce.elastic.standby import NEWCOMER
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import together
-from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
 from trainers import malloc
 from trainers.backends import UPDATES, backend_for, compression_twice, own_memory, used_by

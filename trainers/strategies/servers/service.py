@@ -9,8 +9,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
-from allreduce.engine.lane import Lane, Pending
-from allreduce.engine.queue import Worker
+from allreduce.engine.queue import Future, Queue, Worker
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
@@ -54,7 +53,7 @@ class Served(Strategy):
         self._mailbox: Mailbox | None = None
         self._client: Client | None = None
         self._shard: Shard | None = None
-        self._queue: Lane | None = None
+        self._queue: Queue | None = None
         self._parameters = self._gradients = np.empty(0)
 
     # Its making
@@ -138,17 +137,17 @@ class Served(Strategy):
             self._client = Client(*ends, self.servers, self._slices, self._measures, *shape)
         self._connected = True
 
-    def _make_queue(self) -> Lane:
+    def _make_queue(self) -> Queue:
         """Calls here wait for other ranks' calls of another kind, so nobody else's may have to wait for them."""
         name = f"parameters of {self.name}"
         self._beside = self.group.topology.duplicate()
         try:
-            return self._beside.once(Worker).lane(name, threaded=True, alone=True)
+            return self._beside.once(Worker).queue(name, threaded=True, alone=True)
         except UnavailableError:  # on all ranks
             if self.thread != "ask":
                 self._beside.close()
                 raise
-            return self._beside.once(Worker).lane(name, alone=True)
+            return self._beside.once(Worker).queue(name, alone=True)
 
     def close(self) -> None:
         if not self._connected:
@@ -275,7 +274,7 @@ class Served(Strategy):
 
 
 @contextmanager
-def ended(beside: Pending) -> Iterator[None]:
+def ended(beside: Future) -> Iterator[None]:
     """A failed rank that is met inside is raised when the call in the other thread has ended, which hears of it too."""
     try:
         yield
