@@ -1,4 +1,4 @@
-"""What the command lines share: one parser for all ranks, one report of an error that all ranks have."""
+"""The command lines: parsed on rank 0 for all ranks, types of options, one report of an error that all ranks raise."""
 
 import argparse
 import difflib

@@ -1,4 +1,4 @@
-"""Fits the constants of the cost model to measured runs, and says how well it then predicts them."""
+"""Fits the constants of the cost model to measured runs, reports them, and says how well the model then predicts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
