@@ -33,9 +33,9 @@ POINTS = {
     "backward": [(f"{PROGRAMS}.loop", "backward")],
     "push": [("trainers.strategies.servers.worker:Client", "push")],
     "reply": [("trainers.strategies.servers.server:Desk", "reply")],
-    "call": [("allreduce.engine.engine:Calls", "run")],
-    "reduce": [("allreduce.engine.engine:Calls", "run")],  # inside of a call, when the ranks have met
-    "middle of a reduction": [("allreduce.two_phase:TwoPhase", "_all_gather")],
+    "call": [("allreduce.engine.engine:Engine", "run")],
+    "reduce": [("allreduce.engine.engine:Engine", "run")],  # inside of a call, when the ranks have met
+    "middle of a reduction": [("allreduce.backend:TwoPhase", "_all_gather")],
     "update": [("trainers.replica:Replica", "update"), ("trainers.pytorch.optimizer:MirroredOptimizer", "step")],
     "end of a step": [(f"{__package__}.notes:Notes", "step")],
     "evaluate": [("trainers.trainer", "evaluated")],
