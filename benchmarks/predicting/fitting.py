@@ -274,11 +274,7 @@ def errors(points: list[Point], machine: Machine) -> dict[str, float]:
 
 
 def lines(
-    points: list[Point],
-    machine: Machine,
-    found: dict[str, float],
-    places: list[Located],
-    check: Check | None,
+    points: list[Point], machine: Machine, found: dict[str, float], places: list[Located], check: Check | None
 ) -> list[str]:
     kept = untouched(points, machine)
     told = ", ".join(f"{name} {error:.0%}" for name, error in found.items())

@@ -127,10 +127,7 @@ def alternatives(case: Case, machine: Machine) -> list[Outcome]:
 
 def _dense_ways(case: Case, machine: Machine) -> list[tuple[str, float, float]]:
     whole, half = (_hierarchical(case, machine, nbytes) for nbytes in (case.pushed, case.pushed / 2))
-    return [
-        ("hierarchical copy, no servers", whole, 0.0),
-        ("hierarchical copy, 16 bits, overlap", half, BACKWARD),
-    ]
+    return [("hierarchical copy, no servers", whole, 0.0), ("hierarchical copy, 16 bits, overlap", half, BACKWARD)]
 
 
 def _hierarchical(case: Case, machine: Machine, nbytes: float) -> float:
