@@ -71,6 +71,11 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
         super().__init__(kind(replica, type(self).__name__, options), topology, on_failure)
 
     @property
+    def updates(self) -> str:
+        """Whether servers wait for all workers ("sync") or apply each gradient as it comes ("async")."""
+        return self.strategy.updates
+
+    @property
     def servers(self) -> tuple[int, ...]:
         """The ranks that are servers now."""
         return self.strategy.servers

@@ -36,7 +36,7 @@ class ParameterServers(Served):
 
     def __init__(self, replica: Replica, name: str, options: Options) -> None:
         super().__init__(replica, name, len(getattr(replica, "metrics", ())))
-        self._options = options
+        self._options, self.updates = options, options.updates
         self._ledger = EpochLedger()
 
     def describe(self) -> str:
