@@ -61,7 +61,11 @@ class Native(AllReduce):
             all_reduce(in_place, buffer, operation)
             scaled(buffer, factor, buffer)
 
-        return Quiet(mean)
+        def bind(buffer: np.ndarray, _: Op) -> Callable[[], object]:
+            typed = [buffer, MPI.Datatype.fromcode(buffer.dtype.char)]
+            return lambda: (all_reduce(in_place, typed, operation), scaled(buffer, factor, buffer))
+
+        return Quiet(mean, bind)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         operation = _operation(op, buffer.dtype)
