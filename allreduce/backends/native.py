@@ -70,8 +70,7 @@ class Native(AllReduce):
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         operation = _operation(op, buffer.dtype)
         buffer = dtypes.wire(buffer)
-        step = largest_piece(buffer.itemsize, op)
-        for piece in chunks.segments(slice(0, buffer.size), step):
+        for piece in chunks.segments(slice(0, buffer.size), largest_piece(buffer.itemsize, op)):
             self._comm.Allreduce(MPI.IN_PLACE, buffer[piece], operation)
             op.finish(buffer[piece])
 
