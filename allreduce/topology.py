@@ -19,9 +19,9 @@ from allreduce.health.status_rows import FAR_ROWS, ROW_BYTES, StatusRows
 from allreduce.process import children, launcher
 from allreduce.transport import deferred_free, liveness, ulfm
 from allreduce.transport.cma import Reach
-from allreduce.transport.control import agree, all_values, everywhere, known, place_of, root_value, waiting, watched
+from allreduce.transport.control import agree, all_values, everywhere, known, root_value
 from allreduce.transport.shared_segment import CommonWindow
-from allreduce.transport.wait import Said, Wait
+from allreduce.transport.wait import Said, WaitRecord, record_of, waiting, watched
 
 TAGS = 1 << 15  # every MPI has at least this many
 NodeSizes = int | Sequence[int] | None  # `ranks_per_node`
@@ -300,7 +300,7 @@ class Topology:
         self.check_open()
         agree(self._control, values, text, error)
 
-    def private(self, user: Closeable | None = None, wait: Wait | None = None) -> MPI.Intracomm:
+    def private(self, user: Closeable | None = None, wait: WaitRecord | None = None) -> MPI.Intracomm:
         """A duplicate of `world` on which its user's messages are its own. Collective; owned here.
 
         user: closed before the communicator when the topology is closed.
@@ -323,7 +323,7 @@ class Topology:
         if user in self._users:
             self._users.remove(user)
 
-    def place(self) -> Wait:
+    def place(self) -> WaitRecord:
         """A place in which a user's calls wait for other ranks. All ranks ask for theirs in the same order."""
         return self.watch.place(self.number())
 
@@ -333,7 +333,7 @@ class Topology:
         with self._guard:
             self._owned.append(comm)
             if self._revoked:  # while it was made; other ranks may not have it
-                comm.Revoke()
+                ulfm.revoke(comm)
         if watch:
             watched(comm, self.watch, self.place())
         return comm
@@ -344,7 +344,7 @@ class Topology:
             self.let_go(user)
         with self._guard:
             self._owned.remove(comm)
-        if (place := place_of(comm)) is not None:
+        if (place := record_of(comm)) is not None:
             self.watch.forget(place)
         comm.Free()
 
@@ -472,7 +472,7 @@ class Topology:
             self._revoked = True
             for comm in self._owned:
                 if comm is not self._unrevoked:
-                    comm.Revoke()
+                    ulfm.revoke(comm)
         for child in list(self._children):
             if not (child.apart or child.closed):
                 child.cut_off()
@@ -499,7 +499,7 @@ class Topology:
         finally:
             self._finish.end()
 
-    def _place_to_finish(self) -> Wait:
+    def _place_to_finish(self) -> WaitRecord:
         """Where `finished` waits, and what ranks that leave say so on, whoever is lost. Collective."""
         place = self.watch.place(self.number(), raises=True)
         if ulfm.in_force():

@@ -17,7 +17,8 @@ from allreduce.errors import ClosedError, CommunicationError, DisagreementError,
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.chunked import LARGEST, broadcast
-from allreduce.transport.control import agree, everywhere, known, root_value, together, waiting
+from allreduce.transport.control import agree, everywhere, known, root_value, together
+from allreduce.transport.wait import waiting
 from trainers.data import Collate, Samples
 from trainers.errors import ArgumentError, TrainerError
 from trainers.replica import Replica

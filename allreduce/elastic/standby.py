@@ -8,15 +8,14 @@ Every pool ends for all of its ranks in the same way, which they agree on by its
 done, or a rank was lost and it is made anew.
 """
 
-import time
-
 import numpy as np
 from mpi4py import MPI
 
 from allreduce.errors import OptionError, RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
-from allreduce.transport.control import known, waiting
+from allreduce.transport.control import known
+from allreduce.transport.wait import Pause, wait_until, waiting
 
 WAIT_SECONDS = 0.005  # between two looks of a rank that waits
 NEWCOMER = -1  # in `former`
@@ -176,15 +175,22 @@ def _through(pool: Topology, done: bool) -> bool:
                 with waiting(pool.world, "tell the spare ranks that all is done"):
                     for rank in range(1, pool.size):
                         pool.world.Send(NOTHING, rank, DONE)
-            while not (done or pool.world.Iprobe(0, DONE)):
-                pool.watch.check()
-                if pool.watch.notes.left:  # they have ended their programs without a word
-                    pool.abandon()
-                    return False
-                time.sleep(WAIT_SECONDS)
+            if not done and not _told_that_all_is_done(pool):
+                pool.abandon()
+                return False
             if pool.rank:
                 with waiting(pool.world, "hear that all is done"):
                     pool.world.Recv(NOTHING, 0, DONE)
     except RankLostError:
         through = False
     return pool.finished(through)
+
+
+def _told_that_all_is_done(pool: Topology) -> bool:
+    """Wait for the message; False when the ranks that work have ended their programs without a word. Local."""
+
+    def over() -> bool:
+        return bool(pool.world.Iprobe(0, DONE) or pool.watch.notes.left)
+
+    wait_until(over, meanwhile=pool.watch.check, pause=Pause(longest=WAIT_SECONDS))
+    return pool.world.Iprobe(0, DONE)

@@ -17,6 +17,7 @@ from typing import NoReturn, Protocol
 from mpi4py import MPI
 
 from allreduce.process import children
+from allreduce.transport import ulfm
 from allreduce.transport.processes import here
 
 TOLD_SECONDS = 2.0  # how long a rank leaves an error that many have to the lowest of them
@@ -304,28 +305,9 @@ def end_job(text: str, code: int, written: bool = False) -> NoReturn:
     for tell in _ending:
         tell(code)
     time.sleep(0.5)  # MPICH's launcher drops output that it has not passed on when it hears of the end
-    if not _all_others_failed():
+    if not ulfm.all_others_failed():  # for MPI_Abort of the last living rank Open MPI's mpirun returns 0
         MPI.COMM_WORLD.Abort(code)
     os._exit(code)
-
-
-def _all_others_failed() -> bool:
-    """Whether this rank is the last living one (ULFM): for MPI_Abort of such a one Open MPI's mpirun returns 0. Local.
-
-    So it is in a job of one rank. False where ranks can't fail alone: MPI_Abort gives the code there.
-    """
-    world = MPI.COMM_WORLD
-    if "OMPI_MCA_mpi_ft_enable" not in os.environ:
-        return False
-    try:
-        with contextlib.suppress(MPI.Exception):  # it raises when a rank has failed
-            world.Iprobe()  # MPI hears of failures inside of its calls
-        failed = world.Get_failed()
-        alone = bool(failed.size == world.size - 1)
-        failed.Free()
-    except (MPI.Exception, NotImplementedError):  # no ULFM
-        return False
-    return alone
 
 
 def _at_exit(hook: object) -> None:

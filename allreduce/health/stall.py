@@ -37,7 +37,7 @@ from allreduce.health.status_rows import StatusRows
 from allreduce.notices import log
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.liveness import Process
-from allreduce.transport.wait import LOOK_SECONDS, Call, Wait
+from allreduce.transport.wait import LOOK_SECONDS, Call, Pause, WaitRecord, wait_until, watch_others
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
 NOTE_SECONDS = 1.0  # a wait as long as this is told to the other ranks
@@ -81,7 +81,7 @@ class Watch:
         self.notes = Notes(comm)
         self._rank, ranks = processes.here() if lonely else (comm.rank, comm.size)
         self.active = ranks > 1
-        self._waits: list[Wait] = []
+        self._waits: list[WaitRecord] = []
         self._told_seconds = min(NOTE_SECONDS, self.stall / 2)
         self._lock = threading.RLock()  # a rank may end the job while it looks
         self._from_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -97,13 +97,13 @@ class Watch:
         with self._lock:
             self.notes.connect(nodes, own, rows, found)
 
-    def place(self, number: int, raises: bool = False) -> Wait:
-        """A new Wait, looked at from now on."""
-        wait = Wait(number, raises)
+    def place(self, number: int, raises: bool = False) -> WaitRecord:
+        """A new WaitRecord, looked at from now on."""
+        wait = WaitRecord(number, raises)
         self._waits.append(wait)
         return wait
 
-    def forget(self, wait: Wait) -> None:
+    def forget(self, wait: WaitRecord) -> None:
         """Look at it no more."""
         if wait in self._waits:
             self._waits.remove(wait)
@@ -162,10 +162,7 @@ class Watch:
 
     def _hears_soon(self) -> bool:
         """Whether what can't be reached any more is a rank that has died."""
-        deadline = time.monotonic() + SOON_SECONDS
-        while self.lost is None and time.monotonic() < deadline:
-            time.sleep(ulfm.HEAR_SECONDS)
-        return self.lost is not None
+        return wait_until(lambda: self.lost is not None, SOON_SECONDS, pause=Pause(longest=ulfm.HEAR_SECONDS))
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
@@ -185,7 +182,7 @@ class Watch:
         if self.lost is not None:
             raise ulfm.again(self.lost)
 
-    def look(self, wait: Wait | None = None) -> None:
+    def look(self, wait: WaitRecord | None = None) -> None:
         """Look at all waits, tell and hear, and judge them. Raises the error of `wait`. From any thread."""
         if wait is not None:
             self.check()
@@ -198,7 +195,7 @@ class Watch:
         if wait is not None and wait.error is not None:
             raise wait.error
 
-    def leave(self, why: str, wait: Wait | None = None) -> None:
+    def leave(self, why: str, wait: WaitRecord | None = None) -> None:
         """Tell the others that this rank comes to nothing any more, of one place or, when its program ends, of any."""
         if self.closed or self.notes.size == 1 or (wait is not None and self.lost is not None):
             return
@@ -235,7 +232,7 @@ class Watch:
 
     # Stacks
 
-    def _ask_for_stacks(self, wait: Wait) -> None:
+    def _ask_for_stacks(self, wait: WaitRecord) -> None:
         """Write this rank's down, and have all others do so."""
         log.warning("the stacks of all ranks are in %s", stacks.place())
         stacks.dump(f"waits in {wait}")
@@ -260,7 +257,7 @@ class Watch:
 
     # Judgement
 
-    def _judge(self, wait: Wait, call: Call, now: float) -> None:
+    def _judge(self, wait: WaitRecord, call: Call, now: float) -> None:
         waited = now - wait.since
         error: AllReduceError | None = None
         patience = min(LEFT_SECONDS, self.timeout / 2)
@@ -294,7 +291,7 @@ class Watch:
             abort.leave_to_teller(error)
             abort.end_job(f"{type(error).__name__}: {error}\n", abort.code_of(error))
 
-    def _speaks(self, wait: Wait, call: Call) -> bool:
+    def _speaks(self, wait: WaitRecord, call: Call) -> bool:
         """Whether this rank reports a wait. Where ranks can't hear each other, few do: 0, 1, 2, 4, 8, ..."""
         if self.notes.size > 1:
             return self.notes.speaker(wait, call, SHOWN)
@@ -313,6 +310,9 @@ def lonely() -> Watch:
     except OptionError:  # Topology tells it
         timeout, stall = 1800.0, 30.0
     return Watch(MPI.COMM_SELF, timeout, stall, lonely=True)
+
+
+watch_others(lonely)
 
 
 class Looks(Protocol):

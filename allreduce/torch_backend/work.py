@@ -29,7 +29,7 @@ from allreduce.topology import Topology
 from allreduce.torch_backend.checks import NAME
 from allreduce.transport import ulfm
 from allreduce.transport.control import all_values, disagreement
-from allreduce.transport.wait import Said, asleep
+from allreduce.transport.wait import Said, wait_until
 
 WATCH_SECONDS = 0.5  # how often a watchdog looks; a timeout is noticed this much late at the most
 
@@ -304,7 +304,7 @@ class Executor:
         self._inside = outer
 
     def _meet(self, work: Work) -> None:
-        """Wait asleep until all ranks have come to this operation, or until this one gives it up."""
+        """Wait, mostly asleep, until all ranks have come to this operation, or until this one gives it up."""
         if self._comm.size == 1:
             return
         what = work.described
@@ -318,7 +318,7 @@ class Executor:
 
         self._place.begin(Said(f"{what} of {self._lane.name}"))
         try:
-            if not asleep(over, work.limit):
+            if not wait_until(over, work.limit):
                 self.fail(self._late(work))
             if self._place.error is not None:  # a rank has left
                 self.fail(self._place.error)

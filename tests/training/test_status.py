@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from allreduce.health import abort, status
+from allreduce.health import status
 from allreduce.health.status import LEFT, WAITING, Fact
 from allreduce.health.status_messages import Neighbour, Notes, tree
 from allreduce.health.status_rows import FAR_ROWS, HEAD_BYTES, ROW_BYTES, StatusRows
-from allreduce.transport import liveness
-from allreduce.transport.wait import Said, Wait
+from allreduce.transport import liveness, processes
+from allreduce.transport.wait import Said, WaitRecord
 from tests.conftest import JobRunner
 
 LATE = 777  # the rank that does not come
@@ -79,7 +79,7 @@ class Comm:
 @pytest.fixture(params=[(1024, 1), (4096, 64)], ids=str)
 def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Network, list[Notes]]:
     """Ranks on nodes of a size, whose memory is ordinary memory here."""
-    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     return make(*request.param)
 
 
@@ -106,8 +106,8 @@ def rounds(every: list[Notes], without: frozenset[int] = frozenset()) -> None:
             notes.exchange()
 
 
-def all_wait(every: list[Notes], but: int, text: str = "all_reduce") -> Wait:
-    wait = Wait(7)
+def all_wait(every: list[Notes], but: int, text: str = "all_reduce") -> WaitRecord:
+    wait = WaitRecord(7)
     wait.begin(Said(text, 5))
     for notes in every:
         if notes.rank != but:
@@ -161,7 +161,7 @@ def test_ends_of_programs_are_told_in_a_few_messages(job: tuple[Network, list[No
 
 
 def test_ranks_behind_one_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(16, 2)
     all_wait(every, 2)
     rounds(every, without=frozenset([2]))
@@ -178,7 +178,7 @@ def test_ranks_behind_one_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch
 
 def test_ranks_of_a_node_whose_leader_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hear nothing of other nodes, which is no reason to say that nobody there has come."""
-    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(6, 2)
     all_wait(every, 2)
     rounds(every, without=frozenset([2]))
@@ -198,7 +198,7 @@ def test_ranks_of_a_node_whose_leader_is_stopped(monkeypatch: pytest.MonkeyPatch
 
 def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks give up at about the same time; the later one must not say that the other has not come."""
-    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(3, 3)
     wait = all_wait(every, 1)
     every[2].gives_up(wait, Said("all_reduce", 5))
@@ -216,7 +216,7 @@ def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: p
     """MPI reads a message when its receiver takes it."""
     kept: list[Any] = []
     monkeypatch.setattr("allreduce.health.status_messages.keep", kept.append)
-    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(2, 1)
     all_wait(every, 1)
     every[0].exchange()
@@ -229,7 +229,7 @@ def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: p
 @pytest.mark.parametrize("shared", [True, False])
 def test_every_rank_hears_which_one_has_left_and_which_differ(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the ranks of a node share no memory."""
-    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(10, 4, shared)
     wait = all_wait(every, 9)
     other = Said("broadcast", 6)
@@ -300,7 +300,7 @@ def test_a_process_that_has_ended_is_gone(waiting_process: tuple[subprocess.Pope
 
 
 def test_a_rank_whose_process_has_ended_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(abort, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     monkeypatch.setattr(liveness, "gone", lambda process: process.pid == 2)
     network = Network(3)
     notes = Notes(Comm(network, 0))  # type: ignore[arg-type]
@@ -308,7 +308,7 @@ def test_a_rank_whose_process_has_ended_has_left(monkeypatch: pytest.MonkeyPatch
     notes.connect([[0, 1, 2]], 0, StatusRows(np.zeros((3 + FAR_ROWS, ROW_BYTES), np.uint8), 0), found)
     notes.look_for_gone_processes()
     assert not notes.left, "nobody waits"
-    wait = Wait(7)
+    wait = WaitRecord(7)
     wait.begin(Said("all_reduce"))
     notes.waits([(wait, Said("all_reduce"))])
     notes.look_for_gone_processes()

@@ -21,7 +21,8 @@ from torch.nn import Parameter
 
 from allreduce.backend import AllReduce
 from allreduce.engine.queue import Lane, Pending
-from allreduce.transport.control import raise_together, waiting
+from allreduce.transport.control import raise_together
+from allreduce.transport.wait import waiting
 from trainers.errors import NotFiniteError
 from trainers.pytorch.buckets import Marks, allocate, plan
 from trainers.pytorch.errors import SECOND, GradientError, changed

@@ -12,7 +12,8 @@ from allreduce.engine.lane import Pending
 from allreduce.engine.queue import Lane
 from allreduce.errors import OptionError
 from allreduce.transport import ulfm
-from allreduce.transport.control import known, raise_together, waiting
+from allreduce.transport.control import known, raise_together
+from allreduce.transport.wait import waiting
 from trainers.replicas.pytorch.devices import Crossing
 
 NOBODY = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from allreduce import notices
 from allreduce.arrays import dtypes
 from allreduce.errors import OptionError
-from allreduce.transport.control import all_values, combine, on_all, raise_together, together, waiting
+from allreduce.transport.control import all_values, combine, on_all, raise_together, together
 from allreduce.transport.shared_segment import CommonWindow
+from allreduce.transport.wait import waiting
 from allreduce.two_phase import TwoPhase
 from trainers.pytorch.buckets import Flat, Piece, flat, pieces
 from trainers.pytorch.errors import GradientError

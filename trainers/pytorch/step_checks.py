@@ -7,7 +7,8 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import gpu
-from allreduce.transport.control import known, wait_for
+from allreduce.transport.control import known
+from allreduce.transport.wait import wait_for
 from trainers import checks
 from trainers.checks import Findings, Place
 from trainers.errors import NotFiniteError

@@ -13,8 +13,9 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, together, wait_for
+from allreduce.transport.control import all_values, together
 from allreduce.transport.deferred_free import keep
+from allreduce.transport.wait import wait_for
 from trainers.errors import ArgumentError
 from trainers.replica import Replica
 from trainers.state.adopt import pieces
