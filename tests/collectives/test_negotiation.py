@@ -12,7 +12,7 @@ from mpi4py import MPI
 from allreduce.arrays.chunks import binomial, subtree
 from allreduce.engine.negotiation import Fused, Named, NamedLane, Side
 from allreduce.errors import DisagreementError
-from allreduce.health import abort
+from allreduce.transport import processes
 from allreduce.transport.wait import WaitRecord
 
 SIZES = [2, 5, 13, 4096]
@@ -94,7 +94,7 @@ class Job:
 
 @pytest.fixture(autouse=True)
 def _one_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(abort, "world_ranks", lambda comm: tuple(range(comm.size)))
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: tuple(range(comm.size)))
 
 
 @pytest.mark.parametrize("size", SIZES)

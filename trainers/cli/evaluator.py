@@ -170,6 +170,5 @@ class Ending:
             with waiting(self._comm, "tell the evaluator that the training has ended"):
                 self._comm.Send(np.empty(0, np.uint8), self._evaluator, END)
         if self._comm.rank == self._evaluator:
-            wait_until(
-                self.heard, pause=Pause(longest=LOOK_SECONDS)
-            )  # what it met may not end before the training does
+            # What the evaluator met may not end before the training does.
+            wait_until(self.heard, pause=Pause(longest=LOOK_SECONDS))
