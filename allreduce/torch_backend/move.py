@@ -18,7 +18,7 @@ from allreduce.transport.wait import waiting
 LARGEST = (1 << 31) - 1  # an MPI count or displacement is a C int in Open MPI 5
 
 
-class Mover:
+class TensorMover:
     """Moves tensors on one communicator. It sends and receives plain tensors (contiguous, on the CPU) in place.
 
     The functions of module `checks` have checked the arguments. All methods are collective.

@@ -20,9 +20,9 @@ from allreduce.errors import CollectiveTimeoutError, OptionError, RankLeftError,
 from allreduce.topology import Topology
 from allreduce.torch_backend import checks
 from allreduce.torch_backend.checks import NAME, Tensors, not_offered, only, only_list, operation
-from allreduce.torch_backend.move import Mover
+from allreduce.torch_backend.move import TensorMover
 from allreduce.torch_backend.point_to_point import Message, MessageWaits, MonitoredBarrier, barrier_tag
-from allreduce.torch_backend.reduce import Options, Reducer, resolve
+from allreduce.torch_backend.reduce import Options, TensorReducer, resolve
 from allreduce.torch_backend.tensors import Streams
 from allreduce.torch_backend.work import Executor, Several, TimedOut, Work, exact_seconds, seconds, untraced
 
@@ -64,8 +64,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self._waits = MessageWaits(topology, name)
         self._monitored_barrier = MonitoredBarrier(self._messages, self._waits)
         comm = topology.private()
-        self._mover = Mover(comm)
-        self._reducer = Reducer(topology, comm, options)
+        self._mover = TensorMover(comm)
+        self._reducer = TensorReducer(topology, comm, options)
         self._executor = Executor(topology, name, options.overlap)
         self._coalesced: list[Work] | None = None
         self._alone = False  # whether a monitored barrier has missed a rank

@@ -160,7 +160,7 @@ class Options:
         )
 
 
-class Reducer:
+class TensorReducer:
     """The reductions of one group. It creates a backend at its first use; all methods are collective.
 
     The callers have checked the arguments (module `checks`, `resolve`), and that the ranks make the same call.

@@ -1,4 +1,4 @@
-"""Tensors as what MPI and NumPy take: contiguous CPU memory, without a copy wherever it is that already."""
+"""Tensors as MPI and NumPy take them: in contiguous CPU memory, without a copy where they are there already."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,17 +41,17 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def writable(tensor: torch.Tensor, filled: bool = False) -> Iterator[torch.Tensor]:
-    """Plain memory for the new content of `tensor`, into which it is copied at the end where they differ.
+    """Plain memory to write the new content of `tensor` to: its own, or a copy that is copied back at the end.
 
-    filled: begin with the tensor's content.
+    filled: the memory begins with the tensor's content.
     """
     tensor = tensor.detach()
     if is_plain(tensor):
         yield tensor
         return
-    place = readable(tensor) if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
-    yield place
-    tensor.copy_(place)
+    memory = readable(tensor) if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
+    yield memory
+    tensor.copy_(memory)
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:

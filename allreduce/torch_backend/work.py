@@ -31,7 +31,7 @@ from allreduce.transport import ulfm
 from allreduce.transport.control import all_values, disagreement
 from allreduce.transport.wait import Said, wait_until
 
-WATCH_SECONDS = 0.5  # how often a watchdog looks; a timeout is noticed this much late at the most
+DEADLINE_SECONDS = 0.5  # between two looks at the deadline; a time-out is noticed this much late at the most
 
 ClassT = TypeVar("ClassT", bound=type)
 
@@ -72,21 +72,21 @@ def _hidden(method: Callable[..., Any]) -> Callable[..., Any]:
 class Work(dist.Work):
     """One operation of a group, from its submission to its end.
 
-    name: what it is, for messages. result: the tensors that it writes. limit: seconds that it may take.
-    alike: what of its arguments must be the same on all ranks, in words that follow the name.
+    name: of the operation, for messages. result: the tensors that it writes. limit: seconds that it may take.
+    alike: the arguments that must be the same on all ranks, in words that follow the name.
     """
 
     def __init__(self, name: str, result: Sequence[torch.Tensor], limit: float, alike: str = "") -> None:
         super().__init__()
         self.name = name
-        self.described = name + alike
+        self.call = name + alike  # compared between ranks
         self.limit = limit
         self.given_up = False  # whether somebody has waited for it in vain
         self._result = list(result)
         self._ended = threading.Event()
         self._error: Exception | None = None
         self._future: torch.futures.Future | None = None
-        self._chained: torch.futures.Future | None = None  # what others get; ends after `_future`, in the same thread
+        self._chained: torch.futures.Future | None = None  # given to callers; ends after `_future`, in the same thread
         self._event = _begin_event(name)
         self._lock = threading.Lock()
 
@@ -95,8 +95,8 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait for the end of the operation, and raise the error that it ended with.
 
-        Raises DistBackendError after `timeout`, while the operation goes on. Without one it is the
-        executor that ends an operation after its own limit.
+        Raises DistBackendError after `timeout`, while the operation goes on. Without a timeout the executor ends the
+        operation after its own limit.
         """
         limit = seconds(timeout, 0.0)
         if not self._ended.wait(limit or None):
@@ -128,8 +128,8 @@ class Work(dist.Work):
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future(devices=[*{each.device for each in self._result if each.is_cuda}])
-                # An exception that is set is to C++ (DDP's reducer) a result, which it takes for tensors: the process
-                # crashes. What a callback raises is an error there too.
+                # C++ (DDP's reducer) takes an exception that was set for a list of tensors, and the process crashes. An
+                # error that a callback raises is an error to C++ too.
                 self._chained = self._future.then(lambda future: future.value())
                 if self._ended.is_set():
                     self._set(self._future)
@@ -139,7 +139,7 @@ class Work(dist.Work):
     # What the executor calls
 
     def end(self, error: Exception | None = None) -> None:
-        """Mark the operation as ended. What was chained to the future runs now, in the calling thread."""
+        """Mark the operation as ended. Callbacks that were chained to the future run now, in the calling thread."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -161,8 +161,8 @@ class Work(dist.Work):
 def _begin_event(name: str) -> torch.futures.Future | None:
     """Begin an event; it ends, in whatever thread, when the future that is returned gets a result.
 
-    None where this thread is not profiled. Called where the operation is submitted, as gloo does it: what lies
-    before the operation in the queue counts as its own time.
+    None where this thread is not profiled. The event begins when the operation is submitted, as with gloo, so it holds
+    the time in the queue.
     """
     if not torch.autograd._profiler_enabled():
         return None
@@ -174,7 +174,7 @@ def _begin_event(name: str) -> torch.futures.Future | None:
 
 @untraced
 class Several(Work):
-    """What other works do, which may be messages: one rank may have them and another not."""
+    """Several works as one. One rank may have works (messages, say) that another one has not."""
 
     def __init__(self, name: str, members: Sequence[Work], limit: float) -> None:
         super().__init__(name, [], limit)
@@ -194,34 +194,35 @@ class Several(Work):
 class Executor:
     """Runs the operations of a group in its topology's worker, in the order of submission. Creating it is collective.
 
-    That order is the order of the program, and the group is its topology's only user, so nothing is announced to other
-    ranks. An operation begins when all ranks have come to it; ranks that came to different ones get a
-    DisagreementError. While the worker communicates, backward goes on in the caller's thread. Each operation has a
-    time-out.
+    - The order of submission is the order of the program, and the group is its topology's only user. So a rank
+      announces no operation to other ranks.
+    - An operation begins when all ranks have come to it. Ranks that came to different ones get a DisagreementError, and
+      the group goes on.
+    - An operation that is over its time breaks the group: all that wait end in the same error.
+    - An operation that is submitted in a callback of another one (a comm hook that chains collectives by
+      `Future.then`, as PowerSGD's does) runs at once, so its position in the order does not depend on timing.
 
     name: of the group. threaded: False runs every operation at once, in the caller's thread; so does an MPI
-        library without MPI_THREAD_MULTIPLE.
-
-    An operation that is submitted from a callback of another one (a comm hook that chains collectives by
-    `Future.then`, as PowerSGD's does) runs at once: so its place in the order does not depend on timing.
+        library without MPI_THREAD_MULTIPLE. Otherwise backward goes on in the caller's thread meanwhile.
     """
 
     def __init__(self, topology: Topology, name: str, threaded: bool = True) -> None:
         self.broken: Exception | None = None  # set when an operation has timed out or the group is destroyed
         self.submitted = 0
         self._watch, self._notes = topology.watch, topology.watch.notes
-        self._place = topology.place()
-        self._place.raises = True
-        self._comm = topology.private(wait=self._place)
-        self._meeting: list[object] = []  # MPI may still know of it when it was given up
+        self._record = topology.place()
+        self._record.raises = True
+        self._comm = topology.private(wait=self._record)
+        self._rendezvous: list[object] = []  # MPI may still write to it when this rank has given up
         self._threaded = threaded
-        self._lane = self._enter(topology, f"process group {name}")
+        self._queue = self._open(topology, f"process group {name}")
         self._lock = threading.Lock()
         self._unfinished: dict[Work, None] = {}  # in the order of submission
         self._since = 0.0  # when the first of them became the first
         self._inside: int | None = None  # the thread that runs an operation
         if self._threaded:
-            threading.Thread(target=_watch, args=(weakref.ref(self),), name="allreduce deadlines", daemon=True).start()
+            executor = weakref.ref(self)
+            threading.Thread(target=_check_deadlines, args=(executor,), name="allreduce deadlines", daemon=True).start()
 
     def submit(self, work: Work, action: Callable[[], None]) -> Work:
         """Have `action` executed after all that was submitted before; `work` ends with it."""
@@ -237,18 +238,18 @@ class Executor:
                 self._since = time.monotonic()
             self._unfinished[work] = None
         try:
-            pending = self._lane.submit(partial(self._execute, work, action), ended=partial(self._ended, work))
-        except Exception:  # the lane is closed
+            future = self._queue.submit(partial(self._execute, work, action), ended=partial(self._ended, work))
+        except Exception:  # the queue is closed
             self._ended(work, None)
             raise
         if not self._threaded:
-            pending.wait()
+            future.wait()
         return work
 
     def close(self, limit: float) -> bool:
         """End after all that was submitted. False when the other ranks' end takes over `limit` seconds.
 
-        An operation that somebody has waited for in vain is not waited for again, and zero waits for nobody.
+        An operation that a caller has waited for in vain is not waited for again, and zero waits for nothing.
         """
         waiting = limit > 0 and not any(work.given_up for work in self._unfinished)
         try:
@@ -264,7 +265,7 @@ class Executor:
         with self._lock:
             self.broken = self.broken or error
             works = list(self._unfinished)
-        self._lane.abandon()  # first: what is chained to the futures runs here, and may wait for any of them
+        self._queue.abandon()  # first: callbacks that are chained to the futures run here, and may wait for any of them
         for work in reversed(works):
             work.end(error)
 
@@ -276,20 +277,19 @@ class Executor:
         if work is not None and late:
             self.fail(self._late(work))
 
-    def _enter(self, topology: Topology, name: str) -> Lane:
+    def _open(self, topology: Topology, name: str) -> Lane:
+        worker = topology.once(Worker)
         if self._threaded:
             try:
-                return topology.once(Worker).lane(name, threaded=True, alone=True)
+                return worker.lane(name, threaded=True, alone=True)
             except UnavailableError:
-                notices.once(
-                    topology.rank,
-                    "this MPI has no MPI_THREAD_MULTIPLE, so communication does not overlap with backward",
-                )
+                text = "this MPI has no MPI_THREAD_MULTIPLE, so communication does not overlap with backward"
+                notices.once(topology.rank, text)
                 self._threaded = False
-        return topology.once(Worker).lane(name, alone=True)
+        return worker.lane(name, alone=True)
 
     def _execute(self, work: Work, action: Callable[[], None]) -> None:
-        """Run an operation, and what is chained to its future."""
+        """Run an operation, and the callbacks that are chained to its future."""
         outer, self._inside = self._inside, threading.get_ident()
         error: Exception | None = None
         try:
@@ -307,30 +307,29 @@ class Executor:
         """Wait, mostly asleep, until all ranks have come to this operation, or until this one gives it up."""
         if self._comm.size == 1:
             return
-        what = work.described
-        word = zlib.crc32(what.encode())
-        sides = np.array([word, -word])  # the minimum of -x is minus the maximum
+        fingerprint = zlib.crc32(work.call.encode())
+        sides = np.array([fingerprint, -fingerprint])  # the minimum of -x is minus the maximum
         request = self._comm.Iallreduce(MPI.IN_PLACE, sides, MPI.MIN)
-        self._meeting = [request, sides]
+        self._rendezvous = [request, sides]
 
         def over() -> bool:
-            return request.Test() or self.broken is not None or self._place.error is not None
+            return request.Test() or self.broken is not None or self._record.error is not None
 
-        self._place.begin(Said(f"{what} of {self._lane.name}"))
+        self._record.begin(Said(f"{work.call} of {self._queue.name}"))
         try:
             if not wait_until(over, work.limit):
                 self.fail(self._late(work))
-            if self._place.error is not None:  # a rank has left
-                self.fail(self._place.error)
+            if self._record.error is not None:  # a rank has left
+                self.fail(self._record.error)
         finally:  # MPI raises when a rank was lost
-            self._place.end()
+            self._record.end()
         if self.broken is not None:
             raise self.broken
         if sides[0] != -sides[1]:
-            raise disagreement(self._comm, all_values(self._comm, what, "learn what the ranks have called"))
+            raise disagreement(self._comm, all_values(self._comm, work.call, "learn what the ranks have called"))
 
     def _ended(self, work: Work, error: BaseException | None) -> None:
-        """The lane is done with an operation, or has given it up."""
+        """The queue is done with an operation, or has given it up."""
         if error is not None:
             given_up = error if isinstance(error, Exception) else RuntimeError(repr(error))
             work.end(self.broken or given_up)
@@ -339,22 +338,25 @@ class Executor:
             self._since = time.monotonic()
 
     def _late(self, work: Work) -> TimedOut:
-        what = f"what was chained to the future of {work.name}" if work.is_completed() else work.name
+        name = f"a callback on the future of {work.name}" if work.is_completed() else work.name
         text = (
-            f"{what} was not done within {work.limit:g} s (the timeout of the group or of the call): another rank is "
+            f"{name} was not done within {work.limit:g} s (the timeout of the group or of the call): another rank is "
             "late, hangs, or never called it. The group can't be used any more"
         )
-        call = self._place.call
+        call = self._record.call
         return TimedOut(text if call is None else f"{text}\n{self._notes.table(call)}")
 
 
 children.guard(Executor, "submit")
 
 
-def _watch(reference: "weakref.ref[Executor]") -> None:
-    """The watchdog: DDP waits for futures in C++, which know no timeout."""
+def _check_deadlines(reference: "weakref.ref[Executor]") -> None:
+    """Check an executor's deadline as long as it lives. DDP waits for futures in C++, where a wait has no time-out.
+
+    In a thread of its own: callbacks of operations that are over their time run here, and a callback may hang.
+    """
     while True:
-        time.sleep(WATCH_SECONDS)
+        time.sleep(DEADLINE_SECONDS)
         executor = reference()
         if executor is None or executor.broken is not None:
             return

@@ -68,7 +68,7 @@ def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch
                 assert inside.wait(20)
 
         call.reduce = work
-        monkeypatch.setattr(engine.ending, "communicates", first_comes)
+        monkeypatch.setattr(engine.abort, "communicates", first_comes)
         first, late = threading.Thread(target=reduce, args=(np.ones(10), "sum")), threading.Thread(target=second)
         late.start()
         first.start()
@@ -104,7 +104,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.
         monkeypatch.setattr(queue, "EXIT_SECONDS", 0.1)
         child = os.fork()
         if not child:
-            monkeypatch.setattr(queue.ending, "end_job", lambda *_: os._exit(7))
+            monkeypatch.setattr(queue.abort, "end_job", lambda *_: os._exit(7))
             queue._end()
             os._exit(0)
         leave.set()

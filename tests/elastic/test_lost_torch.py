@@ -47,7 +47,7 @@ def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatc
         optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=topology)
         family = optimizer._averager.family
         with monkeypatch.context() as patch:
-            patch.setattr("trainers.pytorch.optimizer.losses.in_force", lambda: True)
+            patch.setattr("trainers.pytorch.optimizer.ulfm.in_force", lambda: True)
             patch.setattr(Life, "_make", lost)
             with pytest.raises(RankLostError):
                 optimizer._reconnect(family)

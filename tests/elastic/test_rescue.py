@@ -12,7 +12,6 @@ from allreduce import Topology
 from trainers import MirroredTrainer, SpareReplicasTrainer, group
 from trainers.errors import ArgumentError
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.state import adopt
 from trainers.state.backup import keepers
 from trainers.state.pieces import Choice, choose, joined
 from trainers.trainer import Trainer
@@ -43,9 +42,9 @@ def test_halves_arrive_as_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None
             told.append(json.loads(json.dumps(value)))
         return told[0]
 
-    monkeypatch.setattr(adopt, "root_value", tell)
+    monkeypatch.setattr(group, "root_value", tell)
     group.sent(MPI.COMM_SELF, state, 0, "a test")
-    monkeypatch.setattr(adopt, "broadcast", lambda *_: None)
+    monkeypatch.setattr(group, "broadcast", lambda *_: None)
     came = group.sent(Other(), {}, 0, "a test")  # type: ignore[arg-type]
     assert {name: (array.dtype, array.shape) for name, array in came.items()} == {
         name: (array.dtype, array.shape) for name, array in state.items()

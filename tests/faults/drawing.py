@@ -12,6 +12,8 @@ STEP_POINTS = ("compute", "update", *REDUCE_POINTS)
 SERVED_POINTS = ("compute", "push", "reply", "update", "end of a step")
 CALL_POINTS = ("evaluate", "predict", "mirror")
 REPAIR_POINTS = ("finished", "survivors", "rebuild")
+POINTS = {*STEP_POINTS, *SERVED_POINTS, *CALL_POINTS, *REPAIR_POINTS, "backward", "edit", "checkpoint"}
+
 DELAY_SECONDS = 0.01  # of a signal from outside, behind the step that it waits for: at most
 STOP_SECONDS = 1.0
 OTHERS = ("stop", "term", "raise", "exit")  # kinds of faults besides a loss

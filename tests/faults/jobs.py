@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from tests.faults.plans import OUTSIDE, Fault, Plan
 
 RANK = "tests.faults.rank"  # what each rank runs
 LOOK_SECONDS = 0.001
-GRACE_SECONDS = 5.0
 STEP = re.compile(r'"step": (\d+),')
 LINE = 100  # characters of a note that may have been half written; steps that are read twice do not matter
 SMALL = "64m"  # what containers often have
@@ -38,26 +36,16 @@ def run(plan: Plan, folder: Path, limit: float) -> Ended:
     """Run a plan's job with its notes in `folder`; it is killed when no rank has noted anything for `limit` seconds."""
     (folder / "plan.json").write_text(json.dumps(plan.as_dict(), indent=1))
     begin = time.monotonic()
+    command = [*launcher(plan), sys.executable, "-m", RANK, str(folder)]
+    stall = {"ALLREDUCE_STALL_SECONDS": os.environ.get("ALLREDUCE_STALL_SECONDS", "1")}
     with (
         open(folder / "output", "wb") as output,
-        tempfile.TemporaryDirectory(prefix="job", ignore_cleanup_errors=True) as temporary,
+        launch.started(command, plan.ranks, output, subprocess.STDOUT, stall) as job,
     ):
-        job = subprocess.Popen(
-            [*launcher(plan), sys.executable, "-m", RANK, str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=_variables(temporary),
-            cwd=launch.ROOT,
-            start_new_session=True,
-        )
-        try:
-            sent = _watch(job, plan, folder, limit)
-            code = job.poll()
-            if code is None:
-                _ask(plan, folder)
-        finally:
-            _end(job, plan, folder)
+        sent = _watch(job, plan, folder, limit)
+        code = job.poll()
+        if code is None:
+            _ask(plan, folder)
     printed = (folder / "output").read_text(errors="replace")
     return Ended(code, printed, sent, time.monotonic() - begin)
 
@@ -79,13 +67,6 @@ def launcher(plan: Plan) -> list[str]:
             *command,
         ]
     return command
-
-
-def _variables(temporary: str) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_COMM", "PRTE"))}
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
-    told = {"ALLREDUCE_STALL_SECONDS": "1", "OMP_NUM_THREADS": "1"}
-    return {**told, **inherited, **root, "TMPDIR": temporary}
 
 
 def _watch(job: "subprocess.Popen[bytes]", plan: Plan, folder: Path, limit: float) -> dict[int, float]:
@@ -155,28 +136,6 @@ def _ask(plan: Plan, folder: Path) -> None:
         for pid in pids(folder, rank):
             _send(pid, signal.SIGUSR2)
     time.sleep(1)
-
-
-def _end(job: "subprocess.Popen[bytes]", plan: Plan, folder: Path) -> None:
-    if job.poll() is None:
-        job.terminate()
-        try:
-            job.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-    for rank in range(plan.ranks):
-        for pid in pids(folder, rank):
-            if _is_ours(pid, folder):
-                _send(pid, signal.SIGKILL)
-
-
-def _is_ours(pid: int, folder: Path) -> bool:
-    """Whether the process of this number still is the rank that noted it."""
-    try:
-        return str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def _send(pid: int, number: signal.Signals) -> None:

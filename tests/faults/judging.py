@@ -80,7 +80,7 @@ def _outcome(
     plan: Plan, ended: Ended, folder: Path, left: dict[int, Notes], happened: Sequence[Fault]
 ) -> tuple[str, str]:
     """One of OUTCOMES, and why. left: the notes of the ranks that are left. happened: the faults that did."""
-    if "WrongSumError" in ended.printed:
+    if "WrongResultError" in ended.printed:
         return WRONG, "a sum was wrong"
     if ended.code is None:
         return HUNG, f"nothing happened any more; {ended.seconds:.0f} s in all"

@@ -1,17 +1,19 @@
-"""Named places in the library's code at which a rank of a run is lost. The library knows nothing of them.
+"""Named points in the library's code, and what can be done to a rank when it comes to one.
 
-They are made by patching, in the process that is to be lost alone.
+This is the only way in which tests end, stop or spoil a rank at a place inside of the library, which knows nothing of
+it: `at` patches the functions of PLACES in the process that it is called in, and in no other.
 """
 
 import contextlib
 import importlib
+import itertools
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -44,64 +46,85 @@ PLACES = {
     "finished": [("allreduce.topology:Topology", "finished")],
     "survivors": [("allreduce.topology:Topology", "survivors")],
     "rebuild": [("allreduce.backend:AllReduce", "_connect")],
+    "agree in a call": [("allreduce.engine.engine", "agree")],
+    "close": [("allreduce.backend:AllReduce", "_close")],
+    "make a communicator": [("allreduce.topology:Topology", "private")],
+    "go back": [("trainers.fit.loop:Fit", "go_back")],
+    "back up": [("trainers.state.backup:Twins", "keep")],
+    "back up an array": [("trainers.state.backup", "pieces")],
+    "wait for a backup": [("trainers.state.backup", "wait_for")],
+    "update slices": [("trainers.pytorch.sharded:ShardedOptimizer", "step")],
+    "share slices": [("trainers.pytorch.sharded:Placement", "share")],
 }
-Come = Callable[[bool, tuple[Any, ...]], None]
+INSIDE = ("reduce",)  # points that lie inside of the call that the place makes: in its third argument
 CUT = "cut"  # the file that scripts/cluster_sim.sh waits for
+Action = Callable[..., object]
 
 
 class InjectedError(Exception):
-    """The exception of a run that has one."""
+    """The exception of a rank that is to end in one."""
+
+
+class WrongResultError(Exception):
+    """A call came back with other numbers than the ranks' own give."""
+
+
+def die(*_: Any, **__: Any) -> None:
+    """End this process as a lost rank ends: at once, without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at(point: str, action: Action, turn: int = 1, after: bool = False, always: bool = False) -> None:
+    """Have this process do `action` when it comes to a point for the `turn`-th time from now, or always. Local.
+
+    action: gets the arguments of what is called there. after: when that has returned, not before.
+    """
+    lock, turns = threading.Lock(), itertools.count(1)
+
+    def come(*arguments: Any) -> None:
+        with lock:
+            here = next(turns) == turn or always
+        if here:
+            action(*arguments)
+
+    for owner, name in PLACES[point]:
+        for holder in _holders(owner, name):
+            wrap = _wrapped_inside if point in INSIDE else _wrapped
+            setattr(holder, name, wrap(getattr(holder, name), come, after))
 
 
 def install(plan: Plan, notes: Notes) -> None:
-    """Have this rank's faults happen to it, at the points that it comes to. Local; before the training."""
+    """Have this rank's faults of a plan happen to it, at the points that it comes to. Local; before the training."""
     for number, fault in enumerate(plan.faults):
         if fault.rank == notes.rank and fault.point in PLACES:
-            _install(number, fault, notes)
+            action = partial(_happen_noted, number, fault, notes)
+            at(fault.point, action, fault.turn, fault.after, always=fault.kind == "slow")
 
 
 def begin(plan: Plan, notes: Notes) -> None:
     """Have those happen that come before the training. Local."""
     for number, fault in enumerate(plan.faults):
         if fault.rank == notes.rank and fault.point == START:
-            notes.add("fault", number=number)
-            happen(fault, notes, ())
+            _happen_noted(number, fault, notes)
 
 
-def _install(number: int, fault: Fault, notes: Notes) -> None:
-    lock, turns = threading.Lock(), [0]
-
-    def come(after: bool, arguments: tuple[Any, ...]) -> None:
-        if after != fault.after:
-            return
-        with lock:
-            turns[0] += 1
-            here = turns[0] == fault.turn or fault.kind == "slow"
-        if here:
-            notes.add("fault", number=number)
-            happen(fault, notes, arguments)
-
-    for owner, name in PLACES[fault.point]:
-        for holder in _holders(owner, name):
-            wrap = _wrapped_inside if fault.point == "reduce" else _wrapped
-            setattr(holder, name, wrap(getattr(holder, name), come))
-
-
-def _wrapped(action: Callable[..., Any], come: Come) -> Callable[..., Any]:
-    @wraps(action)
+def _wrapped(call: Action, come: Action, after: bool) -> Action:
+    @wraps(call)
     def wrapped(*arguments: Any, **options: Any) -> Any:
-        come(False, arguments)
-        result = action(*arguments, **options)
-        come(True, arguments)
+        if not after:
+            come(*arguments)
+        result = call(*arguments, **options)
+        if after:
+            come(*arguments)
         return result
 
     return wrapped
 
 
-def _wrapped_inside(run: Callable[..., Any], come: Come) -> Callable[..., Any]:
+def _wrapped_inside(run: Action, come: Action, after: bool) -> Action:
     @wraps(run)
-    def wrapped(calls: Any, call: Any, reduce: Callable[..., Any], flat: Any) -> Any:
-        return run(calls, call, _wrapped(reduce, come), flat)
+    def wrapped(calls: Any, call: Any, reduce: Action, flat: Any) -> Any:
+        return run(calls, call, _wrapped(reduce, come, after), flat)
 
     return wrapped
 
@@ -123,10 +146,15 @@ def _holders(owner: str, name: str) -> list[Any]:
     return found
 
 
+def _happen_noted(number: int, fault: Fault, notes: Notes, *arguments: Any) -> None:
+    notes.add("fault", number=number)
+    happen(fault, notes, arguments)
+
+
 def happen(fault: Fault, notes: Notes, arguments: tuple[Any, ...]) -> None:
     """The fault itself, in the thread that has come to it. arguments: of what is called at the point."""
     if fault.kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     if fault.kind == "raise":
         raise InjectedError("on purpose")
     if fault.kind == "exit":

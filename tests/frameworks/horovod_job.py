@@ -14,7 +14,7 @@ import torch
 import trainers.horovod.torch as hvd
 from allreduce.errors import CollectiveTimeoutError, DisagreementError
 from allreduce.topology import Topology
-from allreduce.torch_backend.reduce import Reducer
+from allreduce.torch_backend.reduce import TensorReducer
 from trainers.horovod import session
 from trainers.horovod.errors import (
     AdasumError,
@@ -130,7 +130,7 @@ def fused() -> None:
     sums: list[int] = []
     reducer = session.current().world.reducer
     reducer.all_reduce_many = lambda tensors, how: (
-        sums.append(len(tensors)) or Reducer.all_reduce_many(reducer, tensors, how)
+        sums.append(len(tensors)) or TensorReducer.all_reduce_many(reducer, tensors, how)
     )
     tensors = [here(7), torch.tensor(float(RANK)), here(0), here(4, 3).t(), here(300_000), here(2, 2).requires_grad_()]
     integers = [here(number + 1, dtype=torch.int32) for number in range(3)]

@@ -400,7 +400,7 @@ def test_what_hangs_in_a_callback_is_an_error_and_ends_with_the_job(mpirun: JobR
             print(tensor.tolist(), flush=True)
         """),
     )
-    assert job.stdout.count("what was chained to the future of all_reduce was not done within 3 s") == 2, job.stderr
+    assert job.stdout.count("a callback on the future of all_reduce was not done within 3 s") == 2, job.stderr
     assert job.stdout.count("[2.0, 2.0, 2.0]") == 2
 
 

@@ -246,12 +246,12 @@ def test_what_a_killed_writer_left_is_cleaned_away(tmp_path: Path) -> None:
     written(tmp_path, 1)
     program = (
         "import os, signal, sys\n"
-        "from trainers.files import checkpoint, npz\n"
+        "from trainers.files import checkpoint, model_file\n"
         "from trainers.files.checkpoint import read, write\n"
         f"folder = {str(tmp_path)!r}\n"
-        "whole, put = read(checkpoint.paths(folder)[0]), npz.put\n"
-        "npz.put = lambda archive, name, array: name != 'sizes' and put(archive, name, array) or name == 'sizes' and "
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
+        "whole, put = read(checkpoint.paths(folder)[0]), model_file.put\n"
+        "model_file.put = lambda archive, name, array: "
+        "name != 'sizes' and put(archive, name, array) or name == 'sizes' and os.kill(os.getpid(), signal.SIGKILL)\n"
         "write(checkpoint.path_of(folder, 2), whole)\n"
     )
     done = launch.child(program)

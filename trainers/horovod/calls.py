@@ -16,8 +16,8 @@ from allreduce.engine.negotiation import Side, Sides
 from allreduce.engine.queue import Worker
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
-from allreduce.torch_backend.move import Mover
-from allreduce.torch_backend.reduce import Options, Reducer
+from allreduce.torch_backend.move import TensorMover
+from allreduce.torch_backend.reduce import Options, TensorReducer
 from allreduce.torch_backend.tensors import Streams, readable, writable
 from trainers.horovod import timeline
 from trainers.horovod.arguments import Op, reduction
@@ -51,7 +51,7 @@ class Members:
         self.rank, self.size = topology.rank, topology.size
         made = topology.duplicate()  # for the worker's thread, while this thread may use `topology`
         self._comm = made.private()
-        self.reducer, self.mover = Reducer(made, self._comm, Options()), Mover(self._comm)
+        self.reducer, self.mover = TensorReducer(made, self._comm, Options()), TensorMover(self._comm)
         names = topology.private()
         self.lane = topology.once(Worker).named("the calls of Horovod's API", names, self._join_proxy, fuse_bytes)
         self._counts: Counter[str] = Counter()

@@ -29,7 +29,7 @@ def trained(name: str, kind: Any, ranks: Topology, moment: tuple[str, int, int] 
     replica = TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), 0.1, momentum=0.9))
     with kind(replica, topology=ranks, **options) as trainer:
         twice = moment is not None and "copies" in options
-        callbacks = [Dying("update", trainer) if twice else Deaths(moment)]
+        callbacks = [Dying("update") if twice else Deaths(moment)]
         trainer.fit(*data(), EPOCHS, BATCH, callbacks=callbacks, progress=False)
         mean, batches = norm.running_mean.tolist(), int(norm.num_batches_tracked)
         if trainer.rank == 0:

@@ -8,7 +8,6 @@ central, or the backend of a sharded update. Prints, from rank 0, what came of e
 
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,28 +15,21 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from allreduce.errors import RankLostError
-from tests.faults.moments.training import BATCH, EPOCHS, ROWS, data, die, network
+from tests.faults import points
+from tests.faults.moments.training import BATCH, EPOCHS, ROWS, data, network
 from trainers import CentralStorageTrainer, MirroredTrainer
 from trainers.callbacks import Callback
-from trainers.state import backup
-from trainers.strategies import sharded
 
 BATCHES = ROWS // BATCH
 STEP = BATCHES + 1  # in which they die: the first after an edit
-
-
-def before(step: int, function: Callable[..., Any], calls: int, skipped: int) -> Callable[..., Any]:
-    """`function`, in which this rank dies. calls: of it in a step. skipped: before that in the step of the death."""
-    count = 0
-
-    def dying(*arguments: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count > step * calls + skipped:
-            die()
-        return function(*arguments, **options)
-
-    return dying
+# The point, how many times the rank comes to it in that step, and whether it dies before or after it.
+MOMENTS = {
+    "update": ("update", 1, True),  # parameters are half updated
+    "gathered": ("back up", 1, False),
+    "exchange": ("back up an array", 3, False),  # something was sent
+    "sent": ("wait for a backup", 1, False),
+    "kept": ("back up", 1, True),
+}
 
 
 class Halving(Callback):
@@ -56,41 +48,17 @@ class Halving(Callback):
 class Dying(Callback):
     """Has this rank die in step STEP, at `moment`."""
 
-    def __init__(self, moment: str, trainer: MirroredTrainer) -> None:
-        self._moment, self._mine, self._step = moment, trainer, 0
+    def __init__(self, moment: str) -> None:
+        self._moment, self._step = moment, 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._step += 1
         if self._step != STEP:
             return
-        update = self._mine._sharded
-        assert isinstance(update, sharded.ShardedUpdate)
-        replica, kept = self._mine.replica, update._twins
-        assert kept is not None
         if self._moment == "batch":
-            die()
-        elif self._moment == "update":  # parameters are half updated
-            plain = replica.update
-
-            def half(part: slice | None = None) -> None:
-                plain(part)
-                die()
-
-            replica.update = half  # type: ignore[method-assign]
-        elif self._moment == "gathered":
-            kept.keep = die  # type: ignore[method-assign]
-        elif self._moment == "exchange":  # something was sent
-            backup.pieces = before(0, backup.pieces, 1, 2)
-        elif self._moment == "sent":
-            backup.wait_for = die
-        elif self._moment == "kept":
-            keep = kept.keep
-
-            def kept_then(step: int) -> None:
-                keep(step)
-                die()
-
-            kept.keep = kept_then  # type: ignore[method-assign]
+            points.die()
+        point, turn, after = MOMENTS[self._moment]
+        points.at(point, points.die, turn, after)
 
 
 def make(kind: str, ranks: Topology) -> MirroredTrainer:
@@ -103,7 +71,7 @@ def run(kind: str, nodes: int, moment: str, dying: list[int]) -> None:
     x, y = data()
     with Topology.of_survivors(ranks_per_node=nodes) as ranks:
         trainer = make(kind, ranks)
-        callbacks = [Halving(), *([Dying(moment, trainer)] if ranks.rank in dying else [])]
+        callbacks = [Halving(), *([Dying(moment)] if ranks.rank in dying else [])]
         try:
             history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=callbacks, progress=False)
         except RankLostError as error:

@@ -9,8 +9,6 @@ well).
 """
 
 import functools
-import os
-import signal
 import sys
 import threading
 import time
@@ -20,6 +18,7 @@ import numpy as np
 
 import allreduce
 from allreduce.errors import RankLostError
+from tests.faults.points import die
 
 Call = Callable[[], object]
 
@@ -75,11 +74,11 @@ def main(kind: str, living: int, way: str) -> None:
     rank, call, go_on = KINDS.get(kind, functools.partial(training, kind))(living)
     call()
     if rank >= living:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     if way != "meet":
         go_on()
     if way == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     if way == "exit":
         sys.exit(5)
     if rank == 0 and way == "raise":

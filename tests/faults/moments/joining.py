@@ -13,7 +13,8 @@ from typing import Any
 
 from allreduce import Topology
 from allreduce.elastic import standby
-from tests.faults.moments.training import Deaths, die, trained
+from tests.faults.moments.training import Deaths, trained
+from tests.faults.points import die
 from trainers import CentralStorageTrainer, Checkpoint
 
 WORKING = 3

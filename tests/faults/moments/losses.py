@@ -6,8 +6,6 @@ In each round the ranks that are left make a backend and use it, and one of them
 make the backend again by its recipe, and see that its sums are right. Rank 0 prints a line a round.
 """
 
-import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -16,17 +14,14 @@ from typing import Any
 import numpy as np
 
 import allreduce
-import allreduce.engine.engine
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.wrappers.background import Background
+from tests.faults import points
+from tests.faults.points import die
 
 LENGTH = 300_001
 KILL_SECONDS = 0.02
-
-
-def die(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def sums(reduce: Any) -> None:
@@ -44,16 +39,15 @@ def sums(reduce: Any) -> None:
 
 def in_the_work(reduce: Any, dies: bool) -> None:
     """It has met the others on the board, and does nothing of its part."""
-    run = reduce._calls.run
     if dies:
-        reduce._calls.run = lambda call, _, flat: run(call, die, flat)
+        points.at("reduce", die)
     sums(reduce)
 
 
 def in_an_agreement(reduce: Any, dies: bool) -> None:
     """It has met the others on the board, and does not agree."""
     if dies:
-        allreduce.engine.engine.agree = die
+        points.at("agree in a call", die)
     sums(reduce)
 
 
@@ -95,7 +89,7 @@ def in_the_background(reduce: Any, dies: bool) -> None:
 def in_close(reduce: Any, dies: bool) -> None:
     """Closing raises nothing: whoever hears of the loss lets go."""
     if dies:
-        reduce._close = die
+        points.at("close", die)
     reduce.close()
     assert reduce.closed
     reduce.topology.agree([], "after close()")
@@ -103,7 +97,7 @@ def in_close(reduce: Any, dies: bool) -> None:
 
 def in_create(reduce: Any, dies: bool) -> None:
     if dies:
-        Topology.private = die  # type: ignore[assignment,method-assign]
+        points.at("make a communicator", die)
     allreduce.create("auto", reduce.topology)
 
 

@@ -5,8 +5,6 @@ mpirun --with-ft ulfm -n 3 python -m tests.faults.moments.lost_distributed
 Prints what calls raised, and ends with 0.
 """
 
-import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import allreduce.torch_backend  # noqa: F401
+from tests.faults.points import die
 
 STEPS = 3  # with the second one DDP makes its buckets anew, which broadcasts
 
@@ -50,7 +49,7 @@ def main() -> None:
     model = trained()
     receiving = dist.irecv(data.clone(), (rank + 1) % 3)
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     say_what_is_raised("backward", loss(model).backward)
     say_what_is_raised("all_reduce", lambda: dist.all_reduce(data))
     say_what_is_raised("wait", receiving.wait)

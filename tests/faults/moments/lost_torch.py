@@ -8,7 +8,6 @@ Every rank that is left ends with the parameters of a training that nobody was l
 """
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,8 @@ from torch import nn
 from torch.nn import functional
 
 from allreduce.errors import RankLostError
+from tests.faults import points
+from tests.faults.points import die
 from trainers.pytorch import MirroredOptimizer
 
 STEPS, ROWS = 8, 24
@@ -43,10 +44,6 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(ROWS, 12, generator=generator)
     return x, torch.randint(0, 3, (ROWS,), generator=generator)
-
-
-def die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def reference(seed: int, steps: int = STEPS) -> nn.Module:
@@ -146,7 +143,7 @@ def sharded(topology: allreduce.Topology, folder: Path) -> None:
             optimizer.rows(len(x))
             functional.cross_entropy(model(x), y).backward()
             if dies and step == 5:
-                optimizer._sharded.step = die  # type: ignore[union-attr, method-assign]
+                points.at("update slices", die)
             optimizer.step()
             step += 1
         except RankLostError as error:
@@ -158,23 +155,14 @@ def sharded(topology: allreduce.Topology, folder: Path) -> None:
     optimizer.close()
 
 
-def twice(
-    topology: allreduce.Topology, victim: int = 1, backend: str = "auto", sends: bool = True
-) -> MirroredOptimizer:
-    """A rank dies whose slice another one has too; the loop is that of replicated ones.
-
-    sends: it dies in the exchange of copies, which some may have come through; or else after its own update.
-    """
+def twice(topology: allreduce.Topology) -> MirroredOptimizer:
+    """Rank 1 dies after its own update; another rank has its slice too. The loop is that of replicated ones."""
     model = network(5)
-    optimizer = MirroredOptimizer(plain(model), model, backend, topology=topology, update="sharded", copies=2)
+    optimizer = MirroredOptimizer(plain(model), model, topology=topology, update="sharded", copies=2)
     told = []
     while optimizer.steps < STEPS:
-        sharded = optimizer._sharded
-        if optimizer.steps == 5 and topology.rank == victim and sharded is not None and sharded.twins is not None:
-            if sends:
-                sharded.twins._swap = die  # type: ignore[method-assign]
-            else:
-                sharded.placement.share = die  # type: ignore[method-assign]
+        if optimizer.steps == 5 and topology.rank == 1 and not told:
+            points.at("share slices", die)
         try:
             train(model, optimizer, lambda at, step: None)
         except RankLostError as error:
@@ -187,19 +175,10 @@ def twice(
 
 def recipe(program: str) -> allreduce.Topology:
     """That of trainers/pytorch/README.md, whose rank 3 dies instead of its hundredth step."""
-    step = MirroredOptimizer.step
-
-    def steps(self: MirroredOptimizer, *arguments: Any) -> Any:
-        if self.topology.rank == 3 and self.steps == 99:
-            die()
-        return step(self, *arguments)
-
-    MirroredOptimizer.step = steps  # type: ignore[method-assign]
-    try:
-        found: dict[str, Any] = {}
-        exec(program, found)
-    finally:
-        MirroredOptimizer.step = step  # type: ignore[method-assign]
+    if MPI.COMM_WORLD.rank == 3:
+        points.at("update", die, turn=100)
+    found: dict[str, Any] = {}
+    exec(program, found)
     assert len(found["batch"]) in (19, 20)  # of 96
     assert functional.mse_loss(found["model"](found["x"]), found["y"]).item() < 0.1
     return allreduce.Topology.of_survivors()
@@ -211,7 +190,7 @@ def main() -> None:
     optimizer = replicated(left, True, "in backward", 1)
     left = optimizer.topology
     left = two(left)
-    optimizer = twice(left, sends=False)
+    optimizer = twice(left)
     left = optimizer.topology
     sharded(left, folder)
     print("done", flush=True)

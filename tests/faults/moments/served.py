@@ -13,7 +13,8 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from allreduce.errors import RankLostError
-from tests.faults.moments.training import BATCH, EPOCHS, Deaths, data, die, network
+from tests.faults.moments.training import BATCH, EPOCHS, Deaths, data, network
+from tests.faults.points import die
 from trainers import MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 
 Moment = tuple[str, int, int]

@@ -13,7 +13,8 @@ from typing import Any
 from allreduce import Topology
 from allreduce.errors import RankLostError
 from allreduce.transport import processes
-from tests.faults.moments.training import BATCH, data, die, network
+from tests.faults.moments.training import BATCH, data, network
+from tests.faults.points import die
 from trainers import MirroredTrainer
 from trainers.callbacks import Callback, CheckDivergence
 

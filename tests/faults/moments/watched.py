@@ -17,7 +17,8 @@ from mpi4py import MPI
 from allreduce import Topology
 from allreduce.elastic import standby
 from allreduce.transport import processes
-from tests.faults.moments.training import BATCH, data, die, network
+from tests.faults.moments.training import BATCH, data, network
+from tests.faults.points import InjectedError, die
 from trainers import MirroredTrainer
 from trainers.callbacks import (
     Callback,
@@ -33,10 +34,6 @@ from trainers.callbacks import (
 
 EPOCHS = 12
 JOINED = 3  # the number of the rank that joins
-
-
-class InjectedError(Exception):
-    """What a user's callback raises."""
 
 
 class Story(Callback):

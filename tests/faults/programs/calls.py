@@ -8,12 +8,9 @@ from allreduce.transport import ulfm
 from allreduce.transport.control import all_values
 from tests.faults.notes import Notes, members
 from tests.faults.plans import STEPS, Plan
+from tests.faults.points import WrongResultError
 
 LENGTHS = (1, 1000, 70_000)
-
-
-class WrongSumError(Exception):
-    """A call came back with other numbers than the ranks had brought."""
 
 
 class Calls:
@@ -39,7 +36,7 @@ class Calls:
             self._backend(array, "sum")
             right = sum(_value(member, self.step) for member in members)
             if not (array == right).all():
-                raise WrongSumError(f"step {self.step}: {array[:3]}, right {right}, of {members}")
+                raise WrongResultError(f"step {self.step}: {array[:3]}, right {right}, of {members}")
             self._notes.step(self.step, topology)
             self.step += 1
 

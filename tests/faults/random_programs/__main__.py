@@ -19,7 +19,6 @@ On a machine that does other things as well, time-outs end programs that only ar
 
 import argparse
 import collections
-import json
 import re
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests import launch
+from tests.faults.notes import read
 from tests.faults.random_programs import making
 
 OUTCOMES = ("right", "named", "refused", "raw", "wrong", "hang")
@@ -117,7 +117,7 @@ def _run(seeds: list[int], options: argparse.Namespace) -> Iterator[Result]:
     while seeds:
         with tempfile.TemporaryDirectory() as folder:
             code, printed = _job(ranks, seeds, folder, options)
-            notes = _notes(folder)
+            notes = _notes(folder, ranks)
         finished = True
         while seeds and finished:
             seed, seeds = seeds[0], seeds[1:]
@@ -145,8 +145,8 @@ def _job(ranks: int, seeds: list[int], folder: str, options: argparse.Namespace)
     return job.returncode, job.stdout + job.stderr
 
 
-def _notes(folder: str) -> list[dict]:
-    return [json.loads(line) for path in Path(folder).iterdir() for line in path.read_text().splitlines()]
+def _notes(folder: str, ranks: int) -> list[dict]:
+    return [note for rank in range(ranks) for note in read(Path(folder), rank)]
 
 
 def _judge(program: making.Program, notes: list[dict]) -> Result:
@@ -214,7 +214,7 @@ def _show(options: argparse.Namespace) -> int:
     print(program, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         code, printed = _job(program.ranks, [program.seed], folder, options)
-        notes = _notes(folder)
+        notes = _notes(folder, program.ranks)
     print(printed)
     for note in notes:
         print(f"rank {note['rank']}: {note['outcome']} {note['text']}")

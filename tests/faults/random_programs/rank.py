@@ -2,18 +2,16 @@
 
     mpirun -n 3 python -m tests.faults.random_programs.rank FOLDER LIMIT KINDS CHECKS SEED...
 
-Each rank writes to FOLDER/RANK a line for each program: what became of it here. A program that ends in an error that
+Each rank notes in FOLDER what became of each program. A program that ends in an error that
 all ranks have, or well, is followed by the next one; all others end the job, as they would end a job of their own.
 """
 
-import json
 import os
-import signal
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -23,19 +21,13 @@ from allreduce.errors import AllReduceError
 # isort: split
 from mpi4py import MPI
 
+from tests.faults.notes import Notes
+from tests.faults.points import InjectedError, WrongResultError, die
 from tests.faults.random_programs import making
 from tests.faults.random_programs.making import ENDINGS, Call, Program
 from tests.ranks.hosts import Hosts
 
 HUNG = 86  # the exit code of a rank that has waited longer than the limit
-
-
-class InjectedError(Exception):
-    """The exception of a program that has one."""
-
-
-class WrongResultError(Exception):
-    """A call came back with other numbers than it had to."""
 
 
 class Run:
@@ -117,7 +109,7 @@ def end(how: str) -> None:
     if how == "exception":
         raise InjectedError("injected")
     if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     if how == "asleep":
         time.sleep(3600)
     if how == "exit":
@@ -129,12 +121,12 @@ class EndOfProgram(BaseException):
     """A rank that has nothing more to do returns."""
 
 
-def main(out: TextIO, limit: float, programs: list[Program]) -> None:
+def main(folder: Path, limit: float, programs: list[Program]) -> None:
     control = MPI.COMM_WORLD.Dup()
+    notes = Notes(folder, control.rank)
 
     def note(seed: int, outcome: str, text: str = "") -> None:
-        out.write(json.dumps({"seed": seed, "rank": control.rank, "outcome": outcome, "text": text[:300]}) + "\n")
-        out.flush()
+        notes.add("outcome", seed=seed, rank=control.rank, outcome=outcome, text=text[:300])
 
     def hung() -> None:
         note(program.seed, "hang", f"rank {control.rank} in call {run.at if run else -1}")
@@ -177,5 +169,4 @@ def main(out: TextIO, limit: float, programs: list[Program]) -> None:
 if __name__ == "__main__":
     folder, limit, kinds, checks, *seeds = sys.argv[1:]
     drawn = [making.make(int(seed), kinds.split(","), checks.split(",")) for seed in seeds]
-    with open(Path(folder) / str(MPI.COMM_WORLD.rank), "a") as file:
-        main(file, float(limit), drawn)
+    main(Path(folder), float(limit), drawn)
