@@ -26,7 +26,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from mpi4py import MPI
 
@@ -315,30 +314,14 @@ def lonely() -> Watch:
 watch_others(lonely)
 
 
-class Looks(Protocol):
-    """A watch, as the watchdog sees it. active: it has ranks to wait for."""
-
-    active: bool
-
-    def look(self) -> None: ...
-
-    def listen(self) -> None: ...
-
-    def leave(self, why: str) -> None: ...
-
-    def end(self, code: int) -> None: ...
-
-    def standing(self) -> str: ...
-
-
 class _Watchdog:
     def __init__(self) -> None:
-        self._watches: weakref.WeakSet[Looks] = weakref.WeakSet()
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def add(self, watch: Looks) -> None:
+    def add(self, watch: Watch) -> None:
         with self._lock:
             self._watches.add(watch)
         if self._thread is None and watch.active:
@@ -367,7 +350,7 @@ class _Watchdog:
                 except Exception:  # a watchdog that dies would leave hangs without a word
                     log.exception("the watchdog met an error, and goes on")
 
-    def watches(self) -> list[Looks]:
+    def watches(self) -> list[Watch]:
         with self._lock:
             return list(self._watches)
 
@@ -390,7 +373,7 @@ class _Watchdog:
 _watchdog = _Watchdog()
 
 
-def add(watch: Looks) -> None:
+def add(watch: Watch) -> None:
     """Have the thread look at a watch, as long as that lives. Local."""
     _watchdog.add(watch)
 

@@ -19,9 +19,10 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from allreduce.errors import CollectiveTimeoutError, RankLeftError
-from allreduce.health import abort, status
+from allreduce.health import status
 from allreduce.health.status import ENDED, LEFT, SILENT, STALLED, WAITING, Fact, State
 from allreduce.health.status_rows import FAR_BYTES, OWN_BYTES, StatusRows
+from allreduce.process import children
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.deferred_free import keep
 from allreduce.transport.liveness import Process
@@ -162,7 +163,7 @@ class Notes:
             self._tell([], [status.fact(LEFT, wait.number, wait.count, word, why)])
         else:
             passed = self._finish.count - (self._finish.call is not None)
-            self._tell([WAITING], [status.fact(LEFT, 0, abort.exit_code(), passed, why)])
+            self._tell([WAITING], [status.fact(LEFT, 0, children.exit_code(), passed, why)])
         self.listen()
         self._spread_last()
 

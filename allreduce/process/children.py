@@ -11,6 +11,7 @@ children of multiprocessing end by themselves when their rank has ended. Program
 import atexit
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import sys
@@ -114,25 +115,44 @@ def _note_fork() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     _forked = _forked or (mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized())
     if _forked:
-        _note_exit_codes()
+        note_exit_codes()
+        _note_exceptions()
 
 
-_exit_codes = [0]  # of a forked child: the last is what it ends with
+_exit_codes = [0]  # the last is what this program ends with, as far as is known
 
 
-def _note_exit_codes() -> None:
-    """Have `_end_child` know the exit code of a child that ends by sys.exit or by an exception."""
-    leave, hook = sys.exit, sys.excepthook
+@functools.cache
+def note_exit_codes() -> None:
+    """From now on `exit_code` knows what the main thread gives to sys.exit. Local, once.
 
+    Python tells it to nobody before the end of MPI: neither to sys.excepthook nor to functions of atexit.
+    """
+    leave = sys.exit
+
+    @functools.wraps(leave)
     def exit(status: Any = None) -> NoReturn:
-        _exit_codes.append(status & 0xFF if isinstance(status, int) else int(status is not None))
+        if threading.current_thread() is threading.main_thread():
+            _exit_codes.append(status & 0xFF if isinstance(status, int) else int(status is not None))
         leave(status)
+
+    sys.exit = exit
+
+
+def exit_code() -> int:
+    """What the program of this process ends with, as far as is known. Local."""
+    return _exit_codes[-1]
+
+
+def _note_exceptions() -> None:
+    """Have `exit_code` know of an exception that ends a forked child."""
+    hook = sys.excepthook
 
     def excepthook(*error: Any) -> None:
         _exit_codes.append(1)
         hook(*error)
 
-    sys.exit, sys.excepthook = exit, excepthook
+    sys.excepthook = excepthook
 
 
 @atexit.register  # one of the first, so that it runs behind those of the program
@@ -144,7 +164,7 @@ def _end_child() -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        os._exit(_exit_codes[-1])
+        os._exit(exit_code())
 
 
 def _taken_for_finalized() -> bool:

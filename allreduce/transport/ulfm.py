@@ -166,8 +166,8 @@ def failed(comm: MPI.Comm) -> tuple[int, ...]:
     return ranks
 
 
-def all_others_failed() -> bool:
-    """Whether this rank is the last living one of its job. Local.
+def all_others_failed(world: MPI.Intracomm) -> bool:
+    """Whether this rank is the last living one of its job, whose communicator is `world`. Local.
 
     So it is in a job of one rank. False where ranks can't fail alone.
     """
@@ -175,8 +175,8 @@ def all_others_failed() -> bool:
         return False
     try:
         with contextlib.suppress(MPI.Exception):  # it raises when a rank has failed
-            MPI.COMM_WORLD.Iprobe()  # MPI hears of failures inside of its calls
-        return len(failed(MPI.COMM_WORLD)) == MPI.COMM_WORLD.size - 1
+            world.Iprobe()  # MPI hears of failures inside of its calls
+        return len(failed(world)) == world.size - 1
     except (MPI.Exception, NotImplementedError):  # an Open MPI that was built without it
         return False
 
