@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import trainers.horovod.torch as hvd
+from allreduce.engine.queue import Worker
 from allreduce.errors import CollectiveTimeoutError, DisagreementError
 from allreduce.topology import Topology
 from allreduce.torch_backend.reduce import TensorReducer
@@ -116,13 +117,13 @@ def names_in_any_order() -> None:
 def held_back() -> Iterator[None]:
     """What is submitted inside is decided together, when all ranks have left."""
     if RANK == 0:
-        session.world().worker._turning.acquire()
+        session.world().once(Worker)._turning.acquire()
     try:
         yield
         session.world().agree([], "all have submitted")
     finally:
         if RANK == 0:
-            session.world().worker._turning.release()
+            session.world().once(Worker)._turning.release()
 
 
 def fused() -> None:
@@ -204,8 +205,8 @@ def gradients() -> None:
 def joined() -> None:
     """Who has no data left stands in, with what changes nothing."""
     if RANK == 0:  # what the others submit soon is decided together
-        session.world().worker._turning.acquire()
-        threading.Timer(0.3, session.world().worker._turning.release).start()
+        session.world().once(Worker)._turning.acquire()
+        threading.Timer(0.3, session.world().once(Worker)._turning.release).start()
     else:
         handles = [hvd.allreduce_async(here(2 + at), name=f"small {at}", op=hvd.Sum) for at in range(5)]
         for at, handle in enumerate(handles):

@@ -29,8 +29,8 @@ MODULES_IN_CIRCLES = 18  # 0: modules that import each other, directly or by way
 FOLDERS_IN_CIRCLES = 30  # 0: the same of the modules and folders that lie in one folder
 FLOORS = {"allreduce": 15, "trainers": 10, "benchmarks": 4}  # 13 each: layers of modules and folders
 ROOT_MODULES = {"allreduce": 13, "trainers": 14}  # 12 and 16: modules directly in the package's folder
-LINES = 43_214  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and scripts
-FINDINGS = {"SLF001": 169, "C901": 3, "PLR0912": 3, "PLR0915": 0}  # 0: of ruff in the product, whatever noqa says
+LINES = 43_185  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and scripts
+FINDINGS = {"SLF001": 155, "C901": 2, "PLR0912": 2, "PLR0915": 0}  # 0: of ruff in the product, whatever noqa says
 
 CORE = {"numpy", "mpi4py", "ml_dtypes"}
 LAZY = {"cupy", "psutil", "pynvml", "threadpoolctl"}  # inside functions only

@@ -67,13 +67,6 @@ class Members:
         """Count calls without a name anew, on all ranks: those that had joined have made fewer. Local."""
         self._counts.clear()
 
-    def submit(self, name: str, side: Side, work: Callable[[Sides], object]) -> Pending:
-        """Have `work` called when all members have come to this name. Raises DuplicateNameError."""
-        try:
-            return self.lane.call(name, side, work)
-        except OptionError as error:
-            raise DuplicateNameError(str(error)) from None
-
     def _join_proxy(self, same: Any) -> Callable[[Sides], object]:
         return join_proxy(self, same)
 
@@ -83,10 +76,10 @@ class Members:
             self.topology.abandon()
             return
         try:
-            self.submit(self.name("close", None), Side("close", what="hvd.shutdown"), lambda _: None).wait()
-        except AllReduceError as error:
+            synchronize(submit(self, "close", None, Side("close", what="hvd.shutdown"), [], lambda _: [None]))
+        except AllReduceError:
             self.topology.abandon()
-            raise internal(error) from error
+            raise
         self.lane.abandon()
         self.reducer.close()
         self.topology.close()
@@ -155,11 +148,17 @@ def submit(
     work: Work,
     grouped: bool = False,
 ) -> int:
-    """Have `work` called when all members have come to this name; a handle for what it returns. Local."""
+    """Have `work` called when all members have come to this name; a handle for what it returns. Local.
+
+    Raises DuplicateNameError.
+    """
     global _last
     full = members.name(kind, name)
     run = Run(work, tensors, timeline.begin(full))
-    pending = members.submit(full, side._replace(what=f"{full}: {side.what}"), run)
+    try:
+        pending = members.lane.call(full, side._replace(what=f"{full}: {side.what}"), run)
+    except OptionError as error:
+        raise DuplicateNameError(str(error)) from None
     _last = next(_numbers)
     _open[_last] = Handle(pending, run, grouped)
     return _last

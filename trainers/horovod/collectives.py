@@ -94,34 +94,47 @@ class Collective:
     def synchronous(self, *, grouped: bool = False, in_place: bool = False) -> Callable[..., Any]:
         """The function that waits for its result; where it returns new tensors, it has a derivative."""
         form = Form(self._name, self._overwrites, grouped, in_place)
-        compresses = self._compresses and not in_place
-        signature = self._signature(form, Sequence[torch.Tensor] if grouped else torch.Tensor, compresses)
-        begin = self.asynchronous(grouped=grouped, in_place=in_place)
-
-        def overwrite(*args: Any, **options: Any) -> Any:
-            return synchronize(begin(*args, **options))
+        signature = self._signature(form, Sequence[torch.Tensor] if grouped else torch.Tensor, not in_place)
+        if in_place:
+            begin = self.asynchronous(grouped=grouped, in_place=True)
+            return self._published(lambda *args, **options: synchronize(begin(*args, **options)), form, "", signature)
+        names, default = list(signature.parameters), Compression.none if self._compresses else None
+        at = names.index("compression") - 1 if self._compresses else len(names)
 
         def call(*args: Any, **options: Any) -> Any:
-            bound = signature.bind(*args, **options)
-            bound.apply_defaults()
-            options = bound.arguments
-            tensors = form.checked(options.pop(form.first))
-            if not compresses:
-                results = Differentiable.apply(self, form, options, *tensors)
+            given, *rest = (options.pop(form.first), *args) if form.first in options else args
+            tensors = form.checked(given)
+            compression = rest.pop(at) if len(rest) > at else options.pop("compression", default)
+            if compression is None:
+                results: Sequence[torch.Tensor] = self.wait(form, tensors, rest, options)
                 return results if grouped or len(results) > 1 else results[0]
-            compression = options.pop("compression")
             short, contexts = zip(*map(compression.compress, tensors), strict=True)
-            results = Differentiable.apply(self, form, options, *short)
-            whole = [compression.decompress(*each) for each in zip(results, contexts, strict=True)]
-            return whole if grouped else whole[0]
+            reduced = self.wait(form, short, rest, options)
+            results = [compression.decompress(*each) for each in zip(reduced, contexts, strict=True)]
+            return results if grouped else results[0]
 
-        return self._published(overwrite if in_place else call, form, "", signature)
+        return self._published(call, form, "", signature)
 
-    def _signature(self, form: Form, returns: Any, compresses: bool = False) -> inspect.Signature:
+    def wait(
+        self, form: Form, tensors: Sequence[torch.Tensor], rest: Sequence[Any], options: dict[str, Any]
+    ) -> tuple[torch.Tensor, ...]:
+        """The results of a call, with their history where a tensor has one."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return Differentiable.apply(self, form, rest, options, *tensors)
+        found = synchronize(self.describe(form, tensors if form.grouped else tensors[0], *rest, **options))
+        return found if isinstance(found, tuple) else (found,)
+
+    def options(self, rest: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+        """The arguments behind the tensors, by name."""
+        bound = inspect.signature(self.describe).bind(None, None, *rest, **options)
+        bound.apply_defaults()
+        return dict(list(bound.arguments.items())[2:])
+
+    def _signature(self, form: Form, returns: Any, may_compress: bool = False) -> inspect.Signature:
         _, given, *rest = inspect.signature(self.describe).parameters.values()
         annotation = Sequence[torch.Tensor] if form.grouped else torch.Tensor
         parameters = [given.replace(name=form.first, annotation=annotation), *rest]
-        if compresses:
+        if self._compresses and may_compress:
             behind = 1 + [each.name for each in parameters].index("name")
             compression = given.replace(name="compression", default=Compression.none, annotation=type[Compressor])
             parameters.insert(behind, compression)
@@ -144,11 +157,15 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, collective: Collective, form: Form, options: dict[str, Any], *tensors: torch.Tensor
+        ctx: Any,
+        collective: Collective,
+        form: Form,
+        rest: Sequence[Any],
+        options: dict[str, Any],
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        results = synchronize(collective.describe(form, tensors if form.grouped else tensors[0], **options))
-        results = results if isinstance(results, tuple) else (results,)
-        ctx.collective, ctx.form, ctx.options = collective, form, options
+        results = collective.wait(form, tensors, rest, options)  # PyTorch records nothing in here
+        ctx.collective, ctx.form, ctx.options = collective, form, collective.options(rest, options)
         ctx.rows = [len(tensor) if tensor.dim() else 0 for tensor in tensors]
         ctx.extra = results[len(tensors) :]
         ctx.mark_non_differentiable(*ctx.extra)
@@ -156,7 +173,7 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, None, None, *ctx.collective.backward(ctx, gradients[: len(ctx.rows)])
+        return None, None, None, None, *ctx.collective.backward(ctx, gradients[: len(ctx.rows)])
 
 
 def _allreduce(
@@ -190,7 +207,7 @@ def _allreduce(
 
 
 def _allreduce_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return Differentiable.apply(ctx.collective, ctx.form, {**ctx.options, "name": None}, *gradients)
+    return ctx.collective.wait(ctx.form, gradients, [], {**ctx.options, "name": None})
 
 
 _ALLREDUCE = Collective(_allreduce, _allreduce_backward, overwrites=True, compresses=True)

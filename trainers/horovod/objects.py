@@ -2,13 +2,14 @@
 
 import base64
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from allreduce.torch_backend.tensors import as_bytes, readable
-from trainers.horovod.arguments import layout
+from trainers.horovod.arguments import dtype_name, layout
 from trainers.horovod.errors import NotSendableError
 
 _HEAD = 8  # bytes that hold the length of the text
@@ -19,15 +20,19 @@ SENDABLE = "None, numbers, texts, bytes, tensors, NumPy arrays, and lists, tuple
 def pack(value: Any) -> torch.Tensor:
     """`value` as a tensor of bytes. Raises NotSendableError."""
     tensors: list[torch.Tensor] = []
-    text = json.dumps([_plain(value, tensors), [layout(each) for each in tensors]]).encode()
-    parts = [np.frombuffer(len(text).to_bytes(_HEAD, "little") + text, np.uint8), *map(as_bytes, tensors)]
-    return torch.from_numpy(np.concatenate(parts))
+    plain = _plain(value, tensors)
+    return _packed(plain, tensors)
 
 
 def pack_error(error: Exception) -> torch.Tensor:
     """What `unpack` raises as a NotSendableError, on all ranks that read it."""
-    text = json.dumps([{"error": str(error)}, []]).encode()
-    return torch.from_numpy(np.frombuffer(len(text).to_bytes(_HEAD, "little") + text, np.uint8).copy())
+    return _packed({"error": str(error)}, [])
+
+
+def _packed(plain: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
+    text = json.dumps([plain, [layout(each) for each in tensors]]).encode()
+    head = np.frombuffer(len(text).to_bytes(_HEAD, "little") + text, np.uint8)
+    return torch.from_numpy(np.concatenate([head, *map(as_bytes, tensors)]))
 
 
 def unpack(packed: torch.Tensor) -> tuple[Any, int]:
@@ -44,30 +49,47 @@ def unpack(packed: torch.Tensor) -> tuple[Any, int]:
     return _value(plain, tensors), end
 
 
+def _refuse(text: str) -> None:
+    raise NotSendableError(text)
+
+
+_CONTAINERS = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
+_LEAVES: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {  # type, to JSON, from JSON
+    "array": (
+        np.ndarray,
+        lambda array: [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()],
+        lambda held: np.frombuffer(base64.b64decode(held[2]), np.dtype(held[0])).reshape(held[1]).copy(),
+    ),
+    "bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda held: complex(*held)),
+    "dtype": (torch.dtype, dtype_name, lambda held: getattr(torch, held)),
+    "device": (torch.device, str, torch.device),
+    "error": ((), str, _refuse),
+}
+
+
 def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
     """`value` as JSON: containers, and what JSON does not know, as a dict of one kind; tensors go to the list."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if type(value) is list:
-        return [_plain(each, tensors) for each in value]
     if isinstance(value, torch.Tensor):
         tensors.append(readable(value))
         return {"tensor": len(tensors) - 1}
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.names is None:
-        return {"array": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
-    if isinstance(value, np.generic):
-        return _plain(value.item(), tensors)
-    if isinstance(value, bytes):
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, torch.dtype | torch.device):
-        return {type(value).__name__: str(value).removeprefix("torch.")}
     if isinstance(value, dict):
         return {"dict": [[_plain(key, tensors), _plain(held, tensors)] for key, held in value.items()]}
-    for kind in (list, tuple, set, frozenset):
-        if isinstance(value, kind):
-            return {kind.__name__: [_plain(each, tensors) for each in value]}
+    for name, container in _CONTAINERS.items():
+        if isinstance(value, container):
+            return {name: [_plain(each, tensors) for each in value]}
+    return _leaf(value)
+
+
+def _leaf(value: Any) -> Any:
+    if not (isinstance(value, np.ndarray) and (value.dtype.hasobject or value.dtype.names is not None)):
+        for name, (kind, write, _) in _LEAVES.items():
+            if isinstance(value, kind):
+                return {name: write(value)}
     for number in (int, float, str):
         if isinstance(value, number):  # an enumeration's member, say
             return number(value)
@@ -77,13 +99,7 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
     )
 
 
-def _refuse(text: str) -> None:
-    raise NotSendableError(text)
-
-
 def _value(plain: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(plain, list):
-        return [_value(each, tensors) for each in plain]
     if not isinstance(plain, dict):
         return plain
     ((kind, held),) = plain.items()
@@ -93,15 +109,4 @@ def _value(plain: Any, tensors: list[torch.Tensor]) -> Any:
         return {_value(key, tensors): _value(entry, tensors) for key, entry in held}
     if kind in _CONTAINERS:
         return _CONTAINERS[kind](_value(each, tensors) for each in held)
-    return _MAKE[kind](held)
-
-
-_CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-_MAKE: dict[str, Any] = {
-    "array": lambda held: np.frombuffer(base64.b64decode(held[2]), np.dtype(held[0])).reshape(held[1]).copy(),
-    "bytes": base64.b64decode,
-    "complex": lambda held: complex(*held),
-    "dtype": lambda held: getattr(torch, held),
-    "device": torch.device,
-    "error": _refuse,
-}
+    return _LEAVES[kind][2](held)

@@ -33,6 +33,12 @@ class Mirrored:
     _averaging: Averaging
     _owns_backend: bool
 
+    def mirror(self, backend: AllReduce, owns_backend: bool) -> None:
+        """Average by this backend from now on. Collective where the optimizer has variables, which become rank 0's."""
+        self.backend, self._averaging, self._owns_backend = backend, Averaging(backend), owns_backend
+        if self.built:
+            mirror_variables(self.variables, backend)
+
     @property
     def topology(self) -> Topology:
         """The ranks: `optimizer.topology.rank`, `.size`."""
@@ -106,10 +112,7 @@ def MirroredOptimizer(  # noqa: N802 - a class to its users, as for PyTorch
     backend.owns_topology |= made
     assert plain is not None
     plain.__class__ = _derived(type(plain))
-    plain.backend, plain._averaging = backend, Averaging(backend)
-    plain._owns_backend = not isinstance(allreduce, AllReduce)
-    if plain.built:
-        mirror_variables(plain.variables, backend)
+    plain.mirror(backend, owns_backend=not isinstance(allreduce, AllReduce))
     malloc.keep_freed_memory()
     return plain
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import keras
@@ -20,9 +21,8 @@ class Computing(ABC):
     def __init__(self, model: Any, measured: Measured) -> None:
         self.model, self.measured = model, measured
         self.trained, self.others = model.trainable_variables, model.non_trainable_variables
-        self.training, self.using = (
-            {"training": flag} if model._call_has_training_arg else {} for flag in (True, False)
-        )
+        takes_training = attrgetter("_call_has_training_arg")(model)  # Keras has no public name of it
+        self.training, self.using = ({"training": flag} if takes_training else {} for flag in (True, False))
         self.compile()
 
     def compile(self) -> None:  # noqa: B027, nothing to do where nothing is compiled

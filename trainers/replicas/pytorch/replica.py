@@ -1,6 +1,7 @@
 """Any PyTorch module as a replica, so that trainers can train it. No MPI here."""
 
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from trainers.replicas.pytorch.optimizer import TorchOptimizer
 from trainers.replicas.pytorch.state import Buffers, TorchState
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, views
 
+changes_of = attrgetter("_version")  # how often a tensor was changed in place; PyTorch has no public name of it
 Metric = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -153,11 +155,12 @@ class TorchReplica(FlatReplica):
             self._take_statistics(self._parameters)
 
     def edited(self) -> str:
-        names = (name for name, each in self.module.named_parameters() if each._version != self._versions.get(each))
+        named = self.module.named_parameters()
+        names = (name for name, each in named if changes_of(each) != self._versions.get(each))
         return next(names, "") if self._versions else ""
 
     def accept_edits(self) -> None:
-        self._versions = {each: each._version for each in self.module.parameters()}
+        self._versions = {each: changes_of(each) for each in self.module.parameters()}
 
     @torch.no_grad()
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> list[float]:
