@@ -37,7 +37,7 @@ def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatc
     """It is made once more; a rank that passed it over would keep the others waiting, or find it closed."""
     torch = pytest.importorskip("torch")
     from trainers.pytorch import MirroredOptimizer
-    from trainers.pytorch.optimizer import Life
+    from trainers.pytorch.assembly import Assembly
 
     def lost(*_: Any) -> None:
         raise RankLostError("rank 1 was lost")
@@ -45,14 +45,14 @@ def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatc
     model = torch.nn.Linear(3, 2)
     with Topology(MPI.COMM_SELF) as topology:
         optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=topology)
-        family = optimizer._averager.family
+        group = optimizer._parts.reducer.group
         with monkeypatch.context() as patch:
-            patch.setattr("trainers.pytorch.optimizer.ulfm.in_force", lambda: True)
-            patch.setattr(Life, "_make", lost)
+            patch.setattr("trainers.pytorch.assembly.ulfm.in_force", lambda: True)
+            patch.setattr(Assembly, "_make", lost)
             with pytest.raises(RankLostError):
-                optimizer._reconnect(family)
+                optimizer._parts.rebuild(group)
             assert not optimizer.closed
-        optimizer._reconnect(family)
+        optimizer._parts.rebuild(group)
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
         assert optimizer.steps == 1
@@ -61,8 +61,8 @@ def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatc
 def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or else those of the replica that was overwritten would come back with the next loss."""
     torch = pytest.importorskip("torch")
-    from trainers.pytorch import MirroredOptimizer, comparing
-    from trainers.pytorch.recovery import Twins, collect
+    from trainers.pytorch import MirroredOptimizer, step_checks
+    from trainers.pytorch.recovery import Backup, collect
 
     class Found:
         root, differing = staticmethod(lambda source: 0), staticmethod(lambda root: [1])
@@ -71,8 +71,8 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
         for each in tensors:
             each.data.fill_(7.0)
 
-    monkeypatch.setattr(comparing, "compare", lambda *_: Found())
-    monkeypatch.setattr(comparing, "broadcast_tensors", overwrite)
+    monkeypatch.setattr(step_checks, "compare", lambda *_: Found())
+    monkeypatch.setattr(step_checks, "broadcast_tensors", overwrite)
     model = torch.nn.Linear(3, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"update": "sharded", "check_every": 1, "on_divergence": "copy", "source": 0}
@@ -80,11 +80,12 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
         Topology(MPI.COMM_SELF) as topology,
         MirroredOptimizer(plain, model, topology=topology, **options) as optimizer,
     ):
-        sharded = optimizer._sharded
-        twins = sharded.twins = Twins(sharded, sharded._owned, topology, optimizer._averager.comm)
+        sharded = optimizer._parts.sharded
+        sizes = [bucket.stop - bucket.start for bucket in sharded.reducer.plan]
+        backup = sharded.backup = Backup(sharded.held, sharded._owned, sizes, topology, sharded.reducer.comm)
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-        whole = collect(topology.world, twins, list(model.parameters()))
+        whole = collect(topology.world, backup, list(model.parameters()))
         assert whole is not None
         assert whole.steps == 1
         assert all((each == 7).all() for each in whole.parameters)

@@ -151,7 +151,7 @@ def on_gpu(run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 def watched(optimizer: MirroredOptimizer, model: torch.nn.Module) -> None:
     """Look for races in the gradients and parameters, and see that gradients are where they should be."""
-    for memory in optimizer._averager.buckets:
+    for memory in optimizer._parts.reducer.buckets:
         GPU.track(memory.tensor.data_ptr(), memory.tensor.nbytes)
         assert type(memory.array) is (CUPY.ndarray if optimizer.backend.name == "nccl" else np.ndarray)
     for parameter in model.parameters():

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 from allreduce.arrays.chunks import chunk
-from trainers.pytorch.buckets import pieces, plan
+from trainers.pytorch.buckets import blocks, plan
 from trainers.pytorch.recovery import covers
 
 SINGLE, DOUBLE = ("float32", 4), ("float64", 8)
@@ -55,7 +55,7 @@ def test_pieces_cover_each_element_once(ranks: int) -> None:
     offsets: dict[tuple[str, int], int] = {}
     for rank in range(ranks):
         owned = [chunk(bucket.stop - bucket.start, ranks, rank) for bucket in buckets]
-        for piece in pieces(buckets, owned, step=64):
+        for piece in blocks(buckets, owned, step=64):
             assert 0 < piece.stop - piece.start <= 64
             for at in range(piece.start, piece.stop):
                 assert (piece.dtype, at) not in owners
@@ -83,7 +83,7 @@ def test_nodes_of_different_size_cut_in_the_same_places(nodes: tuple[int, int]) 
             piece
             for (nodes_size, _), mine in owned.items()
             if nodes_size == size
-            for piece in pieces(buckets, mine, 64, cuts)
+            for piece in blocks(buckets, mine, 64, cuts)
         }
         for size in nodes
     ]

@@ -154,26 +154,22 @@ def test_three_lines_reach_the_accuracy_of_one_rank(mpirun: JobRunner, ranks: in
     assert accuracy >= 0.97
 
 
-def test_training_step_benchmark(mpirun: JobRunner, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    out = tmp_path / "out.json"
-    options = ["--models", "conv", "--batch", "4", "--steps", "2", "--warmup", "1", "--verify", "3", "--json", out]
-    job = mpirun(2, ["-m", "benchmarks.training_step", *options, "--variants", "DDP + gloo; replicated; sharded"])
-    assert job.returncode == 0, job.stderr
-    result = json.loads(out.read_text())["results"][0]
-    assert result["times"]["replicated"]["median_ms"] > 0
-    assert result["differences"]["replicated"]["bits_equal"]
-    assert result["differences"]["sharded"]["largest"] <= 1e-6
-
-
 @pytest.mark.jobs
-def test_training_step_benchmark_refuses(tmp_path: Path) -> None:
+def test_training_step_benchmark(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     wrong = {
         "--models mlpp": "'mlpp' is unknown; choose from: mlp; transformer; conv",
         "--json no/out.json": "does not exist; make it first",
     }
-    lines = [("benchmarks.training_step", options.split(), str(tmp_path)) for options in wrong]
-    for told, ranks in zip(wrong.values(), in_one_job(2, lines, tmp_path), strict=True):
+    short = ["--models", "conv", "--batch", "4", "--steps", "2", "--warmup", "1", "--verify", "3", "--json", "out.json"]
+    options = [*map(str.split, wrong), [*short, "--variants", "DDP + gloo; replicated; sharded"]]
+    lines = [("benchmarks.training_step", each, str(tmp_path)) for each in options]
+    *refused, came = in_one_job(2, lines, tmp_path)
+    for told, ranks in zip(wrong.values(), refused, strict=True):
         assert [rank["code"] for rank in ranks] == [2, 2]
         assert "".join(rank["stderr"] for rank in ranks).count(told) == 1
+    assert all(not rank["code"] for rank in came), came
+    result = json.loads((tmp_path / "out.json").read_text())["results"][0]
+    assert result["times"]["replicated"]["median_ms"] > 0
+    assert result["differences"]["replicated"]["bits_equal"]
+    assert result["differences"]["sharded"]["largest"] <= 1e-6

@@ -13,9 +13,10 @@ except ImportError as error:
         'pip install ".[torch]" in the checkout'
     ) from error
 
+from trainers.pytorch.buckets import GradientError
 from trainers.pytorch.optimizer import MirroredOptimizer
 from trainers.pytorch.report import Report
-from trainers.pytorch.sharded import ELEMENTWISE
 from trainers.pytorch.sparse import TAKES_SPARSE
+from trainers.replicas.pytorch.optimizer import ELEMENTWISE
 
-__all__ = ["ELEMENTWISE", "TAKES_SPARSE", "MirroredOptimizer", "Report"]
+__all__ = ["ELEMENTWISE", "TAKES_SPARSE", "GradientError", "MirroredOptimizer", "Report"]

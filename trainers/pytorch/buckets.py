@@ -1,9 +1,14 @@
-"""Pure arithmetic: where each parameter's gradient lies in the flat buffers, and how buffers fall into buckets."""
+"""Buckets: the layout of gradients in flat buffers, and the memory of these buffers.
+
+First pure arithmetic (where each gradient lies, how buffers fall into buckets, what of them a rank updates); then the
+memory, on the model's device and where the backend reduces it; then marks, which show edits of this memory.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +18,26 @@ from torch import Tensor
 from allreduce import notices
 from allreduce.arrays import gpu
 from allreduce.backend import AllReduce
-from allreduce.errors import OptionError
+from allreduce.errors import AllReduceError, OptionError
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.tensors import TORCH, as_tensor
 
 ALIGN_BYTES = 64  # every gradient begins at a cache line
+
+# How often a tensor was edited in place. PyTorch has no public name for it.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+
+
+class GradientError(AllReduceError, RuntimeError):
+    """Gradients were produced, changed or left out in a way in which they can't be averaged."""
+
+
+def changed(name: str, now: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """The text of an error: a parameter or its gradient has another shape or dtype than it had."""
+    return (
+        f"{name} has become {tuple(now.shape)} {now.dtype} since MirroredOptimizer was made, "
+        f"where it was {tuple(shape)} {dtype}; close() it and make it again after such a change"
+    )
 
 
 class Slot(NamedTuple):
@@ -80,7 +100,7 @@ def _aligned(start: int, itemsize: int) -> int:
     return -(-start // step) * step
 
 
-class Piece(NamedTuple):
+class Block(NamedTuple):
     """Elements [start, stop) of the buffer of `dtype`, all of one parameter, of whose memory `offset` is the first."""
 
     parameter: int
@@ -90,16 +110,16 @@ class Piece(NamedTuple):
     offset: int
 
 
-def pieces(
+def blocks(
     buckets: Sequence[Bucket], owned: Sequence[slice], step: int, cuts: Sequence[Sequence[int]] | None = None
-) -> list[Piece]:
+) -> list[Block]:
     """What one rank updates: its own part of each bucket, cut at the parameters' borders and into blocks.
 
     owned: for each bucket the slice that this rank finishes, counted from the bucket's start.
-    step: the largest number of elements in a piece.
+    step: the largest number of elements in a block.
     cuts: for each bucket further places to cut at, counted from its start: where any rank's own part begins.
         Nodes of different size own different parts of the same bucket; a kernel that treats the last elements
-        of a piece in another way than the others gives all of them the same bits only if all pieces are alike.
+        of a block in another way than the others gives all of them the same bits only if all blocks are alike.
     """
     result = []
     for bucket, mine, inside in zip(buckets, owned, cuts or [()] * len(buckets), strict=True):
@@ -109,7 +129,7 @@ def pieces(
             for low, high in pairwise(borders):
                 low, high = max(low, slot.start), min(high, slot.stop)
                 for at in range(low, high, step):
-                    result.append(Piece(slot.parameter, bucket.dtype, at, min(at + step, high), at - slot.start))
+                    result.append(Block(slot.parameter, bucket.dtype, at, min(at + step, high), at - slot.start))
     return result
 
 
@@ -202,7 +222,7 @@ def allocate(
 ) -> tuple[dict[str, Tensor], list[Memory]]:
     """The buffers, flat tensors by dtype, and each bucket's part of one. As collective as the backend's `allocate`.
 
-    buckets, lengths: as `layout.plan` gives them.
+    buckets, lengths: as `plan` gives them.
     """
     flats = {dtype: flat(backend, length, dtype, device) for dtype, length in lengths.items()}
     parts = [(flats[each.dtype].part(each.start, each.stop), each) for each in buckets]
@@ -214,8 +234,9 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integ
 
 
 class Marks:
-    """One element of each parameter's gradient, where this rank does not own all of it.
+    """Shows edits of scattered gradients that PyTorch does not count: `p.grad.data.mul_()`, `p.grad.numpy()`.
 
+    It marks one element of each parameter's gradient, where this rank does not own all of it.
     After a reduce_scatter the elements that a rank does not own mean nothing, so a large number can be put into them.
     An edit of a whole gradient changes it, and a norm of it is so large that clipping by it is such an edit. Every
     element has ranks that do not own it, so an edit on all ranks is noticed by some. On the CPU only: looking would
@@ -227,7 +248,7 @@ class Marks:
     def __init__(
         self, flats: Mapping[str, Tensor], plan: Sequence[Bucket], owned: Sequence[slice], device: Host
     ) -> None:
-        self._places: list[tuple[np.ndarray, np.ndarray, int]] = []  # memory as integers, indices, value
+        self._marked: list[tuple[np.ndarray, np.ndarray, int]] = []  # memory as integers, indices, value
         if device.kind != "cpu":
             return
         found: dict[str, list[int]] = {dtype: [] for dtype in flats}
@@ -243,17 +264,17 @@ class Marks:
         for dtype, flat in flats.items():
             integers = BITS[flat.element_size()]
             mark = torch.tensor(torch.finfo(flat.dtype).max / 3, dtype=flat.dtype).view(integers).item()
-            self._places.append((flat.view(integers).numpy(), np.array(found[dtype], np.intp), int(mark)))
+            self._marked.append((flat.view(integers).numpy(), np.array(found[dtype], np.intp), int(mark)))
 
     def put(self) -> None:
         """Gradients are scattered now. Local."""
-        for memory, places, mark in self._places:
-            memory[places] = mark
+        for memory, elements, mark in self._marked:
+            memory[elements] = mark
 
     def there(self) -> bool:
         """Whether they are as they were put. Local."""
-        return all(bool((memory[places] == mark).all()) for memory, places, mark in self._places)
+        return all(bool((memory[elements] == mark).all()) for memory, elements, mark in self._marked)
 
     def clear(self) -> None:
         """Let go of the memory. Local."""
-        self._places.clear()
+        self._marked.clear()

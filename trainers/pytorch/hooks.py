@@ -1,30 +1,31 @@
-"""Hooks that a module keeps of ours."""
+"""Hooks on a user's module and parameters, and who averages the gradient of each parameter."""
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from allreduce.errors import ClosedError
-from trainers.replicas.pytorch.state import Buffers
-
-UserT = TypeVar("UserT")
 
 
-class Hook(Generic[UserT]):
-    """A module's hook for `user`, which it does not keep alive.
+class Hook:
+    """A module's hook that calls a bound method, whose object it does not keep alive.
 
-    It stays behind when the module is copied or pickled: there the hook is a function that does nothing.
+    The hook stays behind when the module is copied or pickled: there it is a function that does nothing.
     """
 
-    def __init__(self, user: UserT) -> None:
-        self._user = weakref.ref(user)
+    def __init__(self, method: Callable[..., object]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *given: object) -> None:
+        method = self._method()
+        if method is not None:
+            method(*given)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (logging.NullHandler, "handle")
@@ -63,33 +64,3 @@ def refuse(parameters: Iterable[Parameter], why: str) -> None:
 
 def _refuse(why: str, parameter: Tensor) -> None:
     raise ClosedError(why)
-
-
-class Forwards:
-    """Those of one model that is trained, since the last step."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._before, self._begun = Buffers(model), False
-
-    def begin(self) -> None:
-        """A forward begins. Local."""
-        if not self._begun:
-            self._begun = True
-            self._before.keep()
-
-    def stepped(self, left_out: bool) -> None:
-        """A step has ended; left_out: the buffers become what they were before its first forward. Local."""
-        self._begun = False
-        if left_out:
-            self._before.restore()
-        else:
-            self._before.forget()
-
-
-class OnForward(Hook[Forwards]):
-    """A model's, before it is called."""
-
-    def __call__(self, module: torch.nn.Module, args: object) -> None:
-        forwards = self._user()
-        if forwards is not None and module.training:
-            forwards.begin()

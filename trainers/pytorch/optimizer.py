@@ -1,6 +1,6 @@
 """MirroredOptimizer: three lines that make a training loop data-parallel."""
 
-import os
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,171 +8,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from mpi4py import MPI
-from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from allreduce.backend import AllReduce
-from allreduce.errors import ClosedError, CopyError, OptionError
-from allreduce.keywords import known_only
+from allreduce.errors import CopyError, OptionError
 from allreduce.topology import Topology
-from allreduce.tracing.trace import Trace
-from allreduce.transport import ulfm
 from allreduce.transport.control import all_values
-from allreduce.two_phase import TwoPhase
-from trainers import checks, malloc
-from trainers.checks import MAJORITY
-from trainers.pytorch import assembly
-from trainers.pytorch.assembly import drop, make
-from trainers.pytorch.comparing import compare_replicas
-from trainers.pytorch.optimizer_group import Family, family_of
-from trainers.pytorch.options import GROUP_ADDED, Options, still_fit
-from trainers.pytorch.recovery import Whole, recover, said, surviving
-from trainers.pytorch.reducer import SCATTERED, Averager
-from trainers.pytorch.report import Report, report_of
-from trainers.pytorch.sharded import Kernels, ShardedOptimizer, gather
+from trainers import malloc
+from trainers.pytorch.assembly import Assembly
+from trainers.pytorch.options import GROUP_ADDED, Options, with_options
+from trainers.pytorch.report import Report
+from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, load_of_root
+from trainers.pytorch.step_checks import compare_replicas
 
 
-class Life:
-    """What a MirroredOptimizer is made of. optimizer: the plain one."""
-
-    def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
-        self.closed = False
-        self.whole: Whole | None = None  # the state of all slices, while a loss is repaired
-        self.kept_twice = False  # whether that was found when a rank was lost
-        self.optimizer, self.model, self.update = optimizer, model, options.update
-        self._options = options
-        given = options.allreduce.topology if isinstance(options.allreduce, AllReduce) else options.topology
-        family = family_of(given)
-        self._make(given or family.topology, family)
-        self._source = checks.Source(options.source, self.topology.world)
-        said(self.topology)
-
-    def _make(self, topology: Topology, family: Family) -> None:
-        """Make all parts. Collective."""
-        self.topology = topology
-        self._parts = make(self.optimizer, self.model, self._options, topology, family)
-        self.backend, self._averager, self._kernels, self._sharded, self._trained, self._frozen, *_ = self._parts
-        own = self._averager, self._kernels, self._sharded, self._trained
-        self._stepper = Stepper(self.optimizer, *own, self._options)
-        self._averager.take_over(self)
-        self._dropped = weakref.finalize(self, drop, family, self._averager, self._parts.made)
-        self._dropped.atexit = False
-        family.owners[self._averager.number] = self
-
-    @property
-    def steps(self) -> int:
-        """How many steps this optimizer has done, the same on all ranks: the number of the next batch."""
-        return self._averager.steps
-
-    @property
-    def steps_skipped(self) -> int:
-        """How many steps all ranks have left out, with check_gradients="skip"."""
-        return self._stepper.skipped
-
-    def report(self) -> Report:
-        """What averaging has cost this rank so far. Print it."""
-        return report_of(self._averager, self.backend.name, self.update)
-
-    def close(self) -> None:
-        """Give memory and communicators back. Collective; closing twice does nothing.
-
-        The model stays as it is, on every rank, without `.grad`; a backward through it raises ClosedError from
-        now on. The state of a sharded update is dropped: take `state_dict()` before, to go on elsewhere.
-        """
-        while not self.closed:
-            family = self._averager.family
-            ok = True
-            try:
-                self._averager.together("closes the optimizer", lambda: None)
-            except Exception as error:
-                if ulfm.lost(error) is None:
-                    raise
-                ok = False
-            if ulfm.in_force() and not family.topology.finished(ok):
-                lost = recover(family)  # others have not done their last step; they do it, or it is done already
-                if self.update == "sharded" and not self.kept_twice:
-                    raise lost
-                continue
-            self.closed = True
-            self._dropped.detach()
-            self._parts.made.close()
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # after an exception the other ranks may not come to a collective close
-            self.close()
-
-    def _check_usable(self) -> None:
-        if self.closed:
-            raise ClosedError("this MirroredOptimizer is closed; make it again to go on")
-        still_fit(self.optimizer, self._trained, self._frozen)
-
-    def _surviving(self) -> Any:
-        """Inside, a lost rank has this optimizer made again, and is raised."""
-        return surviving(self._averager.family)
-
-    # What `recovering` calls
-
-    def _reconnect(self, family: Family) -> None:
-        """Make all parts again on the ranks of a new family. Collective."""
-        old, skipped = self._averager, self._stepper.skipped
-        self._let_go()
-        self._source.move(family.topology.world)
-        self._options = _again(self._options, family.topology.size, self._source.rank)
-        self.closed = True  # while its parameters are nobody's
-        try:
-            self._make(family.topology, family)
-        except Exception as error:
-            self.closed = ulfm.lost(error) is None  # or else it is made once more, by those that are left then
-            raise
-        self.closed = False
-        new = self._averager
-        new.steps, new.averages, new.joining, new.enabled = old.steps, old.averages, old.joining, old.enabled
-        self._stepper.skipped = skipped
-        if self._sharded is not None and self._sharded.twins is not None:
-            self._sharded.twins.count_from(new.steps)
-
-    @torch.no_grad()
-    def _take_whole(self, whole: Whole) -> None:
-        """Take on what all slices were. Local."""
-        self.whole, self._averager.steps = whole, whole.steps
-        for here, there in zip(self._averager.parameters, whole.parameters, strict=True):
-            here.copy_(there)
-        assert self._sharded is not None
-        self.optimizer.load_state_dict(self._sharded.as_plain(whole.state))
-
-    def _let_go(self) -> None:
-        """Hold on to nothing that the lost ranks have shared. Local."""
-        self._dropped.detach()
-        self._parts.local.close()
-
-    def _drop(self) -> None:
-        """Another rank has dropped this optimizer. Local."""
-        self._let_go()
-        self.closed = True
-
-
-def _again(options: Options, ranks: int, source: str | int) -> Options:
-    """The options of an optimizer that is made again on the ranks that are left, so many."""
-    given = options.allreduce
-    if isinstance(given, AllReduce):
-        if given.recipe is None:
-            raise OptionError(
-                f"{given!r} was not made by allreduce.create(), so it can't be made again without the lost rank"
-            )
-        given = given.recipe
-    copies = options.copies if ranks > 1 else 1
-    return options._replace(allreduce=given, topology=None, trace=None, source=source, copies=copies)
-
-
-CHECK_EVERY = 1000  # steps
-
-
-class MirroredOptimizer(Life, Optimizer):
+class MirroredOptimizer(Optimizer):
     """Wraps a PyTorch optimizer: gradients are averaged over all ranks, and replicas stay identical.
 
         model = Net()
@@ -181,41 +32,6 @@ class MirroredOptimizer(Life, Optimizer):
             optimizer.zero_grad()
             loss(model(x), y).backward()  # when it returns, .grad is the average over the ranks
             optimizer.step()
-
-    optimizer: any torch.optim.Optimizer on parameters of `model`.
-    model: a torch.nn.Module on the CPU, or on one GPU, this rank's. Its parameters and buffers, and the optimizer's
-        state, are overwritten with those of rank 0; buffers (running means, say) are not averaged later.
-    allreduce: a backend's name, or a backend, which then belongs to the caller.
-    topology: the ranks; all of MPI.COMM_WORLD when none is given, the backend's when that is given.
-    update: "replicated": every rank updates everything. "sharded": every rank updates its own slice, which
-        divides the update's time and the optimizer's memory by the ranks; for optimizers that treat every
-        element apart from the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then take PyTorch's
-        fused implementation, whose last bits may differ, unless they were made with fused= or foreach=, or a trial on
-        a few elements, when this object is made, has given wrong numbers for this dtype and these options (PyTorch
-        2.13's fused SGD leaves 16-bit parameters as they are). fused=True is then replaced in `param_groups`, with a
-        warning.
-    compress: "bfloat16" or "float16": gradients go to the other ranks with 16 bits and are added up in float32, which
-        rounds them twice; parameters lose nothing, nor do sparse gradients. For networks between nodes.
-    copies: 2, with update="sharded" and where ranks may be lost (mpirun --with-ft ulfm): after each step another rank,
-        on another node where there is one, gets what this one has of its slice, parameters and state. After a loss
-        the others have the whole state of the last finished step, unless a rank is lost together with the one that
-        keeps its slice. Four slices more are held. Edits that neither `editing` nor `load_state_dict` (call it after
-        the model's) has made are kept with the next step.
-    overlap: True: buckets of gradients are reduced in a thread while backward goes on; False: all of them
-        when it ends; "auto": True on several nodes, on one that has two cores a rank, and on GPUs.
-    bucket_mb, first_bucket_mb: the least size of a bucket, and of the first one, in MiB, with overlap.
-    check_every: after so many steps the ranks compare a hash of parameters, state and hyperparameters, and name rank
-        and parameter when they differ: a gradient that was edited on one rank, a scheduler that saw a rank's own
-        loss, nn.Embedding(max_norm=). 0 for never. Sharded parameters of one node are one memory: they can't differ.
-    on_divergence, source: what is done then. "raise": a DivergenceError on all ranks. "copy": all get those of
-        `source` again, a rank, or the "majority" (the lowest rank's of the most frequent), and go on.
-    check_gradients: look at every rank's gradients before they are averaged. "raise": NaN and infinite ones make all
-        ranks raise a NotFiniteError that names the rank that brought them, as do those that are too large to be sent
-        (65504 is the largest with compress="float16"); "skip": no rank takes that step (one with
-        a closure raises), and the model's buffers, the running statistics of batch norm say, become what they were
-        before it was called for that step. Costs one reading of the gradients, a small message, and with "skip" a copy
-        of the buffers.
-    trace: a file for Perfetto that `close` writes: compute, each bucket, waits and updates of all ranks; or a Trace.
 
     All ranks must do the same in the same order: creating, backward, `step`, `synchronize` and `close` are
     collective, and so are `rows`, `load_state_dict`, `editing` and, when sharded, `state_dict`. A rank that leaves
@@ -242,38 +58,21 @@ class MirroredOptimizer(Life, Optimizer):
 
     Raises on all ranks, before anything is changed: OptionError, DisagreementError (models that differ),
     UnavailableError, UnsupportedDtypeError.
+
+    optimizer: any torch.optim.Optimizer on parameters of `model`.
+    model: a torch.nn.Module on the CPU, or on one GPU, this rank's. Its parameters and buffers, and the optimizer's
+        state, are overwritten with those of rank 0; buffers (running means, say) are not averaged later.
     """
 
-    @known_only
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: torch.nn.Module,
-        allreduce: str | AllReduce = "auto",
-        *,
-        topology: Topology | None = None,
-        update: str = "replicated",
-        compress: str | None = None,
-        copies: int = 1,
-        overlap: bool | str = "auto",
-        bucket_mb: float = 25.0,
-        first_bucket_mb: float = 1.0,
-        check_every: int = CHECK_EVERY,
-        on_divergence: str = "raise",
-        source: str | int = MAJORITY,
-        check_gradients: str | None = None,
-        trace: str | os.PathLike[str] | Trace | None = None,
-    ) -> None:
-        self.check_every = check_every
-        sizes, checks = (first_bucket_mb, bucket_mb), (check_every, on_divergence, source, check_gradients)
-        Life.__init__(
-            self,
-            optimizer,
-            model,
-            Options(allreduce, topology, update, overlap, sizes, *checks, trace, copies, compress),
-        )
+    # The docstring ends with that of `Options`; see below the class.
+
+    @with_options(Options)
+    def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
+        self.optimizer, self.model, self.update = optimizer, model, options.update
+        self._parts = Assembly(optimizer, model, options)
+        self._skipped = 0  # steps that all ranks have left out
+        weakref.finalize(self, self._parts.dropped).atexit = False
         Optimizer.__setstate__(self, {})  # the hooks that every optimizer has; the rest is the wrapped one's
-        assembly.tell_threads(self.topology)
         malloc.keep_freed_memory()
 
     # What an optimizer has
@@ -292,19 +91,93 @@ class MirroredOptimizer(Life, Optimizer):
         """The wrapped optimizer's state by parameter; only of frozen ones when sharded (`state_dict` gathers it)."""
         return self.optimizer.state
 
+    # A step
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, where backward has not done so, and update the parameters. Collective.
 
         closure: as for any optimizer; what is returned is the mean of its losses over the ranks.
         """
-        self._check_usable()
-        with self._surviving():
-            return self._stepper.step(closure)
+        with self._parts.usable():
+            reducer, sharded = self._parts.reducer, self._parts.sharded
+            reducer.in_closure = closure is not None
+            try:
+                loss = self._step_whole(closure) if sharded is None else self._step_slices(sharded, closure)
+            finally:
+                reducer.in_closure = False
+            self._stepped()
+            return loss
+
+    def _step_whole(self, closure: Callable[[], Any] | None) -> Any:
+        """Average, and update everything."""
+        parts, reducer = self._parts, self._parts.reducer
+        parts.kernels.replace_broken()
+        if closure is not None:
+            return self.optimizer.step(partial(self._mean_loss, closure))
+        reducer.average()
+        return None if reducer.leaves_out() else reducer.clock.update(self.optimizer.step)
+
+    def _step_slices(self, sharded: ShardedOptimizer, closure: Callable[[], Any] | None) -> Any:
+        """Average, and update this rank's slice."""
+        reducer, loss = self._parts.reducer, None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = self._mean_loss(closure)
+        reducer.average()
+        if not reducer.leaves_out():
+            reducer.clock.update(sharded.update)
+        return loss
+
+    def _mean_loss(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure, average its gradients, and return the mean of its losses over the ranks. Collective.
+
+        The wrapped optimizer decides by it, and must decide alike on all ranks. A tensor comes back as a new one of
+        the same shape, a number as a float, and None as None.
+        """
+        reducer, loss = self._parts.reducer, closure()
+        reducer.average()
+        if loss is None or reducer.ranks == 1:
+            return loss
+        value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
+        weight = 1.0 if reducer.rows is None else reducer.rows.weight
+        what = "averages the loss of a closure"
+        losses = reducer.together(what, partial(all_values, reducer.comm, value * weight, what))
+        mean = sum(losses) / reducer.ranks
+        return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
+
+    def _stepped(self) -> None:
+        """End a step: count it, undo what it was to leave out, and compare the replicas now and then. Collective."""
+        parts, reducer, every = self._parts, self._parts.reducer, self._parts.options.check_every
+        left_out = reducer.leaves_out()
+        self._skipped += left_out
+        if parts.forwards is not None:
+            parts.forwards.stepped(left_out)
+        if left_out and parts.sharded is not None and parts.sharded.backup is not None:
+            parts.sharded.backup.left_out()
+        # Ranks that have run out of batches in join() get the parameters when it ends, so they differ now.
+        rows = reducer.rows if reducer.joining and parts.sharded is None else None
+        some_are_behind = rows is not None and rows.ranks() < reducer.comm.size
+        reducer.stepped(release=parts.sharded is not None)
+        if every and reducer.steps % every == 0 and not some_are_behind:
+            reducer.together("compares the replicas", self._compare)
+
+    def _compare(self) -> None:
+        """Runs in the queue."""
+        parts, options = self._parts, self._parts.options
+        compared = stateful = parts.trained
+        if parts.sharded is not None:
+            stateful = parts.sharded.apart
+            compared = stateful if parts.sharded.placement.one_memory else compared
+        comm, answer = parts.reducer.comm, (options.on_divergence, options.source)
+        if compare_replicas(comm, self.optimizer, parts.trained, compared, stateful, *answer):
+            parts.placed_again()
+
+    # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. model.zero_grad() does as well, except with update="sharded" and False."""
-        self._averager.forget(release=False)
-        self._averager.leftover.clear()
+        self._parts.reducer.forget(release=False)
+        self._parts.reducer.leftover.clear()
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def synchronize(self) -> None:
@@ -312,12 +185,8 @@ class MirroredOptimizer(Life, Optimizer):
 
         Call it before clipping where a rank may have had no backward, and with update="sharded" always.
         """
-        self._check_usable()
-        with self._surviving():
-            self._averager.average()
-            if self._averager.state == SCATTERED:
-                assert isinstance(self.backend, TwoPhase)
-                gather(self._averager, self.backend.all_gather)
+        with self._parts.usable():
+            self._parts.reducer.synchronize()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -327,11 +196,12 @@ class MirroredOptimizer(Life, Optimizer):
             with optimizer.no_sync():
                 (loss(model(x), y) / len(parts)).backward()
         """
-        before, self._averager.enabled = self._averager.enabled, False
+        reducer = self._parts.reducer
+        before, reducer.enabled = reducer.enabled, False
         try:
             yield
         finally:
-            self._averager.enabled = before
+            self._parts.reducer.enabled = before
 
     def rows(self, number: float) -> None:
         """Tell how many rows this rank brings to the next step, before its backward. Collective.
@@ -342,9 +212,8 @@ class MirroredOptimizer(Life, Optimizer):
         Costs one small message, which nobody waits for; equal numbers change no bit. What makes no sense is raised
         by all ranks when they average.
         """
-        self._check_usable()
-        with self._surviving():
-            self._averager.count_rows(number)
+        with self._parts.usable():
+            self._parts.reducer.count_rows(number)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -361,16 +230,43 @@ class MirroredOptimizer(Life, Optimizer):
         would update differently raise a DisagreementError. Raises an OptionError on all ranks when there is another
         MirroredOptimizer on them.
         """
-        self._check_usable()
-        with self._surviving():
-            self._averager.together("enters join()", self._averager.family.only_one)
-        self._averager.joining = True
+        with self._parts.usable():
+            reducer = self._parts.reducer
+            reducer.together("enters join()", reducer.group.only_one)
+        self._parts.reducer.joining = True
         try:
             yield
-            with self._surviving():
-                leave(self._averager, self.optimizer, self._trained, self._sharded, self._stepper.stepped)
+            with self._parts.reducer.guard():
+                self._join_others()
         finally:
-            self._averager.joining = False
+            self._parts.reducer.joining = False
+
+    def _join_others(self) -> None:
+        """Take part in the steps of ranks that have batches left, until none has. Collective."""
+        reducer, sharded = self._parts.reducer, self._parts.sharded
+        mine = reducer.steps
+        while reducer.count_rows(0, active=False).ranks():
+            reducer.forget(release=True)
+            reducer.average()
+            if sharded is not None and not reducer.leaves_out():
+                sharded.update()
+            self._stepped()
+        reducer.rows = None
+        reducer.together("leaves join()", partial(self._follow, mine) if sharded is None else lambda: None)
+
+    def _follow(self, mine: int) -> None:
+        """Take on the replica of a rank that has done the most steps, of which this one did `mine` itself.
+
+        Runs in the queue.
+        """
+        comm = self._parts.reducer.comm
+        steps = all_values(comm, mine, "learn who has done the most steps")
+        if min(steps) < max(steps):
+            root = steps.index(max(steps))
+            broadcast_tensors(comm, self._parts.trained.values(), root)
+            broadcast_state(comm, self.optimizer, root)
+
+    # Parameters and state
 
     @contextmanager
     def editing(self) -> Iterator[None]:
@@ -380,35 +276,89 @@ class MirroredOptimizer(Life, Optimizer):
             for parameter in model.parameters():
                 parameter.mul_(0.5)
         """
-        self._check_usable()
-        with self._surviving(), editing(self._averager, self.model, self._sharded):
+        with self._parts.usable():
+            if self._parts.sharded is not None:
+                self._parts.sharded.placement.move_out()
             yield
+            self._parts.reducer.together("edits parameters", self._take_edits)
+
+    def _take_edits(self) -> None:
+        """Runs in the queue."""
+        if self._parts.reducer.ranks > 1:
+            broadcast_tensors(self._parts.reducer.comm, self.model.parameters())
+        self._parts.placed_again()
 
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of the plain optimizer, equal on all ranks. Collective when sharded."""
-        if self._sharded is None:
+        sharded = self._parts.sharded
+        if sharded is None:
             return self.optimizer.state_dict()
-        self._check_usable()
-        with self._surviving():
-            return self._averager.together("gathers the optimizer's state", self._sharded.state_dict)
+        with self._parts.usable():
+            return self._parts.reducer.together("gathers the optimizer's state", sharded.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load a state_dict of the plain optimizer: rank 0's, which all ranks get. Collective.
 
         state_dict: may be None on other ranks than 0, so that only one needs to read the file.
         """
-        self._check_usable()
-        load = partial(load_of_root, self._averager.comm, self.optimizer, state_dict)
-        with self._surviving():
-            self._averager.together("loads the optimizer's state", load)
-            self._averager.together("tries fused kernels", partial(self._kernels.look, self._averager.comm))
-            if self._sharded is not None:
-                self._sharded.load()
-                self._averager.together("keeps slices twice", self._sharded.keep)
+        with self._parts.usable():
+            parts, reducer = self._parts, self._parts.reducer
+            load = partial(load_of_root, reducer.comm, self.optimizer, state_dict)
+            reducer.together("loads the optimizer's state", load)
+            reducer.together("tries fused kernels", partial(parts.kernels.look, reducer.comm))
+            if parts.sharded is not None:
+                parts.sharded.load()
+                reducer.together("keeps slices twice", parts.sharded.keep)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not offered, neither here nor at the plain optimizer: the gradients' memory is laid out once."""
         raise OptionError(GROUP_ADDED)
+
+    # Its ranks, its cost, its end
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks; those that are left after a rank was lost."""
+        return self._parts.topology
+
+    @property
+    def backend(self) -> AllReduce:
+        """What reduces the gradients."""
+        return self._parts.backend
+
+    @property
+    def steps(self) -> int:
+        """How many steps this optimizer has done, the same on all ranks: the number of the next batch."""
+        return self._parts.steps
+
+    @property
+    def steps_skipped(self) -> int:
+        """How many steps all ranks have left out, with check_gradients="skip"."""
+        return self._skipped
+
+    @property
+    def closed(self) -> bool:
+        """Whether it can't be used any more."""
+        return self._parts.closed
+
+    def report(self) -> Report:
+        """What averaging has cost this rank so far. Print it."""
+        return self._parts.reducer.report(self.backend.name, self.update)
+
+    def close(self) -> None:
+        """Give memory and communicators back. Collective; closing twice does nothing.
+
+        The model stays as it is, on every rank, without `.grad`; a backward through it raises ClosedError from
+        now on. The state of a sharded update is dropped: take `state_dict()` before, to go on elsewhere.
+        """
+        self._parts.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # after an exception the other ranks may not come to a collective close
+            self.close()
 
     def __repr__(self) -> str:
         return f"MirroredOptimizer({self.update} on {self.topology}, backend {self.backend.name}, {self.optimizer!r})"
@@ -419,157 +369,4 @@ class MirroredOptimizer(Life, Optimizer):
         )
 
 
-class Stepper:
-    """The steps of one MirroredOptimizer; see there. All methods are collective.
-
-    optimizer: the plain one. kernels: of this one. trained: its parameters by name. sharded: what updates slices; None
-        where every rank updates everything.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        averager: Averager,
-        kernels: Kernels,
-        sharded: ShardedOptimizer | None,
-        trained: dict[str, Parameter],
-        options: Options,
-    ) -> None:
-        self._optimizer, self._averager, self._sharded, self._trained = optimizer, averager, sharded, trained
-        self._kernels = kernels
-        self._every = options.check_every
-        self._answer = options.on_divergence, options.source
-        self.skipped = 0  # steps that all ranks have left out
-
-    def step(self, closure: Callable[[], Any] | None) -> Any:
-        """Average, update, and count; returns what a closure's losses are on average."""
-        averager, sharded = self._averager, self._sharded
-        averager.in_closure = closure is not None
-        try:
-            loss = self._replicated(closure) if sharded is None else self._slices(sharded, closure)
-        finally:
-            averager.in_closure = False
-        self.stepped()
-        return loss
-
-    def _replicated(self, closure: Callable[[], Any] | None) -> Any:
-        averager = self._averager
-        self._kernels.replace_broken()
-        if closure is not None:
-            return self._optimizer.step(partial(mean_loss, averager, closure))
-        averager.average()
-        return None if averager.leaves_out() else averager.clock.update(self._optimizer.step)
-
-    def _slices(self, sharded: ShardedOptimizer, closure: Callable[[], Any] | None) -> Any:
-        averager, loss = self._averager, None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = mean_loss(averager, closure)
-        averager.average()
-        if not averager.leaves_out():
-            averager.clock.update(sharded.update)
-        return loss
-
-    def stepped(self) -> None:
-        """What a step ends with."""
-        averager = self._averager
-        self.skipped += averager.leaves_out()
-        if averager.check is not None and averager.check.forwards is not None:
-            averager.check.forwards.stepped(averager.leaves_out())
-        if averager.leaves_out() and self._sharded is not None and self._sharded.twins is not None:
-            self._sharded.twins.left_out()
-        behind = self._some_are_behind()
-        averager.stepped(release=self._sharded is not None)
-        if self._every and averager.steps % self._every == 0 and not behind:
-            compare = partial(
-                compare_replicas, averager.comm, self._optimizer, self._trained, self._sharded, *self._answer
-            )
-            averager.together("compares the replicas", compare)
-
-    def _some_are_behind(self) -> bool:
-        """Whether ranks have run out of batches in join(): those get the parameters when it ends, so they differ now.
-
-        Local, after the averages of a step; the same on all ranks.
-        """
-        averager = self._averager
-        counted = averager.rows if averager.joining and self._sharded is None else None
-        return counted is not None and counted.ranks() < averager.comm.size
-
-
-def mean_loss(averager: Averager, closure: Callable[[], Any]) -> Any:
-    """Call a closure, average its gradients, and return the mean of its losses over the ranks. Collective.
-
-    A tensor comes back as a new one of the same shape, a number as a float, and None as None.
-    """
-    loss = closure()
-    averager.average()
-    if loss is None or averager.ranks == 1:
-        return loss
-    value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
-    mean = averager.together("averages the loss of a closure", partial(_mean, averager, value))
-    return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
-
-
-def _mean(averager: Averager, value: float) -> float:
-    """The mean of a number over all ranks, or over all rows, the same bits on each. Runs in the lane."""
-    weight = 1.0 if averager.rows is None else averager.rows.weight
-    return sum(all_values(averager.comm, value * weight, "average the loss of a closure")) / averager.ranks
-
-
-@contextmanager
-def editing(averager: Averager, model: Module, sharded: ShardedOptimizer | None) -> Iterator[None]:
-    """Inside, every rank has parameters of its own; afterwards all have rank 0's. Collective.
-
-    sharded: what keeps the parameters in the memory of the node, and takes them in again; None where none does.
-    """
-    if sharded is not None:
-        sharded.placement.move_out()
-    yield
-    averager.together("edits parameters", partial(_take_in, averager.comm, model, sharded))
-
-
-def _take_in(comm: MPI.Intracomm, model: Module, sharded: ShardedOptimizer | None) -> None:
-    if comm.size > 1:
-        broadcast_tensors(comm, model.parameters())
-    if sharded is not None:
-        sharded.placement.move_in()
-        sharded.keep()
-
-
-def leave(
-    averager: Averager,
-    optimizer: Optimizer,
-    trained: dict[str, Parameter],
-    sharded: ShardedOptimizer | None,
-    stepped: Callable[[], None],
-) -> None:
-    """Take part in the steps of ranks that have batches left, until none has. Collective.
-
-    optimizer, trained: the plain optimizer and its parameters; overwritten with those of a rank that was among the
-        last, where each rank has its own.
-    sharded: how each rank updates its slice, of which the others need the result; None where each updates everything.
-    stepped: what a step ends with.
-    """
-    mine = averager.steps
-    while averager.count_rows(0, active=False).ranks():
-        averager.forget(release=True)
-        averager.average()
-        if sharded is not None and not averager.leaves_out():
-            sharded.update()
-        stepped()
-    averager.rows = None
-    follow = partial(_follow, averager, mine, optimizer, trained)
-    averager.together("leaves join()", follow if sharded is None else lambda: None)
-
-
-def _follow(averager: Averager, mine: int, optimizer: Optimizer, trained: dict[str, Parameter]) -> None:
-    """Take over from the first of the ranks that have done the most steps, of which this one did `mine` itself.
-
-    Runs in the lane.
-    """
-    comm = averager.comm
-    steps = all_values(comm, mine, "learn who has done the most steps")
-    if min(steps) < max(steps):
-        root = steps.index(max(steps))
-        broadcast_tensors(comm, trained.values(), root)
-        broadcast_state(comm, optimizer, root)
+MirroredOptimizer.__doc__ = f"{inspect.getdoc(MirroredOptimizer)}\n{inspect.getdoc(Options)}"

@@ -1,11 +1,11 @@
-"""The optimizers on the same ranks: one worker runs the calls of all of them, and buries those that were dropped."""
+"""The MirroredOptimizers on the same ranks: one worker runs the calls of all of them."""
 
 import gc
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -17,11 +17,6 @@ from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, known
 from allreduce.transport.processes import world_ranks
 from allreduce.wrappers.background import crowded
-from trainers.replicas.pytorch.devices import Host
-
-if TYPE_CHECKING:
-    from trainers.pytorch.reducer import Averager
-
 
 DROPPED = (
     "the MirroredOptimizer of this model was dropped without close(), so its gradients are averaged no longer; "
@@ -33,105 +28,132 @@ PATIENCE = 0.5  # seconds between looks at what has failed meanwhile; longer tha
 Key = tuple[tuple[int, ...], float]
 
 
-class Family:
+class Member(Protocol):
+    """A MirroredOptimizer, as its group and the recovery after a lost rank see it."""
+
+    topology: Topology
+    closed: bool
+    slices_lost: bool  # the recovery has not found all slices of a sharded update
+
+    @property
+    def steps(self) -> int:
+        """How many steps it has done."""
+
+    def join_in(self) -> Callable[[], object]:
+        """Take part in an average that other ranks have begun; call the result to finish it."""
+
+    def newest_state(self, comm: MPI.Intracomm) -> Callable[[], object]:
+        """Get the newest state that the ranks of `comm` have; the result takes it on, locally. Collective."""
+
+    def rebuild(self, group: "OptimizerGroup") -> None:
+        """Make all parts again on the ranks of another group. Collective."""
+
+    def recovered(self) -> None:
+        """The recovery is complete on all ranks. Local."""
+
+    def drop(self) -> None:
+        """Another rank has no such optimizer any more: let go of everything. Local."""
+
+
+class OptimizerGroup:
     """All MirroredOptimizers of some ranks.
 
     They may have topologies and backends of their own, and a program may use them in another order on another
-    rank: the discriminator's gradients before the generator's. So their calls go through lanes of ONE worker, which
+    rank: the discriminator's gradients before the generator's. So their calls go through queues of ONE worker, which
     has a topology of its own here, as long as there is a member.
 
-    What is made for an optimizer can only be given back by all ranks together, and Python drops an optimizer that
-    nobody has closed at another time on each rank. So its remains are kept until the next one is made, when all ranks
-    are here; those that all of them have dropped are closed then.
+    Only all ranks together can give back what was made for an optimizer, and Python drops an optimizer that nobody has
+    closed at another time on each rank. So the group keeps the remains of a dropped optimizer until the next one is
+    made, when all ranks are here; it closes those that all ranks have dropped.
     """
 
-    def __init__(self, topology: Topology, key: Key) -> None:
-        self.topology, self._key = topology, key
+    def __init__(self, topology: Topology) -> None:
+        self.topology, self.key = topology, _key(topology)
         self._comm = topology.private()
-        self._lane = topology.once(Worker).lane("MirroredOptimizers")
-        self.newest = self._members = 0
-        self._averagers: weakref.WeakValueDictionary[int, Averager] = weakref.WeakValueDictionary()
-        self._lanes: dict[int, Lane] = {}  # of the members
-        self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # MirroredOptimizers
-        self.buried = False  # a rank was lost, and a family of those that are left has taken its place
-        self._failures = 0  # of backwards, and of lanes of former members
+        self._queue = topology.once(Worker).lane("MirroredOptimizers")
+        self._newest = self._count = 0
+        self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
+        self._queues: dict[int, Lane] = {}  # of the members
+        self.replaced = False  # a rank was lost, and a group of the ranks that are left has taken the place of this one
+        self._failures = 0  # of backwards, and of queues of former members
         self._remains: dict[int, ExitStack] = {}
-
-    @classmethod
-    def of(cls, topology: Topology) -> "Family":
-        """A new one, to which the topology belongs. Collective."""
-        return cls(topology, _key(topology))
-
-    def lane(self, threaded: bool) -> Lane:
-        """A lane for the newest member. Collective. UnavailableError on all ranks where no thread can be had."""
-        lane = self._lanes[self.newest] = self.topology.once(Worker).lane(f"MirroredOptimizer {self.newest}", threaded)
-        return lane
 
     def enter(self, comm: MPI.Intracomm) -> int:
         """The number of a new member, the same on all ranks. Collective. It calls `leave` in the end."""
-        self._members += 1
-        self.newest += 1
+        self._count += 1
+        self._newest += 1
         everyone = all_values(comm, list(self._remains), "learn which MirroredOptimizers are still used")
         for number in sorted(set(everyone[0]).intersection(*everyone[1:])):
             self._remains.pop(number).close()
-        self._lane.abandon()  # with what ranks have given up waiting for
-        self._lane = self.topology.once(Worker).lane(f"MirroredOptimizers, {self.newest} so far")
-        return self.newest
+        self._queue.abandon()  # with calls that ranks have given up waiting for
+        self._queue = self.topology.once(Worker).lane(f"MirroredOptimizers, {self._newest} so far")
+        return self._newest
 
-    def add(self, averager: "Averager") -> None:
-        """The averager of the newest member. Local."""
-        self._averagers[self.newest] = averager
+    def queue(self, number: int, topology: Topology, overlap: bool | str, on_gpu: bool) -> tuple[Lane, bool]:
+        """A member's queue, and whether a thread runs its calls while backward goes on. Collective.
+
+        No thread where it does not pay or can't be had. While a GPU computes the host's threads have nothing to do.
+        """
+        pays = overlap if overlap != "auto" else on_gpu or _overlap_pays(topology)
+        threaded = topology.size > 1 and bool(pays)
+        try:
+            queue = self.topology.once(Worker).lane(f"MirroredOptimizer {number}", threaded)
+        except UnavailableError as error:  # on all ranks
+            notices.once(topology.rank, f"gradients are reduced after backward, not during it: {error}")
+            queue, threaded = self.topology.once(Worker).lane(f"MirroredOptimizer {number}"), False
+        self._queues[number] = queue
+        return queue, threaded
 
     @property
     def failures(self) -> int:
-        """How much has failed, on all ranks, so far."""
-        return self._failures + sum(map(_failed, self._lanes.values()))
+        """How many backwards and queues have failed, on all ranks, so far."""
+        return self._failures + sum(map(_failed, self._queues.values()))
 
     def failed(self) -> None:
         """Count a backward that has failed on all ranks."""
         self._failures += 1
 
-    def taking_part(self, here: set[int], failures: int, failed: Callable[[], bool]) -> "list[Averager]":
-        """Of the members that average their gradients on some rank now, those that do not do so here. Collective.
+    def taking_part(self, here: set[int], failures: int, failed: Callable[[], bool]) -> list[Member]:
+        """The members that average their gradients on another rank now, and not on this one. Collective.
 
-        here: the numbers of those that do. failures: `failures` when the first of them began, which tells those that
-        come now from a rank that came for a backward that failed meanwhile; its call is still in the lane.
-        failed: whether one of them has failed, so that nobody may come here.
+        here: the numbers of those that average on this rank. failures: `failures` when the first of them began. By it
+        ranks that come now are told from a rank that came for a backward that failed meanwhile, whose call is still in
+        the queue. failed: whether one of them has failed, so that nobody may come here.
         """
-        if self._members < 2:
+        if self._count < 2:
             return []
         agreed = False
         while not agreed:
             if failed():
                 return []  # who waits for its average gets the error
-            taking = np.zeros(self.newest + 3, np.int64)
+            taking = np.zeros(self._newest + 3, np.int64)
             taking[[number - 1 for number in here]] = 1
             taking[-2:] = failures, -failures
             exchange = partial(combine, self._comm, taking, "learn which MirroredOptimizers average gradients", MPI.MAX)
-            pending = self._lane.submit(exchange, "averages gradients")
-            while not pending.done():
+            future = self._queue.submit(exchange, "averages gradients")
+            while not future.done():
                 try:
-                    pending.wait(PATIENCE)
+                    future.wait(PATIENCE)
                 except TimeoutError:
                     if failed():
                         return []
-            pending.wait()
+            future.wait()
             agreed = taking[-2] == -taking[-1]
         others = [int(at) + 1 for at in np.flatnonzero(taking[:-2]) if at + 1 not in here]
-        if any(number not in self._averagers for number in others):
+        if any(number not in self.members for number in others):
             raise ClosedError(DROPPED)
-        return [self._averagers[number] for number in others]
+        return [self.members[number] for number in others]
 
     def only_one(self) -> None:
-        """Raise an OptionError on all ranks when there are several members. Runs in a member's lane.
+        """Raise an OptionError on all ranks when there are several members. Runs in a member's queue.
 
         In join() a rank without batches follows the steps of others, and of several members it does not know
-        whose average or step comes next. Those that a rank has dropped, or whose lane is broken, don't count: they
+        whose average or step comes next. Members that a rank has dropped, or whose queue is broken, don't count: they
         can't be used any more.
         """
-        if len(self._lanes) - len(self._remains) > 1:
+        if len(self._queues) - len(self._remains) > 1:
             gc.collect()  # a traceback, say, holds one that the program has dropped
-        usable = {number for number, lane in self._lanes.items() if lane.broken is None}
+        usable = {number for number, queue in self._queues.items() if queue.broken is None}
         usable -= set(self._remains)
         everyone = all_values(self._comm, list(usable), "learn which MirroredOptimizers are still used")
         members = len(set.intersection(*map(set, everyone)))
@@ -144,68 +166,29 @@ class Family:
 
     def leave(self, number: int) -> None:
         """A member is closed. Collective."""
-        self._members -= 1
-        lane = self._lanes.pop(number, None)
-        self._failures += lane is not None and _failed(lane)
-        if not self._members:
-            _families.pop(self._key, None)
-            self._lane.abandon()
+        self._count -= 1
+        queue = self._queues.pop(number, None)
+        self._failures += queue is not None and _failed(queue)
+        if not self._count:
+            _groups.pop(self.key, None)
+            self._queue.abandon()
             self.topology.release(self._comm)
             self.topology.close()
 
-    def topologies(self) -> list[Topology]:
-        """Those of all members, in which a rank may wait. Local."""
-        return list(
-            {id(each): each for each in (self.topology, *(own.topology for own in self.owners.values()))}.values()
-        )
-
-    def bury(self, heir: "Family") -> None:
-        """Ranks were lost: another family, of those that are left, takes the place of this one. Local."""
-        self.buried = True
-        _families.pop(self._key, None)
-        _families[heir._key] = heir
-
     def keep(self, number: int, remains: ExitStack) -> None:
-        """Keep what a member that was dropped has left. Local."""
+        """Keep the remains of a member that was dropped. Local."""
         self._remains[number] = remains
 
+    def revoke(self) -> None:
+        """End every wait of all ranks in the topologies of this group and of its members. Local."""
+        for topology in {self.topology, *(own.topology for own in self.members.values())}:
+            topology.revoke()
 
-def _failed(lane: Lane) -> bool:
-    """Whether a call of the lane has failed on all ranks."""
-    return getattr(lane.broken, "ranks", None) is not None
-
-
-_families: dict[Key, Family] = {}
-
-
-def _key(topology: Topology) -> Key:
-    return world_ranks(topology.world), topology.timeout
-
-
-def family_of(topology: Topology | None) -> Family:
-    """The optimizers on the ranks of a topology; of all ranks when none is given. Collective."""
-    base = topology or Topology()
-    key = _key(base)
-    if key not in _families:
-        own = Topology(base.world, timeout=base.timeout) if topology is not None else base
-        _families[key] = Family(own, key)
-    elif topology is None:
-        base.close()
-    return _families[key]
-
-
-def lane_of(family: Family, topology: Topology, overlap: bool | str, device: Host) -> tuple[Lane, bool]:
-    """What runs an optimizer's calls, and whether it does so in a thread while backward goes on. Collective.
-
-    No thread where it does not pay or can't be had. While a GPU computes the host's threads have nothing to do.
-    """
-    pays = overlap if overlap != "auto" else device.kind == "cuda" or _overlap_pays(topology)
-    if topology.size > 1 and pays:
-        try:
-            return family.lane(threaded=True), True
-        except UnavailableError as error:
-            notices.once(topology.rank, f"gradients are reduced after backward, not during it: {error}")
-    return family.lane(threaded=False), False
+    def replace(self, heir: "OptimizerGroup") -> None:
+        """Ranks were lost: another group, of the ranks that are left, takes the place of this one. Local."""
+        self.replaced = True
+        _groups.pop(self.key, None)
+        _groups[heir.key] = heir
 
 
 def _overlap_pays(topology: Topology) -> bool:
@@ -215,3 +198,27 @@ def _overlap_pays(topology: Topology) -> bool:
     memory traffic and polling, for which there should be a core that nobody computes on.
     """
     return topology.nodes > 1 or not crowded(topology)
+
+
+def _failed(queue: Lane) -> bool:
+    """Whether a call of the queue has failed on all ranks."""
+    return getattr(queue.broken, "ranks", None) is not None
+
+
+_groups: dict[Key, OptimizerGroup] = {}
+
+
+def _key(topology: Topology) -> Key:
+    return world_ranks(topology.world), topology.timeout
+
+
+def group_of(topology: Topology | None) -> OptimizerGroup:
+    """The optimizers on the ranks of a topology; of all ranks when none is given. Collective."""
+    base = topology or Topology()
+    key = _key(base)
+    if key not in _groups:
+        own = Topology(base.world, timeout=base.timeout) if topology is not None else base
+        _groups[key] = OptimizerGroup(own)
+    elif topology is None:
+        base.close()
+    return _groups[key]

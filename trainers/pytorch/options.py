@@ -1,9 +1,16 @@
-"""What MirroredOptimizer refuses: when it is made, on all ranks before it changes anything; and when it is used."""
+"""MirroredOptimizer's options, and the arguments that it refuses.
 
+`Options` is the one declaration of an option: its field gives the constructor's signature, the check of its value and
+the text that ranks compare; its docstring gives the documentation of MirroredOptimizer.
+"""
+
+import functools
+import inspect
 import os
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from mpi4py import MPI
@@ -12,52 +19,163 @@ from torch.optim import Optimizer
 
 from allreduce.backend import AllReduce, Recipe
 from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
+from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
 from trainers import checks
 from trainers.backends import UPDATES, compression_twice
 from trainers.checks import MAJORITY
-from trainers.pytorch import sharded
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
+from trainers.replicas.pytorch.optimizer import slice_refusal
 from trainers.replicas.pytorch.tensors import DTYPES
 from trainers.state import backup
+
+CHECK_EVERY = 1000  # steps
 
 AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
 GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so their gradients have no place; {AGAIN}"
 
+Check = Callable[[Any], str]  # what is wrong with a value, after the option's name; "" for nothing
 
-class Options(NamedTuple):
-    """How a MirroredOptimizer averages and updates; see there. bucket_mb: of the first bucket, and of the others."""
 
-    allreduce: str | AllReduce | Recipe
-    topology: Topology | None
-    update: str
-    overlap: bool | str
-    bucket_mb: tuple[float, float]
-    check_every: int
-    on_divergence: str = "raise"
-    source: str | int = MAJORITY
-    check_gradients: str | None = None
-    trace: str | os.PathLike[str] | Trace | None = None
+def one_of(*known: Any) -> dict[str, Check]:
+    """A field's value must be one of these."""
+    quoted = [f'"{each}"' if isinstance(each, str) else str(each) for each in known]
+    text = f"is unknown; use {', '.join(quoted[:-1])} or {quoted[-1]}"
+    return {"check": lambda value: "" if value in known else f"={value!r} {text}"}
+
+
+def must_be(text: str, holds: Callable[[Any], bool], *kinds: type) -> dict[str, Check]:
+    """A field's value must be of one of these types, and hold."""
+    fits = lambda value: isinstance(value, kinds) and not isinstance(value, bool) and holds(value)  # noqa: E731
+    return {"check": lambda value: "" if fits(value) else f" must be {text}, got {value!r}"}
+
+
+SIZE = must_be("a number > 0", lambda value: value > 0, int, float)
+
+
+@dataclass(frozen=True)
+class Options:
+    """allreduce: a backend's name, or a backend, which then belongs to the caller.
+    topology: the ranks; all of MPI.COMM_WORLD when none is given, the backend's when that is given.
+    update: "replicated": every rank updates everything. "sharded": every rank updates its own slice, which
+        divides the update's time and the optimizer's memory by the ranks; for optimizers that treat every
+        element apart from the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then take PyTorch's
+        fused implementation, whose last bits may differ, unless they were made with fused= or foreach=, or a trial on
+        a few elements, when this object is made, has given wrong numbers for this dtype and these options (PyTorch
+        2.13's fused SGD leaves 16-bit parameters as they are). fused=True is then replaced in `param_groups`, with a
+        warning.
+    compress: "bfloat16" or "float16": gradients go to the other ranks with 16 bits and are added up in float32, which
+        rounds them twice; parameters lose nothing, nor do sparse gradients. For networks between nodes.
+    copies: 2, with update="sharded" and where ranks may be lost (mpirun --with-ft ulfm): after each step another rank,
+        on another node where there is one, gets what this one has of its slice, parameters and state. After a loss
+        the others have the whole state of the last finished step, unless a rank is lost together with the one that
+        keeps its slice. Four slices more are held. Edits that neither `editing` nor `load_state_dict` (call it after
+        the model's) has made are kept with the next step.
+    overlap: True: buckets of gradients are reduced in a thread while backward goes on; False: all of them
+        when it ends; "auto": True on several nodes, on one that has two cores a rank, and on GPUs.
+    bucket_mb, first_bucket_mb: the least size of a bucket, and of the first one, in MiB, with overlap.
+    check_every: after so many steps the ranks compare a hash of parameters, state and hyperparameters, and name rank
+        and parameter when they differ: a gradient that was edited on one rank, a scheduler that saw a rank's own
+        loss, nn.Embedding(max_norm=). 0 for never. Sharded parameters of one node are one memory: they can't differ.
+    on_divergence, source: what is done then. "raise": a DivergenceError on all ranks. "copy": all get those of
+        `source` again, a rank, or the "majority" (the lowest rank's of the most frequent), and go on.
+    check_gradients: look at every rank's gradients before they are averaged. "raise": NaN and infinite ones make all
+        ranks raise a NotFiniteError that names the rank that brought them, as do those that are too large to be sent
+        (65504 is the largest with compress="float16"); "skip": no rank takes that step (one with
+        a closure raises), and the model's buffers, the running statistics of batch norm say, become what they were
+        before it was called for that step. Costs one reading of the gradients, a small message, and with "skip" a copy
+        of the buffers.
+    trace: a file for Perfetto that `close` writes: compute, each bucket, waits and updates of all ranks; or a Trace.
+    """
+
+    allreduce: str | AllReduce | Recipe = "auto"
+    _: KW_ONLY
+    topology: Topology | None = field(default=None, metadata={"compared": False})
+    update: str = field(default="replicated", metadata=one_of(*UPDATES))
+    compress: str | None = None  # checked by the backend
     copies: int = 1
-    compress: str | None = None
+    overlap: bool | str = field(default="auto", metadata=one_of(True, False, "auto"))
+    bucket_mb: float = field(default=25.0, metadata=SIZE)
+    first_bucket_mb: float = field(default=1.0, metadata=SIZE)
+    check_every: int = field(
+        default=CHECK_EVERY, metadata=must_be("an integer >= 0 (0: never)", lambda value: value >= 0, int)
+    )
+    on_divergence: str = field(default="raise", metadata=one_of(*checks.DIVERGENCE_ANSWERS))
+    source: str | int = MAJORITY
+    check_gradients: str | None = field(default=None, metadata=one_of(*checks.ANSWERS, None))
+    trace: str | os.PathLike[str] | Trace | None = field(default=None, metadata={"compared": False})
 
     def __str__(self) -> str:
-        """What must be alike on the ranks."""
-        name = self.allreduce if isinstance(self.allreduce, str) else self.allreduce.name
-        return (
-            f"MirroredOptimizer(allreduce={name!r}, update={self.update!r}, overlap={self.overlap!r}, "
-            f"first_bucket_mb={float(self.bucket_mb[0])!r}, bucket_mb={float(self.bucket_mb[1])!r}, "
-            f"check_every={self.check_every!r}, on_divergence={self.on_divergence!r}, source={self.source!r}, "
-            f"check_gradients={self.check_gradients!r}, copies={self.copies!r}, "
-            f"compress={self.compress!r}"
-            f"{', trace=...' * (self.trace is not None)})"
-        )
+        """All that must be alike on the ranks."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("compared", True)}
+        values |= {name: float(values[name]) for name in ("bucket_mb", "first_bucket_mb")}
+        values["allreduce"] = getattr(self.allreduce, "name", self.allreduce)
+        traced = ", trace=..." * (self.trace is not None)
+        return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
+
+    def problems(self, ranks: int) -> Iterator[OptionError]:
+        """What is wrong with the options of an optimizer on so many ranks. Local."""
+        for each in fields(self):
+            check = each.metadata.get("check")
+            if check is not None and (wrong := check(getattr(self, each.name))):
+                yield OptionError(each.name + wrong)
+        if isinstance(self.allreduce, AllReduce) and self.topology not in (None, self.allreduce.topology):
+            text = "has a topology of its own; pass the backend's name, or no topology"
+            yield OptionError(f"{self.allreduce!r} {text}")
+        if twice := compression_twice(self.allreduce, self.compress):
+            yield twice
+        if self.update != "sharded" and self.copies == 2:
+            yield OptionError(f'copies=2: with update="{self.update}" all ranks have everything; leave it out')
+        if senseless := backup.refusal(self.copies, ranks, goes_on=False):
+            yield OptionError(str(senseless))
+        if wrong := checks.refusal(1, self.on_divergence, self.source, ranks):
+            yield OptionError(wrong)
+
+    def for_survivors(self, ranks: int, source: str | int) -> "Options":
+        """The options of an optimizer that is made again on the ranks that are left, so many."""
+        given = self.allreduce
+        if isinstance(given, AllReduce):
+            if given.recipe is None:
+                raise OptionError(
+                    f"{given!r} was not made by allreduce.create(), so it can't be made again without the lost rank"
+                )
+            given = given.recipe
+        copies = self.copies if ranks > 1 else 1
+        return replace(self, allreduce=given, topology=None, trace=None, source=source, copies=copies)
 
 
-def options_together(comm: MPI.Intracomm, optimizer: Optimizer, model: Module, options: Options) -> None:
+GivenT = ParamSpec("GivenT")
+
+
+def with_options(
+    kind: Callable[GivenT, Options],
+) -> Callable[
+    [Callable[[Any, Optimizer, Module, Options], None]], Callable[Concatenate[Any, Optimizer, Module, GivenT], None]
+]:
+    """Decorates an __init__(self, optimizer, model, options): callers give the options one by one, as to `kind`."""
+
+    def decorated(
+        init: Callable[[Any, Optimizer, Module, Options], None],
+    ) -> Callable[Concatenate[Any, Optimizer, Module, GivenT], None]:
+        @functools.wraps(init)
+        def call(self: Any, optimizer: Optimizer, model: Module, *given: GivenT.args, **options: GivenT.kwargs) -> None:
+            init(self, optimizer, model, kind(*given, **options))
+
+        own = [each for name, each in inspect.signature(init).parameters.items() if name != "options"]
+        signature = inspect.Signature([*own, *inspect.signature(kind).parameters.values()])
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return known_only(call)
+
+    return decorated
+
+
+# The other arguments
+
+
+def check_arguments(comm: MPI.Intracomm, optimizer: Optimizer, model: Module, options: Options) -> None:
     """Raise on all ranks when the arguments of any rank make no sense, or the ranks' options differ. Collective."""
     raise_together(comm, next(_problems(optimizer, model, options, comm.size), None))
     agree(comm, [zlib.crc32(str(options).encode())], str(options), None)
@@ -87,8 +205,8 @@ def describe(optimizer: Optimizer, model: Module) -> list[str]:
     return lines
 
 
-def copies_of_all(options: Options, sparse: Sequence[str]) -> None:
-    """Raise an OptionError where second copies are asked for, and would not be of everything. Local.
+def check_backups(options: Options, sparse: Sequence[str]) -> None:
+    """Raise an OptionError where backups are asked for, and would not be of everything. Local.
 
     sparse: the names of parameters with sparse gradients.
     """
@@ -99,7 +217,7 @@ def copies_of_all(options: Options, sparse: Sequence[str]) -> None:
         )
 
 
-def still_fit(optimizer: Optimizer, trained: dict[str, Parameter], frozen: dict[str, Parameter]) -> None:
+def check_still_fit(optimizer: Optimizer, trained: dict[str, Parameter], frozen: dict[str, Parameter]) -> None:
     """Raise an OptionError when parameters are trained now that were not when the optimizer was made. Local."""
     for name, parameter in frozen.items():
         if parameter.requires_grad and parameter.grad is not None:
@@ -112,42 +230,64 @@ def still_fit(optimizer: Optimizer, trained: dict[str, Parameter], frozen: dict[
 
 
 def _problems(optimizer: Optimizer, model: Module, options: Options, ranks: int) -> Iterator[AllReduceError]:
-    backend, topology, update, overlap, bucket_mb, check_every, *_ = options
     if not isinstance(optimizer, Optimizer) or not isinstance(model, Module):
         yield OptionError(
             "MirroredOptimizer(optimizer, model) takes a torch.optim.Optimizer and a torch.nn.Module, not "
             f"{type(optimizer).__name__} and {type(model).__name__}"
         )
-    if isinstance(backend, AllReduce) and topology is not None and topology is not backend.topology:
-        yield OptionError(f"{backend!r} has a topology of its own; pass the backend's name, or no topology")
-    if twice := compression_twice(backend, options.compress):
-        yield twice
-    if update not in UPDATES:
-        yield OptionError(f'update={update!r} is unknown; use "replicated" or "sharded"')
-    elif update != "sharded" and options.copies == 2:
-        yield OptionError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
-    if senseless := backup.refusal(options.copies, ranks, goes_on=False):
-        yield OptionError(str(senseless))
-    if overlap not in (True, False, "auto"):
-        yield OptionError(f'overlap={overlap!r} is unknown; use True, False or "auto"')
-    if not all(isinstance(each, int | float) and not isinstance(each, bool) and each > 0 for each in bucket_mb):
-        yield OptionError(
-            f"first_bucket_mb and bucket_mb must be numbers > 0, got {bucket_mb[0]!r} and {bucket_mb[1]!r}"
-        )
-    if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
-        yield OptionError(f"check_every must be an integer >= 0 (0: never), got {check_every!r}")
-    if wrong := checks.refusal(1, options.on_divergence, options.source, ranks):
-        yield OptionError(wrong)
-    if options.check_gradients not in (None, *checks.ANSWERS):
-        yield OptionError(f'check_gradients={options.check_gradients!r} is unknown; use "raise", "skip" or None')
+    yield from options.problems(ranks)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         yield OptionError(
             "the model is wrapped in DistributedDataParallel, which averages gradients as well; pass the plain "
             "model (model.module), or keep DDP and leave out MirroredOptimizer"
         )
-    if hasattr(optimizer, "_averager"):
+    if hasattr(optimizer, "steps_skipped"):
         yield OptionError("the optimizer is a MirroredOptimizer already; pass the plain optimizer")
-    yield from _bad_parameters(optimizer, model)
+    yield from _not_of_the_model(optimizer, model)
+    yield from _bad_parameters(sort(optimizer, model)[0])
+    yield from _bad_update(optimizer, model, options.update)
+
+
+def _not_of_the_model(optimizer: Optimizer, model: Module) -> Iterator[OptionError]:
+    own = {id(each) for each in model.parameters()}
+    in_groups = [each for group in optimizer.param_groups for each in group["params"]]
+    foreign = [each for each in in_groups if id(each) not in own]
+    trained = [each for each in in_groups if each.requires_grad]
+    if foreign:
+        yield OptionError(
+            f"the optimizer is of another model: {len(foreign)} of its {len(in_groups)} parameters (the first of "
+            f"shape {tuple(foreign[0].shape)}) are not in this {type(model).__name__}; make it from "
+            "model.parameters() of the same model, after everything that replaces parameters"
+        )
+    if not trained:
+        yield OptionError("there is nothing to train: every parameter of the optimizer has requires_grad=False")
+
+
+def _bad_parameters(trained: dict[str, Parameter]) -> Iterator[AllReduceError]:
+    for name, each in trained.items():
+        yield from _bad_parameter(name, each)
+        first_name, first = next(iter(trained.items()))
+        if each.device != first.device:
+            yield OptionError(
+                f"{first_name} is on {first.device} and {name} on {each.device}; MirroredOptimizer takes "
+                "models on one device: model.to(device), before the optimizer is made"
+            )
+
+
+def _bad_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceError]:
+    if parameter.device.type not in ("cpu", "cuda"):
+        yield OptionError(f"{name} is on {parameter.device}, and MirroredOptimizer works on CPU and CUDA tensors")
+    if parameter.dtype not in DTYPES:
+        known = ", ".join(DTYPES.values())
+        yield UnsupportedDtypeError(f"{name} has dtype {parameter.dtype}, which can't be averaged; use one of {known}")
+    if parameter.is_sparse:
+        yield OptionError(f"{name} is a sparse tensor; parameters must be dense")
+    owner = owner_of(parameter)
+    if owner is not None and not owner.closed:
+        yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it as well; close() that")
+
+
+def _bad_update(optimizer: Optimizer, model: Module, update: str) -> Iterator[OptionError]:
     sparse = sparse_parameters(optimizer, model)
     dense = [name for name, each in sort(optimizer, model)[0].items() if id(each) not in sparse]
     if dense and isinstance(optimizer, torch.optim.SparseAdam):
@@ -155,39 +295,5 @@ def _problems(optimizer: Optimizer, model: Module, options: Options, ranks: int)
             f"SparseAdam needs sparse gradients, and those of {dense[0]} are averaged as dense ones, as all but those "
             "of an nn.Embedding(sparse=True); use Adam, or an optimizer, and a MirroredOptimizer, for each kind"
         )
-    if dense and update == "sharded":
-        refused = sharded.refusal(optimizer)
-        if refused is not None:
-            yield refused
-
-
-def _bad_parameters(optimizer: Optimizer, model: Module) -> Iterator[AllReduceError]:
-    names = {id(each): name for name, each in model.named_parameters()}
-    in_groups = [each for group in optimizer.param_groups for each in group["params"]]
-    foreign = [each for each in in_groups if id(each) not in names]
-    if foreign:
-        yield OptionError(
-            f"the optimizer is of another model: {len(foreign)} of its {len(in_groups)} parameters (the first of "
-            f"shape {tuple(foreign[0].shape)}) are not in this {type(model).__name__}; make it from "
-            "model.parameters() of the same model, after everything that replaces parameters"
-        )
-        return
-    trained = [(names[id(each)], each) for each in in_groups if each.requires_grad]
-    if not trained:
-        yield OptionError("there is nothing to train: every parameter of the optimizer has requires_grad=False")
-    for name, each in trained:
-        if each.device.type not in ("cpu", "cuda"):
-            yield OptionError(f"{name} is on {each.device}, and MirroredOptimizer works on CPU and CUDA tensors")
-        if each.device != trained[0][1].device:
-            yield OptionError(
-                f"{trained[0][0]} is on {trained[0][1].device} and {name} on {each.device}; MirroredOptimizer takes "
-                "models on one device: model.to(device), before the optimizer is made"
-            )
-        if each.dtype not in DTYPES:
-            known = ", ".join(DTYPES.values())
-            yield UnsupportedDtypeError(f"{name} has dtype {each.dtype}, which can't be averaged; use one of {known}")
-        if each.is_sparse:
-            yield OptionError(f"{name} is a sparse tensor; parameters must be dense")
-        owner = owner_of(each)
-        if owner is not None and not owner.closed:
-            yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it as well; close() that")
+    if dense and update == "sharded" and (reason := slice_refusal(optimizer)):
+        yield OptionError(reason)

@@ -1,10 +1,16 @@
-"""A rank is lost: the optimizers of those that are left are made again, with the state of who has done most steps."""
+"""When ranks are lost: the others make their MirroredOptimizers again, with the newest state that they have.
+
+Replicated parameters and state come from a rank that has done the most steps. For those of a sharded update each rank
+has a backup at another rank (copies=2): after each step it sends the optimizer's slices there. A rank updates only
+after it has received every rank's gradients. A rank sends its gradients only after it has backed up the previous step.
+So when any rank is at step s, every rank has a backup of step s - 1. That is why a backup has two steps of each slice.
+"""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,21 +27,141 @@ from allreduce.transport.chunked import broadcast, pieces
 from allreduce.transport.control import all_values, root_value
 from allreduce.transport.deferred_free import keep
 from allreduce.transport.wait import wait_for
-from trainers.pytorch.optimizer_group import Family
+from trainers.pytorch.buckets import Block
+from trainers.pytorch.optimizer_group import Member, OptimizerGroup
 from trainers.pytorch.state import broadcast_tensors, from_json, state_of, to_json
 from trainers.replicas.pytorch.tensors import as_bytes, shaped
 from trainers.state.backup import KEEPS, NEVER, TAG, keepers
 
-if TYPE_CHECKING:
-    from trainers.pytorch.optimizer import MirroredOptimizer
-    from trainers.pytorch.sharded import ShardedOptimizer
-
-
+ResultT = TypeVar("ResultT")
+Commit = Callable[[], object]  # takes on a state that has been received, locally
 Owned = Sequence[Sequence[slice]]  # of each rank for each bucket
 
 
+@contextmanager
+def surviving(group: OptimizerGroup) -> Iterator[None]:
+    """Inside, a lost rank has all optimizers of the group made again, and is raised as a RankLostError. Collective.
+
+    Where MPI lets jobs go on without a rank (ULFM); otherwise nothing is changed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if ulfm.lost(error) is None or group.replaced:  # replaced: the recovery was further inside
+            raise
+        group.revoke()  # so that all ranks that wait come out
+        group.topology.finished(False)
+        raise recover(group) from error
+
+
+def tell_policy(topology: Topology) -> None:
+    """Say what happens when ranks are lost, unless the job ends then."""
+    if ulfm.in_force() and topology.size > 1:
+        text = "lost ranks (ULFM): MirroredOptimizer goes on with those that are left, and raises RankLostError"
+        notices.once(topology.rank, text)
+
+
+def recover(group: OptimizerGroup) -> RankLostError:
+    """Make the optimizers of a group again on the ranks that are left. Returns the error that tells of it.
+
+    Collective over all ranks that are left, which have agreed that a rank was lost (Topology.finished). When another
+    one is lost meanwhile, all of it begins again.
+    """
+    members = {number: member for number, member in sorted(group.members.items()) if not member.closed}
+    left, former = group.topology, list(range(group.topology.size))
+    while True:
+        left = left.survivors()
+        former = [former[rank] for rank in left.former]
+        commits = _unless_lost(left, partial(_newest_states, left, members))
+        if not left.finished(commits is not None):
+            continue
+        for commit in commits or []:
+            commit()
+        heir = _unless_lost(left, partial(_rebuilt, left, members))
+        if left.finished(heir is not None):
+            break
+    assert heir is not None
+    group.replace(heir)
+    error = _error_of(group.topology.size, former, members)
+    for member in members.values():
+        member.recovered()
+    return error
+
+
+def _unless_lost(topology: Topology, work: Callable[[], ResultT]) -> ResultT | None:
+    """The result of `work`; None when a rank was lost meanwhile."""
+    try:
+        return work()
+    except Exception as error:
+        if ulfm.lost(error) is None:
+            raise
+        topology.revoke()
+        return None
+
+
+def _newest_states(topology: Topology, members: dict[int, Member]) -> list[Commit]:
+    """Get the newest state of each optimizer; the results take it on. Collective.
+
+    Nothing is changed yet: a rank that had taken half of it, and then lost the rank that it came from, would have
+    neither state.
+    """
+    comm = topology.private()
+    everyone = all_values(comm, sorted(members), "go on without a lost rank")
+    commits: list[Commit] = []
+    for number, member in sorted(members.items()):
+        on_all = all(number in numbers for numbers in everyone)
+        commits.append(member.newest_state(comm) if on_all else member.drop)
+    topology.release(comm)
+    return commits
+
+
+def _rebuilt(topology: Topology, members: dict[int, Member]) -> OptimizerGroup:
+    """A new group, with all members made again. Collective; may be called again for the same members."""
+    group = OptimizerGroup(topology)
+    for _, member in sorted(members.items()):
+        if not member.closed:
+            member.rebuild(group)
+    return group
+
+
+def _error_of(size: int, former: list[int], members: dict[int, Member]) -> RankLostError:
+    lost = tuple(rank for rank in range(size) if rank not in former)
+    ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {size}"
+    be = "were" if len(lost) > 1 else "was"
+    steps = max((each.steps for each in members.values()), default=0)
+    text = f"{ranks} {be} lost; {len(former)} go{'es' * (len(former) == 1)} on, after step {steps}"
+    if any(each.slices_lost for each in members.values()):
+        text += ". The lost slices of a sharded update are gone: load model and optimizer from the last checkpoint"
+    error = RankLostError(text)
+    error.lost = lost
+    return error
+
+
+def newest_replica(comm: MPI.Intracomm, model: Module, optimizer: Optimizer, steps: int) -> tuple[int, Commit]:
+    """Get parameters, buffers and optimizer state of a rank that has done the most steps. Collective.
+
+    Returns these steps, and what takes the state on.
+    """
+    everyone = all_values(comm, steps, "go on without a lost rank")
+    root = everyone.index(max(everyone))
+    takes = comm.rank != root
+    own = [*model.parameters(), *model.buffers()]
+    taken = [each.detach().clone() for each in own]
+    broadcast_tensors(comm, taken, root)
+    state = state_of(comm, optimizer, root)
+
+    @torch.no_grad()
+    def commit() -> None:
+        for here, there in zip(own, taken, strict=True):
+            here.copy_(there)
+        if takes:
+            optimizer.load_state_dict(state)
+
+    return max(everyone), commit
+
+
 class Copy(NamedTuple):
-    """One rank's slices. text: JSON, of what `values`, the bytes of all tensors, are."""
+    """One rank's slices. values: the bytes of all tensors. text: JSON that describes them."""
 
     text: str
     values: np.ndarray
@@ -50,16 +176,25 @@ class Kept:
         self.memory = [np.empty(0, np.uint8), np.empty(0, np.uint8)]  # of this rank's slices, and the other's
 
 
-class Twins:
-    """Creating and `keep` are collective, and run in the lane. owned: of all ranks."""
+class Backup:
+    """Keeps the slices of this rank and of another one, of two steps. Creating and `keep` are collective, in the queue.
 
-    def __init__(self, sharded: "ShardedOptimizer", owned: Owned, topology: Topology, comm: MPI.Intracomm) -> None:
-        self._sharded, self._comm = sharded, comm
-        self.owned = owned
-        self.sizes = [bucket.stop - bucket.start for bucket in sharded.averager.plan]
+    held: this rank's blocks, their parameters, and what the optimizer has for them. owned: of all ranks. sizes: of the
+    buckets.
+    """
+
+    def __init__(
+        self,
+        held: Callable[[], Iterable[tuple[Block, Tensor, dict[str, Any]]]],
+        owned: Owned,
+        sizes: Sequence[int],
+        topology: Topology,
+        comm: MPI.Intracomm,
+    ) -> None:
+        self._held, self.owned, self.sizes, self._comm = held, owned, sizes, comm
         keeper = keepers(all_values(comm, topology.node_index, KEEPS))
         all_owned = sum(part.stop - part.start for of_rank in owned for part in of_rank)
-        alone = all_owned < 2 * sum(self.sizes)  # or nodes have the same slices, and nothing is sent
+        alone = all_owned < 2 * sum(sizes)  # or nodes have the same slices, and nothing is sent
         self._keeper = keeper[comm.rank] if alone else MPI.PROC_NULL
         self._ward = keeper.index(comm.rank) if alone else MPI.PROC_NULL
         self._before, self._now = Kept(), Kept()
@@ -93,10 +228,10 @@ class Twins:
 
     def _packed(self, now: Kept) -> Copy:
         entries, tensors = [], []
-        for piece, part, state in self._sharded.held():
+        for block, part, state in self._held():
             large = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
             rest = {key: value.dtype if key in large else value for key, value in state.items()}
-            entries.append([piece.parameter, piece.offset, part.numel(), rest])
+            entries.append([block.parameter, block.offset, part.numel(), rest])
             tensors += [part, *large.values()]
         parts = [as_bytes(each.contiguous()) for each in tensors]
         now.memory[0] = _sized(now.memory[0], sum(part.size for part in parts))
@@ -131,18 +266,18 @@ class Whole(NamedTuple):
     state: list[dict[str, Any]]
 
 
-def collect(comm: MPI.Intracomm, twins: Twins, like: list[torch.nn.Parameter]) -> Whole | None:
+def collect(comm: MPI.Intracomm, backup: Backup, like: list[torch.nn.Parameter]) -> Whole | None:
     """What the ranks that are left put together of the newest step whose copies are all there; or None. Collective."""
-    sides = all_values(comm, twins.offers(), "put the slices of a sharded update together")
+    sides = all_values(comm, backup.offers(), "put the slices of a sharded update together")
     offers = [[tuple(offer) for offer in side] for side in sides]
     for step in sorted({first for side in offers for first, *_ in side}, reverse=True):
         holders = {
             owner: rank for rank, side in enumerate(offers) for first, _, owners in side if first == step
             for owner in owners
         }  # fmt: skip
-        if covers([twins.owned[owner] for owner in holders], twins.sizes):
+        if covers([backup.owned[owner] for owner in holders], backup.sizes):
             last = max(last for side in offers for first, last, _ in side if first == step)
-            return _joined(comm, twins, like, step, last, holders)
+            return _joined(comm, backup, like, step, last, holders)
     return None
 
 
@@ -158,13 +293,13 @@ def covers(owned: Sequence[Sequence[slice]], sizes: Sequence[int]) -> bool:
 
 
 def _joined(
-    comm: MPI.Intracomm, twins: Twins, like: list[torch.nn.Parameter], step: int, steps: int, holders: dict[int, int]
+    comm: MPI.Intracomm, backup: Backup, like: list[torch.nn.Parameter], step: int, steps: int, holders: dict[int, int]
 ) -> Whole:
     flats = [torch.empty(each.numel(), dtype=each.dtype) for each in like]
     states: list[dict[str, Any]] = [{} for _ in like]
     for owner, holder in sorted(holders.items()):
         mine = comm.rank == holder
-        copy = twins.copy(step, owner) if mine else Copy("", np.empty(0, np.uint8))
+        copy = backup.copy(step, owner) if mine else Copy("", np.empty(0, np.uint8))
         what = "put the slices of a sharded update together"
         text, size = root_value(comm, [copy.text, copy.values.size], what, holder)
         values = copy.values if mine else np.empty(size, np.uint8)
@@ -202,139 +337,3 @@ def _take_apart(entries: list[Any], values: Tensor, flats: list[Tensor], states:
 
 def _sized(memory: np.ndarray, size: int) -> np.ndarray:
     return memory if memory.size == size else np.empty(size, np.uint8)
-
-
-Commit = Callable[[], object]
-
-
-@contextmanager
-def surviving(family: Family) -> Iterator[None]:
-    """Inside, a lost rank has all optimizers of the family made again, and is raised as a RankLostError. Collective.
-
-    Where MPI lets ranks be outlived (ULFM); otherwise nothing is changed.
-    """
-    try:
-        yield
-    except Exception as error:
-        if ulfm.lost(error) is None or family.buried:  # buried: raised where it was recovered from, further inside
-            raise
-        for topology in family.topologies():
-            topology.revoke()  # so that all ranks that wait come out
-        family.topology.finished(False)
-        raise recover(family) from error
-
-
-def said(topology: Topology) -> None:
-    """Say what happens to ranks that are lost, when that is not that the job ends."""
-    if ulfm.in_force() and topology.size > 1:
-        text = "lost ranks (ULFM): MirroredOptimizer goes on with those that are left, and raises RankLostError"
-        notices.once(topology.rank, text)
-
-
-def recover(family: Family) -> RankLostError:
-    """Make the optimizers of a family again on the ranks that are left; what these are told of.
-
-    Collective over all that are left, who have agreed that somebody was lost (Topology.finished). When another is lost
-    meanwhile, all of it begins again.
-    """
-    members = {number: member for number, member in sorted(family.owners.items()) if not member.closed}
-    left, former = family.topology, list(range(family.topology.size))
-    while True:
-        left = left.survivors()
-        former = [former[rank] for rank in left.former]
-        commits = _attempt(left, partial(_take, left, members))
-        if not left.finished(commits is not None):
-            continue
-        for commit in commits or []:
-            commit()
-        made = _attempt(left, partial(_make_again, left, members))
-        if left.finished(made is not None):
-            break
-    family.bury(made)
-    error = _told(family.topology.size, former, members)
-    for member in members.values():
-        member.kept_twice, member.whole = member.whole is not None, None
-    return error
-
-
-def _attempt(topology: Topology, work: Callable[[], Any]) -> Any:
-    """What `work` returns; None when a rank was lost meanwhile."""
-    try:
-        return work()
-    except Exception as error:
-        if ulfm.lost(error) is None:
-            raise
-        topology.revoke()
-        return None
-
-
-def _take(topology: Topology, members: "dict[int, MirroredOptimizer]") -> list[Commit]:
-    """What gives each optimizer the state of the rank that has done most of its steps, in a moment. Collective.
-
-    Nothing is changed yet: whoever had taken half of it, and then lost the rank that it came from, would have nothing.
-    """
-    comm = topology.private()
-    commits: list[Commit] = []
-    everyone = all_values(comm, sorted(members), "go on without a lost rank")
-    for number in sorted(members):
-        member = members[number]
-        if not all(number in numbers for numbers in everyone):
-            commits.append(member._drop)  # another rank has no such optimizer any more
-            continue
-        steps = all_values(comm, member.steps, "go on without a lost rank")
-        root = steps.index(max(steps))
-        commits.append(_state_of_root(comm, member.model, member.optimizer, root))
-        commits.append(partial(setattr, member._averager, "steps", max(steps)))
-        if (whole := _slices(comm, member)) is not None:
-            commits.append(partial(member._take_whole, whole))
-    topology.release(comm)
-    return commits
-
-
-def _slices(comm: MPI.Intracomm, member: "MirroredOptimizer") -> Whole | None:
-    """What the ranks that are left have of a sharded update whose slices are kept twice, if it is all. Collective."""
-    if any(all_values(comm, member.whole is not None, "go on without a lost rank")):
-        return member.whole  # on all of them, since all have made it their own before another one was lost
-    if member._sharded is None or member._sharded.twins is None:
-        return None
-    return collect(comm, member._sharded.twins, member._averager.parameters)
-
-
-def _state_of_root(comm: MPI.Intracomm, model: Module, optimizer: Optimizer, root: int) -> Commit:
-    """What takes on the root's parameters, buffers and optimizer state. Collective."""
-    takes = comm.rank != root
-    own = [*model.parameters(), *model.buffers()]
-    taken = [each.detach().clone() for each in own]
-    broadcast_tensors(comm, taken, root)
-    state = state_of(comm, optimizer, root)
-
-    @torch.no_grad()
-    def commit() -> None:
-        for here, there in zip(own, taken, strict=True):
-            here.copy_(there)
-        if takes:
-            optimizer.load_state_dict(state)
-
-    return commit
-
-
-def _make_again(topology: Topology, members: "dict[int, MirroredOptimizer]") -> Family:
-    """Collective; may be called again for the same members."""
-    family = Family.of(topology)
-    for number in sorted(members):
-        if not members[number].closed:
-            members[number]._reconnect(family)
-    return family
-
-
-def _told(size: int, former: list[int], members: "dict[int, MirroredOptimizer]") -> RankLostError:
-    lost = tuple(rank for rank in range(size) if rank not in former)
-    ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {size}"
-    be = "were" if len(lost) > 1 else "was"
-    steps = max((each.steps for each in members.values()), default=0)
-    text = f"{ranks} {be} lost; {len(former)} go{'es' * (len(former) == 1)} on, after step {steps}"
-    if any(each.update == "sharded" and each.whole is None for each in members.values()):
-        text += ". The lost slices of a sharded update are gone: load model and optimizer from the last checkpoint"
-    error = RankLostError(text)
-    error.lost = lost
-    return error

@@ -10,8 +10,10 @@ When backward returns, `.grad` of every parameter is the average, so what comes 
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from operator import attrgetter
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,224 +23,51 @@ from torch.nn import Parameter
 
 from allreduce.backend import AllReduce
 from allreduce.engine.queue import Lane, Pending
+from allreduce.transport import ulfm
 from allreduce.transport.control import raise_together
 from allreduce.transport.wait import waiting
+from allreduce.two_phase import TwoPhase
 from trainers.errors import NotFiniteError
-from trainers.pytorch.buckets import Marks, allocate, plan
-from trainers.pytorch.errors import SECOND, GradientError, changed
+from trainers.pytorch.buckets import GradientError, Marks, allocate, changed, plan, version_of
 from trainers.pytorch.hooks import CLOSED, refuse, take_over
-from trainers.pytorch.optimizer_group import Family
-from trainers.pytorch.recovery import surviving
-from trainers.pytorch.report import Clock
-from trainers.pytorch.rows import Rows, result_of, submit
+from trainers.pytorch.optimizer_group import OptimizerGroup
+from trainers.pytorch.report import Clock, Report
+from trainers.pytorch.rows import Rows
 from trainers.pytorch.sparse import SparseGradients
 from trainers.pytorch.step_checks import GradientCheck
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.tensors import DTYPES, shaped
 
-if TYPE_CHECKING:
-    from trainers.pytorch.optimizer_group import Family
-
+LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # what the buffers hold; see Reducer.state
 
 EDITED = (
     'gradients were changed between backward and step(), and with update="sharded" a rank has the averages of its own '
     "slice only; call optimizer.synchronize() first (before clipping, before GradScaler.unscale_ or GradScaler.step), "
     "which gathers them"
 )
+SECOND = (
+    'got a second gradient after its first was averaged in slices (update="sharded"): compute all gradients of a step '
+    "but the last inside of optimizer.no_sync(), and call optimizer.zero_grad() between steps, not model.zero_grad()"
+)
 
-
-class Backward:
-    """The gradients of one backward on their way.
-
-    Its life: `arrived` for each gradient, `launch` for each bucket, in the order of the buckets on every rank,
-    then `finish`; or `abandon`, when autograd raised. However it ends, every bucket is launched, since other ranks
-    wait for it, and with the last one the ranks tell each other two facts: which parameters they have used, and
-    whether something went wrong; then all of them raise the same error. So ranks agree about each backward.
-    """
-
-    def __init__(self, averager: "Averager", what: str) -> None:
-        self.averager, self._what = averager, what
-        self._missing = [{slot.parameter for slot in memory.bucket.slots} for memory in averager.buckets]
-        self._missing += averager.sparse.parts()
-        self._crossings = [averager.device.crossing() for _ in self._missing]
-        self._launched = 0
-        self._error: Exception | None = None
-        self.failures = averager.family.failures
-        self._facts = np.zeros(1 + len(averager.bucket_of), np.uint8)
-        self.unused: list[int] = []  # parameters without a gradient on this rank
-        self.pending: list[Pending] = []
-        self._task = -1  # autograd's number of the backward
-        self._met = False  # the optimizers have seen who of them takes part
-        self._ending: weakref.ref | None = None  # to what autograd calls when it is through, as long as it will
-
-    def begin(self) -> None:
-        """Have autograd call `_ended` when the backward that goes on now is through."""
-        self._task = torch._C._current_graph_task_id()
-        ending = partial(self._ended)
-        self._ending = weakref.ref(ending)
-        torch.autograd.Variable._execution_engine.queue_callback(ending)
-        _running.add(self)
-
-    def running(self) -> bool:
-        """True while autograd is at work. A backward that raises lets go of the callback without a call."""
-        return self._ending is not None and self._ending() is not None
-
-    def arrived(self, index: int) -> None:
-        """The gradient of a parameter is complete: launch what is complete with it."""
-        bucket = self.averager.bucket_of[index]
-        missing = self._missing[bucket]
-        if index not in missing:
-            names = [*self.averager.names, *self.averager.sparse.names]
-            raise GradientError(
-                f"{names[index]} received its gradient twice in one backward, so it may be half "
-                "reduced; use torch.utils.checkpoint with use_reentrant=False, or MirroredOptimizer(..., overlap=False)"
-            )
-        missing.remove(index)
-        self._crossings[bucket].note()
-        # In the order of the buckets, whatever is ready first: a lane's calls match by their order.
-        while self._launched < len(self._missing) and not self._missing[self._launched]:
-            self.launch()
-
-    @torch.no_grad()
-    def launch(self) -> None:
-        """Submit the reduction of the next bucket. What is wrong with it is raised later, on all ranks."""
-        bucket = self._launched
-        self._launched += 1
-        try:
-            self.unused += self.averager.prepare(bucket)
-        except GradientError as error:
-            self._error = self._error or error
-        self._crossings[bucket].leave()
-        last = self._launched == len(self._missing)
-        what = f"{self._what}, bucket {self._launched} of {len(self._missing)}"
-        self.pending.append(submit(self.averager.lane, partial(self._reduce, bucket, last, Clock.now()), what))
-
-    def launch_rest(self) -> None:
-        """Submit all that was not submitted yet."""
-        while self._launched < len(self._missing):
-            self.launch()
-
-    def finish(self) -> None:
-        """Launch what is left and wait for everything. Raises the same error on all ranks.
-
-        An interrupt (Ctrl-C) leaves at once; `abandon` waits for the rest then.
-        """
-        self.launch_rest()
-        errors = []
-        for pending, crossing in zip(self.pending, self._crossings, strict=True):
-            try:
-                pending.wait()
-            except Exception as error:
-                errors.append(error)
-            crossing.back()
-        self._ending = None
-        _running.discard(self)
-        if errors:
-            raise errors[0]
-
-    def abandon(self) -> None:
-        """End what autograd began before it raised. The ranks that wait for it raise a GradientError."""
-        if self._launched < len(self._missing):
-            self._error = self._error or GradientError(
-                "backward raised after a part of its gradients had been sent to the other ranks, so these averages "
-                "mean nothing; the error is this rank's. Let it end the job, or use overlap=False"
-            )
-        try:
-            self.finish()
-        except GradientError:  # this rank has had its error already
-            return
-
-    def failed(self) -> bool:
-        """Whether a reduction has failed already."""
-        return any(each.done() and each.error is not None for each in self.pending)
-
-    def used(self, index: int) -> bool:
-        """Whether any rank has a gradient of a parameter, once this has finished."""
-        return bool(self._facts[1 + index])
-
-    def _ended(self) -> None:
-        """Autograd is through: all optimizers that it passed submit all that they have, and only then wait.
-
-        On another rank they may be passed in another order, and one that waits holds up what comes after it.
-        """
-        with surviving(self.averager.family):
-            if not self._met:
-                meet([other for other in _running if other._task == self._task])
-            self.averager.finish(self)
-
-    def _reduce(self, bucket: int, last: bool, came: float) -> None:
-        """Runs in the lane, when all ranks have come to it. came: when it was submitted here."""
-        try:
-            self.averager.clock.came(came)
-            with self._crossings[bucket].inside():
-                self.averager.reduce(bucket)
-        except Exception as error:  # told to all ranks with the facts
-            self._error = self._error or error
-        if last:
-            self._exchange_facts()
-
-    def _exchange_facts(self) -> None:
-        """Beside the gradients, never in them: what is lossy or 16 bits wide there stays exact here."""
-        comm, facts = self.averager.comm, self._facts
-        facts[1:] = 1
-        facts[1 + np.array(self.unused, dtype=np.intp)] = 0
-        facts[0] = self._error is not None
-        if comm.size > 1:
-            with waiting(comm, "hear what the other ranks' backwards have met"):
-                comm.Allreduce(MPI.IN_PLACE, facts, MPI.MAX)
-        if facts[0]:
-            self.averager.family.failed()
-            raise_together(comm, self._error)
-        if (check := self.averager.check) is not None:
-            try:
-                check.settle(comm, may_leave_out=not self.averager.in_closure)
-            except NotFiniteError:
-                self.averager.family.failed()
-                raise
-
-
-_running: "weakref.WeakSet[Backward]" = weakref.WeakSet()
-
-
-def meet(backwards: list[Backward]) -> None:
-    """Submit all that these optimizers have, and have those take part here that do so on another rank. Collective.
-
-    An optimizer whose model has no part in this rank's loss counts as zeros; were it to wait for its step(), the
-    step of another optimizer might wait for ranks that wait for it.
-    """
-    for backward in backwards:
-        backward.launch_rest()
-        backward._met = True
-    for family in {id(each.averager.family): each.averager.family for each in backwards}.values():
-        own = [each for each in backwards if each.averager.family is family]
-        for backward in _late(family, own):
-            backward.averager.finish(backward)
-
-
-def _late(family: "Family", own: list[Backward]) -> list[Backward]:
-    """The averages that other ranks have begun beside `own`, begun here as well. Collective."""
-    here = {each.averager.number for each in own}
-    failures = min(each.failures for each in own)
-    others = family.taking_part(here, failures, lambda: any(each.failed() for each in own))
-    return [each.join_in() for each in others]
-
-
-LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # what the buffers hold; see Averager.state
+# FullyShardedDataParallel too calls these of autograd, for which PyTorch has no public names.
+_backward_number: Callable[[], int] = attrgetter("_C._current_graph_task_id")(torch)
+_call_when_backward_ends = attrgetter("_execution_engine.queue_callback")(torch.autograd.Variable)
 
 ResultT = TypeVar("ResultT")
 
 
-class Averager:
+class Reducer:
     """The gradients of some parameters, in buckets of flat buffers, and their reduction.
 
     parameters: those that are trained, in the order of the model, by name. sparse: those whose gradients stay sparse:
         the last buckets, of one each, and with numbers after the others'; they are averaged whole, never SCATTERED.
-    backend: allocates the buffers.
-    family: whose newest member this is.
-    lane: runs the reductions, in one order on all ranks. comm: used inside of the lane's calls only.
-    reduce: what is done with each bucket, a 1-D array, in place; it leaves the averages of the whole bucket
-        (`reduces_to` AVERAGED) or of the part that this rank owns (SCATTERED): `owned`, by a bucket's length.
-    during: the reductions are submitted while backward goes on. device: where the parameters are.
+    bucket_bytes: the least size of the first bucket, and of the others.
+    queue: runs the reductions, in one order on all ranks. during: while backward goes on. comm: used in its calls only.
+    backend: allocates the buffers and reduces them. scatter: it leaves the averages of the part of each bucket that
+        this rank owns (state SCATTERED), and not of the whole bucket (AVERAGED).
+    group, number: the optimizers on these ranks, and which of them this is. guard: entered round what autograd calls,
+        where a lost rank may be met. device: where the parameters are.
 
     state: LOCAL: there may be gradients of this rank that are not averaged yet. SCATTERED: averages in what
         this rank owns of each bucket, leftovers elsewhere. AVERAGED: averages everywhere.
@@ -248,29 +77,36 @@ class Averager:
         self,
         parameters: dict[str, Parameter],
         sparse: SparseGradients,
-        backend: AllReduce,
-        family: Family,
-        lane: Lane,
-        comm: MPI.Intracomm,
         *,
-        reduce: Callable[[np.ndarray], object],
-        reduces_to: str,
-        owned: Callable[[int], slice],
-        during: bool,
-        device: Host,
         bucket_bytes: tuple[float, float],
+        queue: Lane,
+        during: bool,
+        comm: MPI.Intracomm,
+        backend: AllReduce,
+        scatter: bool,
+        group: OptimizerGroup,
+        number: int,
+        guard: Callable[[], AbstractContextManager[None]],
+        device: Host,
     ) -> None:
         self.names, self.parameters, self.sparse = list(parameters), list(parameters.values()), sparse
-        self.family, self.number, self.lane, self.comm, self.during = family, family.newest, lane, comm, during
+        self._queue, self.during, self.comm, self.group, self.number = queue, during, comm, group, number
+        self._backend, self.guard, self.device = backend, guard, device
         self.ranks = comm.size  # also known after close()
-        self._reduce, self._reduces_to, self.owned, self.device = reduce, reduces_to, owned, device
+        self._reduce: Callable[[np.ndarray], object] = partial(backend, op="mean")
+        self.owned: Callable[[int], slice] = partial(slice, 0)  # the part of a bucket of this length
+        self._reduces_to = SCATTERED if scatter else AVERAGED
+        if scatter:
+            assert isinstance(backend, TwoPhase)
+            self._reduce, self.owned = partial(backend.reduce_scatter, op="mean"), backend.owned
         sizes = [(each.numel(), DTYPES[each.dtype], each.element_size()) for each in self.parameters]
         self.plan, lengths = plan(sizes, *(bucket_bytes if during else (math.inf, math.inf)))
         self.flats, self.buckets = allocate(backend, self.plan, lengths, device)
         self.sizes = tuple(memory.array.nbytes for memory in self.buckets)
         self._slots = {slot.parameter: (at, slot) for at, bucket in enumerate(self.plan) for slot in bucket.slots}
         self.bucket_of = {parameter: at for parameter, (at, _) in self._slots.items()}
-        self.bucket_of |= sparse.follow(len(self.parameters), len(self.buckets))
+        rest = range(len(sparse.parameters))
+        self.bucket_of |= {len(self.parameters) + at: len(self.buckets) + at for at in rest}
         self._all = [*self.parameters, *sparse.parameters]
         self.views = [self.place(index, self.flats) for index in range(len(self.parameters))]
         self._addresses = [view.data_ptr() for view in self.views]
@@ -288,8 +124,8 @@ class Averager:
         self.leftover: set[int] = set()  # parameters whose .grad holds the leftovers of a SCATTERED reduction
         self._of_others: list[int] = []  # parameters that other ranks have used, and this one has not
         self._backward: Backward | None = None  # the one under way, or what remains of one that raised
-        self.versions: list[int] = []
-        self._marks = Marks(self.flats, self.plan, [owned(each.array.size) for each in self.buckets], device)
+        self._versions: list[int] = []
+        self._marks = Marks(self.flats, self.plan, [self.owned(each.array.size) for each in self.buckets], device)
         self._hooks = [
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
             for index, each in enumerate(self._all)
@@ -305,30 +141,11 @@ class Averager:
         at, slot = self._slots[index]
         return shaped(flats[self.plan[at].dtype], slot.start, self.parameters[index])
 
-    def call(self, what: str) -> str:
-        """What this rank is about to do, with all that must be alike on the ranks."""
-        return f"{what}, after {self.steps} steps and {self._begun} averages"
-
-    def together(self, what: str, work: Callable[[], ResultT]) -> ResultT:
-        """Do `work` when all ranks have come to it, after all that was submitted before. Collective."""
-        self.abandon()
-        return result_of(self.lane, work, self.call(what), self.device.crossing())
-
-    def count_rows(self, mine: float, active: bool = True) -> Rows:
-        """Begin to count the rows of this step. active: False when this rank has no batches left. Collective."""
-        self.abandon()
-        self.rows = Rows(self.lane, self.comm, mine, self.call("counts rows"), active)
-        return self.rows
-
-    def leaves_out(self) -> bool:
-        """Whether all ranks leave out the step of the last averages, since gradients were no numbers. Local."""
-        return self.check is not None and self.check.left_out
-
-    # Called by autograd
+    # A gradient's way: the hook, the backward, the bucket, the average
 
     @torch.no_grad()
     def _arrived(self, index: int, parameter: Tensor) -> None:
-        """The gradient of a parameter is complete, as far as this backward goes."""
+        """Called by autograd: the gradient of a parameter is complete, as far as this backward goes."""
         backward = self._backward
         running = backward is not None and backward.running()
         if not running:
@@ -345,65 +162,21 @@ class Averager:
             assert backward is not None
             backward.arrived(index)
 
-    def average(self) -> None:
-        """See that nothing is LOCAL any more. Collective: a rank whose backward has done it waits for nobody."""
-        self.abandon()
-        if self.state == LOCAL:
-            backward = self._begin()
-            meet([backward])
-            self.finish(backward)
-
-    def join_in(self) -> Backward:
-        """Take part in an average that other ranks have begun. What this returns is to be finished."""
-        self.abandon()
-        backward = self._begin()
-        backward.launch_rest()
-        return backward
-
-    def _begin(self) -> Backward:
+    def _begin(self) -> "Backward":
         if self.joining and self.rows is None:
             self.count_rows(1)
         self.state = LOCAL
         if self.check is not None:
             self.check.begin()
-        self._backward = Backward(self, self.call("averages gradients"))
+        self._backward = Backward(self, self._call("averages gradients"))
         self._begun += 1
         return self._backward
-
-    def finish(self, backward: Backward) -> None:
-        """Reduce what is left, wait for everything, and hand the averages to the parameters."""
-        begin = self.clock.now()
-        try:
-            backward.finish()
-            if self.rows is not None:
-                self.rows.wait()
-        except Exception:  # not an interrupt: what was submitted still goes on then
-            self._backward = self.rows = None  # the rows were those of the gradients that have failed
-            raise
-        self._backward = None
-        self.clock.add(backward.pending, begin)
-        self.averages += 1
-        self._spent = self.rows
-        self._of_others = [each for each in backward.unused if each < len(self.views) and backward.used(each)]
-        self.sparse.hand_over(backward.used)
-        self.become(self._reduces_to)
-
-    def abandon(self) -> None:
-        """End an average that backward began before it raised, if the other ranks wait for it. Collective only then."""
-        backward = self._backward
-        if backward is None:
-            return
-        self._backward = None
-        if backward.pending or self.during:
-            backward.abandon()
-            self.rows = None
-        else:
-            self._begun -= 1
 
     def prepare(self, bucket: int) -> list[int]:
         """See that a bucket holds this rank's gradients, zeros for those that it has not; these are returned."""
         if bucket >= len(self.buckets):
-            return self.sparse.prepare(bucket)
+            number = bucket - len(self.buckets)
+            return [] if self.sparse.prepare(number) else [len(self.parameters) + number]
         unused = []
         for slot in self.plan[bucket].slots:
             index = slot.parameter
@@ -415,15 +188,124 @@ class Averager:
         return unused
 
     def reduce(self, bucket: int) -> None:
-        """Reduce a bucket, weighted by the rows of the ranks where they were told. Runs in the lane."""
+        """Reduce a bucket, weighted by the rows of the ranks where they were told. Runs in the queue."""
+        rows, check = self.rows, self.check
         if bucket >= len(self.buckets):
-            return self.sparse.average(bucket, self.rows, self.check)
+            weight = 1.0 if rows is None else rows.weight
+            look = None if check is None else check.look_at_rows
+            return self.sparse.average(bucket - len(self.buckets), weight, look)
         memory = self.buckets[bucket]
-        if self.rows is not None:
-            self.rows.weigh(memory.tensor)
-        if self.check is not None:
-            self.check.look(memory)
+        if rows is not None:
+            rows.weigh(memory.tensor)
+        if check is not None:
+            check.look(bucket)
         memory.through(self._reduce, writes=self.owned(memory.array.size))
+
+    def finish(self, backward: "Backward") -> None:
+        """Reduce what is left, wait for everything, and hand the averages to the parameters."""
+        begin = self.clock.now()
+        try:
+            backward.finish()
+            if self.rows is not None:
+                self.rows.wait()
+        except Exception:  # not an interrupt: what was submitted still goes on then
+            self._backward = self.rows = None  # the rows were those of the gradients that have failed
+            raise
+        self._backward = None
+        self.clock.add(backward.futures, begin)
+        self.averages += 1
+        self._spent = self.rows
+        dense = len(self.parameters)
+        self._of_others = [each for each in backward.unused if each < dense and backward.used[each]]
+        self.sparse.hand_over(backward.used[dense:])
+        self._become(self._reduces_to)
+
+    def average(self) -> None:
+        """See that nothing is LOCAL any more. Collective: a rank whose backward has done it waits for nobody."""
+        self.abandon()
+        if self.state == LOCAL:
+            backward = self._begin()
+            meet([backward])
+            self.finish(backward)
+
+    def synchronize(self) -> None:
+        """See that the averages are whole on every rank. Collective. Edits of a rank are refused on all of them."""
+        self.average()
+        if self.state == SCATTERED:
+            work = partial(self._gather, self.take_edits())
+            self.clock.communicate(partial(self.together, "gathers gradients", work))
+
+    def _gather(self, error: GradientError | None) -> None:
+        """Go from SCATTERED to AVERAGED. Runs in the queue. error: of this rank, raised on all of them."""
+        raise_together(self.comm, error)
+        assert isinstance(self._backend, TwoPhase)
+        for memory in self.buckets:
+            memory.through(self._backend.all_gather, reads=self.owned(memory.array.size))
+        self._become(AVERAGED)
+
+    def join_in(self) -> Callable[[], None]:
+        """Take part in an average that other ranks have begun; call the result to finish it."""
+        self.abandon()
+        backward = self._begin()
+        backward.launch_rest()
+        return partial(self.finish, backward)
+
+    def abandon(self) -> None:
+        """End an average that backward began before it raised, if the other ranks wait for it. Collective only then."""
+        backward = self._backward
+        if backward is None:
+            return
+        self._backward = None
+        if backward.futures or self.during:
+            backward.abandon()
+            self.rows = None
+        else:
+            self._begun -= 1
+
+    # The queue
+
+    def _call(self, what: str) -> str:
+        """What this rank is about to do, with all that must be alike on the ranks."""
+        return f"{what}, after {self.steps} steps and {self._begun} averages"
+
+    def submit(self, work: Callable[[], object], what: str) -> Pending:
+        """Have `work` called in the queue. Waiting for the result raises that a rank was lost. Local.
+
+        Autograd may be at work here, inside of which nothing can be made again.
+        """
+        try:
+            return self._queue.submit(work, what)
+        except Exception as error:
+            if ulfm.lost(error) is None:
+                raise
+            future = Pending(work)
+            future.finish(error)
+            return future
+
+    def together(self, what: str, work: Callable[[], ResultT]) -> ResultT:
+        """Do `work` when all ranks have come to it, after all that was submitted before. Collective."""
+        self.abandon()
+        results: list[ResultT] = []
+        crossing = self.device.crossing()
+
+        def inside() -> None:
+            with crossing.inside():
+                results.append(work())
+
+        crossing.leave()
+        try:
+            self._queue.submit(inside, self._call(what)).wait()
+        finally:
+            crossing.back()
+        return results[0]
+
+    def count_rows(self, mine: float, active: bool = True) -> Rows:
+        """Begin to count the rows of this step. active: False when this rank has no batches left. Collective."""
+        self.abandon()
+        self.rows = Rows(partial(self.submit, what=self._call("counts rows")), self.comm, mine, active)
+        return self.rows
+
+    # .grad and the buffers
 
     def _adopt(self, index: int, look: bool = False) -> bool:
         """Make .grad the view into the buffer. True when it was that already.
@@ -451,37 +333,53 @@ class Averager:
             self.views[index] = self.place(index, self.flats)
         return self.views[index]
 
-    def become(self, state: str) -> None:
+    def _become(self, state: str) -> None:
         """What the buffers hold from now on. Local."""
         self.state = state
         self.leftover = set(range(len(self.parameters))) if state == SCATTERED else set()
         if state == SCATTERED:
             self._marks.put()
-        self.versions = [each._version for each in self.flats.values()]
+        self._versions = [version_of(each) for each in self.flats.values()]
         if state == AVERAGED:
             for index in self._of_others:
                 self.parameters[index].grad = self._view(index)
 
-    def edited(self) -> bool:
-        """Whether the program has changed gradients since `become`, in place or by giving others. Local."""
-        if self.versions != [each._version for each in self.flats.values()]:
-            return True
-        return bool(self._given()) or (self.state == SCATTERED and not self._marks.there())
-
     @torch.no_grad()
-    def take_given(self) -> None:
-        """Copy gradients that the program has given (`p.grad = ...`) to the buffers. Raises GradientError. Local."""
-        for index in self._given():
-            self._adopt(index, look=True)
+    def take_edits(self) -> GradientError | None:
+        """Take in the changes that the program has made to averaged gradients. Local.
+
+        Returns an error: edits of SCATTERED gradients (clipped by a norm of leftovers, for example), or gradients of
+        another shape or dtype.
+        """
+        if self.state == SCATTERED:
+            return GradientError(EDITED) if self._edited() else None
+        try:
+            for index in self._given():
+                self._adopt(index, look=True)
+        except GradientError as error:
+            return error
+        return None
+
+    def _edited(self) -> bool:
+        """Whether the program has changed SCATTERED gradients, in place or by giving others. Local."""
+        if self._versions != [version_of(each) for each in self.flats.values()]:
+            return True
+        return bool(self._given()) or not self._marks.there()
 
     def _given(self) -> list[int]:
-        """The parameters whose .grad is not in the buffers."""
+        """The parameters whose .grad is not in the buffers (`p.grad = ...`)."""
         own = zip(self.parameters, self.views, self._addresses, strict=True)
         return [
             index
             for index, (parameter, view, address) in enumerate(own)
             if (grad := parameter.grad) is not None and not _same(grad, view, address)
         ]
+
+    # The end of a step, and of all
+
+    def leaves_out(self) -> bool:
+        """Whether all ranks leave out the step of the last averages, since gradients were no numbers. Local."""
+        return self.check is not None and self.check.left_out
 
     def forget(self, release: bool) -> None:
         """The gradients are used up. release: .grad of every parameter becomes None."""
@@ -499,22 +397,36 @@ class Averager:
         self.steps, self.rows = self.steps + 1, None
         self.forget(release)
 
-    def let_go(self) -> None:
-        """As `close`, for another to average them. Local."""
-        self._in_charge = False
-        self.close()
+    def report(self, backend: str, update: str) -> Report:
+        """What averaging has cost so far, by a backend and for an update. Also after close()."""
+        return Report(
+            backend=backend,
+            update=update,
+            overlap=self.during,
+            ranks=self.ranks,
+            steps=self.steps,
+            averages=self.averages,
+            communication=self.clock.communication,
+            exposed=self.clock.exposed,
+            waiting=self.clock.waiting,
+            bytes=sum(self.sizes) * self.averages,
+            buckets=self.sizes,
+        )
 
-    def close(self, why: str = CLOSED) -> None:
-        """Let go of the memory (`.grad` becomes None), and refuse backward from now on. Local."""
+    def close(self, why: str | None = CLOSED) -> None:
+        """Let go of the memory (`.grad` becomes None). Local.
+
+        why: backward raises this from now on; None where another reducer takes these parameters over.
+        """
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         for parameter, view in zip(self.parameters, self.views, strict=False):
             if parameter.grad is view:
                 parameter.grad = None
-        if self._in_charge:
+        if self._in_charge and why is not None:
             refuse(self._all, why)
-            self._in_charge = False
+        self._in_charge = False
         self._backward = None
         self.device.finish()
         for held in (self.views, self.flats, self.buckets):
@@ -529,3 +441,177 @@ def _same(grad: Tensor, view: Tensor, address: int) -> bool:
     ):
         return False
     return grad.data_ptr() == address
+
+
+class Backward:
+    """The gradients of one backward on their way.
+
+    Its life: `arrived` for each gradient, `launch` for each bucket, in the order of the buckets on every rank,
+    then `finish`; or `abandon`, when autograd raised. However it ends, every bucket is launched, since other ranks
+    wait for it, and with the last one the ranks tell each other two facts: which parameters they have used, and
+    whether something went wrong; then all of them raise the same error. So ranks agree about each backward.
+    """
+
+    def __init__(self, reducer: Reducer, what: str) -> None:
+        self.reducer, self._what = reducer, what
+        dense = len(reducer.parameters)
+        self._missing = [{slot.parameter for slot in memory.bucket.slots} for memory in reducer.buckets]
+        self._missing += [{dense + number} for number in range(len(reducer.sparse.parameters))]
+        self._crossings = [reducer.device.crossing() for _ in self._missing]
+        self._launched = 0
+        self._error: Exception | None = None
+        self.failures = reducer.group.failures
+        self._facts = np.zeros(1 + len(reducer.bucket_of), np.uint8)
+        self.used = self._facts[1:]  # for each parameter whether any rank has a gradient of it, once this has finished
+        self.unused: list[int] = []  # parameters without a gradient on this rank
+        self.futures: list[Pending] = []
+        self.task = -1  # autograd's number of the backward
+        self.met = False  # the optimizers have seen who of them takes part
+        self._ending: weakref.ref | None = None  # to what autograd calls when it is through, as long as it will
+
+    def begin(self) -> None:
+        """Have autograd call `_ended` when the backward that goes on now is through."""
+        self.task = _backward_number()
+        ending = partial(self._ended)
+        self._ending = weakref.ref(ending)
+        _call_when_backward_ends(ending)
+        _running.add(self)
+
+    def running(self) -> bool:
+        """True while autograd is at work. A backward that raises lets go of the callback without a call."""
+        return self._ending is not None and self._ending() is not None
+
+    def arrived(self, index: int) -> None:
+        """The gradient of a parameter is complete: launch what is complete with it."""
+        bucket = self.reducer.bucket_of[index]
+        missing = self._missing[bucket]
+        if index not in missing:
+            names = [*self.reducer.names, *self.reducer.sparse.names]
+            raise GradientError(
+                f"{names[index]} received its gradient twice in one backward, so it may be half "
+                "reduced; use torch.utils.checkpoint with use_reentrant=False, or MirroredOptimizer(..., overlap=False)"
+            )
+        missing.remove(index)
+        self._crossings[bucket].note()
+        # In the order of the buckets, whatever is ready first: a queue's calls match by their order.
+        while self._launched < len(self._missing) and not self._missing[self._launched]:
+            self.launch()
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Submit the reduction of the next bucket. What is wrong with it is raised later, on all ranks."""
+        bucket = self._launched
+        self._launched += 1
+        try:
+            self.unused += self.reducer.prepare(bucket)
+        except GradientError as error:
+            self._error = self._error or error
+        self._crossings[bucket].leave()
+        last = self._launched == len(self._missing)
+        what = f"{self._what}, bucket {self._launched} of {len(self._missing)}"
+        self.futures.append(self.reducer.submit(partial(self._reduce, bucket, last, self.reducer.clock.now()), what))
+
+    def launch_rest(self) -> None:
+        """Submit all that was not submitted yet."""
+        while self._launched < len(self._missing):
+            self.launch()
+
+    def _reduce(self, bucket: int, last: bool, came: float) -> None:
+        """Runs in the queue, when all ranks have come to it. came: when it was submitted here."""
+        try:
+            self.reducer.clock.came(came)
+            with self._crossings[bucket].inside():
+                self.reducer.reduce(bucket)
+        except Exception as error:  # told to all ranks with the facts
+            self._error = self._error or error
+        if last:
+            self._exchange_facts()
+
+    def _exchange_facts(self) -> None:
+        """Beside the gradients, never in them: what is lossy or 16 bits wide there stays exact here."""
+        reducer, facts = self.reducer, self._facts
+        facts[1:] = 1
+        facts[1 + np.array(self.unused, dtype=np.intp)] = 0
+        facts[0] = self._error is not None
+        if reducer.comm.size > 1:
+            with waiting(reducer.comm, "hear what the other ranks' backwards have met"):
+                reducer.comm.Allreduce(MPI.IN_PLACE, facts, MPI.MAX)
+        if facts[0]:
+            reducer.group.failed()
+            raise_together(reducer.comm, self._error)
+        if reducer.check is not None:
+            try:
+                reducer.check.finish(reducer.comm, may_leave_out=not reducer.in_closure)
+            except NotFiniteError:
+                reducer.group.failed()
+                raise
+
+    def _ended(self) -> None:
+        """Autograd is through: all optimizers that it passed submit all that they have, and only then wait.
+
+        On another rank they may be passed in another order, and one that waits holds up what comes after it.
+        """
+        with self.reducer.guard():
+            if not self.met:
+                meet([other for other in _running if other.task == self.task])
+            self.reducer.finish(self)
+
+    def finish(self) -> None:
+        """Launch what is left and wait for everything. Raises the same error on all ranks.
+
+        An interrupt (Ctrl-C) leaves at once; `abandon` waits for the rest then.
+        """
+        self.launch_rest()
+        errors = []
+        for future, crossing in zip(self.futures, self._crossings, strict=True):
+            try:
+                future.wait()
+            except Exception as error:
+                errors.append(error)
+            crossing.back()
+        self._ending = None
+        _running.discard(self)
+        if errors:
+            raise errors[0]
+
+    def abandon(self) -> None:
+        """End what autograd began before it raised. The ranks that wait for it raise a GradientError."""
+        if self._launched < len(self._missing):
+            self._error = self._error or GradientError(
+                "backward raised after a part of its gradients had been sent to the other ranks, so these averages "
+                "mean nothing; the error is this rank's. Let it end the job, or use overlap=False"
+            )
+        try:
+            self.finish()
+        except GradientError:  # this rank has had its error already
+            return
+
+    def failed(self) -> bool:
+        """Whether a reduction has failed already."""
+        return any(each.done() and each.error is not None for each in self.futures)
+
+
+_running: weakref.WeakSet[Backward] = weakref.WeakSet()
+
+
+def meet(backwards: list[Backward]) -> None:
+    """Submit all that these optimizers have, and have those take part here that do so on another rank. Collective.
+
+    An optimizer whose model has no part in this rank's loss counts as zeros; were it to wait for its step(), the
+    step of another optimizer might wait for ranks that wait for it.
+    """
+    for backward in backwards:
+        backward.launch_rest()
+        backward.met = True
+    for group in dict.fromkeys(each.reducer.group for each in backwards):
+        own = [each for each in backwards if each.reducer.group is group]
+        for finish in _late(group, own):
+            finish()
+
+
+def _late(group: OptimizerGroup, own: list[Backward]) -> list[Callable[[], object]]:
+    """Begin the averages here that other ranks have begun beside `own`; the results finish them. Collective."""
+    here = {each.reducer.number for each in own}
+    failures = min(each.failures for each in own)
+    others = group.taking_part(here, failures, lambda: any(each.failed() for each in own))
+    return [each.join_in() for each in others]

@@ -1,17 +1,13 @@
-"""What the averaging has cost."""
+"""The cost of averaging: clocks that measure it, also for a trace, and the report of it."""
 
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from allreduce.engine.queue import Pending
 from allreduce.tracing.trace import Series, Trace
-
-if TYPE_CHECKING:
-    from trainers.pytorch.reducer import Averager
-
 
 ResultT = TypeVar("ResultT")
 
@@ -55,74 +51,6 @@ class Clock:
         result = work()
         self.waiting += self.now() - begin
         return result
-
-
-@dataclass(frozen=True)
-class Report:
-    """The cost of averaging on this rank since the optimizer was made. Times are in seconds.
-
-    communication: spent reducing gradients and gathering parameters = hidden + exposed.
-    hidden: the part during which this rank went on computing (backward).
-    exposed: the part during which it had nothing else to do.
-    waiting: for the other ranks to come to the same place, before anything could be reduced; not a part of
-        communication, it is the ranks' difference in speed.
-    bytes: of gradients that were averaged.
-    buckets: the size of each bucket in bytes, in the order in which they are reduced.
-    """
-
-    backend: str
-    update: str
-    overlap: bool
-    ranks: int
-    steps: int
-    averages: int
-    communication: float
-    exposed: float
-    waiting: float
-    bytes: int
-    buckets: tuple[int, ...]
-
-    @property
-    def hidden(self) -> float:
-        return self.communication - self.exposed
-
-    @property
-    def hidden_share(self) -> float:
-        """Of the communication, between 0 and 1; 1 when there was none."""
-        return self.hidden / self.communication if self.communication else 1.0
-
-    def __str__(self) -> str:
-        each = 1e3 / max(self.averages, 1)
-        sizes = ", ".join(f"{size / 2**20:.2f}" for size in self.buckets)
-        return "\n".join(
-            [
-                f"{self.update} update on {self.ranks} rank{'s' * (self.ranks != 1)}, backend {self.backend}, "
-                f"{'reduced during backward' if self.overlap else 'reduced after backward'}",
-                f"  steps {self.steps}, averages {self.averages}, gradients averaged {self.bytes / 2**20:.1f} MiB",
-                f"  ms per average: communication {self.communication * each:.2f} (hidden {self.hidden * each:.2f}, "
-                f"exposed {self.exposed * each:.2f}), waiting for other ranks {self.waiting * each:.2f}",
-                f"  hidden {self.hidden_share:.0%} of the communication",
-                f"  {len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)} of {sizes} MiB",
-            ]
-        )
-
-
-def report_of(averager: "Averager", backend: str, update: str) -> Report:
-    """What averaging has cost so far, by a backend and for an update. Also after close()."""
-    clock = averager.clock
-    return Report(
-        backend=backend,
-        update=update,
-        overlap=averager.during,
-        ranks=averager.ranks,
-        steps=averager.steps,
-        averages=averager.averages,
-        communication=clock.communication,
-        exposed=clock.exposed,
-        waiting=clock.waiting,
-        bytes=sum(averager.sizes) * averager.averages,
-        buckets=averager.sizes,
-    )
 
 
 now = time.perf_counter_ns
@@ -176,3 +104,53 @@ class TracedClock(Clock):
     def _computed(self, until: int) -> None:
         if until > self._since:
             self._trace.note("compute", self._since, until)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The cost of averaging on this rank since the optimizer was made. Times are in seconds.
+
+    communication: spent reducing gradients and gathering parameters = hidden + exposed.
+    hidden: the part during which this rank went on computing (backward).
+    exposed: the part during which it had nothing else to do.
+    waiting: for the other ranks to come to the same place, before anything could be reduced; not a part of
+        communication, it is the ranks' difference in speed.
+    bytes: of gradients that were averaged.
+    buckets: the size of each bucket in bytes, in the order in which they are reduced.
+    """
+
+    backend: str
+    update: str
+    overlap: bool
+    ranks: int
+    steps: int
+    averages: int
+    communication: float
+    exposed: float
+    waiting: float
+    bytes: int
+    buckets: tuple[int, ...]
+
+    @property
+    def hidden(self) -> float:
+        return self.communication - self.exposed
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the communication, between 0 and 1; 1 when there was none."""
+        return self.hidden / self.communication if self.communication else 1.0
+
+    def __str__(self) -> str:
+        each = 1e3 / max(self.averages, 1)
+        sizes = ", ".join(f"{size / 2**20:.2f}" for size in self.buckets)
+        return "\n".join(
+            [
+                f"{self.update} update on {self.ranks} rank{'s' * (self.ranks != 1)}, backend {self.backend}, "
+                f"{'reduced during backward' if self.overlap else 'reduced after backward'}",
+                f"  steps {self.steps}, averages {self.averages}, gradients averaged {self.bytes / 2**20:.1f} MiB",
+                f"  ms per average: communication {self.communication * each:.2f} (hidden {self.hidden * each:.2f}, "
+                f"exposed {self.exposed * each:.2f}), waiting for other ranks {self.waiting * each:.2f}",
+                f"  hidden {self.hidden_share:.0%} of the communication",
+                f"  {len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)} of {sizes} MiB",
+            ]
+        )

@@ -2,38 +2,30 @@
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
 from allreduce.engine.lane import Pending
-from allreduce.engine.queue import Lane
 from allreduce.errors import OptionError
-from allreduce.transport import ulfm
 from allreduce.transport.control import known, raise_together
 from allreduce.transport.wait import waiting
-from trainers.replicas.pytorch.devices import Crossing
 
 NOBODY = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
 
 
 class Rows:
-    """The rows of one step on all ranks, which are counted in the lane before gradients are averaged.
+    """The rows of one step on all ranks, which are counted in the queue before gradients are averaged.
 
+    submit: has a function called in the queue. comm: used in there alone.
     mine: rows of this rank's part of the batch, or any weight. Where all ranks have as many, gradients are averaged
-        as they are; otherwise each rank weighs its own before. What makes no sense is raised by `wait`.
+        as they are; otherwise each rank weighs its own before. `wait` raises an error about a number that is none.
     active: False when this rank has no batches left (`join`).
     """
 
     def __init__(
-        self,
-        lane: Lane,
-        comm: MPI.Intracomm,
-        mine: float,
-        what: str,
-        active: bool,
+        self, submit: Callable[[Callable[[], object]], Pending], comm: MPI.Intracomm, mine: float, active: bool
     ) -> None:
         self._comm, self._mine, self._active = comm, mine, active
         self._total, self._ranks = 0.0, 0
@@ -43,11 +35,11 @@ class Rows:
             self._error = OptionError(
                 f"rows() takes the number of rows of this rank's batch, a number >= 0, got {mine!r}"
             )
-        self._pending = submit(lane, self._count, what)
+        self._future = submit(self._count)
 
     def wait(self) -> None:
-        """Wait until all ranks have told theirs. Raises an OptionError on all ranks when one of them makes no sense."""
-        self._pending.wait()
+        """Wait until all ranks have sent their numbers. Raises an OptionError on all ranks when one is none."""
+        self._future.wait()
 
     def ranks(self) -> int:
         """How many ranks still have batches; waits for their answers."""
@@ -78,34 +70,3 @@ class Rows:
         self._total, self._ranks = float(found[0]), int(found[1])
         if self._ranks and not self._total:
             raise known(OptionError(NOBODY), self._comm)
-
-
-ResultT = TypeVar("ResultT")
-
-
-def submit(lane: Lane, work: Callable[[], object], what: str) -> Pending:
-    """As `lane.submit`, but a lost rank is told when what this returns is waited for. Local."""
-    try:
-        return lane.submit(work, what)
-    except Exception as error:
-        if ulfm.lost(error) is None:
-            raise
-        pending = Pending(work)
-        pending.finish(error)
-        return pending
-
-
-def result_of(lane: Lane, work: Callable[[], ResultT], what: str, crossing: Crossing) -> ResultT:
-    """What `work` returns, when all ranks have come to it, and the work of GPUs is in that order. Collective."""
-    results: list[ResultT] = []
-
-    def inside() -> None:
-        with crossing.inside():
-            results.append(work())
-
-    crossing.leave()
-    try:
-        lane.submit(inside, what).wait()
-    finally:
-        crossing.back()
-    return results[0]

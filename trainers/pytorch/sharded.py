@@ -6,7 +6,7 @@ the parameters live in one window of the node, so every rank writes where all re
 S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,221 +23,15 @@ from allreduce.transport.control import all_values, combine, on_all, raise_toget
 from allreduce.transport.shared_segment import CommonWindow
 from allreduce.transport.wait import waiting
 from allreduce.two_phase import TwoPhase
-from trainers.pytorch.buckets import Flat, Piece, flat, pieces
-from trainers.pytorch.errors import GradientError
-from trainers.pytorch.hooks import Hook
-from trainers.pytorch.recovery import Twins
-from trainers.pytorch.reducer import AVERAGED, EDITED, SCATTERED, Averager
+from trainers.pytorch.buckets import Block, Flat, blocks, changed, flat, version_of
+from trainers.pytorch.recovery import Backup
+from trainers.pytorch.reducer import Reducer
 from trainers.pytorch.state import broadcast_tensors, from_json, to_json
 from trainers.replicas.pytorch import fused
-from trainers.replicas.pytorch.optimizer import ELEMENTWISE as ELEMENTWISE
-from trainers.replicas.pytorch.optimizer import block_on, hyperparameters, optimizer_like, slice_refusal
+from trainers.replicas.pytorch.optimizer import block_on, hyperparameters, optimizer_like
 from trainers.replicas.pytorch.tensors import DTYPES, TORCH, as_tensor, shaped
 
-
-class Placement:
-    """Moves the parameters into flat memory, laid out like the gradients, and sees that they stay there.
-
-    owned: for each bucket what this rank finishes. Where the ranks of each node together own everything, they have
-        one memory in common, in which everyone writes what all read.
-    comm: a communicator of all ranks. Creating it and `close` are collective, and so is what "runs in the lane".
-    """
-
-    def __init__(self, averager: Averager, backend: TwoPhase, comm: MPI.Intracomm, owned: list[slice]) -> None:
-        self._averager, self._backend, self._comm = averager, backend, comm
-        self._windows: list[CommonWindow] = []
-        self._owned = owned
-        self._memory = self._allocate()
-        self.flats = {dtype: memory.tensor for dtype, memory in self._memory.items()}
-        self._homes = [averager.place(index, self.flats) for index in range(len(averager.parameters))]
-        self._addresses = [home.data_ptr() for home in self._homes]
-        self._versions: list[int] = []  # of the parameters when they were last as they should be
-        self.move_in()
-
-    @property
-    def in_common(self) -> bool:
-        """True when the parameters live in memory that the ranks of the node have in common."""
-        return bool(self._windows)
-
-    @property
-    def one_memory(self) -> bool:
-        """True when all ranks have the parameters in common, so that they can't differ."""
-        return self.in_common and self._backend.topology.nodes == 1
-
-    def _allocate(self) -> dict[str, Flat]:
-        node, device = self._backend.topology.node, self._averager.device
-        mine = sum(each.stop - each.start for each in self._owned)
-        of_node = combine(node, np.array([mine]), "add up what the ranks of a node own")
-        whole = device.kind == "cpu" and of_node[0] == sum(memory.array.size for memory in self._averager.buckets)
-        lengths = {dtype: flat.numel() for dtype, flat in self._averager.flats.items()}
-        if on_all(self._comm, whole, "see whether each node owns everything"):
-            make = partial(_windows, node, lengths)
-            made = together(self._comm, make)  # one node's memory may be full
-            self._windows = list(made.values())
-            arrays = {dtype: window.array for dtype, window in made.items()}
-            return {dtype: Flat(array, as_tensor(array, TORCH[dtype]), None) for dtype, array in arrays.items()}
-        return {dtype: flat(self._backend, length, dtype, device) for dtype, length in lengths.items()}
-
-    @torch.no_grad()
-    def move_in(self) -> None:
-        """Make every parameter a view of the flat memory, with its values, which are equal on all ranks. Collective.
-
-        Raises an OptionError on all ranks, before anything is changed, when a parameter has another dtype or shape
-        than it had.
-        """
-        raise_together(self._comm, self._misfit())
-        writes = not self.in_common or self._backend.topology.node_rank == 0
-        self._fence()  # nobody reads any more
-        for parameter, home in zip(self._averager.parameters, self._homes, strict=True):
-            if writes and parameter.data_ptr() != home.data_ptr():
-                home.copy_(parameter)
-            parameter.data = home
-        self._fence()
-        self.accept()
-
-    def accept(self) -> None:
-        """Note that the parameters are as they should be: edits before this are no reason to complain. Local."""
-        self._versions = [each._version for each in self._averager.parameters]
-
-    def move_out(self) -> None:
-        """Give every rank parameters of its own. Local."""
-        for parameter, address in zip(self._averager.parameters, self._addresses, strict=True):
-            if parameter.data_ptr() == address:
-                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
-
-    def moved(self) -> list[str]:
-        """The parameters that were given other memory: `p.data = ...`, `vector_to_parameters`, `model.double()`."""
-        own = zip(self._averager.names, self._averager.parameters, self._addresses, strict=True)
-        return [name for name, parameter, address in own if parameter.data_ptr() != address]
-
-    def settle(self, moved: bool, error: Exception | None) -> np.ndarray:
-        """See that all ranks may update; for each parameter whether any rank has a gradient of it. Runs in the lane.
-
-        moved: whether some parameters have other memory; alike on all ranks. They are moved in again.
-        error: why this rank can't go on, if it can't; raised on all ranks.
-        When all ranks have come here they have stopped reading the parameters. Raises on all ranks when these
-        were edited in a way that can't be made right.
-        """
-        if moved:
-            self.move_in()
-        edited = self._edited()
-        used = [each.grad is not None for each in self._averager.parameters]
-        found = np.array([error is not None, bool(edited), *used], np.uint8)
-        if self._comm.size > 1:
-            with waiting(self._comm, "begin an update"):
-                self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
-        if found[0]:
-            raise_together(self._comm, error)
-        if found[1]:
-            self._refuse_edits(edited)
-            self.accept()
-        return found[2:]
-
-    def share(self) -> None:
-        """Let all ranks see what each of them has updated. Runs in the lane."""
-        if self.in_common:
-            self._fence()
-            return
-        for bucket, mine in zip(self._averager.plan, self._owned, strict=True):
-            memory = self._memory[bucket.dtype].part(bucket.start, bucket.stop)
-            memory.through(self._backend.all_gather, reads=mine)
-
-    def let_go(self) -> None:
-        """Give this rank parameters of its own again. Local."""
-        self.move_out()
-        for held in (self._homes, self.flats, self._memory):
-            held.clear()
-
-    def close(self) -> None:
-        """Give every rank parameters of its own again, and the memory back. Collective."""
-        self.let_go()
-        for window in self._windows:
-            window.free()
-        self._windows.clear()
-
-    def _misfit(self) -> OptionError | None:
-        for name, parameter, home in zip(self._averager.names, self._averager.parameters, self._homes, strict=True):
-            if parameter.dtype != home.dtype or parameter.shape != home.shape:
-                return OptionError(
-                    f"{name} has become {tuple(parameter.shape)} {parameter.dtype} since MirroredOptimizer was made, "
-                    f"where it was {tuple(home.shape)} {home.dtype}; close() it and make it again after such a change"
-                )
-        return None
-
-    def _edited(self) -> list[str]:
-        """The parameters of the common memory that were edited in place on this rank since the last update."""
-        if not self.in_common:
-            return []
-        own = zip(self._averager.names, self._averager.parameters, self._versions, strict=True)
-        return [name for name, parameter, version in own if parameter._version != version]
-
-    def _refuse_edits(self, edited: list[str]) -> None:
-        """Raise on all ranks unless one rank of every node has edited its memory. Collective."""
-        topology = self._backend.topology
-        what = "count the ranks that have edited parameters"
-        editors = combine(topology.node, np.array([bool(edited)], np.int64), what)[0]
-        nodes = combine(self._comm, np.array([topology.node_rank == 0 and editors > 0], np.int64), what)[0]
-        most = combine(self._comm, np.array([editors]), what, MPI.MAX)[0]
-        error = None
-        if edited and (most > 1 or nodes < topology.nodes):
-            where, hence = "several ranks", "it may have been edited several times"
-            if most == 1:
-                where, hence = f"{nodes} of {topology.nodes} nodes", "the replicas of the nodes differ now"
-            error = OptionError(
-                f'{edited[0]} was edited in place on {where} (p.mul_(...), say), and with update="sharded" the '
-                f"parameters of all ranks of a node are the same memory, so {hence}; "
-                "do it inside of `with optimizer.editing():`, which keeps what rank 0 makes of it"
-            )
-        raise_together(self._comm, error)
-
-    def _fence(self) -> None:
-        for window in self._windows:
-            window.fence()
-
-
-class AfterLoading(Hook[Placement]):
-    """A model's: load_state_dict() has written the same values on every rank of a node, and may do so."""
-
-    def __call__(self, module: torch.nn.Module, keys: object) -> None:
-        placement = self._user()
-        if placement is not None:
-            placement.accept()
-
-
-def _windows(node: MPI.Intracomm, lengths: dict[str, int]) -> dict[str, CommonWindow]:
-    return {dtype: CommonWindow(node, length, dtypes.parse(dtype)) for dtype, length in lengths.items()}
-
-
-def gather(averager: Averager, all_gather: Callable[[np.ndarray], object]) -> None:
-    """Go from SCATTERED to AVERAGED. Collective.
-
-    all_gather: fills a bucket from what the ranks own. Edits of a rank are refused on all of them.
-    """
-    work = partial(_gather, averager, all_gather, edited(averager))
-    averager.clock.communicate(partial(averager.together, "gathers gradients", work))
-
-
-def edited(averager: Averager) -> GradientError | None:
-    """Take in the changes that the program has made to averaged gradients. Local.
-
-    Returns what is wrong: edits of SCATTERED gradients (clipped by a norm of leftovers, for example), or gradients of
-    another shape or dtype.
-    """
-    if averager.state == SCATTERED:
-        return GradientError(EDITED) if averager.edited() else None
-    try:
-        averager.take_given()
-    except GradientError as error:
-        return error
-    return None
-
-
-def _gather(averager: Averager, all_gather: Callable[[np.ndarray], object], error: GradientError | None) -> None:
-    """Runs in the lane. error: of this rank, raised on all of them."""
-    raise_together(averager.comm, error)
-    for memory in averager.buckets:
-        memory.through(all_gather, reads=averager.owned(memory.array.size))
-    averager.become(AVERAGED)
+SCALARS = {"step", "eta", "mu", "mu_product"}  # what is no element where a parameter has no dimensions: its state
 
 
 class Kernels:
@@ -271,53 +65,45 @@ class Kernels:
             notices.once(self._rank, text)
 
 
-SCALARS = {"step", "eta", "mu", "mu_product"}  # what is no element where a parameter has no dimensions: its state
-
-
-def refusal(optimizer: Optimizer) -> OptionError | None:
-    """Why an optimizer can't work on slices, if it can't."""
-    reason = slice_refusal(optimizer)
-    return OptionError(reason) if reason else None
-
-
 class ShardedOptimizer:
-    """Updates this rank's pieces of the parameters, which `placement` has moved into flat memory.
+    """Updates this rank's blocks of the parameters, which `placement` has moved into flat memory.
 
     plain: the user's optimizer: the source of the hyperparameters; it keeps the state of those parameters only that are
         frozen, or have sparse gradients.
     comm: a communicator of all ranks. kernels: of `plain`. copies: how many ranks have each slice: 1 or 2.
 
-    `update` is `placement.settle`, `step` and `placement.share`, and what is updated whole, on every rank: a parameter
-    with sparse gradients is in no bucket, and a batch uses a few of its rows, which may all be of one slice.
+    `update` is `placement.begin_update`, `step` and `placement.share`. Then every rank updates all parameters with
+    sparse gradients: they are in no bucket, and a batch uses a few of their rows, which may all be of one slice.
     """
 
     def __init__(
         self,
         plain: Optimizer,
-        averager: Averager,
+        reducer: Reducer,
         backend: TwoPhase,
         comm: MPI.Intracomm,
         kernels: Kernels,
         copies: int = 1,
     ) -> None:
-        self._plain, self.averager, self._comm, self._kernels = plain, averager, comm, kernels
+        self._plain, self.reducer, self._comm, self._kernels = plain, reducer, comm, kernels
         kernels.replace_broken()
-        self._groups = _groups(plain, averager)
-        self.apart = dict(zip(averager.sparse.names, averager.sparse.parameters, strict=True))  # updated whole
-        owned = [backend.owned(memory.array.size) for memory in averager.buckets]
+        self._groups = _groups(plain, reducer)
+        self.apart = dict(zip(reducer.sparse.names, reducer.sparse.parameters, strict=True))  # updated whole
+        owned = [backend.owned(memory.array.size) for memory in reducer.buckets]
         parts = all_values(comm, [[each.start, each.stop] for each in owned], "learn who updates what")
         self._owned = [[slice(*part) for part in of_rank] for of_rank in parts]  # of all ranks
-        self.placement = Placement(averager, backend, comm, owned)
-        self.pieces = pieces(averager.plan, owned, block_on(averager.device.kind), self._cuts())
+        self.placement = Placement(reducer, backend, comm, owned)
+        self.blocks = blocks(reducer.plan, owned, block_on(reducer.device.kind), self._cuts())
         flats = self.placement.flats
-        self._parts = [flats[each.dtype][each.start : each.stop] for each in self.pieces]
-        self._grads = [averager.flats[each.dtype][each.start : each.stop] for each in self.pieces]
+        self._parts = [flats[each.dtype][each.start : each.stop] for each in self.blocks]
+        self._grads = [reducer.flats[each.dtype][each.start : each.stop] for each in self.blocks]
         self._begun: set[int] = set()  # parameters that have been updated before, by any rank
         self._dtypes: list[set[torch.dtype]] = [set() for _ in plain.param_groups]  # of the averaged parameters
-        for group, parameter in zip(self._groups, averager.parameters, strict=True):
+        for group, parameter in zip(self._groups, reducer.parameters, strict=True):
             self._dtypes[group].add(parameter.dtype)
         self.optimizer = optimizer_like(plain, (self._of_group(at) for at in range(len(plain.param_groups))))
-        self.twins = Twins(self, self._owned, backend.topology, comm) if copies == 2 else None
+        sizes = [bucket.stop - bucket.start for bucket in reducer.plan]
+        self.backup = Backup(self.held, self._owned, sizes, backend.topology, comm) if copies == 2 else None
         self.load()
         self.keep()
 
@@ -333,7 +119,7 @@ class ShardedOptimizer:
         free = all(group.get(key) is None for key in ("fused", "foreach"))
         plain = not any(group.get(key) for key in ("differentiable", "capturable"))
         numbers = not any(isinstance(value, Tensor) for key, value in group.items() if key != "params")
-        on_host = self.averager.device.kind == "cpu"  # the states of fused updates on a GPU are others
+        on_host = self.reducer.device.kind == "cpu"  # the states of fused updates on a GPU are others
         if not (type(self._plain) in fused.KINDS and free and plain and numbers and on_host):
             return {}
         begun &= all(self._kernels.right(group, dtype) for dtype in self._dtypes[at])
@@ -342,46 +128,46 @@ class ShardedOptimizer:
         return {"fused": begun or None}
 
     def _of_group(self, group: int) -> list[Tensor]:
-        own = zip(self.pieces, self._parts, strict=True)
-        return [part for piece, part in own if self._groups[piece.parameter] == group]
+        own = zip(self.blocks, self._parts, strict=True)
+        return [part for block, part in own if self._groups[block.parameter] == group]
 
     def update(self) -> None:
         """Update the parameters from gradients that are averaged, in this rank's part of them at least. Collective."""
-        averager, placement = self.averager, self.placement
+        reducer, placement = self.reducer, self.placement
         moved = placement.moved()
         what = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self._plain.param_groups)}"
         if moved:
             what += f" after {', '.join(moved)} got other memory"
-        settle = partial(placement.settle, bool(moved), edited(averager))
-        used = averager.clock.wait(partial(averager.together, what, settle))
+        begin = partial(placement.begin_update, bool(moved), reducer.take_edits())
+        used = reducer.clock.wait(partial(reducer.together, what, begin))
         self.step(used)
-        count = averager.clock.wait if placement.in_common else averager.clock.communicate
-        count(partial(averager.together, "shares parameters", placement.share))
+        count = reducer.clock.wait if placement.in_common else reducer.clock.communicate
+        count(partial(reducer.together, "shares parameters", placement.share))
         if self.apart:
-            for parameter in averager.parameters:
+            for parameter in reducer.parameters:
                 parameter.grad = None  # these are updated
             self._plain.step()
-        if self.twins is not None:
-            work = partial(self.twins.keep, averager.steps + 1)
-            averager.clock.communicate(partial(averager.together, "keeps slices twice", work))
+        if self.backup is not None:
+            work = partial(self.backup.keep, reducer.steps + 1)
+            reducer.clock.communicate(partial(reducer.together, "keeps slices twice", work))
 
     def keep(self) -> None:
-        """The state is another one than the last step has left: have it kept. Runs in the lane."""
-        if self.twins is not None:
-            self.twins.keep(self.averager.steps)
+        """The state is another one than the last step has left: have it kept. Runs in the queue."""
+        if self.backup is not None:
+            self.backup.keep(self.reducer.steps)
 
-    def held(self) -> Iterator[tuple[Piece, Tensor, dict[str, Any]]]:
-        """This rank's pieces, their parameters, and what the optimizer has for them."""
-        for piece, part in zip(self.pieces, self._parts, strict=True):
-            yield piece, part.detach(), self.optimizer.state.get(part, {})
+    def held(self) -> Iterator[tuple[Block, Tensor, dict[str, Any]]]:
+        """This rank's blocks, their parameters, and what the optimizer has for them."""
+        for block, part in zip(self.blocks, self._parts, strict=True):
+            yield block, part.detach(), self.optimizer.state.get(part, {})
 
     def step(self, used: np.ndarray) -> None:
-        """Update this rank's pieces. Local.
+        """Update this rank's blocks. Local.
 
         used: for each parameter whether any rank has a gradient of it; others are left as they are.
         """
-        for piece, part, grad in zip(self.pieces, self._parts, self._grads, strict=True):
-            part.grad = grad if used[piece.parameter] else None
+        for block, part, grad in zip(self.blocks, self._parts, self._grads, strict=True):
+            part.grad = grad if used[block.parameter] else None
         now = {int(index) for index in np.flatnonzero(used)}
         new = {self._groups[index] for index in now - self._begun}
         self._kernels.replace_broken()  # a state that was loaded may ask for one again
@@ -390,19 +176,19 @@ class ShardedOptimizer:
             mine.update(hyperparameters(group) | self._one_pass(at, group, mine["params"], begun=at not in new))
         self.optimizer.step()
         self._begun |= now
-        self._plain._opt_called = True  # type: ignore[attr-defined]  # schedulers warn when it never was
+        vars(self._plain)["_opt_called"] = True  # schedulers warn when it never was
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Give this rank parameters of its own again, and drop the state. Local."""
         self.optimizer.param_groups.clear()
         self.optimizer.state.clear()  # its keys lie in the flat memory
         self._parts.clear()
         self._grads.clear()
-        self.placement.let_go()
+        self.placement.abandon()
 
     def close(self) -> None:
-        """As `let_go`, and give the memory back. Collective."""
-        self.let_go()
+        """As `abandon`, and give the memory back. Collective."""
+        self.abandon()
         self.placement.close()
 
     # State, in the format of the plain optimizer
@@ -410,19 +196,19 @@ class ShardedOptimizer:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state_dict, gathered from all ranks, on every rank. Collective."""
-        gathered: list[dict[str, Any]] = [{} for _ in self.averager.parameters]
+        gathered: list[dict[str, Any]] = [{} for _ in self.reducer.parameters]
         flat: set[tuple[str, str, torch.dtype]] = set()
         found = self._found()
         for at, state in found.items():
             for key, value in state.items():
                 gathered[at][key] = value.clone() if isinstance(value, Tensor) else value  # keeps the order of keys
                 if isinstance(value, torch.dtype):
-                    flat.add((DTYPES[self.averager.parameters[at].dtype], key, value))
+                    flat.add((DTYPES[self.reducer.parameters[at].dtype], key, value))
         for dtype, key, of in sorted(flat, key=str):
             whole = self._gather_flat(dtype, key, of)
-            for at, parameter in enumerate(self.averager.parameters):
+            for at, parameter in enumerate(self.reducer.parameters):
                 if DTYPES[parameter.dtype] == dtype and gathered[at].get(key) is of:
-                    own = self.averager.place(at, whole).clone(memory_format=torch.preserve_format)
+                    own = self.reducer.place(at, whole).clone(memory_format=torch.preserve_format)
                     gathered[at][key] = own.to(parameter.device)
         return self.as_plain(gathered)
 
@@ -434,16 +220,16 @@ class ShardedOptimizer:
             for packed, group in zip(result["param_groups"], self._plain.param_groups, strict=True)
             for number, parameter in zip(packed["params"], group["params"], strict=True)
         }
-        held = [(numbers[each], state) for each, state in zip(self.averager.parameters, gathered, strict=True) if state]
+        held = [(numbers[each], state) for each, state in zip(self.reducer.parameters, gathered, strict=True) if state]
         result["state"] = dict(sorted([*result["state"].items(), *held], key=lambda each: each[0]))
         return result
 
     def _found(self) -> dict[int, dict[str, Any]]:
         """The state of each parameter, on whichever rank: for elementwise tensors their dtype, otherwise the value."""
         mine: dict[int, dict[str, Any]] = {}
-        for piece, part in zip(self.pieces, self._parts, strict=True):
-            if piece.parameter not in mine and self.optimizer.state.get(part):
-                mine[piece.parameter] = {
+        for block, part in zip(self.blocks, self._parts, strict=True):
+            if block.parameter not in mine and self.optimizer.state.get(part):
+                mine[block.parameter] = {
                     key: value.dtype if isinstance(value, Tensor) and value.dim() else value
                     for key, value in self.optimizer.state[part].items()
                 }
@@ -455,11 +241,11 @@ class ShardedOptimizer:
     def _gather_flat(self, dtype: str, key: str, of: torch.dtype) -> dict[str, Tensor]:
         array = np.zeros(self.placement.flats[dtype].numel(), dtypes.parse(DTYPES[of]))
         flat = as_tensor(array, of)
-        for piece, part in zip(self.pieces, self._parts, strict=True):
+        for block, part in zip(self.blocks, self._parts, strict=True):
             value = self.optimizer.state.get(part, {}).get(key)
-            if piece.dtype == dtype and isinstance(value, Tensor) and value.dim() and value.dtype == of:
-                flat[piece.start : piece.stop] = value
-        for at, bucket in enumerate(self.averager.plan):
+            if block.dtype == dtype and isinstance(value, Tensor) and value.dim() and value.dtype == of:
+                flat[block.start : block.stop] = value
+        for at, bucket in enumerate(self.reducer.plan):
             if bucket.dtype == dtype:
                 self._fill(flat[bucket.start : bucket.stop], [of_rank[at] for of_rank in self._owned])
         return {dtype: flat}
@@ -476,11 +262,11 @@ class ShardedOptimizer:
     def load(self) -> None:
         """Move this rank's part of the state that the user's optimizer holds to here, and drop the rest."""
         self.optimizer.state.clear()
-        self._begun = {at for at, each in enumerate(self.averager.parameters) if self._plain.state.get(each)}
-        parts: dict[int, list[tuple[Piece, Tensor]]] = {}
-        for piece, part in zip(self.pieces, self._parts, strict=True):
-            parts.setdefault(piece.parameter, []).append((piece, part))
-        for at, parameter in enumerate(self.averager.parameters):
+        self._begun = {at for at, each in enumerate(self.reducer.parameters) if self._plain.state.get(each)}
+        parts: dict[int, list[tuple[Block, Tensor]]] = {}
+        for block, part in zip(self.blocks, self._parts, strict=True):
+            parts.setdefault(block.parameter, []).append((block, part))
+        for at, parameter in enumerate(self.reducer.parameters):
             for key, value in self._plain.state.pop(parameter, {}).items():
                 elementwise = isinstance(value, Tensor) and value.shape == parameter.shape
                 if not elementwise or (parameter.dim() == 0 and key in SCALARS):
@@ -489,12 +275,176 @@ class ShardedOptimizer:
                     continue
                 flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
                 shaped(flat, 0, parameter).copy_(value)
-                for piece, part in parts.get(at, []):
-                    stop = piece.offset + piece.stop - piece.start
-                    self.optimizer.state[part][key] = flat[piece.offset : stop].clone()
+                for block, part in parts.get(at, []):
+                    stop = block.offset + block.stop - block.start
+                    self.optimizer.state[part][key] = flat[block.offset : stop].clone()
 
 
-def _groups(optimizer: Optimizer, averager: Averager) -> list[int]:
+def _groups(optimizer: Optimizer, reducer: Reducer) -> list[int]:
     """For each averaged parameter the number of its parameter group."""
     number = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
-    return [number[id(each)] for each in averager.parameters]
+    return [number[id(each)] for each in reducer.parameters]
+
+
+class Placement:
+    """Moves the parameters into flat memory, laid out like the gradients, and sees that they stay there.
+
+    owned: for each bucket what this rank finishes. Where the ranks of each node together own everything, they have
+        one memory in common, in which everyone writes what all read.
+    comm: a communicator of all ranks. Creating it and `close` are collective, and so is what "runs in the queue".
+    """
+
+    def __init__(self, reducer: Reducer, backend: TwoPhase, comm: MPI.Intracomm, owned: list[slice]) -> None:
+        self._reducer, self._backend, self._comm = reducer, backend, comm
+        self._windows: list[CommonWindow] = []
+        self._owned = owned
+        self._memory = self._allocate()
+        self.flats = {dtype: memory.tensor for dtype, memory in self._memory.items()}
+        self._homes = [reducer.place(index, self.flats) for index in range(len(reducer.parameters))]
+        self._addresses = [home.data_ptr() for home in self._homes]
+        self._versions: list[int] = []  # of the parameters when they were last as they should be
+        self.move_in()
+
+    @property
+    def in_common(self) -> bool:
+        """True when the parameters live in memory that the ranks of the node have in common."""
+        return bool(self._windows)
+
+    @property
+    def one_memory(self) -> bool:
+        """True when all ranks have the parameters in common, so that they can't differ."""
+        return self.in_common and self._backend.topology.nodes == 1
+
+    def _allocate(self) -> dict[str, Flat]:
+        node, device = self._backend.topology.node, self._reducer.device
+        mine = sum(each.stop - each.start for each in self._owned)
+        of_node = combine(node, np.array([mine]), "add up what the ranks of a node own")
+        whole = device.kind == "cpu" and of_node[0] == sum(memory.array.size for memory in self._reducer.buckets)
+        lengths = {dtype: flat.numel() for dtype, flat in self._reducer.flats.items()}
+        if on_all(self._comm, whole, "see whether each node owns everything"):
+            make = partial(_windows, node, lengths)
+            made = together(self._comm, make)  # one node's memory may be full
+            self._windows = list(made.values())
+            arrays = {dtype: window.array for dtype, window in made.items()}
+            return {dtype: Flat(array, as_tensor(array, TORCH[dtype]), None) for dtype, array in arrays.items()}
+        return {dtype: flat(self._backend, length, dtype, device) for dtype, length in lengths.items()}
+
+    @torch.no_grad()
+    def move_in(self) -> None:
+        """Make every parameter a view of the flat memory, with its values, which are equal on all ranks. Collective.
+
+        Raises an OptionError on all ranks, before anything is changed, when a parameter has another dtype or shape
+        than it had.
+        """
+        raise_together(self._comm, self._misfit())
+        writes = not self.in_common or self._backend.topology.node_rank == 0
+        self._fence()  # nobody reads any more
+        for parameter, home in zip(self._reducer.parameters, self._homes, strict=True):
+            if writes and parameter.data_ptr() != home.data_ptr():
+                home.copy_(parameter)
+            parameter.data = home
+        self._fence()
+        self.accept()
+
+    def accept(self, *_: object) -> None:
+        """Note that the parameters are as they should be: edits before this are no reason to complain. Local.
+
+        A hook of the model: load_state_dict() writes the same values on every rank of a node, and may do so.
+        """
+        self._versions = [version_of(each) for each in self._reducer.parameters]
+
+    def move_out(self) -> None:
+        """Give every rank parameters of its own. Local."""
+        for parameter, address in zip(self._reducer.parameters, self._addresses, strict=True):
+            if parameter.data_ptr() == address:
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+    def moved(self) -> list[str]:
+        """The parameters that were given other memory: `p.data = ...`, `vector_to_parameters`, `model.double()`."""
+        own = zip(self._reducer.names, self._reducer.parameters, self._addresses, strict=True)
+        return [name for name, parameter, address in own if parameter.data_ptr() != address]
+
+    def begin_update(self, moved: bool, error: Exception | None) -> np.ndarray:
+        """See that all ranks may update; for each parameter whether any rank has a gradient of it. Runs in the queue.
+
+        moved: whether some parameters have other memory; alike on all ranks. They are moved in again.
+        error: why this rank can't go on, if it can't; raised on all ranks.
+        When all ranks have come here they have stopped reading the parameters. Raises on all ranks when these
+        were edited in a way that can't be made right.
+        """
+        if moved:
+            self.move_in()
+        edited = self._edited()
+        used = [each.grad is not None for each in self._reducer.parameters]
+        found = np.array([error is not None, bool(edited), *used], np.uint8)
+        if self._comm.size > 1:
+            with waiting(self._comm, "begin an update"):
+                self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+        if found[0]:
+            raise_together(self._comm, error)
+        if found[1]:
+            self._refuse_edits(edited)
+            self.accept()
+        return found[2:]
+
+    def share(self) -> None:
+        """Let all ranks see what each of them has updated. Runs in the queue."""
+        if self.in_common:
+            self._fence()
+            return
+        for bucket, mine in zip(self._reducer.plan, self._owned, strict=True):
+            memory = self._memory[bucket.dtype].part(bucket.start, bucket.stop)
+            memory.through(self._backend.all_gather, reads=mine)
+
+    def abandon(self) -> None:
+        """Give this rank parameters of its own again. Local."""
+        self.move_out()
+        for held in (self._homes, self.flats, self._memory):
+            held.clear()
+
+    def close(self) -> None:
+        """Give every rank parameters of its own again, and the memory back. Collective."""
+        self.abandon()
+        for window in self._windows:
+            window.free()
+        self._windows.clear()
+
+    def _misfit(self) -> OptionError | None:
+        for name, parameter, home in zip(self._reducer.names, self._reducer.parameters, self._homes, strict=True):
+            if parameter.dtype != home.dtype or parameter.shape != home.shape:
+                return OptionError(changed(name, parameter, tuple(home.shape), home.dtype))
+        return None
+
+    def _edited(self) -> list[str]:
+        """The parameters of the common memory that were edited in place on this rank since the last update."""
+        if not self.in_common:
+            return []
+        own = zip(self._reducer.names, self._reducer.parameters, self._versions, strict=True)
+        return [name for name, parameter, version in own if version_of(parameter) != version]
+
+    def _refuse_edits(self, edited: list[str]) -> None:
+        """Raise on all ranks unless one rank of every node has edited its memory. Collective."""
+        topology = self._backend.topology
+        what = "count the ranks that have edited parameters"
+        editors = combine(topology.node, np.array([bool(edited)], np.int64), what)[0]
+        nodes = combine(self._comm, np.array([topology.node_rank == 0 and editors > 0], np.int64), what)[0]
+        most = combine(self._comm, np.array([editors]), what, MPI.MAX)[0]
+        error = None
+        if edited and (most > 1 or nodes < topology.nodes):
+            where, hence = "several ranks", "it may have been edited several times"
+            if most == 1:
+                where, hence = f"{nodes} of {topology.nodes} nodes", "the replicas of the nodes differ now"
+            error = OptionError(
+                f'{edited[0]} was edited in place on {where} (p.mul_(...), say), and with update="sharded" the '
+                f"parameters of all ranks of a node are the same memory, so {hence}; "
+                "do it inside of `with optimizer.editing():`, which keeps what rank 0 makes of it"
+            )
+        raise_together(self._comm, error)
+
+    def _fence(self) -> None:
+        for window in self._windows:
+            window.fence()
+
+
+def _windows(node: MPI.Intracomm, lengths: dict[str, int]) -> dict[str, CommonWindow]:
+    return {dtype: CommonWindow(node, length, dtypes.parse(dtype)) for dtype, length in lengths.items()}

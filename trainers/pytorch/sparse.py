@@ -1,7 +1,8 @@
 """Sparse gradients: of an embedding only the rows that a batch has used are averaged, and updated."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from operator import methodcaller
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,18 +11,18 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.optim import Optimizer
 
 from allreduce import notices
-from trainers.pytorch.errors import GradientError, changed
-from trainers.pytorch.rows import Rows
+from trainers.pytorch.buckets import GradientError, changed
 from trainers.replicas.pytorch.tensors import as_bytes, as_tensor, numpy_dtype
-
-if TYPE_CHECKING:
-    from trainers.pytorch.step_checks import GradientCheck
 
 TAKES_SPARSE: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad}
 """Optimizers that update from sparse gradients. Add a class of your own if it is one of them."""
 
 Found = tuple[np.ndarray, np.ndarray]  # indices of rows, ascending or not, and the rows
 Reduce = Callable[[np.ndarray, np.ndarray, int], Found]
+Check = Callable[[int, np.ndarray, np.ndarray], object]  # of a parameter's number, indices and rows
+
+# Of tensors that are not coalesced too, for which PyTorch has no public name.
+_indices_of, _values_of = methodcaller("_indices"), methodcaller("_values")
 
 
 def sparse_parameters(optimizer: Optimizer, model: Module) -> set[int]:
@@ -41,13 +42,13 @@ def given_sparse(model: Module) -> set[int]:
 
 
 def takes(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether an optimizer, with these hyperparameters, updates from sparse gradients, as PyTorch has them."""
+    """Whether an optimizer, with these hyperparameters, updates from PyTorch's sparse gradients."""
     dense = any(group.get(key) for key in ("momentum", "weight_decay", "fused", "foreach", "differentiable"))
     return type(optimizer) in TAKES_SPARSE and not dense
 
 
-def tell(rank: int, optimizer: Optimizer, model: Module, trained: dict[str, Parameter]) -> None:
-    """Say it once where sparse gradients are made dense, since the optimizer takes no others. Local."""
+def warn_of_dense(rank: int, optimizer: Optimizer, model: Module, trained: dict[str, Parameter]) -> None:
+    """Say once which sparse gradients are made dense, since the optimizer takes no others. Local."""
     lost = given_sparse(model) - sparse_parameters(optimizer, model)
     names = [name for name, each in trained.items() if id(each) in lost]
     if names:
@@ -64,68 +65,56 @@ class SparseGradients:
 
     parameters: by name, of two dimensions. reduce: of a backend: the average over the ranks of rows of a table.
 
-    They follow an averager's dense gradients, each in a bucket of its own. Of each bucket: `prepare`, then `average` in
-    the lane, then `hand_over` of all.
+    Each parameter is a bucket of its own, and has its number here. Of each: `prepare`, then `average` in the queue,
+    then `hand_over` of all.
     """
 
     def __init__(self, parameters: dict[str, Parameter], reduce: Reduce) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.shapes = [(tuple(each.shape), each.dtype) for each in self.parameters]
         self._reduce = reduce
-        self._first = self._buckets = 0
         self._mine: list[Found] = [_nothing(each) for each in self.parameters]
         self.averages: list[Found] = list(self._mine)
 
-    def follow(self, parameters: int, buckets: int) -> dict[int, int]:
-        """Take the numbers of parameters and buckets after so many others; the bucket of each parameter. Local."""
-        self._first, self._buckets = parameters, buckets
-        return {parameters + number: buckets + number for number in range(len(self.parameters))}
-
-    def parts(self) -> list[set[int]]:
-        """The parameters of each bucket."""
-        return [{self._first + number} for number in range(len(self.parameters))]
-
-    def prepare(self, bucket: int) -> list[int]:
-        """Take this rank's gradient as it is now; the parameter when there is none."""
-        number = bucket - self._buckets
+    def prepare(self, number: int) -> bool:
+        """Take this rank's gradient of a parameter as it is now; False when there is none."""
         parameter = self.parameters[number]
         grad, (shape, dtype) = parameter.grad, self.shapes[number]
         self._mine[number] = _nothing(parameter)
         if grad is None:
-            return [self._first + number]
+            return False
         if (tuple(grad.shape), grad.dtype) != (shape, dtype):
             raise GradientError(changed(self.names[number], grad, shape, dtype))
         if not grad.is_sparse:  # it was used as another parameter too
             grad = grad.to_sparse(1)
         elif dtype.itemsize > 2:  # sums of 16 bits are rounded once, with those of the other ranks
             grad = grad.coalesce()
-        values = grad._values().detach().cpu().contiguous()
+        values = _values_of(grad).detach().cpu().contiguous()
         array = as_bytes(values).view(numpy_dtype(dtype)).reshape(values.shape)
-        self._mine[number] = grad._indices()[0].cpu().numpy(), array
-        return []
+        self._mine[number] = _indices_of(grad)[0].cpu().numpy(), array
+        return True
 
-    def average(self, bucket: int, rows: Rows | None, check: "GradientCheck | None") -> None:
-        """Average over the ranks, weighted by their rows where these were told. Runs in the lane.
+    def average(self, number: int, weight: float, check: Check | None) -> None:
+        """Average a gradient over the ranks. Runs in the queue.
 
-        check: sees what this rank brings, where that is asked for.
+        weight: of this rank's. check: sees what this rank brings, where that is asked for.
         """
-        number = bucket - self._buckets
         indices, values = self._mine[number]
-        if rows is not None and rows.weight == 0.0:
+        if weight == 0.0:
             indices, values = indices[:0], values[:0]
-        elif rows is not None and rows.weight != 1.0:
-            values = values * values.dtype.type(rows.weight)
+        elif weight != 1.0:
+            values = values * values.dtype.type(weight)
         if check is not None:
-            check.look_at_rows(self._first + number, indices, values)
+            check(number, indices, values)
         self.averages[number] = self._reduce(indices, values, self.shapes[number][0][0])
         self._mine[number] = _nothing(self.parameters[number])
 
-    def hand_over(self, used: Callable[[int], bool]) -> None:
+    def hand_over(self, used: np.ndarray) -> None:
         """Make .grad the averages, of each parameter that is used on any rank. Local."""
         for number, (parameter, (shape, dtype)) in enumerate(zip(self.parameters, self.shapes, strict=True)):
             indices, values = self.averages[number]
             self.averages[number] = _nothing(parameter)
-            if used(self._first + number):
+            if used[number]:
                 table = torch.from_numpy(indices).unsqueeze(0), as_tensor(values, dtype)
                 grad = torch.sparse_coo_tensor(*table, shape, check_invariants=False, is_coalesced=True)
                 parameter.grad = grad.to(parameter.device)

@@ -28,7 +28,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     train,
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
-from trainers.pytorch.errors import GradientError  # noqa: E402
+from trainers.pytorch import GradientError  # noqa: E402
 
 
 @both_updates

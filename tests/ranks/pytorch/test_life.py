@@ -35,8 +35,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     train,
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
-from trainers.pytorch import MirroredOptimizer, optimizer_group  # noqa: E402
-from trainers.pytorch.reducer import GradientError  # noqa: E402
+from trainers.pytorch import GradientError, MirroredOptimizer, optimizer_group  # noqa: E402
 
 # Edits
 
@@ -251,7 +250,7 @@ def in_use() -> dict[str, int]:
         "threads": threading.active_count(),
         "mappings": sum("allreduce-" in name for name in names),
         "files": len(list(Path("/proc/self/fd").iterdir())),
-        "families": len(optimizer_group._families),
+        "families": len(optimizer_group._groups),
     }
 
 
@@ -311,9 +310,9 @@ def test_nothing_is_left_of_refusals(world: MPI.Intracomm, flat: allreduce.Topol
             refuse(number)
         assert count() == before
         assert memory() - size < 8 << 20
-    families = len(optimizer_group._families)
+    families = len(optimizer_group._groups)
     refuse(0)
-    assert len(optimizer_group._families) == families
+    assert len(optimizer_group._groups) == families
 
 
 @both_updates

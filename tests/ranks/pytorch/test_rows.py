@@ -33,8 +33,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     train,
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
-from trainers.pytorch import MirroredOptimizer  # noqa: E402
-from trainers.pytorch.reducer import GradientError  # noqa: E402
+from trainers.pytorch import GradientError, MirroredOptimizer  # noqa: E402
 
 # Rows
 

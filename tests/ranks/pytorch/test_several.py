@@ -184,7 +184,7 @@ def test_join_beside_a_broken_optimizer(flat: allreduce.Topology) -> None:
     """Its error holds it by the traceback, so it is never dropped; it can't be used any more either."""
     models = [network(1), network(2)]
     broken, optimizer = (MirroredOptimizer(adamw(model), model, topology=flat) for model in models)
-    broken._averager.lane.broken = errors.BrokenError("on purpose")
+    broken._parts.reducer._queue.broken = errors.BrokenError("on purpose")
     with optimizer.join():
         models[1][4].bias.sum().backward()
         optimizer.step()

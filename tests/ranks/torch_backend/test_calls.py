@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from datetime import timedelta
 
 import pytest
+from mpi4py import MPI
 
 torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra "torch")')
 import torch.distributed as dist  # noqa: E402
@@ -224,6 +225,12 @@ def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
     return torch.compile(function, backend="eager")  # Dynamo alone: no compiler is needed
 
 
+on_two_ranks = pytest.mark.skipif(
+    MPI.COMM_WORLD.size != 2, reason="compiling takes seconds, and depends on no number of ranks"
+)
+
+
+@on_two_ranks
 def test_compiled_collectives() -> None:
     def step(x: Tensor) -> Tensor:
         doubled = x * 2
@@ -237,6 +244,7 @@ def test_compiled_collectives() -> None:
         assert run(torch.ones(3)).tolist() == [2 * size() + 1] * 3
 
 
+@on_two_ranks
 def test_compiled_messages() -> None:
     def step(x: Tensor) -> Tensor:
         doubled = x * 2
@@ -252,6 +260,7 @@ def test_compiled_messages() -> None:
             assert run(torch.full((3,), rank() + 1.0)).tolist() == [3] * 3
 
 
+@on_two_ranks
 def test_compiled_ddp() -> None:
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
