@@ -15,9 +15,9 @@ from allreduce import machine, notices
 from allreduce.errors import ClosedError, CopyError, DisagreementError, OptionError, UnavailableError
 from allreduce.health import abort, status_dump
 from allreduce.health.stall import STALL, TIMEOUT, Watch, seconds
-from allreduce.health.status_rows import FAR_ROWS, ROW_BYTES, StatusRows
+from allreduce.health.status import FAR_ROWS, ROW_BYTES, StatusRows
 from allreduce.process import children, launcher
-from allreduce.transport import deferred_free, liveness, ulfm
+from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import Reach
 from allreduce.transport.control import agree, all_values, everywhere, known, root_value
 from allreduce.transport.shared_segment import CommonWindow
@@ -37,15 +37,15 @@ class Closeable(Protocol):
 
 
 class OneOfAKind(Closeable, Protocol):
-    """What all users of a topology have in common, one object of a kind: see `Topology.once`."""
+    """What all users of a topology have in common, one object of a kind: see `Topology.once`.
 
-    def taken(self) -> set[int]:
-        """The numbers of the parts that users have. Local."""
-        ...
+    taken: the numbers of the parts that users have. take_back: users who can't give these parts back have taken them.
+    Both are local, and alike on all ranks.
+    """
 
-    def take_back(self, parts: set[int]) -> None:
-        """Users who can't give these parts back have taken them. Local, alike on all ranks."""
-        ...
+    def taken(self) -> set[int]: ...
+
+    def take_back(self, parts: set[int]) -> None: ...
 
 
 class Topology:
@@ -136,7 +136,10 @@ class Topology:
         """Make all communicators but the watch's, which is `comm`. Collective."""
         self.world: MPI.Intracomm = self.own(comm.Dup(), watch=True)
         self._control = self.private()
-        self._finish = self._place_to_finish()
+        self._finish = self.watch.place(self.number(), raises=True)  # where `finished` waits, and
+        if ulfm.in_force():  # ranks that leave say so on a communicator that no failure revokes
+            self._unrevoked = self.own(self.world.Dup())
+            self.watch.notes.part_on(self._unrevoked, self._finish)
         self.former = tuple(range(self.size))
         self.host: MPI.Intracomm = self.own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
         found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "learn what this node has")
@@ -499,15 +502,6 @@ class Topology:
         finally:
             self._finish.end()
 
-    def _place_to_finish(self) -> WaitRecord:
-        """Where `finished` waits, and what ranks that leave say so on, whoever is lost. Collective."""
-        place = self.watch.place(self.number(), raises=True)
-        if ulfm.in_force():
-            with waiting(self.world, "make a communicator"):
-                self._unrevoked = self.own(self.world.Dup())
-            self.watch.notes.part_on(self._unrevoked, place)
-        return place
-
     def survivors(self) -> "Topology":
         """The topology of the ranks that are left, in their order, on the nodes they were on. Collective over those.
 
@@ -545,7 +539,7 @@ class Topology:
         while ulfm.in_force():
             with waiting(comm, "make a topology of the ranks that are left"):
                 left = ulfm.shrink(comm)
-            former, made = ulfm.places(left, comm), None
+            former, made = processes.ranks_in(comm, left), None
             try:
                 made = cls(left, nodes_left(ranks_per_node, former, comm.size), timeout)
             except Exception as error:

@@ -17,7 +17,7 @@ from allreduce.arrays.ops import Op
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values
 from allreduce.transport.point_to_point import AHEAD, Arrival, Transfer
-from allreduce.transport.wait import wait, wait_all
+from allreduce.transport.wait import wait
 from allreduce.two_phase import TwoPhase
 
 
@@ -116,7 +116,7 @@ class Ring(TwoPhase):
                 op.finish(part)
             if step.sends:
                 sends.append(self._transfer.start(part, self._right))
-        wait_all(sends)
+        wait(*sends)
 
     def _expected(
         self, pieces: Sequence[tuple[Step, np.ndarray]], lap: int, sends: list[MPI.Request]

@@ -8,6 +8,8 @@ Every pool ends for all of its ranks in the same way, which they agree on by its
 done, or a rank was lost and it is made anew.
 """
 
+from functools import partial
+
 import numpy as np
 from mpi4py import MPI
 
@@ -175,22 +177,15 @@ def _through(pool: Topology, done: bool) -> bool:
                 with waiting(pool.world, "tell the spare ranks that all is done"):
                     for rank in range(1, pool.size):
                         pool.world.Send(NOTHING, rank, DONE)
-            if not done and not _told_that_all_is_done(pool):
-                pool.abandon()
-                return False
+            if not done:
+                told, watch, pause = partial(pool.world.Iprobe, 0, DONE), pool.watch, Pause(longest=WAIT_SECONDS)
+                wait_until(lambda: told() or watch.notes.left, meanwhile=watch.check, pause=pause)
+                if not told():  # the others have ended their programs without a word
+                    pool.abandon()
+                    return False
             if pool.rank:
                 with waiting(pool.world, "hear that all is done"):
                     pool.world.Recv(NOTHING, 0, DONE)
     except RankLostError:
         through = False
     return pool.finished(through)
-
-
-def _told_that_all_is_done(pool: Topology) -> bool:
-    """Wait for the message; False when the ranks that work have ended their programs without a word. Local."""
-
-    def over() -> bool:
-        return bool(pool.world.Iprobe(0, DONE) or pool.watch.notes.left)
-
-    wait_until(over, meanwhile=pool.watch.check, pause=Pause(longest=WAIT_SECONDS))
-    return pool.world.Iprobe(0, DONE)

@@ -31,12 +31,12 @@ from mpi4py import MPI
 
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError, OptionError, RankLostError
 from allreduce.health import abort, stacks
+from allreduce.health.status import StatusRows
 from allreduce.health.status_messages import Notes
-from allreduce.health.status_rows import StatusRows
 from allreduce.notices import log
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.liveness import Process
-from allreduce.transport.wait import LOOK_SECONDS, Call, Pause, WaitRecord, wait_until, watch_others
+from allreduce.transport.wait import LOOK_SECONDS, Call, Pause, WaitRecord, default, wait_until
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
 NOTE_SECONDS = 1.0  # a wait as long as this is told to the other ranks
@@ -87,7 +87,7 @@ class Watch:
         self.closed = False
         if self.active and stacks.wanted():
             stacks.put_off(self.stall)
-        add(self)
+        _watchdog.add(self)
 
     def connect(
         self, nodes: Sequence[Sequence[int]], own: int, rows: StatusRows | None, found: Mapping[int, Process]
@@ -128,7 +128,7 @@ class Watch:
         try:
             with self._lock:
                 if self.lost is None and not self.closed:
-                    self.notes.probe()
+                    self.notes.comm.Iprobe()  # it raises when a rank has died, or when another one says so
                 if not self.closed:
                     self.notes.exchange()
         except MPI.Exception as error:
@@ -156,12 +156,11 @@ class Watch:
         told = ulfm.lost(error)
         if self._lonely:
             return told
-        found = told is not None or (ulfm.may_be(error) and self._hears_soon())
-        return ulfm.again(self.lose()) if found else None
-
-    def _hears_soon(self) -> bool:
-        """Whether what can't be reached any more is a rank that has died."""
-        return wait_until(lambda: self.lost is not None, SOON_SECONDS, pause=Pause(longest=ulfm.HEAR_SECONDS))
+        if told is None and ulfm.may_be(
+            error
+        ):  # if what can't be reached any more is a rank that has died, MPI says so
+            wait_until(lambda: self.lost is not None, SOON_SECONDS, pause=Pause(longest=ulfm.HEAR_SECONDS))
+        return ulfm.again(self.lose()) if told is not None or self.lost is not None else None
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
@@ -311,7 +310,7 @@ def lonely() -> Watch:
     return Watch(MPI.COMM_SELF, timeout, stall, lonely=True)
 
 
-watch_others(lonely)
+default.append(lonely)
 
 
 class _Watchdog:
@@ -371,11 +370,6 @@ class _Watchdog:
 
 
 _watchdog = _Watchdog()
-
-
-def add(watch: Watch) -> None:
-    """Have the thread look at a watch, as long as that lives. Local."""
-    _watchdog.add(watch)
 
 
 def standing() -> str:

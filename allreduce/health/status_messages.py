@@ -1,6 +1,6 @@
 """Status messages: what the ranks of a topology tell each other of themselves when a wait is long.
 
-A rank that has waited for a second writes in its row of a table in its node's memory where it waits (status_rows.py).
+A rank that has waited for a second writes in its row of a table in its node's memory where it waits (status.py).
 The leaders of the nodes form a binary tree, and tell their neighbours in it what is known on their side of it, when
 that has changed. So every rank knows where all ranks are, without any of them having to answer. A rank sends at most
 three messages for a change, and none where one node has all ranks. One message is on its way between two ranks at a
@@ -20,8 +20,7 @@ from mpi4py import MPI
 
 from allreduce.errors import CollectiveTimeoutError, RankLeftError
 from allreduce.health import status
-from allreduce.health.status import ENDED, LEFT, SILENT, STALLED, WAITING, Fact, State
-from allreduce.health.status_rows import FAR_BYTES, OWN_BYTES, StatusRows
+from allreduce.health.status import ENDED, FAR_BYTES, LEFT, OWN_BYTES, SILENT, STALLED, WAITING, Fact, State, StatusRows
 from allreduce.process import children
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.deferred_free import keep
@@ -350,10 +349,6 @@ class Notes:
         if now - self._looked_at <= SILENT_SECONDS:
             return {}
         return {_silence(leader): {*range(self.size)} - {*self._node}}
-
-    def probe(self) -> None:
-        """Let MPI go on; it raises when a rank has died, or when another one says so."""
-        self.comm.Iprobe()
 
     def drain(self, limit: float) -> None:
         """Take all messages, so that the communicators can be freed. Collective.

@@ -116,7 +116,13 @@ def _note_fork() -> None:
     _forked = _forked or (mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized())
     if _forked:
         note_exit_codes()
-        _note_exceptions()
+        hook = sys.excepthook
+
+        def excepthook(*error: Any) -> None:
+            _exit_codes.append(1)
+            hook(*error)
+
+        sys.excepthook = excepthook
 
 
 _exit_codes = [0]  # the last is what this program ends with, as far as is known
@@ -142,17 +148,6 @@ def note_exit_codes() -> None:
 def exit_code() -> int:
     """What the program of this process ends with, as far as is known. Local."""
     return _exit_codes[-1]
-
-
-def _note_exceptions() -> None:
-    """Have `exit_code` know of an exception that ends a forked child."""
-    hook = sys.excepthook
-
-    def excepthook(*error: Any) -> None:
-        _exit_codes.append(1)
-        hook(*error)
-
-    sys.excepthook = excepthook
 
 
 @atexit.register  # one of the first, so that it runs behind those of the program

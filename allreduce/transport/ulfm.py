@@ -18,7 +18,7 @@ from allreduce.notices import log
 from allreduce.process.start import ULFM
 from allreduce.transport import processes
 from allreduce.transport.deferred_free import keep
-from allreduce.transport.wait import small_pause, wait_until
+from allreduce.transport.wait import SMALL, Pause, wait_until
 
 HEAR_SECONDS = 0.005  # how often the watchdog listens for losses
 PATIENCE_SECONDS = 0.1  # for what is local
@@ -191,15 +191,6 @@ def revoke(comm: MPI.Comm) -> None:
     comm.Revoke()
 
 
-def places(left: MPI.Comm, comm: MPI.Comm) -> tuple[int, ...]:
-    """The ranks in `comm` of all ranks of `left`. Local."""
-    few, everyone = left.Get_group(), comm.Get_group()
-    ranks = tuple(MPI.Group.Translate_ranks(few, range(few.size), everyone))
-    few.Free()
-    everyone.Free()
-    return ranks
-
-
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
     """The communicator of the living ranks of `comm`, also when it was revoked. Collective over those."""
     release_numbers()
@@ -244,7 +235,7 @@ def _agreed(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object]) -> int:
     with alone:
         request = comm.Iagree(bits)
     try:
-        wait_until(request.Test, meanwhile=meanwhile, pause=small_pause())
+        wait_until(request.Test, meanwhile=meanwhile, pause=Pause(*SMALL))
     except BaseException:
         keep((request, bits))
         raise

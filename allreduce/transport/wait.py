@@ -21,7 +21,7 @@ from allreduce.transport.deferred_free import keep
 
 EAGER_SECONDS = 2e-5  # so long a wait does nothing but look
 SHORTEST_SLEEP, LONGEST_SLEEP = 2e-5, 2e-4  # seconds; TCP's buffers keep a link busy for as long
-SMALL_EAGER_SECONDS, SMALL_LONGEST_SLEEP = 1e-3, 1e-3  # of waits for small messages, which are seldom long
+SMALL = 1e-3, 1e-3  # the same, of waits for small messages, which are seldom long
 LOOK_SECONDS = 0.25  # how often a watcher looks at the waits
 
 
@@ -92,35 +92,24 @@ class WaitRecord:
 
 
 class Watcher(Protocol):
-    """What looks at the waits on a communicator, and ends those that would last for ever."""
+    """What looks at the waits on a communicator, and ends those that would last for ever: health's stall detector.
 
-    def place(self, number: int, raises: bool = False) -> WaitRecord:
-        """A new record, looked at from now on."""
-        ...
+    place: a new record, looked at until `forget`. hearing: what MPI raises inside when a rank has failed becomes a
+    RankLostError. check: raises it when a rank has failed, at no cost. look: at all records; raises `wait`'s error.
+    """
 
-    def forget(self, wait: WaitRecord) -> None:
-        """Look at a record no more."""
-        ...
+    def place(self, number: int, raises: bool = False) -> WaitRecord: ...
 
-    def hearing(self) -> AbstractContextManager[None]:
-        """What MPI raises inside when a rank has failed becomes a RankLostError."""
-        ...
+    def forget(self, wait: WaitRecord) -> None: ...
 
-    def check(self) -> None:
-        """Raise RankLostError when a rank has failed. Costs nothing."""
-        ...
+    def hearing(self) -> AbstractContextManager[None]: ...
 
-    def look(self, wait: WaitRecord | None = None) -> None:
-        """Look at all records; raise the error of `wait`."""
-        ...
+    def check(self) -> None: ...
+
+    def look(self, wait: WaitRecord | None = None) -> None: ...
 
 
-_default: list[Callable[[], Watcher]] = []
-
-
-def watch_others(watcher: Callable[[], Watcher]) -> None:
-    """Have this make the watcher of communicators that `watched` was not called for. Local."""
-    _default[:] = [watcher]
+default: list[Callable[[], Watcher]] = []  # makes the watcher of communicators that `watched` was not called for
 
 
 @functools.cache
@@ -151,7 +140,7 @@ def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = mat
     """
     with _recorded(comm, what, raises=True) as (watcher, wait):
         try:
-            if not (request.Test() or wait_until(request.Test, limit, looking(watcher, wait), small_pause())):
+            if not (request.Test() or wait_until(request.Test, limit, looking(watcher, wait), Pause(*SMALL))):
                 raise CollectiveTimeoutError(f"waited {limit:.0f} s for other ranks in: {what}")
         except BaseException:
             keep(request)  # and its buffer, into which MPI may still write
@@ -175,7 +164,7 @@ def _recorded(comm: MPI.Comm, what: str, raises: bool) -> Iterator[tuple[Watcher
     if pair:
         watcher, wait = pair
     else:
-        watcher = _default[0]()
+        watcher = default[0]()
         wait = watcher.place(0)
     begins = wait.call is None
     if begins:
@@ -228,11 +217,6 @@ class Pause:
             self._sleep = min(2 * self._sleep, self._longest)
 
 
-def small_pause() -> Pause:
-    """Of waits for small messages."""
-    return Pause(SMALL_EAGER_SECONDS, SMALL_LONGEST_SLEEP)
-
-
 def wait_until(
     done: Callable[[], bool],
     limit: float = math.inf,
@@ -255,17 +239,9 @@ def wait_until(
     return True
 
 
-def wait(request: MPI.Request) -> None:
-    """Complete one request."""
-    if _beside_another():
-        wait_until(request.Test)
-    else:
-        request.Wait()
-
-
-def wait_all(requests: Sequence[MPI.Request]) -> None:
-    """Complete all of them; see `all_done` for why one by one."""
-    if _beside_another():
+def wait(*requests: MPI.Request) -> None:
+    """Complete all of them; see `all_done` for why one by one. In a thread beside the main one this one sleeps."""
+    if threading.get_ident() != threading.main_thread().ident:
         wait_until(lambda: all_done(requests))
     else:
         for request in requests:
@@ -280,8 +256,3 @@ def all_done(requests: Sequence[MPI.Request]) -> bool:
     freed").
     """
     return all(request.Test() for request in requests)
-
-
-def _beside_another() -> bool:
-    """True in a thread that was started to communicate while the main one computes."""
-    return threading.get_ident() != threading.main_thread().ident

@@ -15,9 +15,8 @@ import pytest
 from mpi4py import MPI
 
 from allreduce.health import status
-from allreduce.health.status import LEFT, WAITING, Fact
+from allreduce.health.status import FAR_ROWS, HEAD_BYTES, LEFT, ROW_BYTES, WAITING, Fact, StatusRows
 from allreduce.health.status_messages import Neighbour, Notes, tree
-from allreduce.health.status_rows import FAR_ROWS, HEAD_BYTES, ROW_BYTES, StatusRows
 from allreduce.transport import liveness, processes
 from allreduce.transport.wait import Said, WaitRecord
 from tests.conftest import JobRunner
