@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import trees
 from allreduce.arrays import dtypes, ops
 from allreduce.backend import AllReduce
 from allreduce.errors import OptionError, UnavailableError, UnsupportedOpError
@@ -38,7 +37,8 @@ _KNOWS_BUFFERS = find_spec("jax.experimental.buffer_callback") is not None  # fu
 (_of_callbacks,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
 
 
-_MOVES = ("all_gather", "broadcast")  # they take every dtype, and keys of random numbers
+# What takes every dtype, and keys of random numbers: the name of the backend's call.
+_MOVES = {"all_gather": "stack", "broadcast": "broadcast"}
 
 
 class _Order(type(_of_callbacks)):  # type: ignore[misc]
@@ -88,13 +88,8 @@ class Collective(NamedTuple):
 
     def _run(self, arrays: tuple[np.ndarray, ...]) -> list[Any]:
         backend, kind = self.backend, self.kind
-        op = None if kind in _MOVES else kind
-        layout = trees.admit(backend, f"{kind} {self.names}", arrays, op, changes=False)
-        if kind == "all_gather":
-            return trees.collected(layout, backend, arrays)
-        if kind == "broadcast":
-            return trees.packed(layout, backend, arrays, lambda buffer: backend.broadcast(buffer, self.root))
-        return trees.packed(layout, backend, arrays, lambda buffer: backend(buffer, kind))
+        call = _MOVES.get(kind, "all_reduce")
+        return backend.on_arrays(call, f"{kind} {self.names}", arrays, op=kind, root=self.root)
 
 
 def pmean(tree: Any, backend: AllReduce) -> Any:
@@ -174,7 +169,7 @@ def _call(tree: Any, backend: AllReduce, kind: str, root: int = 0) -> Any:
         if kind in _MOVES:
             dtypes.refuse_references(array.dtype)
         else:
-            backend._check_dtype(array.dtype)
+            backend.check_dtype(array.dtype)
             ops.resolve(kind, array.dtype, backend.size)
     made: list[Any] = [None] * len(arrays)
     for dtype in dict.fromkeys(array.dtype for array in arrays):

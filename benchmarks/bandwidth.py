@@ -46,10 +46,8 @@ that drifts hits all of them. algbw = size / time, busbw = algbw x 2(n-1)/n.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark on all ranks; the exit code."""
-    with Topology() as world:
-        comm = world.world
-        args = cli.parse_together(_parser(), argv, comm)
-        return cli.run_together(PROGRAM, comm, lambda: _run(comm, args, sys.argv[1:] if argv is None else argv))
+    given = sys.argv[1:] if argv is None else argv
+    return cli.run(_parser(), given, lambda world, args: _run(world.world, args, given))
 
 
 def _parser() -> argparse.ArgumentParser:

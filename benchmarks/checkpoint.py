@@ -10,9 +10,7 @@ where no core is left. --framework torch trains a module with torch.optim.Adam i
 
 import argparse
 import itertools
-import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -20,11 +18,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 import allreduce
 from allreduce.transport.control import root_value, together
-from benchmarks.lib import cli, outputs
+from benchmarks.lib import cli, outputs, timing
 from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
 from trainers.backends import UPDATES
 from trainers.files import checkpoint as files
@@ -52,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--update", choices=UPDATES, default="replicated", help="(default: replicated)")
     add("--framework", choices=["numpy", "torch"], default="numpy", help="(default: numpy)")
     add("--folder", metavar="DIR", help="where rank 0 writes (default: a temporary folder here)")
-    add("--json", nargs="?", const="-", metavar="FILE", help="write the results as JSON, to stdout without FILE")
+    cli.add_json_option(parser)
     return parser
 
 
@@ -95,20 +92,23 @@ def _module(sizes: Sequence[int]) -> Replica:
     return TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters(), lr=1e-4))
 
 
+def rows_of(options: argparse.Namespace, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The data of the steps that were asked for."""
+    rows = options.steps * options.batch * ranks
+    return np.random.default_rng(0).standard_normal((rows, FEATURES), np.float32), np.arange(rows) % CLASSES
+
+
 def measure(topology: allreduce.Topology, options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Seconds of the steps of each kind, and the bytes of a checkpoint. Collective."""
     replica = replica_of(options)
-    rows = options.steps * options.batch * topology.size
-    x = np.random.default_rng(0).standard_normal((rows, FEATURES), np.float32)
-    y = np.arange(rows) % CLASSES
+    x, y = rows_of(options, topology.size)
     steps = Steps(folder, options.every)
     with MirroredTrainer(replica, "auto", topology, update=options.update) as trainer:
         given = Checkpoint(folder, f"{options.every} steps", keep=2)
         batch = options.batch * topology.size
         trainer.fit(x, y, 1, batch, checkpoint=given, callbacks=[steps], progress=False, shuffle=False)
-    times, writing = np.diff(steps.begins), np.array(steps.writing[:-1], np.int64)
-    topology.world.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
-    topology.world.Allreduce(MPI.IN_PLACE, writing, MPI.MAX)
+    times = timing.slowest(topology.world, np.diff(steps.begins))
+    writing = timing.slowest(topology.world, np.array(steps.writing[:-1], np.int64))
     writes = (np.arange(1, len(times) + 1) % options.every) == 0
     warm = np.arange(len(times)) >= 3
     kinds = {PLAIN: warm & ~writes & (writing == 0), WRITES: writes, DURING: warm & ~writes & (writing == 1)}
@@ -120,39 +120,25 @@ def measure(topology: allreduce.Topology, options: argparse.Namespace, folder: s
     }
 
 
-def table(seconds: dict[str, list[float]]) -> str:
-    lines = [f"{'':<22}{'steps':>6}{'median ms':>11}{'max':>9}{'/ plain':>9}"]
-    plain = statistics.median(seconds[PLAIN]) if seconds[PLAIN] else float("nan")
-    for name, each in seconds.items():
-        if each:
-            median = statistics.median(each)
-            lines.append(f"{name:<22}{len(each):>6}{1e3 * median:>11.1f}{1e3 * max(each):>9.1f}{median / plain:>9.2f}")
-    return "\n".join(lines)
-
-
 def _run(topology: allreduce.Topology, options: argparse.Namespace) -> int:
-    outputs.check(topology.world, {"--json": None if options.json == "-" else options.json})
-    first = topology.rank == 0
+    screen = outputs.Screen(topology.world, options.json)
     with tempfile.TemporaryDirectory(dir=options.folder or ".", prefix="checkpoints-") as own:
         folder = root_value(topology.world, own, "learn the folder")
         result = measure(topology, options, folder)
         together(topology.world, lambda: None)  # nobody's folder goes before all are done
-    if first:
-        where = sys.stderr if options.json == "-" else sys.stdout
-        what = f"{options.framework}, {options.update}, {result['parameters'] / 1e6:.1f} M parameters, Adam"
-        print(f"{topology}: {what}, {options.batch} rows per rank", file=where)
-        print(f"a checkpoint of {result['bytes'] / 1e6:.0f} MB every {options.every} steps", file=where)
-        print(table(result["seconds"]), file=where, flush=True)
-        text = json.dumps({**vars(options), "ranks": topology.size, "nodes": topology.nodes, **result}, indent=1)
-        outputs.put(options.json, text)
+    what = f"{options.framework}, {options.update}, {result['parameters'] / 1e6:.1f} M parameters, Adam"
+    screen.say(
+        f"{topology}: {what}, {options.batch} rows per rank",
+        f"a checkpoint of {result['bytes'] / 1e6:.0f} MB every {options.every} steps",
+        timing.table(result["seconds"], PLAIN),
+    )
+    screen.put({**vars(options), "ranks": topology.size, "nodes": topology.nodes, **result})
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the exit code. Collective."""
-    with allreduce.Topology() as topology:
-        options = cli.parse_together(_parser(), argv, topology.world)
-        return cli.run_together(PROGRAM, topology.world, lambda: _run(topology, options))
+    return cli.run(_parser(), argv, _run)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,17 @@ that from its begin to the begin of the next, the slowest rank's. --framework to
 """
 
 import argparse
-import json
-import statistics
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 import allreduce
 from allreduce.transport import ulfm
-from benchmarks.checkpoint import CLASSES, FEATURES, replica_of
-from benchmarks.lib import cli, outputs
+from benchmarks.checkpoint import replica_of, rows_of
+from benchmarks.lib import cli, outputs, timing
 from trainers import MirroredTrainer
 from trainers.watching.callback import Callback
 
@@ -37,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--turns", type=cli.at_least(1), default=6, metavar="N", help="of each (default: 6)")
     add("--framework", choices=["numpy", "torch"], default="numpy", help="(default: numpy)")
     add("--allreduce", choices=allreduce.NAMES, default="auto", metavar="NAME", help="(default: auto)")
-    add("--json", nargs="?", const="-", metavar="FILE", help="write the results as JSON, to stdout without FILE")
+    cli.add_json_option(parser)
     return parser
 
 
@@ -56,8 +53,7 @@ class Begins(Callback):
 def measure(topology: allreduce.Topology, options: argparse.Namespace) -> dict[int, list[float]]:
     """Seconds of the steps by the number of copies. Collective."""
     batch = options.batch * topology.size
-    x = np.random.default_rng(0).standard_normal((options.steps * batch, FEATURES), np.float32)
-    y = np.arange(len(x)) % CLASSES
+    x, y = rows_of(options, topology.size)
     sides = {
         copies: MirroredTrainer(replica_of(options), options.allreduce, topology, update="sharded", copies=copies)
         for copies in COPIES
@@ -67,41 +63,26 @@ def measure(topology: allreduce.Topology, options: argparse.Namespace) -> dict[i
         for copies, trainer in sides.items():
             begins = Begins()
             trainer.fit(x, y, 1, batch, callbacks=[begins], progress=False, shuffle=False)
-            times = np.diff(begins.times)[1:]
-            topology.world.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
-            seconds[copies] += times.tolist()
+            seconds[copies] += timing.slowest(topology.world, np.diff(begins.times)[1:]).tolist()
     for trainer in sides.values():
         trainer.close()
     return seconds
 
 
-def table(seconds: dict[int, list[float]]) -> str:
-    lines = [f"{'copies':<8}{'steps':>6}{'median ms':>11}{'min':>9}{'/ one copy':>12}"]
-    for copies, each in seconds.items():
-        ratio = statistics.median(each) / statistics.median(seconds[1])
-        lines.append(
-            f"{copies:<8}{len(each):>6}{1e3 * statistics.median(each):>11.1f}{1e3 * min(each):>9.1f}{ratio:>12.2f}"
-        )
-    return "\n".join(lines)
-
-
 def _run(topology: allreduce.Topology, options: argparse.Namespace) -> int:
-    outputs.check(topology.world, {"--json": None if options.json == "-" else options.json})
+    screen = outputs.Screen(topology.world, options.json)
     seconds = measure(topology, options)
-    if topology.rank == 0:
-        where = sys.stderr if options.json == "-" else sys.stdout
-        what = "" if ulfm.in_force() else "; no second copies are kept: mpirun --with-ft ulfm"
-        print(f"{topology}: {options.framework}, {options.parameters:g} M parameters, Adam{what}", file=where)
-        print(table(seconds), file=where, flush=True)
-        outputs.put(options.json, json.dumps({**vars(options), "ranks": topology.size, "seconds": seconds}, indent=1))
+    what = "" if ulfm.in_force() else "; no second copies are kept: mpirun --with-ft ulfm"
+    names = {copies: f"copies={copies}" for copies in COPIES}
+    screen.say(f"{topology}: {options.framework}, {options.parameters:g} M parameters, Adam{what}")
+    screen.say(timing.table({names[copies]: each for copies, each in seconds.items()}, names[1]))
+    screen.put({**vars(options), "ranks": topology.size, "seconds": seconds})
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the exit code. Collective."""
-    with allreduce.Topology() as topology:
-        options = cli.parse_together(_parser(), argv, topology.world)
-        return cli.run_together(PROGRAM, topology.world, lambda: _run(topology, options))
+    return cli.run(_parser(), argv, _run)
 
 
 if __name__ == "__main__":

@@ -12,24 +12,19 @@ unless XLA_FLAGS says otherwise.
 
 import argparse
 import itertools
-import json
 import os
 import socket
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 import allreduce
 from allreduce import Topology
 from allreduce.transport.control import all_values, root_value
-from benchmarks.lib import cli, outputs
-from benchmarks.lib.contenders import check_names
+from benchmarks.lib import cli, outputs, timing
 
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # before JAX is imported
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -56,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--parameters", type=_millions, default=[2.4, 10.0], metavar="M,M", help="millions (default: 2.4,10)")
     add("--batch", type=cli.at_least(1), default=32, metavar="N", help="rows per rank (default: 32)")
     add("--steps", type=cli.at_least(1), default=40, metavar="N", help="timed steps of each variant (default: 40)")
-    add("--variants", type=cli.names, default=list(VARIANTS), metavar="A,B", help=f"some of {', '.join(VARIANTS)}")
+    cli.add_some(parser, "--variants", VARIANTS)
     add("--allreduce", choices=allreduce.NAMES, default="auto", metavar="NAME", help="(default: auto)")
     add("--json", metavar="FILE", help="write the results as JSON")
     return parser
@@ -166,7 +161,7 @@ def gloo(params: Any, x: Any, y: Any) -> Step:
 
 
 def measure(topology: Topology, options: argparse.Namespace, millions: float) -> dict[str, list[float]]:
-    """Milliseconds of each step of the slowest rank, by variant. Collective."""
+    """Seconds of each step of the slowest rank, by variant. Collective."""
     params, random = model(millions), np.random.default_rng(topology.rank)
     x = random.standard_normal((options.batch, FEATURES), np.float32)
     y = random.integers(0, CLASSES, options.batch).astype(np.int32)
@@ -178,53 +173,31 @@ def measure(topology: Topology, options: argparse.Namespace, millions: float) ->
             "gloo": lambda: gloo(params, x, y),
         }
         steps = {name: makers[name]() for name in options.variants}
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for number in range(options.steps + 2):
-            for name, step in steps.items():
-                topology.world.Barrier()
-                begin = time.perf_counter()
-                step()
-                if number >= 2:
-                    times[name].append(1e3 * (time.perf_counter() - begin))
+        times = timing.take_turns(topology.world, steps, options.steps, warmups=2)
         jax.effects_barrier()
-    for each in times.values():
-        slowest = np.array(each)
-        topology.world.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
-        each[:] = slowest.tolist()
     return times
 
 
-def table(times: dict[str, list[float]]) -> str:
-    lines = [f"{'':<10}{'median ms':>10}{'min':>8}{'p90':>8}"]
-    for name, each in times.items():
-        p90 = sorted(each)[-1 - len(each) // 10]
-        lines.append(f"{name:<10}{statistics.median(each):>10.1f}{min(each):>8.1f}{p90:>8.1f}")
-    return "\n".join(lines)
-
-
 def _run(topology: Topology, options: argparse.Namespace) -> int:
-    outputs.check(topology.world, {"--json": options.json})
-    check_names(topology, "--variants", options.variants, VARIANTS)
+    screen = outputs.Screen(topology.world, options.json)
     if "gloo" in options.variants:
         connect(topology)
     results = []
     for millions in options.parameters:
         times = measure(topology, options, millions)
-        results.append({"parameters": millions, "ms": times})
-        if topology.rank == 0:
-            print(f"{topology}: {millions:g} M parameters, batch {options.batch}", table(times), sep="\n", flush=True)
+        results.append(
+            {"parameters": millions, "ms": {name: [1e3 * each for each in row] for name, row in times.items()}}
+        )
+        screen.say(f"{topology}: {millions:g} M parameters, batch {options.batch}", timing.table(times))
     if "gloo" in options.variants:
         jax.distributed.shutdown()
-    if topology.rank == 0:
-        outputs.put(options.json, json.dumps({"ranks": topology.size, "batch": options.batch, "results": results}))
+    screen.put({"ranks": topology.size, "batch": options.batch, "results": results})
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the exit code. Collective."""
-    with Topology() as topology:
-        options = cli.parse_together(_parser(), argv, topology.world)
-        return cli.run_together(PROGRAM, topology.world, lambda: _run(topology, options))
+    return cli.run(_parser(), argv, _run)
 
 
 if __name__ == "__main__":

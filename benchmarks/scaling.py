@@ -10,6 +10,7 @@ Then the constants of a node are the fitted ones, those of the network come from
 """
 
 import argparse
+import importlib.util
 import json
 import re
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.lib import outputs
+from benchmarks.lib import cli, outputs, plot
 from benchmarks.lib.results import FileError
 from benchmarks.predicting import fitting, published
 from benchmarks.predicting.costs import Machine, on_link
@@ -181,13 +182,13 @@ def _check(args: argparse.Namespace) -> None:
         problem = path and outputs.unwritable(path)
         if problem:
             raise UsageError(f"--{option} {path}: {problem}")
+    if (args.fit or args.fit_rig) and importlib.util.find_spec("scipy") is None:
+        raise UsageError('--fit needs SciPy; pip install ".[bench]" in the checkout')
     if args.plot:
         if args.published:
             raise UsageError("--plot draws predictions, and --published has none; leave one of them out")
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise UsageError('--plot needs matplotlib; pip install ".[bench]" in the checkout') from None
+        if problem := plot.missing(args.plot):
+            raise UsageError(problem)
 
 
 def _link(text: str) -> tuple[float, float]:
@@ -198,53 +199,30 @@ def _link(text: str) -> tuple[float, float]:
     return float(match[1]) * _UNITS[match[2]], float(match[3]) * _TIMES[match[4]] if match[3] else LINK_LATENCY
 
 
-def _number(kind: Any, least: float, most: float) -> Any:
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"must be {'an integer' if kind is int else 'a number'} from {least:g} to {most:g}, got {text!r}"
-            )
-        return value
-
-    return parse
-
-
-def _models(text: str) -> list[str]:
-    names = list(MODELS) if text == "all" else list(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in MODELS:
-            raise argparse.ArgumentTypeError(f"{name!r} is unknown; use all, or some of {', '.join(MODELS)}")
-    return names
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m benchmarks.scaling", description=__doc__)
     add = parser.add_argument
     add("--fit", nargs="+", metavar="FILE", help="runs of benchmarks.bandwidth --json to fit the constants to")
     add("--fit-rig", nargs="+", metavar="FILE", help="the same, of scripts/cluster_sim.sh: its hosts share one machine")
     add("--time", choices=("median", "min"), default="median", help="which time of a run (min where others were busy)")
-    add("--model", type=_models, default=["resnet50"], metavar="A,B", help=f"all, or some of {', '.join(MODELS)}")
-    add("--step-time", type=_number(float, 1e-6, 1e6), metavar="SECONDS", help="computing time of a step, instead")
-    add("--node-size", type=_number(int, 1, 1024), default=8, metavar="N", help="ranks of a node (default 8)")
-    add("--cores", type=_number(int, 1, 4096), metavar="N", help="cores of a node (default: one a rank)")
+    cli.add_some(parser, "--model", MODELS, default=["resnet50"])
+    add("--step-time", type=cli.at_least(1e-6, float, 1e6), metavar="SECONDS", help="computing time of a step, instead")
+    add("--node-size", type=cli.at_least(1, int, 1024), default=8, metavar="N", help="ranks of a node (default 8)")
+    add("--cores", type=cli.at_least(1, int, 4096), metavar="N", help="cores of a node (default: one a rank)")
     add(
         "--link", type=_link, default=_link("100gbit"), metavar="RATE", help="of a node: 100gbit (default), 10gbit,20us"
     )
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of the gradients on the wire")
     add(
         "--overlap",
-        type=_number(float, 0, 1),
+        type=cli.at_least(0, float, 1),
         default=BACKWARD,
         metavar="F",
         help="part of a step that can hide the all-reduce (default 2/3, the backward pass)",
     )
     add(
         "--max-ranks",
-        type=_number(int, 2, 1 << 20),
+        type=cli.at_least(2, int, 1 << 20),
         default=MOST_RANKS,
         metavar="N",
         help="predict up to (default 4096)",

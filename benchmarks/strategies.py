@@ -10,15 +10,13 @@ they exchange travels in messages, which are counted (an MPI_Allreduce as a ring
 
 import argparse
 import io
-import json
 import platform
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mpi4py import MPI
-
 from allreduce.errors import OptionError
+from allreduce.machine import identify
 from allreduce.topology import Topology
 from allreduce.transport.control import known
 from benchmarks.lib import cli, outputs, plot
@@ -196,8 +194,7 @@ PROGRAM = "benchmarks.strategies"
 def _parser() -> argparse.ArgumentParser:
     parser = cli.parser(PROGRAM, __doc__)
     add = parser.add_argument
-    known = "; ".join(each.name for each in VARIANTS)
-    add("--only", type=_variants, default=[], metavar="A;B", help=f"some of: {known} (default: all that fit the ranks)")
+    cli.add_some(parser, "--only", [each.name for each in VARIANTS], ";")
     add("--data", default="digits", metavar="SET", help=f"{' or '.join(datasets.NAMES)}, or files (default: digits)")
     add("--epochs", type=cli.at_least(1), default=10, metavar="N", help="(default: 10)")
     add("--batch-size", type=cli.at_least(1), default=100, metavar="N", help="global (default: 100)")
@@ -217,47 +214,36 @@ def _parser() -> argparse.ArgumentParser:
         help="simulate nodes of N ranks; 0: the nodes as they are (default: 1)",
     )  # fmt: skip
     add("--plot", metavar="FILE", help="draw the comparison (.png, .svg, .pdf)")
-    add("--json", nargs="?", const="-", metavar="FILE", help="write the results as JSON, to stdout without FILE")
+    cli.add_json_option(parser)
     return parser
 
 
-def _variants(text: str) -> list[str]:
-    names = [each.strip() for each in text.split(";") if each.strip()]
-    for name in names:
-        if name not in [each.name for each in VARIANTS]:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of: {'; '.join(each.name for each in VARIANTS)}")
-    return names
-
-
-class _Screen:
-    """Rank 0's output; with JSON on stdout it goes to stderr."""
-
-    def __init__(self, shown: bool, stream: Any) -> None:
-        self._shown, self._stream = shown, stream
-
-    def say(self, text: str) -> None:
-        if self._shown:
-            print(text, file=self._stream, flush=True)
-
-
 def _run(topology: Topology, args: argparse.Namespace) -> int:
-    outputs.check(topology.world, {"--json": None if args.json == "-" else args.json, "--plot": args.plot})
+    screen = outputs.Screen(topology.world, args.json, {"--plot": args.plot})
     if args.plot and (problem := plot.missing(args.plot)):
         raise known(OptionError(problem), topology.world)
     variants = lineup(args.only, topology.size)
     if not variants:
         raise known(OptionError("too few ranks for any of these: start 2 or more"), topology.world)
-    screen = _Screen(topology.rank == 0, sys.stderr if args.json == "-" else sys.stdout)
     outcomes = _measure(topology, args, variants, screen)
-    screen.say("#")
-    for line in [*table(outcomes), "#", *findings(outcomes)]:
-        screen.say(line)
-    if topology.rank == 0:
-        _write(topology, args, outcomes)
+    screen.say("#", *table(outcomes), "#", *findings(outcomes))
+    options = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
+    machine = {"machine": platform.machine(), "mpi": identify()["mpi"]}
+    sizes = {"ranks": topology.size, "nodes": topology.nodes, "cores": topology.cores}
+    runs = [each.as_dict() for each in outcomes]
+    screen.put({**sizes, **machine, "options": options, "runs": runs, "findings": findings(outcomes)})
+    if args.plot and topology.rank == 0:
+        title = (
+            f"{args.data}, {args.hidden} hidden units, batch {args.batch_size}, {args.epochs} epochs, "
+            f"{topology.size} ranks; {args.row_us:g} us a row, {args.slow_factor:g} times that on the slow rank"
+        )
+        outputs.write(args.plot, draw(outcomes, title, args.plot.rpartition(".")[2].lower()))
     return 0
 
 
-def _measure(topology: Topology, args: argparse.Namespace, variants: list[Variant], screen: _Screen) -> list[Outcome]:
+def _measure(
+    topology: Topology, args: argparse.Namespace, variants: list[Variant], screen: outputs.Screen
+) -> list[Outcome]:
     bench = Bench(topology, args)
     slows = (False, True) if args.slow_factor and topology.size > SLOW_RANK else (False,)
     screen.say(
@@ -277,32 +263,9 @@ def _measure(topology: Topology, args: argparse.Namespace, variants: list[Varian
     return list(best.values())
 
 
-def _write(topology: Topology, args: argparse.Namespace, outcomes: list[Outcome]) -> None:
-    if args.json:
-        options = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
-        machine = {
-            "ranks": topology.size,
-            "nodes": topology.nodes,
-            "cores": topology.cores,
-            "machine": platform.machine(),
-            "mpi": MPI.Get_library_version().split(",")[0].strip("\0"),
-        }
-        runs = [each.as_dict() for each in outcomes]
-        text = json.dumps({**machine, "options": options, "runs": runs, "findings": findings(outcomes)}, indent=1)
-        outputs.put(args.json, text)
-    if args.plot:
-        title = (
-            f"{args.data}, {args.hidden} hidden units, batch {args.batch_size}, {args.epochs} epochs, "
-            f"{topology.size} ranks; {args.row_us:g} us a row, {args.slow_factor:g} times that on the slow rank"
-        )
-        outputs.write(args.plot, draw(outcomes, title, args.plot.rpartition(".")[2].lower()))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the exit code. Collective."""
-    with Topology() as topology:
-        args = cli.parse_together(_parser(), argv, topology.world)
-        return cli.run_together(PROGRAM, topology.world, lambda: _run(topology, args))
+    return cli.run(_parser(), argv, _run)
 
 
 if __name__ == "__main__":

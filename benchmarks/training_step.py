@@ -13,19 +13,17 @@ for all variants alike; --malloc default leaves it alone.
 
 import argparse
 import importlib
-import json
+import itertools
 import os
 import platform
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
-
-import allreduce
 
 try:
     import torch
@@ -35,9 +33,10 @@ except ImportError as error:
         f'benchmarks.training_step needs PyTorch ({error}): pip install ".[torch]" in the checkout'
     ) from error
 
+from allreduce.machine import identify
 from allreduce.topology import Topology
 from allreduce.transport.control import combine, on_all
-from benchmarks.lib import cli, outputs
+from benchmarks.lib import cli, outputs, timing
 from benchmarks.lib.contenders import join
 from benchmarks.lib.machine import peak_memory, trim
 from benchmarks.lib.workloads import WORKLOADS, Workload
@@ -59,6 +58,10 @@ class Variant(NamedTuple):
         self.optimizer.zero_grad()
         torch.nn.functional.cross_entropy(self.module(x), y).backward()
         self.optimizer.step()
+
+
+def _step_on_next(variant: Variant, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    variant.step(*next(batches))
 
 
 class Variants:
@@ -117,35 +120,18 @@ class Bench:
     def _batches(self, workload: Workload, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Endless batches, other ones on each rank, the same for each variant."""
         generator = torch.Generator().manual_seed(1 + self._comm.rank)
-        prepared = [workload.batch(size, generator) for _ in range(8)]
-        while True:
-            yield from prepared
-
-    # Time
+        return itertools.cycle([workload.batch(size, generator) for _ in range(8)])
 
     def times(self, workload: Workload, size: int) -> dict[str, list[float]]:
         """For each variant the seconds of each step, the slowest rank's."""
         variants = {name: self._variants.make(name, workload) for name in self.options.variants}
-        batches = self._batches(workload, size)
-        taken: dict[str, list[float]] = {name: [] for name in variants}
-        for turn in range(self.options.warmup + self.options.steps):
-            x, y = next(batches)
-            for name, variant in variants.items():
-                self._comm.Barrier()
-                begin = time.perf_counter()
-                variant.step(x, y)
-                mine = time.perf_counter() - begin
-                if turn >= self.options.warmup:
-                    taken[name].append(mine)
+        steps = {name: partial(_step_on_next, each, self._batches(workload, size)) for name, each in variants.items()}
+        found = timing.take_turns(self._comm, steps, self.options.steps, self.options.warmup)
         for name, variant in variants.items():
             if self.options.report and isinstance(variant.optimizer, MirroredOptimizer) and self._comm.rank == 0:
                 print(f"{name}: {variant.optimizer.report()}", file=sys.stderr)
             variant.close()
-        slowest = np.array([taken[name] for name in variants])
-        self._comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
-        return dict(zip(variants, slowest.tolist(), strict=True))
-
-    # The same result
+        return found
 
     def differences(self, workload: Workload, size: int, steps: int) -> dict[str, dict[str, Any]]:
         """How far each variant's parameters are from DDP + gloo's after some steps on the same batches."""
@@ -168,8 +154,6 @@ class Bench:
                     "largest": largest,
                 }
         return found
-
-    # Memory
 
     def memory(self, workload: Workload, size: int) -> dict[str, float]:
         """The peak of each variant alone: bytes of a rank, shared pages divided among those that share them."""
@@ -209,11 +193,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     medians = {name: statistics.median(each) for name, each in times.items()}
     rows = {}
     for name, each in times.items():
-        rows[name] = {
-            "median_ms": 1e3 * medians[name],
-            "min_ms": 1e3 * min(each),
-            "p90_ms": 1e3 * sorted(each)[-1 - len(each) // 10],
-        }
+        rows[name] = timing.summary(each)
         if DDP_GLOO in medians:
             rows[name]["faster_than_ddp_gloo"] = medians[DDP_GLOO] / medians[name]
         if PLAIN in medians:
@@ -235,10 +215,10 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = cli.parser(PROGRAM, __doc__)
-    add, everything = parser.add_argument, "; ".join(NAMES)
-    add("--models", type=_some(WORKLOADS, ","), default=list(WORKLOADS), metavar="A,B", help=_of(WORKLOADS))
+    add = parser.add_argument
+    cli.add_some(parser, "--models", WORKLOADS)
     add("--batch", type=_numbers, default=[16, 128], metavar="N,N", help="rows per rank, default 16,128")
-    add("--variants", type=_some(NAMES, ";"), default=list(NAMES), metavar="A;B", help=f"all, or some of: {everything}")
+    cli.add_some(parser, "--variants", NAMES, ";")
     add("--steps", type=cli.at_least(1), default=30, metavar="N", help="timed steps of each variant, default 30")
     add("--warmup", type=cli.at_least(0), default=5, metavar="N", help="steps before them, default 5")
     add(
@@ -249,25 +229,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-memory", action="store_true", help="don't measure the peak of memory")
     add("--malloc", choices=["keep", "default"], default="keep", help="see above; default keep")
     add("--report", action="store_true", help="print each MirroredOptimizer's report")
-    add("--json", nargs="?", const="-", metavar="FILE", help="write the results as JSON, to stdout without FILE")
+    cli.add_json_option(parser)
     return parser
-
-
-def _of(known: Iterable[str]) -> str:
-    return f"all, or some of {', '.join(known)}"
-
-
-def _some(known: Iterable[str], separator: str) -> Callable[[str], list[str]]:
-    """Some of the known names, or all, for argparse."""
-
-    def parse(text: str) -> list[str]:
-        given = list(known) if text == "all" else [each.strip() for each in text.split(separator)]
-        for name in given:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is unknown; choose from: {'; '.join(known)}")
-        return given
-
-    return parse
 
 
 def _numbers(text: str) -> list[int]:
@@ -281,9 +244,8 @@ def run(bench: Bench, say: Callable[[str], None]) -> list[dict[str, Any]]:
         workload = WORKLOADS[model]
         parameters = sum(each.numel() for each in workload.model().parameters())
         memory = {} if bench.options.no_memory else bench.memory(workload, bench.options.batch[0])
-        differences = (
-            bench.differences(workload, bench.options.batch[0], bench.options.verify) if bench.options.verify else {}
-        )
+        verify = bench.options.verify
+        differences = bench.differences(workload, bench.options.batch[0], verify) if verify else {}
         for at, size in enumerate(bench.options.batch):
             rows = summary(bench.times(workload, size))
             sgd = f"SGD with{'' if workload.momentum else 'out'} momentum"
@@ -291,52 +253,35 @@ def run(bench: Bench, say: Callable[[str], None]) -> list[dict[str, Any]]:
             say(table(rows))
             results.append({"model": model, "parameters": parameters, "batch": size, "times": rows})
             if at == 0:
-                results[-1].update(peak_memory_bytes=memory, after_steps=bench.options.verify, differences=differences)
+                results[-1].update(peak_memory_bytes=memory, after_steps=verify, differences=differences)
                 for name, each in differences.items():
                     same = "the same bits as" if each["bits_equal"] else f"within {each['largest']:.1e} of"
-                    say(f"  {name}: {same} DDP + gloo after {bench.options.verify} steps")
+                    say(f"  {name}: {same} DDP + gloo after {verify} steps")
                 if any(memory.values()):
-                    say(
-                        "  peak MiB per rank: "
-                        + ", ".join(f"{name} {peak / 2**20:.0f}" for name, peak in memory.items())
-                    )
+                    peaks = ", ".join(f"{name} {peak / 2**20:.0f}" for name, peak in memory.items())
+                    say(f"  peak MiB per rank: {peaks}")
     return results
 
 
-def _run(topology: allreduce.Topology, options: argparse.Namespace) -> int:
-    outputs.check(topology.world, {"--json": None if options.json == "-" else options.json})
+def _run(topology: Topology, options: argparse.Namespace) -> int:
+    screen = outputs.Screen(topology.world, options.json)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     os.environ[malloc.OPTION] = options.malloc
     malloc.keep_freed_memory()  # from the first step, of all variants
-    first = topology.rank == 0
-
-    def say(text: str) -> None:
-        if first:
-            print(text, file=sys.stderr if options.json == "-" else sys.stdout, flush=True)
-
-    say(f"{topology}, {torch.get_num_threads()} thread(s) each; PyTorch {torch.__version__}, {platform.machine()}")
+    threads = torch.get_num_threads()
+    screen.say(f"{topology}, {threads} thread(s) each; PyTorch {torch.__version__}, {platform.machine()}")
     bench = Bench(topology, options)
-    results = {
-        "ranks": topology.size,
-        "nodes": topology.nodes,
-        "threads": torch.get_num_threads(),
-        "malloc": options.malloc,
-        "torch": torch.__version__,
-        "mpi": MPI.Get_library_version().split(",")[0].strip("\0"),
-        "results": run(bench, say),
-    }
+    results = run(bench, screen.say)
     bench.close()
-    if first:
-        outputs.put(options.json, json.dumps(results, indent=1))
+    about = {"ranks": topology.size, "nodes": topology.nodes, "threads": threads, "malloc": options.malloc}
+    screen.put({**about, "torch": torch.__version__, "mpi": identify()["mpi"], "results": results})
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the exit code. Collective."""
-    with allreduce.Topology() as topology:
-        options = cli.parse_together(_parser(), argv, topology.world)
-        return cli.run_together(PROGRAM, topology.world, lambda: _run(topology, options))
+    return cli.run(_parser(), argv, _run)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from tqdm import tqdm
 
 import allreduce
 from allreduce import Topology
@@ -48,48 +48,32 @@ from benchmarks.lib.verdict import ranges
 
 
 class Progress:
-    """Of sizes that are measured one after another.
+    """Of sizes that are measured one after another: an estimate at the begin, a bar on a terminal, lines that stay.
 
     shown: false on all ranks but one. sizes: how many, for each dtype. plan: says what one of them may take.
     """
 
     def __init__(self, shown: bool, sizes: Sequence[int], plan: Plan) -> None:
-        self._shown = shown
-        self._bar: Any = None
-        if not shown or not sum(sizes):
-            return
-        estimate = "" if plan.iterations else f", about {_minutes(sum(sizes) * plan.seconds)}"
-        self.say(f"# {sum(sizes)} measurements{estimate}; what is measured is kept after each dtype")
-        if on_terminal():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=sum(sizes), unit="size", leave=False, ncols=80, file=sys.stderr)
+        self._shown, count = shown, sum(sizes)
+        if count:
+            seconds = count * plan.seconds
+            about = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+            estimate = "" if plan.iterations else f", about {about}"
+            self.say(f"# {count} measurements{estimate}; what is measured is kept after each dtype")
+        hidden = not (shown and count and on_terminal())
+        self._bar = tqdm(total=count, unit="size", leave=False, ncols=80, file=sys.stderr, disable=hidden)
+        self.close = self._bar.close
 
     def say(self, line: str) -> None:
         """A line that stays, above the bar."""
-        if not self._shown:
-            return
-        if self._bar is not None:
-            self._bar.clear()
-        print(line, flush=True)
-        if self._bar is not None:
-            self._bar.refresh()
+        if self._shown:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
 
     def advance(self, what: str) -> None:
         """One size is measured."""
-        if self._bar is not None:
-            self._bar.set_description(what, refresh=False)
-            self._bar.update()
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+        self._bar.set_description(what, refresh=False)
+        self._bar.update()
 
 
 PROGRAM = "benchmarks.tune"
@@ -103,10 +87,7 @@ LEAD = 1.05  # another backend takes over only where it is faster by more than t
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on all ranks; the exit code."""
-    with Topology() as world:
-        comm = world.world
-        args = cli.parse_together(_parser(), argv, comm)
-        return cli.run_together(PROGRAM, comm, lambda: _run(comm, args))
+    return cli.run(_parser(), argv, lambda world, args: _run(world.world, args))
 
 
 def steps(times: dict[int, dict[str, float]]) -> list[Step]:

@@ -7,11 +7,10 @@ import numpy as np
 import allreduce
 from allreduce import notices
 from allreduce.arrays import dtypes, gpu
-from allreduce.backend import AllReduce
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.backends.auto import Auto
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
-from allreduce.two_phase import TwoPhase
 from trainers.replica import Replica
 
 UPDATES = ("replicated", "sharded")

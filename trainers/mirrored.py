@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from allreduce.arrays import dtypes
-from allreduce.backend import AllReduce
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import everywhere, together
-from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
 from trainers import malloc
 from trainers.backends import backend_for, own_memory, used_by

@@ -5,6 +5,8 @@ Python's integers do not overflow, so all of this holds for buffers of any lengt
 
 from collections.abc import Iterator
 
+import numpy as np
+
 
 def chunk(length: int, parts: int, index: int) -> slice:
     """The `index`-th of `parts` chunks of a buffer; their sizes differ by one element at the most."""
@@ -16,18 +18,25 @@ def chunks(length: int, parts: int, first: int, stop: int) -> slice:
     return slice(length * first // parts, length * stop // parts)
 
 
-def halvings(length: int, parts: int, rank: int) -> Iterator[tuple[int, slice, slice]]:
+def power_of_two(ranks: int) -> tuple[int, int]:
+    """The largest power of two up to `ranks`, and how many ranks are left over."""
+    power = 1 << (ranks.bit_length() - 1)
+    return power, ranks - power
+
+
+def halvings(buffer: np.ndarray, parts: int, rank: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """How `rank` halves a buffer with ever farther partners, until one of `parts` chunks is left, a power of two.
 
-    Yields the partner, what is kept and what is given; rank 1 of four keeps chunks 2 and 3 of what it shares with rank
-    0, and chunk 2 of what it shares with rank 3.
+    Yields the partner, the part that is kept and the part that is given, from the nearest partner on. Rank 1 of four
+    keeps chunks 2 and 3 of what it shares with rank 0, and chunk 2 of what it shares with rank 3.
     """
     low, high, distance = 0, parts, 1
     while distance < parts:
         middle = (low + high) // 2
         lower, upper = (low, middle), (middle, high)
         kept, given = (upper, lower) if rank & distance else (lower, upper)
-        yield rank ^ distance, chunks(length, parts, *kept), chunks(length, parts, *given)
+        mine, theirs = chunks(buffer.size, parts, *kept), chunks(buffer.size, parts, *given)
+        yield rank ^ distance, buffer[mine], buffer[theirs]
         low, high = kept
         distance *= 2
 

@@ -13,7 +13,6 @@ Steps: 2 log2 p, log2 p (log2 p + 1) / 2 small ones for the dot products, and 2 
 
 import math
 import sys
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -45,8 +44,7 @@ class Adasum(AllReduce):
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self._tag)
-        self._power = 1 << (self.size.bit_length() - 1)
-        self._extras = self.size - self._power
+        self._power, self._extras = chunks.power_of_two(self.size)
 
     def _resolve(self, op: str, dtype: np.dtype) -> Op:
         if not (isinstance(op, str) and op == ops.ADASUM.name):
@@ -69,7 +67,7 @@ class Adasum(AllReduce):
             self._transfer.receive(arrived, self.rank + self._power)
             _combine(wide, arrived, _scales(self._dots(wide, arrived)))
         mine = wide
-        for partner, mine, given in self._steps(wide):
+        for partner, mine, given in chunks.halvings(wide, self._power, self.rank):
             self._pair(mine, given, partner)
         self._copy_back(buffer, wide, mine)
 
@@ -112,18 +110,13 @@ class Adasum(AllReduce):
 
     def _copy_back(self, buffer: np.ndarray, wide: np.ndarray, mine: np.ndarray) -> None:
         """Every rank's finished part to all ranks. mine: this rank's, a view of `wide`."""
-        steps = list(self._steps(buffer))
+        steps = list(chunks.halvings(buffer, self._power, self.rank))
         if wide is not buffer:
             np.copyto(steps[-1][1], mine, casting="unsafe")
         for partner, kept, given in reversed(steps):
             self._transfer.swap(kept, partner, given, partner)
         if self.rank < self._extras:
             self._transfer.send(buffer, self.rank + self._power)
-
-    def _steps(self, buffer: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Partner, the half that this rank keeps, the half that it gives; from the nearest partner."""
-        for partner, kept, given in chunks.halvings(buffer.size, self._power, self.rank):
-            yield partner, buffer[kept], buffer[given]
 
     def _arrived(self, like: np.ndarray) -> np.ndarray:
         """Scratch memory for what another rank sends."""

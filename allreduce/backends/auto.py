@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from allreduce.arrays.memory_kinds import ALLOCATED, GPU
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce
 from allreduce.backends.decision_table import Rule, rule_for
-from allreduce.engine.call import Signature
-from allreduce.engine.engine import Find, Reduction
+from allreduce.engine.call import Call
+from allreduce.engine.engine import Find, Trial, Work
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.shared_segment import LARGEST_BYTES
@@ -127,40 +128,34 @@ class Auto(AllReduce):
                 notices.once(self.rank, f'"auto" allocates ordinary memory, so "{name}" will copy: {error}')
         return super()._allocate(length, dtype, device)
 
-    def _route(self, signature: Signature) -> Reduction:
-        if signature.length == 0 or self.size == 1:
-            return super()._route(signature)
-        length, dtype, _, memory, *_ = signature
-        name, _ = self._decide(length * dtype.itemsize, dtype, memory, self._part)
-        if memory == GPU and name == LAST_RESORT:
+    def _route(self, call: Call) -> Work | Trial:
+        if call.length == 0 or self.size == 1:
+            return super()._route(call)
+        name, _ = self._decide(call.length * call.dtype.itemsize, call.dtype, call.memory, self._part)
+        if call.memory == GPU and name == LAST_RESORT:
             return super()._reduce_gpu  # by way of the host, where _reduce decides again
         part = self._parts[name]
-        return self._guarded(part, part._route(signature), signature)
+        return Trial(partial(self._try, part, part._route(call), call))
 
-    def _finding(self, signature: Signature) -> Find | None:
-        length, dtype, _, memory, *_ = signature
-        if length == 0 or self.size == 1 or memory == GPU:
+    def _try(self, part: AllReduce, work: Work | Trial, call: Call, buffer: Any, op: Op) -> Work | Trial:
+        """Do `work` of `part`, and select another backend should it tell that it can't work here after all."""
+        try:
+            work(buffer, op)
+        except UnavailableError as error:  # raised on all ranks, before anything was changed
+            self._lack(part.name, error)
+            self._known.clear()
+            work = self._route(call)
+            work(buffer, op)
+        return work
+
+    def _finding(self, call: Call) -> Find | None:
+        if call.length == 0 or self.size == 1 or call.memory == GPU:
             return None
-        return self._parts[self._decide(length * dtype.itemsize, dtype, memory, self._part)[0]]._finding(signature)
-
-    def _guarded(self, part: AllReduce, reduce: Reduction, signature: Signature) -> Reduction:
-        """`reduce`, and another choice should its first call tell that `part` can't work here after all."""
-        lasting = self._calls.quiet(reduce)
-
-        def guarded(buffer: Any, op: Op) -> None:
-            try:
-                reduce(buffer, op)
-                if (call := self._known.get(signature.key())) is not None:
-                    call.reduce = lasting
-            except UnavailableError as error:  # raised on all ranks, before anything was changed
-                self._lack(part.name, error)
-                self._known.clear()
-                self._route(signature)(buffer, op)
-
-        return guarded
+        name, _ = self._decide(call.length * call.dtype.itemsize, call.dtype, call.memory, self._part)
+        return self._parts[name]._finding(call)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        self._route(Signature(buffer.size, buffer.dtype, op.name, self._memory(buffer)))(buffer, op)
+        self._route(Call("all_reduce", buffer.size, buffer.dtype, op.name, self._memory(buffer)))(buffer, op)
 
     def _decide(
         self, nbytes: int, dtype: np.dtype, memory: int, find: Callable[[str], AllReduce | None]

@@ -16,13 +16,13 @@ from allreduce import notices
 from allreduce.arrays.chunks import binomial, chunk, segments
 from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce
-from allreduce.errors import OptionError, UnavailableError
+from allreduce.backend import AllReduce, TwoPhase
+from allreduce.engine.call import check_root
+from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, together
 from allreduce.transport.point_to_point import Transfer
 from allreduce.transport.shared_segment import Window
-from allreduce.two_phase import TwoPhase
 
 ROOT = "learn where the root is"
 BLOCK_BYTES = 256 * 1024  # what a rank adds at a time, from each rank
@@ -35,9 +35,7 @@ class Central(TwoPhase):
     """
 
     def __init__(self, topology: Topology, *, root: int = 0, check: str = "first") -> None:
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < topology.size:
-            raise OptionError(f"root must be a rank of this topology, 0 to {topology.size - 1}, got {root!r}")
-        self.root = root
+        self.root = check_root(root, topology.size)
         super().__init__(topology, check=check)
         self.name = "central"
 

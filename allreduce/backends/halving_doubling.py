@@ -6,15 +6,13 @@ With p the largest power of two up to n. Steps: 2 log2 p, and 2 more when n > p.
 2 S more for such a pair.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from allreduce.arrays import chunks
 from allreduce.arrays.ops import Op
+from allreduce.backend import TwoPhase
 from allreduce.topology import Topology
 from allreduce.transport.point_to_point import Transfer
-from allreduce.two_phase import TwoPhase
 
 
 class HalvingDoubling(TwoPhase):
@@ -28,15 +26,15 @@ class HalvingDoubling(TwoPhase):
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self._tag)
-        self._power = 1 << (self.size.bit_length() - 1)
-        self._extras = self.size - self._power
+        self._power, self._extras = chunks.power_of_two(self.size)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """A chunk of `length` / p elements for each of the first p ranks, nothing for the extra ones."""
         rank = self.rank if rank is None else rank
         if rank >= self._power:
             return slice(length, length)
-        index = sum(self._power // (2 * distance) for distance in self._distances() if rank & distance)
+        distances = [1 << bit for bit in range(self._power.bit_length() - 1)]  # of the partners: 1, 2, 4 up to p / 2
+        index = sum(self._power // (2 * distance) for distance in distances if rank & distance)
         return chunks.chunk(length, self._power, index)
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
@@ -45,7 +43,7 @@ class HalvingDoubling(TwoPhase):
             return
         if self.rank < self._extras:
             self._transfer.combine(buffer, self.rank + self._power, op, finish=False)
-        for partner, kept, given in self._steps(buffer):
+        for partner, kept, given in chunks.halvings(buffer, self._power, self.rank):
             last = 2 * abs(partner - self.rank) == self._power
             self._transfer.swap_combine(given, partner, kept, partner, op, finish=last)
 
@@ -53,16 +51,7 @@ class HalvingDoubling(TwoPhase):
         if self.rank >= self._power:
             self._transfer.receive(buffer, self.rank - self._power)
             return
-        for partner, kept, given in reversed(list(self._steps(buffer))):
+        for partner, kept, given in reversed(list(chunks.halvings(buffer, self._power, self.rank))):
             self._transfer.swap(kept, partner, given, partner)
         if self.rank < self._extras:
             self._transfer.send(buffer, self.rank + self._power)
-
-    def _steps(self, buffer: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Partner, the half that this rank keeps, the half that it gives; from the nearest partner."""
-        for partner, kept, given in chunks.halvings(buffer.size, self._power, self.rank):
-            yield partner, buffer[kept], buffer[given]
-
-    def _distances(self) -> list[int]:
-        """How far away the partners of the steps are: 1, 2, 4 up to p / 2."""
-        return [1 << bit for bit in range(self._power.bit_length() - 1)]

@@ -17,14 +17,13 @@ import numpy as np
 from allreduce.arrays import dtypes
 from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce
-from allreduce.engine.call import Signature
+from allreduce.backend import AllReduce, TwoPhase
+from allreduce.engine.call import Call
 from allreduce.engine.engine import Find
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import together
 from allreduce.transport.point_to_point import Transfer
-from allreduce.two_phase import TwoPhase
 
 
 class HierarchicalCopy(TwoPhase):
@@ -83,10 +82,10 @@ class HierarchicalCopy(TwoPhase):
     def _memory(self, buffer: np.ndarray) -> int:
         return self._node._memory(buffer)
 
-    def _finding(self, signature: Signature) -> Find | None:
+    def _finding(self, call: Call) -> Find | None:
         """The backend inside of a node compares places too, but what it finds is an error of that node alone."""
         several = 1 < self.topology.nodes < self.size  # and one of them has several ranks
-        return self._node._place if several and signature.memory == ALLOCATED else None
+        return self._node._place if several and call.memory == ALLOCATED else None
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         self._reduce_into(buffer, buffer, op)

@@ -1,5 +1,7 @@
 """Native: the MPI library's own MPI_Allreduce, the yardstick for the others."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,12 +9,13 @@ from mpi4py import MPI
 
 from allreduce.arrays import chunks, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce, Reduction
-from allreduce.engine.call import Signature
-from allreduce.engine.engine import without_numpy
+from allreduce.backend import AllReduce
+from allreduce.engine.call import Call
+from allreduce.engine.engine import Quiet, Trial, Work
 from allreduce.transport.operations import numpy_operation
 
 LARGEST_COUNT = 1 << 30  # elements in one call: an MPI count is a C int in Open MPI 5
+SHORT_LENGTH = 64  # elements of an array whose mean is formed with a factor for each element
 MEAN_BYTES = 1 << 20  # a mean is reduced in pieces of this size, each scaled while it is in the cache
 
 
@@ -27,42 +30,46 @@ class Native(AllReduce):
 
     sums_half = False
 
-    def _route(self, signature: Signature) -> Reduction:
-        route, dtype = super()._route(signature), signature.dtype
-        op = ops.resolve(signature.op, dtype, self.size)
-        one_piece = signature.length <= largest_piece(dtype.itemsize, op)
+    def _route(self, call: Call) -> Work | Trial:
+        route, dtype = super()._route(call), call.dtype
+        op = ops.resolve(call.op, dtype, self.size)
+        one_piece = call.length <= largest_piece(dtype.itemsize, op)
         if route == self._reduce and one_piece and dtype != dtypes.BOOL and _operation(op, dtype) is op.mpi:
-            return self._reduce_plain if op.scale is None else self._mean_of_one_piece(op.scale, dtype)
+            return self._plain(op.mpi) if op.scale is None else self._mean_of_one_piece(op.scale, call)
         return route
 
-    @without_numpy
-    def _reduce_plain(self, buffer: np.ndarray, op: Op) -> None:
+    def _plain(self, operation: MPI.Op) -> Quiet:
         """What the MPI library does by itself: nothing is left to decide in each call."""
-        self._comm.Allreduce(MPI.IN_PLACE, buffer, op.mpi)
+        all_reduce, in_place = self._comm.Allreduce, MPI.IN_PLACE
 
-    def _mean_of_one_piece(self, scale: float, dtype: np.dtype) -> Reduction:
-        """As `_reduce_plain`, for a mean."""
-        factor = np.array(scale, dtype)  # NumPy would make this of a number in each call, at half the cost of the mean
+        def reduce(buffer: np.ndarray, _: Op) -> None:
+            all_reduce(in_place, buffer, operation)
 
-        def mean(buffer: np.ndarray, op: Op) -> None:
-            self._comm.Allreduce(MPI.IN_PLACE, buffer, op.mpi)
-            np.multiply(buffer, factor, out=buffer)
+        def bind(buffer: np.ndarray, _: Op) -> Callable[[], object]:
+            return partial(all_reduce, in_place, [buffer, MPI.Datatype.fromcode(buffer.dtype.char)], operation)
 
-        return mean
+        return Quiet(reduce, bind)
+
+    def _mean_of_one_piece(self, scale: float, call: Call) -> Quiet:
+        """As `_plain`, for a mean."""
+        all_reduce, in_place, operation = self._comm.Allreduce, MPI.IN_PLACE, MPI.SUM
+        # NumPy would convert a number in each call, and broadcast it, at half the cost of the mean.
+        factor = np.full(call.length if call.length <= SHORT_LENGTH else (), scale, call.dtype)
+        scaled = self._engine.quiet(np.multiply)
+
+        def mean(buffer: np.ndarray, _: Op) -> None:
+            all_reduce(in_place, buffer, operation)
+            scaled(buffer, factor, buffer)
+
+        return Quiet(mean)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         operation = _operation(op, buffer.dtype)
         buffer = dtypes.wire(buffer)
         step = largest_piece(buffer.itemsize, op)
-        if buffer.size <= step:
-            self._reduce_piece(buffer, op, operation)
-        else:
-            for piece in chunks.segments(slice(0, buffer.size), step):
-                self._reduce_piece(buffer[piece], op, operation)
-
-    def _reduce_piece(self, piece: np.ndarray, op: Op, operation: MPI.Op) -> None:
-        self._comm.Allreduce(MPI.IN_PLACE, piece, operation)
-        op.finish(piece)
+        for piece in chunks.segments(slice(0, buffer.size), step):
+            self._comm.Allreduce(MPI.IN_PLACE, buffer[piece], operation)
+            op.finish(buffer[piece])
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
         # NumPy's operations are functions of the host.

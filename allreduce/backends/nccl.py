@@ -11,10 +11,10 @@ import numpy as np
 
 from allreduce.arrays import dtypes, gpu, ops
 from allreduce.arrays.ops import Op
+from allreduce.backend import TwoPhase
 from allreduce.errors import AllReduceError, OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, raise_together, root_value, together
-from allreduce.two_phase import TwoPhase
 
 BYTES = 1  # ncclUint8
 AVERAGE = 4  # ncclAvg in nccl.h, since NCCL 2.10

@@ -10,7 +10,7 @@ import numpy as np
 from allreduce.arrays.chunks import binomial
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce
-from allreduce.errors import OptionError
+from allreduce.engine.call import check_root
 from allreduce.topology import Topology
 from allreduce.transport.point_to_point import Transfer
 
@@ -22,9 +22,7 @@ class ReduceToOne(AllReduce):
     """
 
     def __init__(self, topology: Topology, *, root: int = 0, check: str = "first") -> None:
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < topology.size:
-            raise OptionError(f"root must be a rank of this topology, 0 to {topology.size - 1}, got {root!r}")
-        self.root = root
+        self.root = check_root(root, topology.size)
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:
@@ -36,9 +34,5 @@ class ReduceToOne(AllReduce):
             self._transfer.collect(buffer, op)
         else:
             self._transfer.send(buffer, self.root)
-        self._copy_back(buffer)
-
-    def _copy_back(self, buffer: np.ndarray) -> None:
-        """Binomial tree, segment by segment: a segment is passed on while the next one arrives."""
-        parent, children = binomial(self.rank, self.root, self.size)
-        self._transfer.relay(buffer, parent, children)
+        # Back along a binomial tree: a segment is passed on while the next one arrives.
+        self._transfer.relay(buffer, *binomial(self.rank, self.root, self.size))

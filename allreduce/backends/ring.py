@@ -14,11 +14,11 @@ from mpi4py import MPI
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
 from allreduce.arrays.ops import Op
+from allreduce.backend import TwoPhase
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values
 from allreduce.transport.point_to_point import AHEAD, Arrival, Transfer
 from allreduce.transport.wait import wait
-from allreduce.two_phase import TwoPhase
 
 
 class Step(NamedTuple):

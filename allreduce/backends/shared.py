@@ -19,12 +19,12 @@ from allreduce.arrays import dtypes, float16
 from allreduce.arrays.chunks import segments
 from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN
 from allreduce.arrays.ops import Op
+from allreduce.backend import TwoPhase
 from allreduce.engine.engine import Place
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import agree
 from allreduce.transport.shared_segment import LEAST_BYTES, Stage, Staged, Window, wanted_bytes
-from allreduce.two_phase import TwoPhase
 
 WORD = np.dtype(np.int64)
 BLOCK_BYTES = 256 * 1024  # what a rank adds at a time, from each rank

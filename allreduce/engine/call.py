@@ -1,4 +1,4 @@
-"""What the ranks must pass alike in one call, read off an array or refused by name."""
+"""A collective call as a record: what all ranks must pass alike. Its only validation, and its fingerprint."""
 
 import hashlib
 import zlib
@@ -9,59 +9,103 @@ import numpy as np
 from allreduce.arrays import dtypes
 from allreduce.arrays.gpu import is_gpu_array
 from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN, GPU
-from allreduce.arrays.ops import Op
-from allreduce.errors import NotAnArrayError, NotContiguousError
+from allreduce.errors import NotAnArrayError, NotContiguousError, OptionError
 
 _MEMORY = {FOREIGN: "ordinary memory", ALLOCATED: "memory from allocate()", GPU: "GPU memory"}
-_CALLS = ("all_reduce", "reduce_scatter", "all_gather", "allocate", "broadcast", "collect", "sparse")
-_REDUCING = ("all_reduce", "reduce_scatter", "sparse")
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "allocate", "broadcast", "stack", "sparse")
+REDUCING = ("all_reduce", "reduce_scatter", "sparse")
 _FLAT = ("reduce_scatter", "all_gather")
-NUMBER_BITS, WORD_BITS = 8, 55  # of the number of a call, and of the hash of the call itself: 63 bits together
-AGREEING = 1 << NUMBER_BITS  # the word of all agreements, which find by themselves what differs
+PLACED = ("all_reduce", "reduce_scatter", "all_gather")  # in which it matters whose memory the array is
+LARGEST = 2**40 - 1  # elements; no machine has the memory
+NUMBER_BITS, HASH_BITS = 8, 55  # of a fingerprint: the sequence number of the call, and the hash of its record
+AGREEING = 1 << NUMBER_BITS  # the fingerprint of all agreements by message, which find what differs themselves
 NUMBER = (1 << NUMBER_BITS) - 1
 
 
-class Signature(NamedTuple):
+class Call(NamedTuple):
     """What all ranks must pass alike in one call."""
 
+    kind: str  # one of KINDS
     length: int
     dtype: np.dtype
-    op: str
-    memory: int  # FOREIGN, ALLOCATED or GPU
+    op: str = "sum"
+    memory: int = FOREIGN  # or ALLOCATED, or GPU
     layout: str = "C"  # or "F": ranks that mix them would add wrong elements
-    call: str = "all_reduce"  # or another of _CALLS
-    shape: tuple[int, ...] | None = None  # of the array; None: it does not matter here
+    shape: tuple[int, ...] | None = None
     root: int | None = None  # of a broadcast
 
-    def key(self) -> tuple:
-        """By which a backend looks up calls that it knows."""
-        return self.shape, self.dtype, self.op, self.memory
+    @property
+    def reduces(self) -> bool:
+        """Whether elements are combined, and not only moved."""
+        return self.kind in REDUCING
 
     def __str__(self) -> str:
         order = "" if self.layout == "C" else ", Fortran order"
         shape = "" if self.shape is None or len(self.shape) == 1 else f" of shape {self.shape}"
-        memory = _MEMORY[self.memory]
         root = "" if self.root is None else f", root {self.root}"
-        op = f'op "{self.op}", ' if self.call in _REDUCING else ""
-        return f"{self.call}: length {self.length}{shape}, dtype {self.dtype}, {op}{memory}{order}{root}"
+        op = f'op "{self.op}", ' if self.reduces else ""
+        memory = _MEMORY[self.memory]
+        return f"{self.kind}: length {self.length}{shape}, dtype {self.dtype}, {op}{memory}{order}{root}"
 
 
-def inspect(buffer: Any, op: str, memory: int, call: str) -> Signature:
-    """The signature of a call, or the error that says why the array can't be reduced in place."""
+def row(call: Call | None, op_code: int) -> list[int]:
+    """A call as the numbers that the ranks compare in an agreement; zeros for arguments that were refused."""
+    if call is None:
+        return [0] * 7
+    rest = zlib.crc32(repr((call.shape, call.root)).encode())
+    code = dtypes.code(call.dtype)
+    return [call.length, code, op_code, call.memory, call.layout == "F", KINDS.index(call.kind), rest]
+
+
+def fingerprint(call: Call) -> int:
+    """A hash of a call, whose lowest bits (NUMBER) are left for its sequence number.
+
+    It is the same on all ranks, which Python's own hashes are not.
+    """
+    digest = hashlib.blake2b(repr(call).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - HASH_BITS) << NUMBER_BITS
+
+
+# Validation: each function returns what was asked for, or raises the error that says what is wrong
+
+
+def of_array(kind: str, array: Any, op: str, memory: int, root: int | None = None) -> Call:
+    """The call of this kind with an array that is changed in place."""
     if memory != GPU:
-        refuse_other(buffer)
-    flags = buffer.flags
+        refuse_other(array)
+    flags = array.flags
     if not (flags.c_contiguous or flags.f_contiguous):
         raise NotContiguousError(
-            f"the array of shape {buffer.shape} and strides {buffer.strides} is not contiguous; "
+            f"the array of shape {array.shape} and strides {array.strides} is not contiguous; "
             "reduce numpy.ascontiguousarray(array) and copy the result back"
         )
     if memory != GPU and not (flags.writeable and flags.aligned):
         raise NotAnArrayError("the array is read-only or not aligned; it is reduced in place, so pass a copy of it")
-    if call in _FLAT and buffer.ndim != 1:
-        raise NotAnArrayError(f"{call} takes a 1-D array, not one of shape {buffer.shape} in {_MEMORY[memory]}")
+    if kind in _FLAT and array.ndim != 1:
+        raise NotAnArrayError(f"{kind} takes a 1-D array, not one of shape {array.shape} in {_MEMORY[memory]}")
+    if kind not in REDUCING:
+        dtypes.refuse_references(array.dtype)
+    if memory == ALLOCATED and kind not in PLACED:
+        memory = FOREIGN
     layout = "C" if flags.c_contiguous else "F"
-    return Signature(buffer.size, buffer.dtype, op, memory, layout, call, tuple(buffer.shape))
+    return Call(kind, array.size, array.dtype, op, memory, layout, tuple(array.shape), root)
+
+
+def of_allocation(length: Any, dtype: Any, device: str | None) -> Call:
+    """The call that allocates an array."""
+    parsed = dtypes.parse(dtype)
+    if isinstance(length, bool) or not isinstance(length, int | np.integer) or not 0 <= length <= LARGEST:
+        raise OptionError(f"length must be an integer from 0 to {LARGEST}, got {length!r}")
+    if device not in (None, "cpu", "cuda"):
+        raise OptionError(f'device={device!r} is unknown; use "cpu", "cuda" or None')
+    return Call("allocate", int(length), parsed, memory=GPU if device == "cuda" else FOREIGN)
+
+
+def check_root(root: Any, size: int) -> int:
+    """The rank that `root` names, of a topology of `size` ranks."""
+    if isinstance(root, bool) or not isinstance(root, int | np.integer) or not 0 <= root < size:
+        raise OptionError(f"root must be a rank of this topology, 0 to {size - 1}, got {root!r}")
+    return int(root)
 
 
 def refuse_other(array: Any) -> None:
@@ -80,26 +124,3 @@ def _hint(buffer: Any) -> str:
     if isinstance(buffer, int | float | complex):
         return "; numbers go in an array, numpy.array([1.0, 2.0]), which is reduced in place"
     return ""
-
-
-def numbers(signature: Signature | None, op: Op | None) -> list[int]:
-    """A signature as the numbers that ranks compare."""
-    if signature is None or op is None:
-        return [0] * 7
-    length, dtype, _, memory, layout, call, *shape_and_root = signature
-    rest = zlib.crc32(repr(shape_and_root).encode())
-    return [length, dtypes.code(dtype), op.code, memory, layout == "F", _CALLS.index(call), rest]
-
-
-def word(signature: Signature) -> int:
-    """A hash of a signature, whose lowest bits (NUMBER) are left for the number of the call.
-
-    It is the same on all ranks, which Python's own hashes are not.
-    """
-    digest = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> (64 - WORD_BITS) << NUMBER_BITS
-
-
-def allocation_row(length: int, code: int, on_gpu: bool) -> list[int]:
-    """The numbers that ranks compare in `allocate`, set out as those of `row`."""
-    return [length, code, 0, GPU if on_gpu else FOREIGN, 0, _CALLS.index("allocate")]

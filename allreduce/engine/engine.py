@@ -1,124 +1,201 @@
-"""The calls of one backend: all ranks see that they are in the same one, and one that fails half-way is the last."""
+"""The engine of one backend's calls: the ranks compare each call, wait for each other, and work.
+
+A call passes through three steps. `admit`: the ranks agree on the arguments, where that is due. `run`: they see that
+all have come to the same call, and then each does its part. A call that fails half-way is the backend's last.
+"""
 
 import contextvars
 import os
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.ops import Op
-from allreduce.engine.call import AGREEING, NUMBER, NUMBER_BITS, Signature, word
+from allreduce.arrays.trees import Layout
+from allreduce.engine.call import AGREEING, NUMBER, NUMBER_BITS, Call, fingerprint
 from allreduce.engine.consistency import Board, Slot
-from allreduce.engine.lane import without_frames
-from allreduce.errors import BrokenError, CommunicationError, OptionError, RankLostError
+from allreduce.engine.queue import without_frames
+from allreduce.errors import AllReduceError, BrokenError, CommunicationError, OptionError, RankLostError
 from allreduce.health import abort
-from allreduce.topology import Closeable, Topology
+from allreduce.process import children
+from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import Comparison, agree, combine, everywhere
 from allreduce.transport.deferred_free import keep
 from allreduce.transport.wait import LOOK_SECONDS, Said
 from allreduce.transport.wait import Call as Shown
 
-Reduction = Callable[[Any, Op], None]  # reduces a 1-D array in place
+Work = Callable[[Any, Op], object]  # what a rank does with a 1-D array, in place, when all ranks have come
 Place = tuple[int, int]  # in memory from `allocate`: the number of the array, alike on all ranks, and bytes from there
 Find = Callable[[Any], Place | None]  # the place of a 1-D array
+CHECKS = ("first", "always", "never")
 CONTEXTS = int(np.__version__.partition(".")[0]) >= 2  # NumPy's handling of errors belongs to a context, not a thread
 TAGS = 32749  # the largest prime below the number that every MPI has at least
-LOOKS = 20  # at the board, in a row; then
+LOOKS = 20  # at the fingerprint table, in a row; then
 SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5  # how a rank waits for late ones: ever more lightly
 
 
-class Tree(Protocol):
-    """Arrays that are reduced as parts of one buffer: in words, and a number of 32 bits by which ranks compare them."""
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """Work in which NumPy can raise and warn of nothing.
 
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def number(self) -> int: ...
-
-
-class Call:
-    """A call that all ranks have been seen to agree on.
-
-    reduce: what does it. word: by which other ranks know it. tree: whose arrays are in the buffer, if it is one.
-    find: tells where a buffer lies in memory from `allocate`, where that must be compared too. place: what it told.
+    bind: prepares it for one array; the result is called without arguments, again and again.
     """
 
-    __slots__ = ("find", "op", "place", "reduce", "signature", "tree", "word")
+    run: Work
+    bind: Callable[[Any, Op], Callable[[], object]] | None = None
+
+    def __call__(self, flat: Any, op: Op) -> object:
+        return self.run(flat, op)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Work that finds out, in the first call, how later ones are done: `run` does it, and returns the work of those."""
+
+    run: Callable[[Any, Op], "Work | Trial"]
+
+    def __call__(self, flat: Any, op: Op) -> object:
+        return self.run(flat, op)
+
+
+class Admitted:
+    """A call on whose arguments all ranks have agreed.
+
+    work: does it. word: its fingerprint. tree: whose arrays are in the buffer, if it is one. find: tells where a
+    buffer lies in memory from `allocate`, where the ranks must compare that too. place: what it told.
+    bind: prepares the work for one array, once `work` is what it stays.
+    """
+
+    __slots__ = ("bind", "call", "find", "op", "place", "tree", "word", "work")
 
     def __init__(
-        self,
-        signature: Signature,
-        reduce: Reduction,
-        op: Op,
-        tree: Tree | None = None,
-        find: Find | None = None,
-        place: Place | None = None,
+        self, call: Call, op: Op, tree: Layout | None = None, find: Find | None = None, place: Place | None = None
     ) -> None:
-        self.signature, self.reduce, self.op, self.tree = signature, reduce, op, tree
-        self.find, self.place = find, place
-        self.word = word(signature) ^ (tree.number << NUMBER_BITS if tree else 0)
+        self.call, self.op, self.tree, self.find, self.place = call, op, tree, find, place
+        self.bind: Callable[[Any, Op], Callable[[], object]] | None = None
+        self.word = fingerprint(call) ^ (tree.number << NUMBER_BITS if tree else 0)
         if place is not None:
             self.word ^= zlib.crc32(f"{place}".encode()) << NUMBER_BITS
+        self.work: Work
 
     def __str__(self) -> str:
         place = f", array {self.place[0]} from allocate() at byte {self.place[1]}" if self.place else ""
         tree = f", of {self.tree.text}" if self.tree else ""
-        return f"{self.signature}{place}; {self.signature.length * self.signature.dtype.itemsize} bytes{tree}"
+        return f"{self.call}{place}; {self.call.length * self.call.dtype.itemsize} bytes{tree}"
 
 
-ReductionT = TypeVar("ReductionT", bound=Callable[..., None])
-
-
-def without_numpy(reduce: ReductionT) -> ReductionT:
-    """Mark a reduction in which NumPy computes nothing, so that it has no need of `Calls.quiet`."""
-    reduce.without_numpy = True  # type: ignore[attr-defined]
-    return reduce
-
-
-class Calls:
+class Engine:
     """What a backend does together with the other ranks. Creating it and `close` are collective.
 
     In each call the ranks compare what they were called with, before anything is changed. Where all ranks share a node
-    they compare it on the topology's board, which costs next to nothing; elsewhere by one small all-reduce. Ranks that
-    differ all raise the same error, and can go on. Nobody begins a call before all have come to it.
+    they compare fingerprints in shared memory, which costs next to nothing; elsewhere by one small all-reduce. Ranks
+    that differ all raise the same error, and can go on. Nobody begins a call before all have come to it.
 
-    compare: False: the ranks compare nothing; the messages of a call have a tag of its own then.
+    user: the backend. check: one of CHECKS, as a backend's. "never": messages of a call have a tag of its own.
     """
 
-    def __init__(self, topology: Topology, backend: Closeable, compare: bool) -> None:
-        self._topology, self._backend = topology, backend
+    stopped: bool = False  # the backend is closed, or `broken`, or a copy in a forked child
+
+    def __init__(self, topology: Topology, user: Any, check: str) -> None:
+        compare = check != "never"
+        self.check = check
+        self._topology, self._user = topology, user
         self.broken: BaseException | None = None  # what ended a call half-way
         self.wait = topology.place()
         self._control = topology.private(wait=self.wait)
         self._compares = compare and topology.size > 1
         self._slot = topology.once(Board).take() if compare else None
         self._comparison = Comparison(self._control) if self._compares and self._slot is None else None
-        crowded = topology.sharing > topology.cores  # then a late rank needs the core on which this one looks
-        self._looks, self._spin = range(1 if crowded else LOOKS), 0.0 if crowded else SPIN_SECONDS
+        oversubscribed = topology.sharing > topology.cores  # then a late rank needs the core on which this one looks
+        self._looks, self._spin = range(1 if oversubscribed else LOOKS), 0.0 if oversubscribed else SPIN_SECONDS
+        self._agreed: set[Any] = set()  # keys of calls on which the ranks have agreed
         self._thread = 0  # the one that called last
         self._met = self._slot.met if self._slot else 0  # how often the ranks have met
         self._silent = contextvars.Context()
         self._silent.run(np.seterr, all="ignore")
-        self._tree: Tree | None = None  # whose arrays the calls of one thread work on,
+        self._tree: Layout | None = None  # whose arrays the calls of one thread work on,
         self._tree_thread = 0  # this one
         self._finds = False  # whether any call has `find`; then `run` looks for it, as for a tree
-        self._parts: dict[tuple[int, int], Call] = {}  # the calls that have worked on trees
+        self._parts: dict[tuple[int, int], Admitted] = {}  # the calls that have worked on trees
 
-    def run(self, call: Call, reduce: Reduction, flat: Any) -> None:
-        """Have `reduce` work on `flat`, when all ranks have come to the same call."""
+    # Admission
+
+    def agree_once(self, key: Any, text: object, values: list[int], error: AllReduceError | None) -> None:
+        """Agree on `values` with the other ranks, where that is due for a call that is known by `key`.
+
+        Whether it is due depends on nothing but the keys seen so far, which are the same on all ranks as long as they
+        have agreed; so all ranks come to it, or none. error: why this rank refuses the call; all ranks raise it.
+        """
+        if self.check == "always" or (self.check == "first" and (error or key not in self._agreed)):
+            text = f"refused, {type(error).__name__}: {error}" if error else text
+            self.agree(values, str(text), error)
+        if error is not None:
+            raise error
+        self._agreed.add(key)
+
+    def admit(self, admitted: Admitted, work: Work | Trial, look: Callable[[Any], bool] | None = None) -> Admitted:
+        """`admitted`, which is done by `work` from now on. Local.
+
+        look: called with the array in each call, until it returns False: it is not due any more.
+        """
+        if admitted.find is not None:
+            self._finds, self._thread = True, 0
+
+        def begin(flat: Any, op: Op) -> None:
+            """The first calls: they look at the array, and settle how later ones are done."""
+            nonlocal work, look
+            if look is not None and not look(flat):
+                look = None
+            if isinstance(work, Trial):
+                work = work.run(flat, op)
+            else:
+                work(flat, op)
+            if look is None and not isinstance(work, Trial):
+                self._settle(admitted, work)
+
+        if look is None and not isinstance(work, Trial):
+            self._settle(admitted, work)
+        else:
+            admitted.work = self.quiet(begin)
+        return admitted
+
+    def _settle(self, admitted: Admitted, work: Work) -> None:
+        settled = admitted.work = work.run if isinstance(work, Quiet) else self.quiet(work)
+        prepares = work.bind if isinstance(work, Quiet) else None
+        admitted.bind = prepares or (lambda flat, op: partial(settled, flat, op))
+
+    def quiet(self, work: Callable[..., object]) -> Callable[..., Any]:
+        """`work`, which raises and warns of nothing, whatever np.seterr and the filters of warnings say in any call.
+
+        An overflow in the sum would be an error of one rank alone.
+        """
+        if CONTEXTS:
+            return partial(self._silent.copy().run, work)  # a context can't be entered twice
+
+        def quietly(*args: Any) -> Any:
+            with np.errstate(all="ignore"):
+                return work(*args)
+
+        return quietly
+
+    # Calls
+
+    def run(self, call: Admitted, work: Work, flat: Any) -> None:
+        """Have `work` done on `flat`, when all ranks have come to the same call."""
         wait = self.wait
         if get_ident() != self._thread:
             self._notice_thread()
             call = self._part(call, flat)
-        if wait.call is not None or self.broken is not None:
+        if wait.call is not None or self.stopped:
             self.refuse()
         try:
             wait.count += 1
@@ -131,70 +208,103 @@ class Calls:
                     if words.tolist().count(mine) == slot.size:
                         break
                 else:
-                    self._meet(slot, words, mine, call)
+                    self._rendezvous(slot, words, mine, call)
             elif self._comparison is not None:
                 self._comparison.agree(call)
-            reduce(flat, call.op)
+            work(flat, call.op)
         except BaseException as error:
             self._break_off(call, error, flat)
             raise
         finally:
             wait.call = None
 
+    def bind(self, call: Admitted, flat: Any) -> Callable[[], None]:
+        """A function that does what `run` does with this array, in fewer steps. Local."""
+        if call.find is not None:  # the array stays where it is
+            placed = Admitted(call.call, call.op, place=call.find(flat))
+            placed.work, placed.bind = call.work, call.bind
+        else:
+            placed = call
+        op = call.op
+
+        def begin() -> None:
+            """The first calls, until the work is settled."""
+            call.work(flat, op)
+            if call.bind is not None:
+                steps[0] = call.bind(flat, op)
+
+        steps: list[Callable[[], object]] = [begin if call.bind is None else call.bind(flat, op)]
+        return self._bound(placed, flat, steps)
+
+    def _bound(self, call: Admitted, flat: Any, steps: list[Callable[[], object]]) -> Callable[[], None]:
+        """As `run`, with all that stays the same from call to call at hand. steps: the work, one function."""
+        wait, slot, comparison, word, number, thread = self.wait, self._slot, self._comparison, call.word, NUMBER, 0
+        place, size, turns = (slot.place, slot.size, slot.turns) if slot is not None else (0, 0, ())
+        looks, ident = self._looks, get_ident
+
+        def bound() -> None:
+            nonlocal thread
+            if ident() != thread:
+                abort.communicates()
+                thread = ident()
+            if wait.call is not None or self.stopped:
+                self.refuse()
+            try:
+                wait.count += 1
+                wait.call = call
+                if slot is not None:
+                    met = self._met = self._met + 1
+                    words = turns[met & 1]
+                    words[place] = mine = word | (met & number)
+                    for _ in looks:
+                        if words.tolist().count(mine) == size:
+                            break
+                    else:
+                        self._rendezvous(slot, words, mine, call)
+                elif comparison is not None:
+                    comparison.agree(call)
+                steps[0]()
+            except BaseException as error:
+                self._break_off(call, error, flat)
+                raise
+            finally:
+                wait.call = None
+
+        return bound
+
     def _notice_thread(self) -> None:
         self._thread = get_ident() if self._tree is None and not self._finds else 0
         abort.communicates()
 
-    def begin_tree(self, tree: Tree) -> None:
-        """Until `end_tree` this thread's calls work on arrays of `tree`, which has to be alike on all ranks too. Local.
+    @contextmanager
+    def working_on(self, tree: Layout) -> Iterator[None]:
+        """Inside, this thread's calls work on arrays of `tree`, which has to be alike on all ranks too. Local.
 
         Plain calls don't look for it: it is found as another thread is.
         """
         self._tree, self._tree_thread, self._thread = tree, get_ident(), 0
+        try:
+            yield
+        finally:
+            self._tree = None
 
-    def end_tree(self) -> None:
-        self._tree = None
-
-    def admit(self, call: Call) -> Call:
-        """`call`, which `run` will be given. Local."""
-        if call.find is not None:
-            self._finds, self._thread = True, 0
-        return call
-
-    def _part(self, call: Call, flat: Any) -> Call:
+    def _part(self, call: Admitted, flat: Any) -> Admitted:
         """`call`, or the one that works on the tree of this thread, or at the place of `flat`."""
         tree = self._tree if self._tree_thread == get_ident() else None
         if call.find is not None:
-            return Call(call.signature, call.reduce, call.op, tree, place=call.find(flat))
+            return Admitted(call.call, call.op, tree, place=call.find(flat))
         if tree is None:
             return call
         key = call.word, tree.number
-        part = self._parts.get(key)
-        if part is None:
-            part = self._parts[key] = Call(call.signature, call.reduce, call.op, tree)
-        return part
-
-    def quiet(self, reduce: Reduction) -> Reduction:
-        """`reduce`, which raises and warns of nothing, whatever np.seterr and the filters of warnings say in any call.
-
-        An overflow in the sum would be an error of one rank alone.
-        """
-        if getattr(reduce, "without_numpy", False):
-            return reduce
-        if CONTEXTS:
-            return partial(self._silent.run, reduce)  # type: ignore[call-arg]
-
-        def quietly(buffer: Any, op: Op) -> None:
-            with np.errstate(all="ignore"):
-                reduce(buffer, op)
-
-        return quietly
+        if key not in self._parts:
+            self._parts[key] = Admitted(call.call, call.op, tree)
+        return self._parts[key]
 
     def tag(self) -> int:
-        """For messages of the call that is under way.
+        """The tag of messages of the call that is under way.
 
-        Where calls are not compared, ranks in different ones wait, until the watch tells them. Elsewhere all messages
-        have the same tag.
+        Where calls are not compared, ranks in different ones wait, until the stall detector tells them. Elsewhere all
+        messages have the same tag.
         """
         call = self.wait.call
         return 0 if call is None or self._compares else ((call.word >> NUMBER_BITS) + self.wait.count) % TAGS
@@ -216,7 +326,7 @@ class Calls:
                 self._met += 1
                 words = self._slot.turns[self._met & 1]
                 words[self._slot.place] = mine = AGREEING | (self._met & NUMBER)
-                self._meet(self._slot, words, mine, said, error)
+                self._rendezvous(self._slot, words, mine, said, error)
             agree(self._control, values, text, error)
         except BaseException as refused:
             self._break_off(said, refused)
@@ -228,38 +338,50 @@ class Calls:
         """Overwrite a few numbers with the lowest of all ranks. Collective; inside of a call that they agree on."""
         return combine(self._control, numbers, "compare arrays", MPI.MIN)
 
+    # Ends
+
     def refuse(self) -> None:
-        """Raise BrokenError after a call that failed half-way, OptionError while another thread is in a call."""
+        """Raise the error of a backend that is closed or broken, or that another thread is calling. Local."""
         if isinstance(self.broken, RankLostError):
             raise ulfm.again(self.broken)
         if self.broken is not None:
             raise BrokenError(
-                f"{self._backend!r} can't go on, since a call has failed half-way ({type(self.broken).__name__}: "
+                f"{self._user!r} can't go on, since a call has failed half-way ({type(self.broken).__name__}: "
                 f"{self.broken}); the ranks may be in different calls. Make a new Topology and backend on all of them"
             ) from self.broken
+        if self.stopped:
+            self._user.check_open()
         raise OptionError(
-            f"{self._backend!r} is called while another thread of this rank is in {self.wait.call}; give each thread "
+            f"{self._user!r} is called while another thread of this rank is in {self.wait.call}; give each thread "
             "a backend on a Topology of its own, or let one thread make all calls"
         )
 
+    def stop(self) -> None:
+        """Refuse all calls from now on. Local."""
+        self.stopped = True
+        self._agreed.clear()
+
     def close(self) -> None:
-        """Give communicator and place back. Collective."""
+        """Give the communicator and the part of the fingerprint table back. Collective."""
+        self.stop()
         if self._slot is not None:
             self._topology.once(Board).give_back(self._slot.part, self._met)
         self._topology.release(self._control)
 
-    def _meet(self, slot: Slot, board: memoryview, mine: int, call: Shown, error: Exception | None = None) -> None:
+    def _rendezvous(
+        self, slot: Slot, words: memoryview, mine: int, call: Shown, error: Exception | None = None
+    ) -> None:
         """Wait until all ranks have come, and see that they came to the same call."""
-        if self._come(board, mine & NUMBER).count(mine) < slot.size:  # all ranks see the same words
+        if self._all_words(words, mine & NUMBER).count(mine) < slot.size:  # all ranks see the same words
             agree(self._control, [zlib.crc32(mine.to_bytes(8, "little"))], str(call), error)
 
-    def _come(self, board: memoryview, number: int) -> list[int]:
-        """The words of all ranks, when all have come."""
+    def _all_words(self, table: memoryview, number: int) -> list[int]:
+        """The fingerprints of all ranks, when all have come."""
         begin = looked = time.monotonic()
         self.wait.error, self.wait.raises = None, True
         try:
             while True:
-                words = board.tolist()
+                words = table.tolist()
                 if all(each & NUMBER == number for each in words):
                     return words
                 now = time.monotonic()
@@ -279,6 +401,7 @@ class Calls:
         if everywhere(error, self._topology.world):
             return
         keep(array)  # late ranks, and messages that are under way, may still write there
+        self.stopped = True
         if (lost := self._topology.watch.loss_of(error)) is not None:
             self.broken = lost
             raise lost from (None if isinstance(error, RankLostError) else error)
@@ -286,3 +409,19 @@ class Calls:
         self._topology.watch.leave(f"its call failed ({type(error).__name__}: {error})", self.wait)
         if isinstance(error, MPI.Exception):
             raise CommunicationError(f"MPI reports an error in {call}: {error}") from error
+
+
+def nothing(flat: Any, op: Op) -> None:
+    """The work of a call on no element, or of one rank alone, or that only moves."""
+
+
+NOTHING = Quiet(nothing)
+
+
+def _stop_in_child() -> None:
+    if children.forked():
+        Engine.stopped = True
+
+
+children.guard(Engine, "refuse")
+os.register_at_fork(after_in_child=_stop_in_child)

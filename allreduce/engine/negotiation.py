@@ -13,6 +13,7 @@ hands nothing on, but no call can be decided without it.
 """
 
 import json
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import binomial, subtree
-from allreduce.engine.lane import Lane, Pending, Runs
+from allreduce.engine.queue import Future, Queue, Worker
 from allreduce.errors import AllReduceError, DisagreementError, OptionError
 from allreduce.transport.control import disagreement, known
 from allreduce.transport.wait import Said
@@ -80,15 +81,15 @@ class Side(NamedTuple):
     nbytes: int = 0
 
 
-class Named(Pending):
-    """A call of a NamedLane. sides: those of all ranks, when it begins."""
+class Named(Future):
+    """A call of a NamedQueue. sides: those of all ranks, when it begins."""
 
     def __init__(
         self,
         name: str,
         side: Side,
         work: Work,
-        lane: "NamedLane",
+        lane: "NamedQueue",
         ended: Callable[[BaseException | None], object] | None,
     ) -> None:
         super().__init__(self._run, lane, side.what, 0, ended)
@@ -109,10 +110,10 @@ class Named(Pending):
         return work
 
 
-class Fused(Pending):
+class Fused(Future):
     """Calls that run as one; what that raises, all of them raise."""
 
-    def __init__(self, calls: Sequence[Named], lane: "NamedLane") -> None:
+    def __init__(self, calls: Sequence[Named], lane: "NamedQueue") -> None:
         first, *others = (call.take_work() for call in calls)
         super().__init__(lambda: first.together(others), lane, f"{calls[0].what}, and {len(others)} more")
         self._calls = calls
@@ -124,7 +125,7 @@ class Fused(Pending):
             call.finish(self.error)
 
 
-class NamedLane(Lane):
+class NamedQueue(Queue):
     """The calls of one user, which run when all ranks have submitted one of this name.
 
     comm: for announcements, used by nothing else. stand_in: makes, from what is the same on all ranks, what a rank does
@@ -134,7 +135,7 @@ class NamedLane(Lane):
 
     def __init__(
         self,
-        worker: Runs,
+        worker: Worker,
         comm: MPI.Intracomm,
         number: int,
         name: str,
@@ -162,7 +163,7 @@ class NamedLane(Lane):
     ) -> Named:
         """Have `work` called, with the sides of all ranks, when all have come to a call of this name. Local.
 
-        Raises OptionError while an earlier call of the name has not ended. ended: as Lane.submit.
+        Raises OptionError while an earlier call of the name has not ended. ended: as Queue.submit.
         """
         if name in self._open:
             raise OptionError(f"{name} is under way already; give calls that may overlap names of their own")
@@ -181,15 +182,16 @@ class NamedLane(Lane):
             raise
         return pending
 
-    def join(self, ended: Callable[[int], object]) -> Pending:
+    def join(self, ended: Callable[[int], object]) -> Future:
         """No more calls of this rank until all have joined; `ended` is told which one came last. Local."""
         side = Side(None, self._comm.rank, what=f"join of {self.name}")
         return self.call(JOIN, side, lambda sides: ended(sides[-1]))
 
     # What the worker calls, with its lock held
 
-    def announce(self, pending: Named) -> None:
+    def announce(self, pending: Future) -> None:
         """Tell rank 0 of a call, by way of this rank's parent."""
+        assert isinstance(pending, Named)
         self._waiting[pending.name] = pending
         self._mind()
         side = pending.side
@@ -199,9 +201,9 @@ class NamedLane(Lane):
         )
         self._note(pending.name, announced)
 
-    def take_back(self) -> list[Pending]:
+    def take_back(self) -> list[Future]:
         """The calls that wait, which are given up."""
-        given_up: list[Pending] = list(self._waiting.values())
+        given_up: list[Future] = list(self._waiting.values())
         self._waiting.clear()
         self._mind()
         return given_up
@@ -214,6 +216,13 @@ class NamedLane(Lane):
         together = groups(decided, self._fuse_bytes)
         self._send(together, self._children)
         self._follow(together)
+
+    def listen(self, lock: threading.Lock) -> None:
+        for rank, told in self.hear():
+            with lock:
+                self.take_in(rank, told)
+        with lock:
+            self.tell()
 
     def hear(self) -> list[tuple[int, np.ndarray]]:
         """What has come since: of whom, and what. Without the lock."""

@@ -9,6 +9,7 @@ While no user asks for a thread, whoever waits for a call does this work meanwhi
 """
 
 import atexit
+import copy
 import itertools
 import queue
 import threading
@@ -16,14 +17,12 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.engine.lane import Lane, Pending, without_frames
-from allreduce.engine.negotiation import Named, NamedLane, StandIn
 from allreduce.errors import AllReduceError, BrokenError, ClosedError, RankLostError, UnavailableError
 from allreduce.health import abort
 from allreduce.process import children
@@ -35,48 +34,175 @@ ANNOUNCE, DECIDE = 1, 2  # tags
 RUN, REFUSE = 1, 2
 
 
+def without_frames(error: BaseException) -> BaseException:
+    """A copy to be kept: an error that is raised keeps all that the functions held which it has passed."""
+    try:
+        return copy.copy(error)
+    except Exception:  # of a type that can't be made again
+        return BrokenError(f"{type(error).__name__}: {error}")
+
+
+class Future:
+    """A call that was submitted. `begin` and `end` are its times by time.perf_counter(), in seconds.
+
+    It begins when all ranks have come to it, so the time does not hold that of others.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], object],
+        lane: "Queue | None" = None,
+        what: str = "",
+        digest: int = 0,
+        ended: Callable[[BaseException | None], object] | None = None,
+    ) -> None:
+        self.lane, self.what, self.digest = lane, what, digest
+        self._ended = ended
+        self._work: Callable[[], object] | None = work
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+        self.begin = self.end = 0.0
+
+    def run(self) -> None:
+        """Do the work in the calling thread; what it raises is kept for `wait`."""
+        work, self._work = self._work, None  # its buffer is the caller's again when it has ended
+        assert work is not None
+        self.begin = time.perf_counter()
+        try:
+            work()
+        except BaseException as error:  # a thread has nobody else to tell
+            self.error = error
+        self.finish(None)
+
+    def finish(self, error: BaseException | None) -> None:
+        """Mark the call as ended."""
+        self.end = time.perf_counter()
+        self.error = self.error or error
+        self._done.set()
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(self.error)
+
+    def done(self) -> bool:
+        """True when the call has ended, well or not."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the call to end, and raise what it raised. TimeoutError after `timeout` seconds."""
+        if self.lane is not None and not self._done.is_set():
+            self.lane.worker.wait_for(self._done, timeout)
+        if self.error is not None:
+            raise self.error
+
+
+class Queue:
+    """The calls of one user, which run in the order in which they were submitted.
+
+    alone: the topology has no other user, so the order of the program is enough and nothing is announced.
+    """
+
+    def __init__(self, worker: "Worker", number: int, name: str, alone: bool) -> None:
+        self.worker, self.number, self.name, self.alone = worker, number, name, alone
+        self.wait = worker.watch.place(-((worker.number << 20) + number), raises=True)
+        self.broken: BaseException | None = None  # a call has failed before all ranks had come to it
+        self.closed = False
+        self.submitted = 0
+        self.pending: deque[Future] = deque()
+
+    def submit(
+        self,
+        work: Callable[[], object],
+        what: str = "",
+        numbers: Sequence[int] = (),
+        ended: Callable[[BaseException | None], object] | None = None,
+    ) -> Future:
+        """Have `work` called when all ranks have submitted the queue's next call. Local: returns at once.
+
+        what, numbers: alike on all ranks; otherwise all of them get the same DisagreementError, and the queue is
+        broken. ended: called when the call has ended or was given up, with the error if there is one, in whichever
+        thread that is. Never wait for a call inside of `work`.
+        """
+        if self.closed:
+            raise ClosedError(f"{self.name} is closed")
+        text = f"{what or 'call'} of {self.name}" + (f" {list(numbers)}" if numbers else "")
+        return self.worker.submit(self, Future(work, self, text, zlib.crc32(text.encode()), ended))
+
+    def close(self) -> None:
+        """No more calls. Collective, as any call of the queue; local when the queue is broken."""
+        if self.closed:
+            return
+        try:
+            if self.broken is None and not self.alone:
+                self.submit(lambda: None, "closes").wait()
+        finally:
+            self.abandon()
+
+    # What the worker calls, with its lock held but in `listen`
+
+    def announce(self, pending: Future) -> None:
+        """Tell rank 0 that this rank has come to a call."""
+        if not self.pending:
+            self.wait.begin(Said(pending.what))
+        self.pending.append(pending)
+        self.worker.announce(self.number, self.submitted, pending.digest)
+
+    def listen(self, lock: threading.Lock) -> None:
+        """Receive what ranks have sent to this queue alone."""
+
+    def take_back(self) -> list[Future]:
+        """The calls that wait, which are given up."""
+        given_up = list(self.pending)
+        self.pending.clear()
+        return given_up
+
+    def abandon(self) -> None:
+        """No more calls. Local."""
+        self.closed = True
+        self.worker.drop(self)
+
+
+QueueT = TypeVar("QueueT", bound=Queue)
+
+
 class Worker:
-    """The lanes of one topology's ranks, `topology.once(Worker)`. Creating it, `lane` and `close` are collective."""
+    """The queues of one topology's ranks, `topology.once(Worker)`. Creating it, `queue` and `close` are collective."""
 
     def __init__(self, topology: Topology) -> None:
         self.watch, self.number = topology.watch, topology.number()
         self._comm, self._control = topology.private(), topology.private()  # for announcements; for agreements
-        self._lanes: dict[int, Lane] = {}
-        self._numbers = itertools.count(1)  # of lanes
+        self._lanes: dict[int, Queue] = {}
+        self._numbers = itertools.count(1)  # of queues
         self._announced: dict[tuple[int, int], dict[int, int]] = {}  # rank 0: call -> rank -> digest
-        self._ready: deque[tuple[int, Lane, Pending]] = deque()  # decided: run, or refuse
+        self._ready: deque[tuple[int, Queue, Future]] = deque()  # decided: run, or refuse
         self._open = 0  # calls that have not ended
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []  # messages on their way
         self._changed = threading.Lock()  # held for moments
         self._turning = threading.Lock()  # held by who does the worker's work
         self._thread: threading.Thread | None = None
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._running: Pending | None = None
+        self._running: Future | None = None
         running.add(self)
 
     @property
     def size(self) -> int:
         return self._comm.size
 
-    def lane(self, name: str, threaded: bool = False, alone: bool = False) -> Lane:
-        """A lane for a new user. Collective.
+    def queue(self, name: str, threaded: bool = False, alone: bool = False) -> Queue:
+        """A queue for a new user. Collective.
 
-        threaded: a thread runs the calls of all lanes from now on. UnavailableError on all ranks when MPI was not
+        threaded: a thread runs the calls of all queues from now on. UnavailableError on all ranks when MPI was not
         started with MPI_THREAD_MULTIPLE on all of them.
         """
         agree(
-            self._control, [zlib.crc32(name.encode()), threaded, alone], f"lane({name!r}, {threaded=}, {alone=})", None
+            self._control, [zlib.crc32(name.encode()), threaded, alone], f"queue({name!r}, {threaded=}, {alone=})", None
         )
+        return self.add(lambda worker, number: Queue(worker, number, name, alone), threaded)
+
+    def add(self, make: Callable[["Worker", int], QueueT], threaded: bool = False) -> QueueT:
+        """The queue that `make` makes, for this worker and with this number. Collective; raises as `queue`."""
         if threaded:
             self._start()
-        lane = Lane(self, next(self._numbers), name, alone)
-        self._lanes[lane.number] = lane
-        return lane
-
-    def named(self, name: str, comm: MPI.Intracomm, stand_in: StandIn, fuse_bytes: int) -> NamedLane:
-        """A lane whose calls are matched by their names, and run by a thread. Collective; raises as `lane`."""
-        self._start()
-        lane = NamedLane(self, comm, next(self._numbers), name, stand_in, fuse_bytes)
+        lane = make(self, next(self._numbers))
         self._lanes[lane.number] = lane
         return lane
 
@@ -86,8 +212,8 @@ class Worker:
             self._thread = threading.Thread(target=self._work, name="allreduce worker", daemon=True)
             self._thread.start()
 
-    def submit(self, lane: Lane, pending: Pending) -> Pending:
-        """Take a call on; see Lane.submit."""
+    def submit(self, lane: Queue, pending: Future) -> Future:
+        """Take a call on; see Queue.submit."""
         self.watch.check()
         try:
             with self.watch.hearing(), self._changed:
@@ -99,7 +225,7 @@ class Worker:
             self._wake.put(True)
         return pending
 
-    def _take(self, lane: Lane, pending: Pending) -> None:
+    def _take(self, lane: Queue, pending: Future) -> None:
         if lane.broken is not None:
             raise BrokenError(
                 f"{lane.name} can't go on: an earlier call has failed ({type(lane.broken).__name__}: {lane.broken})"
@@ -108,18 +234,15 @@ class Worker:
         self._open += 1
         if lane.alone or self.size == 1:
             self._ready.append((RUN, lane, pending))
-        elif isinstance(lane, NamedLane):
-            assert isinstance(pending, Named)
-            lane.announce(pending)
         else:
-            if not lane.pending:
-                lane.wait.begin(Said(pending.what))
-            lane.pending.append(pending)
-            if self._comm.rank == 0:
-                self._note(0, lane.number, lane.submitted, pending.digest)
-            else:
-                message = np.array([lane.number, lane.submitted, pending.digest], np.int64)
-                self._send(message, 0, ANNOUNCE)
+            lane.announce(pending)
+
+    def announce(self, number: int, count: int, digest: int) -> None:
+        """Tell rank 0 that this rank has come to call `count` of a queue. With the lock held."""
+        if self._comm.rank == 0:
+            self._note(0, number, count, digest)
+        else:
+            self._send(np.array([number, count, digest], np.int64), 0, ANNOUNCE)
 
     def wait_for(self, done: threading.Event, timeout: float | None) -> None:
         """Return when `done` is set; do the worker's work meanwhile where there is no thread for it."""
@@ -139,8 +262,8 @@ class Worker:
         for number in parts:
             self._lanes[number].abandon()
 
-    def drop(self, lane: Lane) -> None:
-        """Forget a lane. Local."""
+    def drop(self, lane: Queue) -> None:
+        """Forget a queue. Local."""
         self.fail(lane, ClosedError(f"{lane.name} is closed"))
         self._lanes.pop(lane.number, None)
         self.watch.forget(lane.wait)
@@ -232,14 +355,10 @@ class Worker:
                     self._note(status.source, first, second, third)
                 else:
                     self._decided(first, second)
-        for lane in [lane for lane in list(self._lanes.values()) if isinstance(lane, NamedLane)]:
-            for rank, told in lane.hear():
-                with self._changed:
-                    lane.take_in(rank, told)
-            with self._changed:
-                lane.tell()
+        for lane in list(self._lanes.values()):
+            lane.listen(self._changed)
 
-    def decide(self, lane: Lane, pending: Pending, added: int) -> None:
+    def decide(self, lane: Queue, pending: Future, added: int) -> None:
         """A call is next. added: 1, less the submitted calls that it stands for. With the lock held."""
         self._open += added
         self._ready.append((RUN, lane, pending))
@@ -272,7 +391,7 @@ class Worker:
         if lane.pending:
             lane.wait.begin(Said(lane.pending[0].what))
 
-    def _refuse(self, lane: Lane, pending: Pending) -> None:
+    def _refuse(self, lane: Queue, pending: Future) -> None:
         """All ranks came, with different calls."""
         error: BaseException = BrokenError(f"the ranks disagreed about {pending.what}")
         try:
@@ -290,8 +409,8 @@ class Worker:
             except AllReduceError as error:
                 self.fail(lane, error)
 
-    def fail(self, lane: Lane, error: BaseException) -> None:
-        """Give a lane's calls up."""
+    def fail(self, lane: Queue, error: BaseException) -> None:
+        """Give a queue's calls up."""
         with self._changed:
             lane.broken = lane.broken or without_frames(error)
             lane.wait.end()
@@ -311,20 +430,7 @@ class Worker:
 
 
 EXIT_SECONDS = 10.0  # the end of a program waits so long for calls that are under way
-
-
-class MpiThread(Protocol):
-    """A worker, whose thread must be out of MPI when that ends."""
-
-    @property
-    def threaded(self) -> bool: ...
-
-    def idle(self, limit: float) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-running: "weakref.WeakSet[MpiThread]" = weakref.WeakSet()
+running: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
 def multiple() -> bool:
@@ -352,3 +458,6 @@ def _end() -> None:
             if not worker.idle(EXIT_SECONDS):
                 abort.end_job("a collective still hangs at the end of the program; MPI_Abort ends the job\n", 1)
             worker.close()
+
+
+children.guard(Queue, "submit", "close")

@@ -156,11 +156,10 @@ class Watch:
         told = ulfm.lost(error)
         if self._lonely:
             return told
-        if told is None and ulfm.may_be(
-            error
-        ):  # if what can't be reached any more is a rank that has died, MPI says so
+        if told is None and ulfm.may_be(error):  # MPI may tell soon that it comes from a rank that has died
             wait_until(lambda: self.lost is not None, SOON_SECONDS, pause=Pause(longest=ulfm.HEAR_SECONDS))
-        return ulfm.again(self.lose()) if told is not None or self.lost is not None else None
+            told = self.lost
+        return None if told is None else ulfm.again(self.lose())
 
     @contextmanager
     def hearing(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ import allreduce
 from allreduce import notices
 from allreduce.arrays import chunks, gpu
 from allreduce.arrays.workspace import Workspace
-from allreduce.backend import AllReduce
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.errors import UnavailableError, UnknownBackendError
 from allreduce.topology import Topology
 from allreduce.torch_backend.tensors import as_array, readable, writable
@@ -25,7 +25,6 @@ from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace
 from allreduce.transport.operations import numpy_operation
 from allreduce.transport.wait import waiting
-from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.wrapper import Wrapper
 
 VARIABLE = "ALLREDUCE_BACKEND"

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.engine.lane import Lane
-from allreduce.engine.queue import Worker
+from allreduce.engine.queue import Queue, Worker
 from allreduce.errors import UnavailableError
 from allreduce.process import children
 from allreduce.topology import Topology
@@ -277,16 +276,16 @@ class Executor:
         if work is not None and late:
             self.fail(self._late(work))
 
-    def _open(self, topology: Topology, name: str) -> Lane:
+    def _open(self, topology: Topology, name: str) -> Queue:
         worker = topology.once(Worker)
         if self._threaded:
             try:
-                return worker.lane(name, threaded=True, alone=True)
+                return worker.queue(name, threaded=True, alone=True)
             except UnavailableError:
                 text = "this MPI has no MPI_THREAD_MULTIPLE, so communication does not overlap with backward"
                 notices.once(topology.rank, text)
                 self._threaded = False
-        return worker.lane(name, alone=True)
+        return worker.queue(name, alone=True)
 
     def _execute(self, work: Work, action: Callable[[], None]) -> None:
         """Run an operation, and the callbacks that are chained to its future."""

@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 
 from allreduce.arrays import gpu
 from allreduce.backend import AllReduce
-from allreduce.engine.queue import Pending, Worker
+from allreduce.engine.queue import Future, Worker
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all
 from allreduce.wrappers.wrapper import Wrapper
@@ -34,17 +34,21 @@ class Background(Wrapper):
     """
 
     def __init__(self, topology: Topology, *, inner: AllReduce) -> None:
-        lane = topology.once(Worker).lane(f"Background({inner.name})", threaded=True)
+        lane = topology.once(Worker).queue(f"Background({inner.name})", threaded=True)
         super().__init__(topology, inner=inner)
         self._lane = lane
 
-    def submit(self, work: Callable[[], object], what: str = "", numbers: Sequence[int] = ()) -> Pending:
+    def submit(self, work: Callable[[], object], what: str = "", numbers: Sequence[int] = ()) -> Future:
         """Have the thread call `work`, after all that was submitted here before. Not to be waited for inside."""
-        self._check_open()
+        self.check_open()
         return self._lane.submit(work, what, numbers)
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         self._in_lane(lambda: self.inner(buffer, op), buffer)
+
+    def bind(self, array: Any, op: str = "mean") -> Callable[[], None]:
+        inner = self._in_lane(lambda: self.inner.bind(array, op), array)
+        return lambda: self._in_lane(inner, array)
 
     def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
         return self._in_lane(lambda: self.inner.allocate(length, dtype, device))
@@ -52,8 +56,8 @@ class Background(Wrapper):
     def broadcast(self, array: Any, root: int = 0) -> None:
         self._in_lane(lambda: self.inner.broadcast(array, root), array)
 
-    def collect(self, array: Any) -> Any:
-        return self._in_lane(lambda: self.inner.collect(array), array)
+    def stack(self, array: Any) -> Any:
+        return self._in_lane(lambda: self.inner.stack(array), array)
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
         return self._in_lane(lambda: self.inner.sparse(indices, values, rows, op), values)

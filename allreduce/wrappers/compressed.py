@@ -1,16 +1,17 @@
 """Compressed: float32 and float64 travel as 16-bit floats, so a slow network carries half the bytes, or a quarter."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from allreduce import trees
-from allreduce.arrays import dtypes
+from allreduce.arrays import dtypes, trees
 from allreduce.arrays.gpu import Turns, is_gpu_array
 from allreduce.arrays.memory_kinds import FOREIGN, GPU
 from allreduce.backend import AllReduce
-from allreduce.engine.call import inspect, numbers
+from allreduce.engine import call as records
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
 from allreduce.transport.deferred_free import keep
@@ -39,7 +40,7 @@ class Compressed(Wrapper):
 
     Of float32 and float64 only, in calls and `reduce_scatter`; integers, truth values and 16-bit floats travel as they
     are. Each rank's values are rounded once, the sum (or mean) is formed in float32 and rounded once more, for all
-    ranks alike. What must be exact is not for it: `exact` is the backend inside. `broadcast`, `collect`, `all_gather`
+    ranks alike. What must be exact is not for it: `exact` is the backend inside. `broadcast`, `stack`, `all_gather`
     and `sparse`, with which parameters go from rank to rank, lose nothing. A single rank sends nothing, and rounds
     nothing.
 
@@ -65,9 +66,9 @@ class Compressed(Wrapper):
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         if self._shut:
-            self._check_open()
+            self.check_open()
         if isinstance(buffer, trees.KINDS):
-            trees.reduce(self, buffer, op)
+            self.reduce_tree(buffer, op)
         elif self._agrees(buffer, op, "all_reduce"):
             array = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
             flat = array.reshape(-1, order="A")
@@ -78,6 +79,10 @@ class Compressed(Wrapper):
                     flat[...] = short
         else:
             self.inner(buffer, op)
+
+    def bind(self, array: Any, op: str = "mean") -> Callable[[], None]:
+        self._agrees(array, op, "all_reduce")
+        return partial(self, array, op)
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
         """As the inner backend's; the rest of `buffer` stays as it is. Raises OptionError where that is no TwoPhase."""
@@ -95,7 +100,7 @@ class Compressed(Wrapper):
         """Inside, the memory for 16-bit floats is this call's."""
         return self._turns.taken() if is_gpu_array(flat) else nullcontext()
 
-    def _agrees(self, buffer: Any, op: str, call: str) -> bool:
+    def _agrees(self, buffer: Any, op: str, kind: str) -> bool:
         """Whether an array travels as 16 bits; then all ranks have been seen to bring the same. Collective.
 
         What can't be reduced is for the inner backend to refuse.
@@ -103,15 +108,16 @@ class Compressed(Wrapper):
         dtype = getattr(buffer, "dtype", None)
         if self.size == 1 or not isinstance(dtype, np.dtype) or dtype not in LONG or not buffer.size:  # None == float64
             return False
-        self._check_open()
+        self.check_open()
         try:
             memory = GPU if is_gpu_array(buffer) else FOREIGN
-            signature = inspect(buffer, op, memory, call)
-            resolved = self._resolve(op, signature.dtype)
+            record = records.of_array(kind, buffer, op, memory)
+            resolved = self._resolve(op, record.dtype)
         except AllReduceError:
             return False
-        text = f"{signature}, sent as {self.compress}"
-        self._agree_once(text, text, [*numbers(signature, resolved), dtypes.TYPES[self.compress].code], None)
+        text = f"{record}, sent as {self.compress}"
+        values = [*records.row(record, resolved.code), dtypes.TYPES[self.compress].code]
+        self._engine.agree_once(text, text, values, None)
         return True
 
     def _rounded(self, flat: Any) -> Any:

@@ -5,11 +5,13 @@ which they came to it when the trace is written.
 """
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from allreduce import trees
+from allreduce.arrays import trees
 from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from allreduce.tracing import trace as tracing
@@ -42,45 +44,52 @@ class Traced(Wrapper):
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         if self._shut:
-            self._check_open()
+            self.check_open()
         if isinstance(buffer, trees.KINDS):  # what is recorded are its buffers
-            trees.reduce(self, buffer, op)
+            self.reduce_tree(buffer, op)
             return
         begin = now()
         self.inner(buffer, op)
         self._note("all_reduce", buffer, begin, op)
 
+    def bind(self, array: Any, op: str = "mean") -> Callable[[], None]:
+        inner = super().bind(array, op)
+
+        def bound() -> None:
+            begin = now()
+            inner()
+            self._note("all_reduce", array, begin, op)
+
+        return bound
+
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        begin = now()
-        part = super().reduce_scatter(buffer, op)
-        self._note("reduce_scatter", buffer, begin, op)
-        return part
+        return self._recorded("reduce_scatter", partial(super().reduce_scatter, buffer, op), buffer, op)
 
     def all_gather(self, buffer: np.ndarray) -> None:
-        begin = now()
-        super().all_gather(buffer)
-        self._note("all_gather", buffer, begin)
+        self._recorded("all_gather", partial(super().all_gather, buffer), buffer)
 
     def broadcast(self, array: Any, root: int = 0) -> None:
         if isinstance(array, trees.KINDS):
-            trees.broadcast(self, array, root)
-            return
-        begin = now()
-        super().broadcast(array, root)
-        self._note("broadcast", array, begin)
+            AllReduce.broadcast(self, array, root)
+        else:
+            self._recorded("broadcast", partial(super().broadcast, array, root), array)
 
-    def collect(self, array: Any) -> Any:
+    def stack(self, array: Any) -> Any:
         if isinstance(array, trees.KINDS):
-            return trees.collect(self, array)
-        begin = now()
-        table = super().collect(array)
-        self._note("collect", table, begin)
-        return table
+            return AllReduce.stack(self, array)
+        return self._recorded("stack", partial(super().stack, array))
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
         begin = now()
         result = super().sparse(indices, values, rows, op)
         self._note("sparse", result[1], begin, op)
+        return result
+
+    def _recorded(self, kind: str, work: Callable[[], Any], array: Any = None, op: str = "") -> Any:
+        """What `work` returns; its array, when none is given."""
+        begin = now()
+        result = work()
+        self._note(kind, result if array is None else array, begin, op)
         return result
 
     def _note(self, call: str, array: Any, begin: int, op: str = "") -> None:

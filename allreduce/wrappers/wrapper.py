@@ -1,17 +1,18 @@
 """Wrapper: a backend around a backend. What it does not change, the inner one does."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce, Reduction
-from allreduce.engine.call import Signature
+from allreduce.backend import AllReduce, TwoPhase
+from allreduce.engine.call import Call
+from allreduce.engine.engine import Trial, Work
 from allreduce.errors import ClosedError, OptionError
 from allreduce.topology import Topology
-from allreduce.two_phase import TwoPhase
 
 
 class Wrapper(AllReduce):
@@ -71,13 +72,24 @@ class Wrapper(AllReduce):
     # What users call
 
     def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
-        self._check_open()
+        self.check_open()
         return self.inner.allocate(length, dtype, device)
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         if self._shut:
-            self._check_open()
+            self.check_open()
         self.inner(buffer, op)
+
+    def bind(self, array: Any, op: str = "mean") -> Callable[[], None]:
+        self.check_open()
+        inner = self.inner.bind(array, op)
+
+        def bound() -> None:
+            if self._shut:
+                self.check_open()
+            inner()
+
+        return bound
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
         """As the inner backend's. Raises OptionError, before anything is sent, where that is no TwoPhase."""
@@ -85,19 +97,19 @@ class Wrapper(AllReduce):
         return self.inner.reduce_scatter(buffer, op)  # type: ignore[attr-defined]
 
     def all_gather(self, buffer: np.ndarray) -> None:
-        self._check_open()
+        self.check_open()
         self.inner.all_gather(buffer)
 
     def broadcast(self, array: Any, root: int = 0) -> None:
-        self._check_open()
+        self.check_open()
         self.inner.broadcast(array, root)
 
-    def collect(self, array: Any) -> Any:
-        self._check_open()
-        return self.inner.collect(array)
+    def stack(self, array: Any) -> Any:
+        self.check_open()
+        return self.inner.stack(array)
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
-        self._check_open()
+        self.check_open()
         return self.inner.sparse(indices, values, rows, op)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
@@ -126,13 +138,13 @@ class Wrapper(AllReduce):
 
     # What a backend of several parts calls in those parts
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self._shut:
             raise ClosedError(f"this {type(self).__name__} of {self.name} is closed; make it again to go on")
-        self.inner._check_open()
+        self.inner.check_open()
 
     def _check_phases(self) -> None:
-        self._check_open()
+        self.check_open()
         if not isinstance(self.inner, TwoPhase):
             raise OptionError(
                 f'{self.name!r} has no reduce_scatter; use "ring", "halving_doubling", "shared", "hierarchical_copy" '
@@ -148,8 +160,8 @@ class Wrapper(AllReduce):
     def _resolve(self, op: str, dtype: np.dtype) -> Op:
         return self.inner._resolve(op, dtype)
 
-    def _route(self, signature: Signature) -> Reduction:
-        return self.inner._route(signature)
+    def _route(self, call: Call) -> Work | Trial:
+        return self.inner._route(call)
 
     def _tag(self) -> int:
         return self.inner._tag()

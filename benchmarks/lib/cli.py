@@ -1,9 +1,10 @@
 """What the command lines share: one parser for all ranks, one report of an error that all ranks have."""
 
 import argparse
+import difflib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.errors import AllReduceError, OptionError
+from allreduce.topology import Topology
 from allreduce.transport.control import everywhere, raise_together, root_value
 from benchmarks.lib import sizes
 from trainers.cli.options import Parser
 
+Action = Callable[[Topology, argparse.Namespace], int]
 INTERRUPTED = 130  # exit code, as a shell has it
 NCCL_TYPES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32"}
 NCCL_OPS = {"avg": "mean"}
@@ -42,12 +45,19 @@ def parse_together(parser: argparse.ArgumentParser, argv: Sequence[str] | None, 
     return parsed or parser.parse_args(given)
 
 
-def run_together(program: str, comm: MPI.Intracomm, main: Callable[[], int]) -> int:
-    """The exit code of `main`; an error that all ranks raised is told in one line, by rank 0, with exit code 2.
+def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None, action: Action) -> int:
+    """The whole of a command that mpirun starts: all ranks parse, and do the action together; the exit code.
 
-    Ctrl-C on one rank alone has exit code 130. With more the launcher decides: MPICH's hands the signal on, and
-    the code is 130; Open MPI's ends the ranks by itself, drops their last words, and has exit code 1.
+    An error that all ranks raise is printed in one line, by rank 0, and the exit code is 2. Ctrl-C on a single rank
+    gives 130; with more ranks the launcher decides: MPICH's hands the signal on, and the code is 130; Open MPI's ends
+    the ranks by itself, drops what they print last, and its code is 1.
     """
+    with Topology() as topology:
+        options = parse_together(parser, argv, topology.world)
+        return _reported(parser.prog.rpartition(" ")[2], topology.world, lambda: action(topology, options))
+
+
+def _reported(program: str, comm: MPI.Intracomm, main: Callable[[], int]) -> int:
     try:
         return main()
     except AllReduceError as error:
@@ -99,17 +109,18 @@ def nodes(text: str) -> int | list[int]:
     return parts[0] if len(parts) == 1 else parts
 
 
-def at_least(least: float, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
-    """A number of at least `least`, for argparse."""
+def at_least(least: float, kind: Callable[[str], Any] = int, most: float = math.inf) -> Callable[[str], Any]:
+    """A number of at least `least` and at most `most`, for argparse."""
+    bounds = f">= {least}" if most == math.inf else f"from {least:g} to {most:g}"
 
     def parse(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not least <= value < math.inf:
+        if value is None or not least <= value <= most or value == math.inf:
             raise argparse.ArgumentTypeError(
-                f"must be {'an integer' if kind is int else 'a number'} >= {least}, got {text!r}"
+                f"must be {'an integer' if kind is int else 'a number'} {bounds}, got {text!r}"
             )
         return value
 
@@ -122,6 +133,37 @@ def names(text: str) -> list[str]:
     if not found:
         raise argparse.ArgumentTypeError("give at least one name")
     return found
+
+
+def add_some(
+    parser: argparse.ArgumentParser, option: str, known: Iterable[str], separator: str = ",", default: Any = None
+) -> None:
+    """An option that takes some of the known names, or all. default: all."""
+    names, about = list(known), f"{separator} ".join(known)
+
+    def parse(text: str) -> list[str]:
+        given = names if text == "all" else [part.strip() for part in text.split(separator) if part.strip()]
+        for name in given:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise argparse.ArgumentTypeError(f"{name!r} is unknown; {hint}use all, or some of {about}")
+        return list(dict.fromkeys(given))
+
+    default = names if default is None else default
+    parser.add_argument(
+        option,
+        type=parse,
+        default=default,
+        metavar=f"A{separator}B",
+        help=f"all, or some of: {about} (default: {separator.join(default) if len(default) < len(names) else 'all'})",
+    )
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write the results as JSON, to stdout without FILE"
+    )
 
 
 def add_measuring_options(parser: argparse.ArgumentParser, budget: str) -> None:

@@ -35,7 +35,7 @@ class Contender:
     name: str
     call: Callable[[np.ndarray], None]
     allocate: Callable[[int, np.dtype], np.ndarray] | None = None
-    refuse: Callable[[np.dtype], str | None] = _accept  # why it can't reduce a dtype
+    refuse: Callable[[np.dtype], str | None] = _accept  # why it can't reduce a dtype; collective
     close: Callable[[], Any] = _nothing  # collective
 
 
@@ -44,7 +44,7 @@ def of_backend(backend: AllReduce, op: str) -> Contender:
 
     def refuse(dtype: np.dtype) -> str | None:
         try:
-            backend._check_dtype(dtype)
+            backend.allocate(0, dtype, device="cpu")
         except UnsupportedDtypeError as error:
             return str(error)
         return None

@@ -1,4 +1,4 @@
-"""The machine: what it is, what memory it has left, and how much memory a process takes."""
+"""The machine: its description, its free memory, and the memory that a process takes."""
 
 import ctypes
 import gc

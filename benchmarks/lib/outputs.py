@@ -1,7 +1,9 @@
 """Files that a benchmark writes: checked before it measures, written aside and renamed."""
 
+import json
 import os
 import secrets
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,12 +39,29 @@ def write(path: str | os.PathLike[str], content: bytes | str) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def put(target: str | None, text: str) -> None:
-    """Where an option said: to stdout for "-", into a file, or nowhere."""
-    if target == "-":
-        print(text, flush=True)
-    elif target:
-        write(target, text + "\n")
+class Screen:
+    """What rank 0 prints for people, and the record that --json asks for: into a file, or to stdout where it is "-".
+
+    Text goes to stderr where the record goes to stdout. Making one is collective: it checks that the file can be
+    written. more: other options and their files, to be checked too.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, target: str | None, more: Mapping[str, str | None] | None = None) -> None:
+        check(comm, {"--json": None if target == "-" else target, **(more or {})})
+        self._shown, self._target = comm.rank == 0, target
+
+    def say(self, *lines: str) -> None:
+        """Print lines."""
+        if self._shown:
+            print(*lines, sep="\n", file=sys.stderr if self._target == "-" else sys.stdout, flush=True)
+
+    def put(self, record: object) -> None:
+        """Write the record, where one was asked for."""
+        text = json.dumps(record, indent=1)
+        if self._shown and self._target == "-":
+            print(text, flush=True)
+        elif self._shown and self._target:
+            write(self._target, text + "\n")
 
 
 def unwritable(path: str) -> str | None:

@@ -10,8 +10,9 @@ call. An iteration takes as long as its slowest rank.
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import ml_dtypes
 import numpy as np
@@ -192,3 +193,51 @@ def _verify(call: Callable[[np.ndarray], None], array: np.ndarray, checker: Chec
     checker.fill(array)
     call(array)
     return checker.wrong(array)
+
+
+# Steps of a training: as long as a call of everything that takes part, one after another
+
+
+def take_turns(
+    comm: MPI.Intracomm, steps: Mapping[str, Callable[[], object]], turns: int, warmups: int
+) -> dict[str, list[float]]:
+    """Seconds of each step of the slowest rank: one step of each in turn, after some that are not timed. Collective."""
+    times = np.zeros((len(steps), warmups + turns))
+    for turn in range(warmups + turns):
+        for row, step in enumerate(steps.values()):
+            comm.Barrier()
+            begin = time.perf_counter()
+            step()
+            times[row, turn] = time.perf_counter() - begin
+    return dict(zip(steps, slowest(comm, times[:, warmups:]).tolist(), strict=True))
+
+
+def slowest(comm: MPI.Intracomm, values: np.ndarray) -> np.ndarray:
+    """The largest of all ranks' values, element by element. Collective."""
+    found = np.ascontiguousarray(values)
+    comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+    return found
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Milliseconds of the steps of one kind."""
+    p90 = sorted(seconds)[-1 - len(seconds) // 10]
+    return {"median_ms": 1e3 * median(seconds), "min_ms": 1e3 * min(seconds), "p90_ms": 1e3 * p90}
+
+
+def table(times: Mapping[str, Sequence[float]], reference: str | None = None) -> str:
+    """A line for each kind of step. reference: the kind whose median is compared with all others'."""
+    width = max(map(len, times)) + 2
+    versus = f"  / {reference}" if reference else ""
+    lines = [f"{'':<{width}}{'steps':>6}{'median ms':>11}{'min':>9}{'p90':>9}{'max':>9}{versus}"]
+    for name, each in times.items():
+        if len(each):
+            row = summary(each)
+            line = f"{name:<{width}}{len(each):>6}{row['median_ms']:>11.1f}{row['min_ms']:>9.1f}{row['p90_ms']:>9.1f}"
+            ratio = (
+                f"{median(each) / median(times[reference]):>{len(versus)}.2f}"
+                if reference and len(times[reference])
+                else ""
+            )
+            lines.append(f"{line}{1e3 * max(each):>9.1f}{ratio}")
+    return "\n".join(lines)

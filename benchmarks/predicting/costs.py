@@ -48,8 +48,8 @@ def on_link(k: Machine, bandwidth: float, latency: float) -> Machine:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the ranks are.
+class Cluster:
+    """The nodes that the ranks are on.
 
     sizes: ranks of each node. one_machine: the nodes are pretended and share one machine's cores and memory
     (simulated nodes, cluster_sim.sh). linked: messages between nodes travel over a network (not so on
@@ -85,17 +85,17 @@ class Place:
         """Ranks that share cores and work at the same time."""
         return min(self.active, self.together) or self.together
 
-    def with_working(self, ranks: int) -> "Place":
+    def with_working(self, ranks: int) -> "Cluster":
         """The same ranks in a phase in which only some of all work."""
         return _changed(self, ranks, self.sizes, self.crowd)
 
-    def part(self, sizes: tuple[int, ...]) -> "Place":
-        """Some of the ranks, on the same crowded machine."""
+    def part(self, sizes: tuple[int, ...]) -> "Cluster":
+        """Some of the ranks, on the same machine with all others."""
         return _changed(self, self.active, sizes, self.together)
 
 
 @cache
-def _changed(at: Place, active: int, sizes: tuple[int, ...], crowd: int) -> Place:
+def _changed(at: Cluster, active: int, sizes: tuple[int, ...], crowd: int) -> Cluster:
     return replace(at, active=active, sizes=sizes, crowd=crowd)
 
 
@@ -105,7 +105,7 @@ def message(k: Machine, s: float) -> float:
 
 
 @cache
-def crossing(at: Place, ranks: int, distance: int) -> int:
+def crossing(at: Cluster, ranks: int, distance: int) -> int:
     """How many of a node's first `ranks` ranks have their partner, `distance` away, on another; the most of any."""
     if at.m == 1 or not at.linked:
         return 0
@@ -118,7 +118,7 @@ def crossing(at: Place, ranks: int, distance: int) -> int:
     return max(found.values(), default=0)
 
 
-def latency(k: Machine, at: Place, s: float, own: float, turn: float) -> float:
+def latency(k: Machine, at: Cluster, s: float, own: float, turn: float) -> float:
     """Until a message from another node begins to arrive; a long one is announced and asked for first.
 
     own: what the sender's software takes. turn: how much of a turn of the ranks on a core passes before it is on.
@@ -146,18 +146,18 @@ class Wire:
         return max(self.latency + after * k.net_beta, max(self.out, self.back) * k.net_beta)
 
 
-def hop(k: Machine, at: Place, s: float, sharing: int = 1, own: float | None = None) -> Wire:
+def hop(k: Machine, at: Cluster, s: float, sharing: int = 1, own: float | None = None) -> Wire:
     """s bytes to another node, over a link that `sharing` ranks of the node use at once. own: `alpha`, or MPI's."""
     return Wire(latency(k, at, s, k.alpha if own is None else own, HALF), s * sharing)
 
 
-def swap(k: Machine, at: Place, s: float, sharing: int = 1, own: float | None = None) -> Wire:
+def swap(k: Machine, at: Cluster, s: float, sharing: int = 1, own: float | None = None) -> Wire:
     """`hop` where as much comes back over the same connection at the same time."""
     behind = max(0.0, s * sharing - QUEUE) * k.duplex / sharing
     return Wire(latency(k, at, s, k.alpha if own is None else own, 1.0), s * sharing + behind)
 
 
-def walk(k: Machine, at: Place, n: int, s: float, sharing: int = 1) -> float:
+def walk(k: Machine, at: Cluster, n: int, s: float, sharing: int = 1) -> float:
     """A ring of n ranks, each with s bytes. Across nodes `sharing` ranks of each have rings of their own.
 
     Within a node the core does everything, one after the other. Across nodes every segment walks on at once:
@@ -174,47 +174,47 @@ def walk(k: Machine, at: Place, n: int, s: float, sharing: int = 1) -> float:
     return max((steps * alone).seconds(k) + adding, steps * link.out * k.net_beta, core)
 
 
-def in_two_phases(k: Machine, node: Place, s: float, allocated: bool) -> float:
+def in_two_phases(k: Machine, node: Cluster, s: float, allocated: bool) -> float:
     """reduce_scatter and all_gather of `shared`: a pass each through the memory, and a fence before and after."""
     n = node.n
     copied = (1 if allocated else 2) * (n - 1) / n * s
     return 4 * fence(k, node) + work(k, node, (n - 1) / n * s * k.gamma + copied * k.beta, 3 * s)
 
 
-def work(k: Machine, at: Place, seconds: float, touched: float) -> float:
+def work(k: Machine, at: Cluster, seconds: float, touched: float) -> float:
     """What each rank's core takes `seconds` for, with the ranks it is shared with; or what the memory takes."""
     return max(seconds * crowd(k, at), touched * at.together * k.bus)
 
 
-def crowd(k: Machine, at: Place) -> int:
+def crowd(k: Machine, at: Cluster) -> int:
     """Working ranks on the fullest core. Those that wait poll, so the scheduler sees no core idle and moves none."""
     return ceil(at.working / k.cores)
 
 
-def excess(k: Machine, at: Place) -> int:
+def excess(k: Machine, at: Cluster) -> int:
     """Ranks that have the same core before the one that others wait for."""
     return ceil(at.together / k.cores) - 1
 
 
-def waiting(k: Machine, at: Place) -> float:
+def waiting(k: Machine, at: Cluster) -> float:
     """What the scheduler takes to bring on a rank of the node that others wait for."""
     return k.switch * excess(k, at)
 
 
-def fence(k: Machine, at: Place) -> float:
+def fence(k: Machine, at: Cluster) -> float:
     """A barrier of the ranks of a node."""
     return ceil(log2(at.n)) * (k.fence + waiting(k, at)) if at.n > 1 else 0.0
 
 
-Formula = Callable[[Machine, Place, float, bool], float]
+Formula = Callable[[Machine, Cluster, float, bool], float]
 
 
-def ring(k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+def ring(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
     """2 (n-1) alpha + 2 (n-1)/n S beta + (n-1)/n S gamma; the slowest link sets the pace."""
     return k.call + walk(k, at, at.n, s)
 
 
-def halving_doubling(k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+def halving_doubling(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
     """2 log2 p alpha + 2 (p-1)/p S beta + (p-1)/p S gamma, p the power of two up to n; 2 steps of S if p < n.
 
     The partner of the first and largest step is the farthest, so it lies on another node, and then all ranks
@@ -239,7 +239,7 @@ def halving_doubling(k: Machine, at: Place, s: float, allocated: bool = True) ->
     return total + wire.seconds(k)
 
 
-def reduce_to_one(k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+def reduce_to_one(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
     """(n-1) (alpha + S beta + S gamma) at the root, then a tree of log2 n copies, each S, in a pipeline.
 
     While the root adds, the others wait and make room. Links: all others send over that of the root's node,
@@ -257,14 +257,14 @@ def reduce_to_one(k: Machine, at: Place, s: float, allocated: bool = True) -> fl
     return total
 
 
-def shared(k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+def shared(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
     """2 fences; each rank adds S/n from n ranks and writes it to n. Others' ordinary memory: both by a copy."""
     n = at.n
     copied = 0.0 if allocated else 2 * (n - 1) / n * s
     return k.call + 2 * fence(k, at) + work(k, at, (n - 1) / n * s * k.gamma + copied * k.beta, 2 * s)
 
 
-def hierarchical_copy(k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+def hierarchical_copy(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
     """`shared`'s two phases in each node, and between them a ring across nodes, of S in all on each link.
 
     Equal nodes: every local rank carries S/size. Uneven ones: the leader collects, carries, hands back.
@@ -279,7 +279,7 @@ def hierarchical_copy(k: Machine, at: Place, s: float, allocated: bool = True) -
     return total + 2 * collect + walk(k, at, at.m, s)
 
 
-def native(k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+def native(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
     """The faster of recursive doubling, log2 n (alpha + S beta + S gamma), and Rabenseifner's,
 
     2 log2 p alpha + 2 (p-1)/p S beta + (p-1)/p S gamma, both with 2 steps more where n is no power of two;
@@ -316,7 +316,7 @@ FORMULAS: dict[str, Formula] = {
 }
 
 
-def predict(backend: str, k: Machine, at: Place, s: float, allocated: bool = True) -> float:
+def predict(backend: str, k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
     """Seconds that a backend takes to all-reduce s bytes; ValueError where it can't work."""
     if backend not in FORMULAS:
         raise ValueError(f"there is no formula for {backend!r}; there are {', '.join(FORMULAS)}")

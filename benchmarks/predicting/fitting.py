@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.results import FileError, Run, load
-from benchmarks.predicting.costs import FITTED, FORMULAS, Machine, Place, predict
+from benchmarks.predicting.costs import FITTED, FORMULAS, Cluster, Machine, predict
 
 PRIOR = 0.003  # how strongly a constant stays where it began: enough for those that the data say nothing about
 ROBUST = 0.1  # errors beyond this count linearly, not squared: a busy machine has outliers
@@ -28,7 +28,7 @@ class Point:
     """One measured time."""
 
     backend: str
-    place: Place
+    place: Cluster
     nbytes: int
     allocated: bool
     seconds: float
@@ -81,7 +81,7 @@ def read(
 
 
 def _points(run: Run, one_machine: bool, statistic: str) -> Iterable[Point]:
-    place = Place(tuple(run.node_sizes), one_machine or run.simulated, not run.simulated)
+    place = Cluster(tuple(run.node_sizes), one_machine or run.simulated, not run.simulated)
     for each in run.results:
         seconds = (each.min_us if statistic == "min" else each.time_us) * 1e-6
         if each.backend in FORMULAS and run.ranks > 1 and each.size > 0 and seconds > 0:
@@ -89,61 +89,34 @@ def _points(run: Run, one_machine: bool, statistic: str) -> Iterable[Point]:
 
 
 def fit(points: Sequence[Point], start: Machine, rounds: int = 60, first: Machine | None = None) -> Machine:
-    """The constants with the least error of log times: Levenberg and Marquardt's steps on their logarithms.
+    """The constants with the least error of log times, by Huber's loss. Needs SciPy.
 
     Constants that the points say nothing about keep their values in `start`. first: where to begin to search.
     """
+    from scipy.optimize import least_squares
+
     if not points:
         raise ValueError("there is nothing to fit to")
-    origin = np.array([log(getattr(start, name)) for name in FITTED])
-    values, damping = np.array([log(getattr(first or start, name)) for name in FITTED]), 1e-2
-    residuals = _residuals(points, start, values, origin)
-    for _ in range(rounds):
-        weights = np.minimum(1, np.sqrt(ROBUST / np.maximum(np.abs(residuals), 1e-12)))
-        slopes = _slopes(points, start, values, origin, residuals)
-        system = np.vstack([slopes * weights[:, None], np.sqrt(damping) * np.eye(len(FITTED))])
-        wanted = np.concatenate([-residuals * weights, np.zeros(len(FITTED))])
-        step = np.clip(np.linalg.lstsq(system, wanted, rcond=None)[0], -1, 1)
-        tried = _residuals(points, start, values + step, origin)
-        if _cost(tried) < _cost(residuals):
-            done = _cost(residuals) - _cost(tried) < 1e-5 * _cost(residuals)
-            values, residuals, damping = values + step, tried, damping / 3
-            if done:
-                break
-        else:
-            damping *= 4
-            if damping > 1e6:
-                break
-    return _machine(start, values)
+    origin = _logarithms(start)
+
+    def residuals(values: np.ndarray) -> np.ndarray:
+        machine = _machine(start, values)
+        errors = [point.weight * log(point.predicted(machine) / point.seconds) for point in points]
+        return np.concatenate([errors, PRIOR * np.sqrt(len(points)) * (values - origin)])
+
+    found = least_squares(
+        residuals, _logarithms(first or start), loss="huber", f_scale=ROBUST, diff_step=1e-5, ftol=1e-5, max_nfev=rounds
+    )
+    return _machine(start, found.x)
+
+
+def _logarithms(machine: Machine) -> np.ndarray:
+    return np.array([log(getattr(machine, name)) for name in FITTED])
 
 
 def _machine(start: Machine, values: np.ndarray) -> Machine:
     fitted: dict[str, Any] = {name: exp(value) for name, value in zip(FITTED, values, strict=True)}
     return replace(start, **fitted)
-
-
-def _residuals(points: Sequence[Point], start: Machine, values: np.ndarray, origin: np.ndarray) -> np.ndarray:
-    machine = _machine(start, values)
-    errors = [point.weight * log(point.predicted(machine) / point.seconds) for point in points]
-    return np.concatenate([errors, PRIOR * np.sqrt(len(points)) * (values - origin)])
-
-
-def _slopes(
-    points: Sequence[Point], start: Machine, values: np.ndarray, origin: np.ndarray, residuals: np.ndarray
-) -> np.ndarray:
-    """How the residuals change with each constant."""
-    step, columns = 1e-4, []
-    for index in range(len(values)):
-        moved = values.copy()
-        moved[index] += step
-        columns.append((_residuals(points, start, moved, origin) - residuals) / step)
-    return np.stack(columns, axis=1)
-
-
-def _cost(residuals: np.ndarray) -> float:
-    """Huber's loss."""
-    size = np.abs(residuals)
-    return float(np.where(size < ROBUST, size**2, 2 * ROBUST * size - ROBUST**2).sum())
 
 
 # ---- How good it is ----
@@ -166,7 +139,7 @@ def cells(points: Sequence[Point], machine: Machine) -> list[Cell]:
     return found
 
 
-def disturbed(points: Sequence[Point]) -> dict[Place, float]:
+def disturbed(points: Sequence[Point]) -> dict[Cluster, float]:
     """Part of each node's times that more ranks on the same cores beat by LIMIT, though they have more to do.
 
     No formula can predict those: something else was running while they were measured. Only places where that
@@ -189,22 +162,22 @@ def disturbed(points: Sequence[Point]) -> dict[Place, float]:
     return found
 
 
-def _reason(points: Sequence[Point], machine: Machine, busy: dict[Place, float], error: float) -> str:
+def _reason(points: Sequence[Point], machine: Machine, busy: dict[Cluster, float], error: float) -> str:
     """What the model leaves out that most likely explains an error above LIMIT, and where it is largest."""
     if error <= LIMIT:
         return ""
     worst = [point for point in points if abs(point.error(machine)) > LIMIT]
     told = f"measured {_worst_places(points, machine)}: "
-    crowded = [point for point in worst if point.place.together > machine.cores]
+    oversubscribed = [point for point in worst if point.place.together > machine.cores]
     linked = [point for point in worst if point.place.m > 1 and point.place.linked]
     half = len(worst) / 2
     if sum(point.place in busy for point in worst) > half:
         return told + "the machine was busy then (more ranks on the same cores were faster)"
     if sum(point.spread > SCATTERED for point in worst) > half:
         return told + f"the times themselves scatter, the median is {_spread(worst):.1f} times the least"
-    if len(crowded) > half and sum(point in linked for point in crowded) > half:
+    if len(oversubscribed) > half and sum(point in linked for point in oversubscribed) > half:
         return told + "ranks outnumber cores, and a packet waits for a core too: a turn, or a slice of the scheduler's"
-    if len(crowded) > half:
+    if len(oversubscribed) > half:
         return told + "ranks outnumber cores, and times hang on the scheduler, which the model knows as one constant"
     if points[0].backend == "native":
         return told + "the MPI library changes algorithms with sizes and ranks, and the model has two of them"
@@ -219,7 +192,7 @@ def _spread(points: Sequence[Point]) -> float:
 
 def _worst_places(points: Sequence[Point], machine: Machine) -> str:
     """The two places with the largest errors: "slower than predicted at 4 ranks, faster at 2+2 ranks"."""
-    errors: dict[Place, list[float]] = {}
+    errors: dict[Cluster, list[float]] = {}
     for point in points:
         errors.setdefault(point.place, []).append(point.error(machine))
     worst = sorted(errors, key=lambda place: -median(map(abs, errors[place])))[:2]

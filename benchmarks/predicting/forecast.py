@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.lib import outputs
 from benchmarks.lib.plot import colour, mark, width
-from benchmarks.predicting.costs import FORMULAS, Machine, Place, predict
+from benchmarks.predicting.costs import FORMULAS, Cluster, Machine, predict
 from benchmarks.predicting.fitting import Point, is_flat, median_error
 
 BACKWARD = 2 / 3  # of a step: the backward pass takes twice the forward pass; only it can hide communication
@@ -99,10 +99,10 @@ class Forecast:
     best_strong: int  # ranks with the shortest step when one rank's batch is divided among all
 
 
-def placed(ranks: int, node_size: int) -> Place:
+def placed(ranks: int, node_size: int) -> Cluster:
     """Full nodes; the last takes what is left."""
     full, rest = divmod(ranks, node_size)
-    return Place((node_size,) * full + ((rest,) if rest else ()))
+    return Cluster((node_size,) * full + ((rest,) if rest else ()))
 
 
 def exposed(communication: float, compute: float, overlap: float) -> float:
@@ -140,7 +140,7 @@ def _doubling(most: int) -> list[int]:
     return found
 
 
-def _row(model: Model, machine: Machine, at: Place, nbytes: int, overlap: float) -> Prediction:
+def _row(model: Model, machine: Machine, at: Cluster, nbytes: int, overlap: float) -> Prediction:
     backends = [name for name in FORMULAS if name != "shared" or at.m == 1]
     seconds = {name: predict(name, machine, at, nbytes) for name in backends}
     winner = min(seconds, key=lambda name: seconds[name])

@@ -9,7 +9,7 @@ servers: each worker pushes its gradients and pulls parameters, and the servers'
 
 from dataclasses import dataclass, replace
 
-from benchmarks.predicting.costs import Machine, Place, hierarchical_copy, on_link
+from benchmarks.predicting.costs import Cluster, Machine, hierarchical_copy, on_link
 from benchmarks.predicting.forecast import BACKWARD, exposed
 
 
@@ -138,7 +138,7 @@ def _hierarchical(case: Case, machine: Machine, nbytes: float) -> float:
     nodes = case.workers // case.node_size
     if nodes == 1:  # each GPU reads and writes every other one's slice over its switch: 2 (n-1)/n S
         return 2 * (case.workers - 1) / case.workers * nbytes / case.link
-    return hierarchical_copy(on_link(machine, case.link, machine.net_alpha), Place((case.node_size,) * nodes), nbytes)
+    return hierarchical_copy(on_link(machine, case.link, machine.net_alpha), Cluster((case.node_size,) * nodes), nbytes)
 
 
 def _sparse_ways(case: Case) -> list[tuple[str, float, float]]:

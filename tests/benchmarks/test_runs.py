@@ -359,4 +359,4 @@ def test_the_cost_of_second_copies(mpirun: JobRunner) -> None:
     options = ["--parameters", "0.05", "--batch", "4", "--steps", "4", "--turns", "2"]
     job = mpirun(2, ["-m", "benchmarks.copies", *options], ulfm=True)
     assert job.returncode == 0, job.stderr
-    assert re.search(r"^2 +4 +\d", job.stdout, re.MULTILINE), job.stdout
+    assert re.search(r"^copies=2 +4 +\d", job.stdout, re.MULTILINE), job.stdout

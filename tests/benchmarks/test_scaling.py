@@ -14,23 +14,23 @@ import pytest
 from benchmarks import scaling
 from benchmarks.lib.results import FileError, Run, summarize, to_json
 from benchmarks.predicting import fitting, published
-from benchmarks.predicting.costs import FITTED, FORMULAS, SEGMENT, Machine, Place, on_link, predict
+from benchmarks.predicting.costs import FITTED, FORMULAS, SEGMENT, Cluster, Machine, on_link, predict
 from benchmarks.predicting.fitting import Point
 from benchmarks.predicting.forecast import MODELS, Prediction, _saturation, exposed, forecast, placed
 from tests import launch
 
 FREE = Machine(**dict.fromkeys(FITTED, 0.0), bus=0.0, cores=64)  # type: ignore[arg-type]
-ONE_NODE = [Place((n,)) for n in (2, 3, 4, 5, 8, 64)]
+ONE_NODE = [Cluster((n,)) for n in (2, 3, 4, 5, 8, 64)]
 MIB = float(1 << 20)
 
 
-def count(name: str, constant: str, at: Place, s: float, allocated: bool = True) -> float:
+def count(name: str, constant: str, at: Cluster, s: float, allocated: bool = True) -> float:
     """How often a formula takes a constant: its value when all others are 0."""
     return predict(name, replace(FREE, **{constant: 1.0}), at, s, allocated)
 
 
 @pytest.mark.parametrize("at", ONE_NODE, ids=lambda at: f"{at.n}ranks")
-def test_ring_sends_and_adds_what_its_paper_says(at: Place) -> None:
+def test_ring_sends_and_adds_what_its_paper_says(at: Cluster) -> None:
     n, s = at.n, 1000.0
     assert count("ring", "beta", at, s) == pytest.approx(2 * s * (n - 1) / n)
     assert count("ring", "gamma", at, s) == pytest.approx(s * (n - 1) / n)
@@ -39,14 +39,14 @@ def test_ring_sends_and_adds_what_its_paper_says(at: Place) -> None:
 
 @pytest.mark.parametrize(("n", "power", "extra"), [(2, 2, 0), (4, 4, 0), (8, 8, 0), (5, 4, 1), (7, 4, 1), (64, 64, 0)])
 def test_halving_doubling(n: int, power: int, extra: int) -> None:
-    at, s = Place((n,)), 1024.0
+    at, s = Cluster((n,)), 1024.0
     assert count("halving_doubling", "alpha", at, s) == 2 * (power.bit_length() - 1) + 2 * extra
     assert count("halving_doubling", "beta", at, s) == pytest.approx(2 * s * (power - 1) / power + 2 * s * extra)
     assert count("halving_doubling", "gamma", at, s) == pytest.approx(s * (power - 1) / power + s * extra)
 
 
 def test_reduce_to_one_burdens_the_root() -> None:
-    at, s = Place((8,)), 1000.0
+    at, s = Cluster((8,)), 1000.0
     assert count("reduce_to_one", "gamma", at, s) == 7 * s
     assert count("reduce_to_one", "beta", at, s) == 7 * s + 3 * s  # and a tree of three levels
     assert count("reduce_to_one", "alpha", at, s) == 7 + 3
@@ -54,7 +54,7 @@ def test_reduce_to_one_burdens_the_root() -> None:
 
 @pytest.mark.parametrize("n", [2, 4, 6])
 def test_shared(n: int) -> None:
-    at, s = Place((n,)), 1000.0
+    at, s = Cluster((n,)), 1000.0
     rounds = int(np.ceil(np.log2(n)))
     assert count("shared", "alpha", at, s) == count("shared", "beta", at, s) == 0, "no messages, nothing staged"
     assert count("shared", "fence", at, s) == 2 * rounds
@@ -68,18 +68,18 @@ def test_hierarchical_copy_loads_each_link_as_few_ranks_as_there_are_nodes(
     sizes: tuple[int, ...], factor: float
 ) -> None:
     """2 S (m - 1) / m, however many ranks a node has."""
-    assert count("hierarchical_copy", "net_beta", Place(sizes), 1000.0) == pytest.approx(factor * 1000.0)
+    assert count("hierarchical_copy", "net_beta", Cluster(sizes), 1000.0) == pytest.approx(factor * 1000.0)
 
 
 def test_links_of_flat_algorithms() -> None:
-    at, s = Place((4, 4)), 1000.0
+    at, s = Cluster((4, 4)), 1000.0
     assert count("ring", "net_beta", at, s) == pytest.approx(2 * s * 7 / 8), "one rank of a node sends out of it"
     assert count("halving_doubling", "net_beta", at, s) == pytest.approx(2 * 4 * s / 2), "all four at once, half each"
     assert count("reduce_to_one", "net_beta", at, s) == pytest.approx(4 * s + s), "four come, the tree crosses once"
 
 
 def test_simulated_nodes_have_no_links() -> None:
-    at = Place((2, 2), one_machine=True, linked=False)
+    at = Cluster((2, 2), one_machine=True, linked=False)
     for name in set(FORMULAS) - {"shared"}:
         assert count(name, "net_beta", at, 1000.0) == 0
         assert predict(name, Machine(cores=2), at, 1e6) > 0
@@ -89,26 +89,26 @@ def test_simulated_nodes_have_no_links() -> None:
 @pytest.mark.parametrize("allocated", [True, False])
 def test_limits(name: str, allocated: bool) -> None:
     machine = Machine()
-    assert predict(name, machine, Place((1,)), 1e6, allocated) == 0, "nothing to do alone"
-    assert predict(name, machine, Place((4,)), 0, allocated) == 0
-    sizes = [predict(name, machine, Place((4,)), size, allocated) for size in np.geomspace(8, 1e9, 60)]
+    assert predict(name, machine, Cluster((1,)), 1e6, allocated) == 0, "nothing to do alone"
+    assert predict(name, machine, Cluster((4,)), 0, allocated) == 0
+    sizes = [predict(name, machine, Cluster((4,)), size, allocated) for size in np.geomspace(8, 1e9, 60)]
     assert all(more >= less > 0 for less, more in pairwise(sizes)), "monotonic in the bytes"
-    ranks = [predict(name, machine, Place((n,)), 1e6, allocated) for n in (2, 4, 8, 16)]
+    ranks = [predict(name, machine, Cluster((n,)), 1e6, allocated) for n in (2, 4, 8, 16)]
     assert ranks == sorted(ranks), "monotonic in the ranks"
-    slower = [predict(name, replace(machine, cores=cores), Place((8,)), 1e6, allocated) for cores in (8, 4, 2)]
+    slower = [predict(name, replace(machine, cores=cores), Cluster((8,)), 1e6, allocated) for cores in (8, 4, 2)]
     assert slower == sorted(slower), "ranks that share cores are slower"
     assert slower[0] < slower[-1]
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="no formula for 'nccl'"):
-        predict("nccl", Machine(), Place((2,)), 8)
+        predict("nccl", Machine(), Cluster((2,)), 8)
     with pytest.raises(ValueError, match="one node only"):
-        predict("shared", Machine(), Place((2, 2)), 8)
+        predict("shared", Machine(), Cluster((2, 2)), 8)
 
 
 def test_ring_across_nodes_is_paced_by_the_link_the_core_or_a_single_segment() -> None:
-    at, slow = Place((1,) * 4), replace(FREE, net_beta=8e-9, net_alpha=1e-4)
+    at, slow = Cluster((1,) * 4), replace(FREE, net_beta=8e-9, net_alpha=1e-4)
     long, short = 4 * 16.0 * MIB, 4 * 0.5 * MIB  # a chunk of 16 segments, and one of half a segment
     assert predict("ring", replace(slow, gamma=1e-10), at, long) == pytest.approx(6 * 16 * MIB * 8e-9), "all hidden"
     alone = 6 * (3 * 1e-4 + 0.5 * MIB * 8e-9) + 3 * 0.5 * MIB * 1e-10
@@ -119,14 +119,14 @@ def test_ring_across_nodes_is_paced_by_the_link_the_core_or_a_single_segment() -
 
 def test_nodes_that_swap_queue_behind_their_own_acknowledgements() -> None:
     machine = replace(FREE, net_beta=8e-9, duplex=0.5)
-    pair, four = Place((1, 1)), Place((1,) * 4)
+    pair, four = Cluster((1, 1)), Cluster((1,) * 4)
     assert predict("ring", machine, pair, 64 * MIB) == pytest.approx(1.5 * 64 * MIB * 8e-9, rel=0.02)
     assert predict("ring", machine, four, 64 * MIB) == pytest.approx(1.5 * 64 * MIB * 8e-9), "2 (m - 1) / m, no swap"
     assert predict("ring", on_link(machine, 1.25e8, 0), pair, 64 * MIB) == pytest.approx(64 * MIB * 8e-9)
 
 
 def test_a_burst_passes_a_shaped_link_at_once_but_not_more_often_than_its_rate_allows() -> None:
-    at, machine = Place((1, 1)), replace(FREE, net_beta=8e-9, net_alpha=1e-4)
+    at, machine = Cluster((1, 1)), replace(FREE, net_beta=8e-9, net_alpha=1e-4)
     shaped = replace(machine, burst=131072.0)
     assert predict("ring", machine, at, 16384) == pytest.approx(2e-4 + 16384 * 8e-9)
     assert predict("ring", shaped, at, 16384) == pytest.approx(2e-4)
@@ -136,14 +136,16 @@ def test_a_burst_passes_a_shaped_link_at_once_but_not_more_often_than_its_rate_a
 
 def test_ranks_that_share_a_core_take_turns() -> None:
     machine = replace(FREE, cores=2, switch=1.0)
-    turns = [predict("ring", machine, Place((n,)), 8) for n in (2, 3, 4, 5, 8)]
+    turns = [predict("ring", machine, Cluster((n,)), 8) for n in (2, 3, 4, 5, 8)]
     assert turns == [0, 2, 3, 8, 21], "2 (n - 1) steps, half a turn each, of the ranks on the fullest core"
     busy = replace(FREE, cores=2, gamma=1.0)
-    assert predict("shared", busy, Place((3,)), 3.0) == 2 * 2.0, "two ranks on one core, one on the other"
+    assert predict("shared", busy, Cluster((3,)), 3.0) == 2 * 2.0, "two ranks on one core, one on the other"
 
 
 def test_uneven_nodes_load_a_link_only_with_the_ranks_that_cross_it() -> None:
-    assert count("halving_doubling", "net_beta", Place((3, 1)), 1000.0) == pytest.approx(2 * (500 + 250)), "one crosses"
+    assert count("halving_doubling", "net_beta", Cluster((3, 1)), 1000.0) == pytest.approx(2 * (500 + 250)), (
+        "one crosses"
+    )
 
 
 # ---- The fit ----
@@ -152,10 +154,12 @@ TRUE = Machine(
     call=9e-6, alpha=7e-6, handshake=6e-6, beta=2.5e-10, gamma=8e-11, fence=4e-6, switch=3e-5, lib_alpha=2e-6,
     lib_switch=1e-5, fault=6e-10, net_alpha=5e-5, net_switch=2e-4, net_beta=6e-9, duplex=0.4, cores=2,
 )  # fmt: skip
-PLACES = [Place((n,)) for n in (2, 3, 4, 5, 8)] + [Place(sizes, one_machine=True) for sizes in ((2, 2), (1, 1), (3, 1))]
+CLUSTERS = [Cluster((n,)) for n in (2, 3, 4, 5, 8)] + [
+    Cluster(sizes, one_machine=True) for sizes in ((2, 2), (1, 1), (3, 1))
+]
 
 
-def made_points(noise: float, places: list[Place] = PLACES) -> list[Point]:
+def made_points(noise: float, places: list[Cluster] = CLUSTERS) -> list[Point]:
     generator, points = np.random.default_rng(1), []
     for at in places:
         for name in FORMULAS:
@@ -186,13 +190,13 @@ def test_held_out_ranks_are_predicted_and_judged() -> None:
     assert check is not None
     assert (check.fitted_to, check.held_out) == ((2, 4), (3, 5, 8))
     assert check.error < 0.1
-    assert fitting.leave_out(made_points(0, PLACES[:2]), Machine(cores=2)) is None, (
+    assert fitting.leave_out(made_points(0, CLUSTERS[:2]), Machine(cores=2)) is None, (
         "two counts leave nothing to predict"
     )
 
 
 def test_constants_without_data_keep_their_values_and_are_named() -> None:
-    points = made_points(0.0, [Place((2,))])
+    points = made_points(0.0, [Cluster((2,))])
     start = Machine(cores=2)
     fitted = fitting.fit(points, start)
     assert set(fitting.untouched(points, fitted)) == {
@@ -213,8 +217,8 @@ def test_large_errors_are_told_with_a_reason() -> None:
 def test_times_that_more_ranks_beat_are_told_as_disturbed() -> None:
     points = made_points(0)
     assert fitting.disturbed(points) == {}
-    busy = [replace(point, seconds=point.seconds * 3) if point.place == PLACES[2] else point for point in points]
-    assert list(fitting.disturbed(busy)) == [Place((4,))]
+    busy = [replace(point, seconds=point.seconds * 3) if point.place == CLUSTERS[2] else point for point in points]
+    assert list(fitting.disturbed(busy)) == [Cluster((4,))]
     reasons = {cell.backend: cell.reason for cell in fitting.cells([p for p in busy if p.place.n >= 4], TRUE)}
     assert all("4 ranks" in reason for reason in reasons.values() if reason)
     located = {place.place: place for place in fitting.by_place(busy, TRUE, Machine(cores=2))}
@@ -306,7 +310,7 @@ def saved(path: Path, ranks: int, *, dtype: str = "float32") -> str:
     run = Run({"cpu": "made up", "cores": 2}, [ranks], False, dtype, "sum", "2026-01-02", "made up")
     for name in FORMULAS:
         for size in (8, 4096, 1 << 20, 1 << 24):
-            seconds = np.full(5, predict(name, TRUE, Place((ranks,)), size) or 1e-6)
+            seconds = np.full(5, predict(name, TRUE, Cluster((ranks,)), size) or 1e-6)
             run.results.append(summarize(name, "allocated", size // 4, 4, ranks, seconds, 0))
     path.write_text(to_json(run))
     return str(path)
@@ -389,7 +393,7 @@ def test_published_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--model", "resnet51"], "unknown; use all, or some of resnet50"),
+        (["--model", "resnet51"], "use all, or some of resnet50"),
         (["--link", "fast"], "such as 10gbit"),
         (["--link", "0gbit"], "such as 10gbit"),
         (["--node-size", "0"], "from 1 to 1024"),

@@ -9,7 +9,7 @@ import torch
 
 import allreduce
 from allreduce import errors
-from allreduce.two_phase import TwoPhase
+from allreduce.backend import TwoPhase
 from allreduce.wrappers.compressed import Compressed
 from tests.ranks.counting import Counting
 from trainers import MirroredTrainer
@@ -87,7 +87,7 @@ def exact(reduce: Any) -> None:
     moved = values(rank, "float32")
     reduce.broadcast(moved, root=size - 1)
     assert (moved == values(size - 1, "float32")).all()
-    assert (reduce.collect(values(rank, "float64")) == [values(number, "float64") for number in range(size)]).all()
+    assert (reduce.stack(values(rank, "float64")) == [values(number, "float64") for number in range(size)]).all()
     if isinstance(reduce, TwoPhase):
         array = np.zeros(LENGTH)
         array[reduce.owned(LENGTH)] = values(0, "float64")[reduce.owned(LENGTH)]

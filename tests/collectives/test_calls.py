@@ -12,14 +12,14 @@ import pytest
 import allreduce
 from allreduce import errors, registry
 from allreduce.engine import engine, queue
-from allreduce.engine.engine import Call
+from allreduce.engine.engine import Admitted
 from allreduce.engine.queue import Worker
 from allreduce.errors import BrokenError, OptionError
 from allreduce.health import abort
 from allreduce.transport.control import together
 
 
-def known(reduce: Any) -> Call:
+def known(reduce: Any) -> Admitted:
     """The call that sums ten float64 up."""
     reduce(np.ones(10), "sum")
     return next(iter(reduce._known.values()))
@@ -34,7 +34,7 @@ def test_an_array_outlives_a_call_that_failed_half_way() -> None:
     def fail(*_: Any) -> None:
         raise FloatingPointError("of this rank alone")
 
-    call.reduce = fail
+    call.work = fail
     with pytest.raises(FloatingPointError):
         reduce(array, "sum")
     with pytest.raises(BrokenError, match="has failed half-way"):
@@ -67,7 +67,7 @@ def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch
             if threading.current_thread() is late:
                 assert inside.wait(20)
 
-        call.reduce = work
+        call.work = work
         monkeypatch.setattr(engine.abort, "communicates", first_comes)
         first, late = threading.Thread(target=reduce, args=(np.ones(10), "sum")), threading.Thread(target=second)
         late.start()
@@ -97,7 +97,7 @@ def test_an_error_of_this_rank_is_not_taken_for_one_of_all(error: Exception, mon
 def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a copy of the workers and none of their threads, so at its end it would wait, and then end the job."""
     with allreduce.Topology() as topology:
-        lane = topology.once(Worker).lane("slow", threaded=True)
+        lane = topology.once(Worker).queue("slow", threaded=True)
         inside, leave = threading.Event(), threading.Event()
         pending = lane.submit(lambda: (inside.set(), leave.wait(20)))
         assert inside.wait(20)

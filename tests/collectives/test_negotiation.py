@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import binomial, subtree
-from allreduce.engine.negotiation import Fused, Named, NamedLane, Side
+from allreduce.engine.negotiation import Fused, Named, NamedQueue, Side
 from allreduce.errors import DisagreementError
 from allreduce.transport import processes
 from allreduce.transport.wait import WaitRecord
@@ -53,11 +53,11 @@ class Worker:
         self.number, self.watch = 1, SimpleNamespace(place=lambda number, raises: WaitRecord(number, raises))
         self.ran: list[tuple[str, Any, BaseException | None]] = []
 
-    def submit(self, lane: NamedLane, pending: Named) -> Named:
+    def submit(self, lane: NamedQueue, pending: Named) -> Named:
         lane.announce(pending)
         return pending
 
-    def decide(self, lane: NamedLane, pending: Any, added: int) -> None:
+    def decide(self, lane: NamedQueue, pending: Any, added: int) -> None:
         assert not isinstance(pending, Fused)
         pending.run()
         self.ran.append((pending.name, pending.sides, pending.error))
@@ -73,7 +73,7 @@ class Job:
         self.nbytes = 0
         self.workers = [Worker() for _ in range(size)]
         self.lanes = [
-            NamedLane(worker, Comm(self, rank), 1, "a test", lambda same: lambda sides: None, 0)  # type: ignore[arg-type]
+            NamedQueue(worker, Comm(self, rank), 1, "a test", lambda same: lambda sides: None, 0)  # type: ignore[arg-type]
             for rank, worker in enumerate(self.workers)
         ]
 

@@ -45,7 +45,7 @@ def check(reduce: AllReduce) -> None:
     reduce.broadcast(given, root=size - 1)
     np.testing.assert_array_equal(given["a"][0], np.arange(24).reshape(4, 6) + size - 1)
     assert given["b"][0].tolist() == [size - 1] * 3
-    found = reduce.collect(tree())
+    found = reduce.stack(tree())
     assert list(found) == list(tree())
     assert isinstance(found["pair"], Pair)
     assert found["pair"].x.tolist() == list(range(1, size + 1))

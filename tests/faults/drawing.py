@@ -1,4 +1,4 @@
-"""Draws a run: all comes from its number, so that a run can be had again by it. Pure."""
+"""Draws a plan from a number: the same number gives the same plan. Pure."""
 
 import random
 from collections.abc import Sequence

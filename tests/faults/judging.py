@@ -1,4 +1,4 @@
-"""What became of a run: did those left survive, in what time, with what lost, and is the result right?"""
+"""The verdict on a run: did the ranks that are left survive, in what time, what was repeated, is the result right?"""
 
 import re
 from collections.abc import Sequence

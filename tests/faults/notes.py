@@ -1,4 +1,4 @@
-"""What a rank leaves behind of a run: a line for every event, written at once, so that a killed rank's stay."""
+"""The notes of a rank: a line for each event, written at once, so that those of a killed rank are there too."""
 
 import json
 import os

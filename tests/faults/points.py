@@ -1,7 +1,7 @@
 """Named points in the library's code, and what can be done to a rank when it comes to one.
 
 This is the only way in which tests end, stop or spoil a rank at a place inside of the library, which knows nothing of
-it: `at` patches the functions of PLACES in the process that it is called in, and in no other.
+it: `at` patches the functions of POINTS in the process that it is called in, and in no other.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from tests.faults.plans import START, Fault, Plan
 
 PROGRAMS = f"{__package__}.programs"
 # The owner of a method or function, and its name. Of a class also the same method of those that inherit from it.
-PLACES = {
+POINTS = {
     "compute": [
         ("trainers.trainer:Trainer", "_compute"),
         ("trainers.parameter_server:ParameterServerTrainer", "_compute_part"),
@@ -33,9 +33,9 @@ PLACES = {
     "backward": [(f"{PROGRAMS}.loop", "backward")],
     "push": [("trainers.strategies.servers.worker:Client", "push")],
     "reply": [("trainers.strategies.servers.server:Desk", "reply")],
-    "call": [("allreduce.engine.engine:Calls", "run")],
-    "reduce": [("allreduce.engine.engine:Calls", "run")],  # inside of a call, when the ranks have met
-    "middle of a reduction": [("allreduce.two_phase:TwoPhase", "_all_gather")],
+    "call": [("allreduce.engine.engine:Engine", "run")],
+    "reduce": [("allreduce.engine.engine:Engine", "run")],  # inside of a call, when the ranks have met
+    "middle of a reduction": [("allreduce.backend:TwoPhase", "_all_gather")],
     "update": [("trainers.replica:Replica", "update"), ("trainers.pytorch.optimizer:MirroredOptimizer", "step")],
     "end of a step": [(f"{__package__}.notes:Notes", "step")],
     "evaluate": [("trainers.trainer", "evaluated")],
@@ -87,7 +87,7 @@ def at(point: str, action: Action, turn: int = 1, after: bool = False, always: b
         if here:
             action(*arguments)
 
-    for owner, name in PLACES[point]:
+    for owner, name in POINTS[point]:
         for holder in _holders(owner, name):
             wrap = _wrapped_inside if point in INSIDE else _wrapped
             setattr(holder, name, wrap(getattr(holder, name), come, after))
@@ -96,7 +96,7 @@ def at(point: str, action: Action, turn: int = 1, after: bool = False, always: b
 def install(plan: Plan, notes: Notes) -> None:
     """Have this rank's faults of a plan happen to it, at the points that it comes to. Local; before the training."""
     for number, fault in enumerate(plan.faults):
-        if fault.rank == notes.rank and fault.point in PLACES:
+        if fault.rank == notes.rank and fault.point in POINTS:
             action = partial(_happen_noted, number, fault, notes)
             at(fault.point, action, fault.turn, fault.after, always=fault.kind == "slow")
 

@@ -103,15 +103,15 @@ def test_every_run_of_a_number_is_the_same_and_leaves_somebody() -> None:
     assert {plan.program for plan in drawn} == set(plans.PROGRAMS)
     met = {fault.point for plan in drawn for fault in plan.faults if fault.kind != "differ"}
     assert met == {plans.OUTSIDE, *drawing.POINTS}
-    assert set(points.PLACES) >= drawing.POINTS
+    assert set(points.POINTS) >= drawing.POINTS
     assert {fault.kind for plan in drawn for fault in plan.faults} == {"kill", "differ", *drawing.OTHERS}
 
 
 def test_every_point_is_a_place_in_the_code() -> None:
     """A rank that is to die at one would otherwise live."""
     pytest.importorskip("torch")
-    for places in points.PLACES.values():
-        for owner, name in places:
+    for functions in points.POINTS.values():
+        for owner, name in functions:
             module, _, kind = owner.partition(":")
             found = importlib.import_module(module)
             assert callable(getattr(getattr(found, kind) if kind else found, name)), f"{owner} {name}"

@@ -49,7 +49,7 @@ FILES = [
     "allreduce/doctor/gpus.py",
     "allreduce/sparse.py",
     "allreduce/torch_backend/reduce.py",
-    "allreduce/trees.py",
+    "allreduce/arrays/trees.py",
     "trainers/horovod/session.py",
     "trainers/backends.py",
     "trainers/fit/loop.py",

@@ -27,9 +27,9 @@ else:
 # Limits. A change may lower one of these numbers and may not raise it. The comment after each is the aim.
 MODULES_IN_CIRCLES = 7  # 0: modules that import each other, directly or by way of others
 FOLDERS_IN_CIRCLES = 15  # 0: the same of the modules and folders that lie in one folder
-FLOORS = {"allreduce": 15, "trainers": 10, "benchmarks": 4}  # 13 each: layers of modules and folders
-ROOT_MODULES = {"allreduce": 13, "trainers": 14}  # 12 and 16: modules directly in the package's folder
-LINES = 43_108  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and scripts
+FLOORS = {"allreduce": 14, "trainers": 10, "benchmarks": 4}  # 13 each: layers of modules and folders
+ROOT_MODULES = {"allreduce": 9, "trainers": 14}  # 12 and 16: modules directly in the package's folder
+LINES = 42_998  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and scripts
 FINDINGS = {"SLF001": 136, "C901": 1, "PLR0912": 1, "PLR0915": 0}  # 0: of ruff in the product, whatever noqa says
 
 CORE = {"numpy", "mpi4py", "ml_dtypes"}
@@ -194,7 +194,7 @@ WAITS = {"Barrier", "Bcast", "Reduce", "Allreduce", "Reduce_scatter", "Reduce_sc
          "Gather", "Gatherv", "Allgather", "Allgatherv", "Scatter", "Scatterv", "Alltoall", "Alltoallv", "Alltoallw",
          "Send", "Ssend", "Recv", "Sendrecv", "Probe", "Mprobe", "Dup", "Split", "Split_type", "Create_group",
          "Agree", "Shrink", "Spawn"}  # fmt: skip
-BELOW = ("allreduce/transport/", "allreduce/health/", "allreduce/engine/", "allreduce/backends/", "allreduce/moves.py")
+BELOW = ("allreduce/transport/", "allreduce/health/", "allreduce/engine/", "allreduce/backends/")
 WATCHED = {("allreduce/topology.py", "_connect")}  # called in `with waiting(...)`
 PICKLES = {"allreduce", "reduce", "bcast", "allgather", "gather", "scatter", "alltoall", "scan", "exscan", "barrier",
            "send", "ssend", "isend", "recv", "irecv", "sendrecv", "mrecv"}  # fmt: skip

@@ -158,7 +158,7 @@ def test_three_lines_reach_the_accuracy_of_one_rank(mpirun: JobRunner, ranks: in
 def test_training_step_benchmark(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     wrong = {
-        "--models mlpp": "'mlpp' is unknown; choose from: mlp; transformer; conv",
+        "--models mlpp": "'mlpp' is unknown; did you mean 'mlp'? use all, or some of mlp, transformer, conv",
         "--json no/out.json": "does not exist; make it first",
     }
     short = ["--models", "conv", "--batch", "4", "--steps", "2", "--warmup", "1", "--verify", "3", "--json", "out.json"]

@@ -8,8 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 import allreduce
-from allreduce.backend import AllReduce
-from allreduce.two_phase import TwoPhase
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.wrappers.background import Background
 from tests.sequences.calls import Calls
 from tests.sequences.making import names
@@ -201,7 +200,7 @@ class Backends(Calls):
         dtype, length = self.pick(*DTYPES), self.pick(*LENGTHS)
         self.note(f"collect {length} {dtype} by {used.name}")
         rows = self.rows(used, length, dtype)
-        found = self.well("collect", lambda: used.backend.collect(np.array(self.mine(used, rows))))
+        found = self.well("collect", lambda: used.backend.stack(np.array(self.mine(used, rows))))
         self.near(used, "collect", found, rows.astype("float64"))
 
     def gather(self, used: Used) -> None:
@@ -281,8 +280,8 @@ class Backends(Calls):
             lambda: backend(dtype if bad else one, "sum"),
             lambda: backend(one, "max" if bad else "sum"),
             lambda: backend.broadcast(one, int(bad)),
-            lambda: backend.collect(one) if bad else backend(one, "sum"),
-            lambda: backend.collect(other if bad else one),
+            lambda: backend.stack(one) if bad else backend(one, "sum"),
+            lambda: backend.stack(other if bad else one),
             lambda: backend({"a": one} if bad else [one], "sum"),
         ]
         # Ranks that meet on no board compare nothing that is known to some of them, unless they always do.

@@ -118,7 +118,7 @@ def what_is_no_array_is_refused_where_others_compress() -> None:
             backend(array, "sum")
             wrong = bad if backend.rank == 1 else array
             raised(partial(backend, wrong, "sum"), NotAnArrayError, NotContiguousError)
-        assert backend.collect(1).sum() == backend.size
+        assert backend.stack(1).sum() == backend.size
 
 
 def join_compares_no_rank_that_has_left() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from allreduce import Topology, create, trees
+from allreduce import Topology, create
 from allreduce.errors import OptionError
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.callbacks import ModelCheckpoint
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
     ),
     "broadcast of a tree": (
         "root must be a rank of this topology, 0 to 0, got False",
-        lambda: backend("ring", lambda made: trees.broadcast(made, {"a": np.zeros(3)}, False)),
+        lambda: backend("ring", lambda made: made.broadcast({"a": np.zeros(3)}, False)),
     ),
     "reduce_to_one": (
         "root must be a rank of this topology, 0 to 0, got False",

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from allreduce.engine.lane import Pending
-from allreduce.engine.negotiation import Side, Sides
-from allreduce.engine.queue import Worker
+from allreduce.engine.negotiation import NamedQueue, Side, Sides
+from allreduce.engine.queue import Future, Worker
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
 from allreduce.torch_backend.move import TensorMover
@@ -53,7 +52,12 @@ class Members:
         self._comm = made.private()
         self.reducer, self.mover = TensorReducer(made, self._comm, Options()), TensorMover(self._comm)
         names = topology.private()
-        self.lane = topology.once(Worker).named("the calls of Horovod's API", names, self._join_proxy, fuse_bytes)
+        self.lane = topology.once(Worker).add(
+            lambda worker, number: NamedQueue(
+                worker, names, number, "the calls of Horovod's API", self._join_proxy, fuse_bytes
+            ),
+            threaded=True,
+        )
         self._counts: Counter[str] = Counter()
 
     def name(self, kind: str, given: str | None) -> str:
@@ -129,7 +133,7 @@ class Run:
 class Handle(NamedTuple):
     """A call whose result nobody has asked for. grouped: its result is a tuple."""
 
-    pending: Pending
+    pending: Future
     run: Run
     grouped: bool
 

@@ -7,7 +7,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from allreduce import trees
 from allreduce.backend import AllReduce
 
 Average = Callable[[Sequence[Any]], list[Any]]
@@ -56,7 +55,7 @@ def mirror_variables(variables: Sequence[Any], backend: AllReduce) -> None:
     settle()
     with outside():
         arrays = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
-        trees.broadcast(backend, arrays, root=0)
+        backend.broadcast(arrays, root=0)
         if backend.rank:
             for variable, array in zip(variables, arrays, strict=True):
                 variable.assign(array)
@@ -78,7 +77,7 @@ def _of_torch(backend: AllReduce) -> Average:
     @torch.compiler.disable
     def average(gradients: Sequence[Any]) -> list[Any]:
         arrays = [None if each is None else as_array(each) for each in gradients]
-        averages = trees.reduced(backend, arrays, "mean")
+        averages = backend.reduced(arrays, "mean")
         return [
             None if each is None else as_tensor(array, each.dtype).to(each.device)
             for each, array in zip(gradients, averages, strict=True)
@@ -100,7 +99,7 @@ def _of_tensorflow(backend: AllReduce) -> Average:
             tree: list[Any] = [None] * len(gradients)
             for number, array in zip(numbers, arrays, strict=True):
                 tree[number] = array
-            averages = trees.reduced(backend, tree, "mean")
+            averages = backend.reduced(tree, "mean")
             return [averages[number].copy() for number in numbers]  # TensorFlow keeps the memory of what it is given
 
         found: list[Any] = [None] * len(gradients)

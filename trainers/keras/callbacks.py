@@ -6,7 +6,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from allreduce import trees
 from allreduce.transport.control import raise_together
 from trainers.errors import ArgumentError
 from trainers.keras.averaging import mirror_variables, settle
@@ -57,7 +56,7 @@ class AverageMetrics(keras.callbacks.Callback):
             return
         settle()
         values = {name: np.array(value, np.float64) for name, value in logs.items()}
-        trees.reduce(mirrored(self.model).backend.exact, values, "mean")
+        mirrored(self.model).backend.exact(values, "mean")
         logs.update({name: value if value.ndim else float(value) for name, value in values.items()})
 
 

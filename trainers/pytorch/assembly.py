@@ -9,12 +9,11 @@ from mpi4py import MPI
 from torch.optim import Optimizer
 
 from allreduce import create, notices
-from allreduce.backend import AllReduce, Recipe
+from allreduce.backend import AllReduce, Recipe, TwoPhase
 from allreduce.errors import ClosedError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import all_values, everywhere, together
-from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.traced import Traced
 from trainers import checks
 from trainers.backends import backend_for, connected_nccl

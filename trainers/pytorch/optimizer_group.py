@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.engine.queue import Lane, Worker
+from allreduce.engine.queue import Queue, Worker
 from allreduce.errors import ClosedError, OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, known
@@ -70,10 +70,10 @@ class OptimizerGroup:
     def __init__(self, topology: Topology) -> None:
         self.topology, self.key = topology, _key(topology)
         self._comm = topology.private()
-        self._queue = topology.once(Worker).lane("MirroredOptimizers")
+        self._queue = topology.once(Worker).queue("MirroredOptimizers")
         self._newest = self._count = 0
         self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
-        self._queues: dict[int, Lane] = {}  # of the members
+        self._queues: dict[int, Queue] = {}  # of the members
         self.replaced = False  # a rank was lost, and a group of the ranks that are left has taken the place of this one
         self._failures = 0  # of backwards, and of queues of former members
         self._remains: dict[int, ExitStack] = {}
@@ -86,10 +86,10 @@ class OptimizerGroup:
         for number in sorted(set(everyone[0]).intersection(*everyone[1:])):
             self._remains.pop(number).close()
         self._queue.abandon()  # with calls that ranks have given up waiting for
-        self._queue = self.topology.once(Worker).lane(f"MirroredOptimizers, {self._newest} so far")
+        self._queue = self.topology.once(Worker).queue(f"MirroredOptimizers, {self._newest} so far")
         return self._newest
 
-    def queue(self, number: int, topology: Topology, overlap: bool | str, on_gpu: bool) -> tuple[Lane, bool]:
+    def queue(self, number: int, topology: Topology, overlap: bool | str, on_gpu: bool) -> tuple[Queue, bool]:
         """A member's queue, and whether a thread runs its calls while backward goes on. Collective.
 
         No thread where it does not pay or can't be had. While a GPU computes the host's threads have nothing to do.
@@ -97,10 +97,10 @@ class OptimizerGroup:
         pays = overlap if overlap != "auto" else on_gpu or _overlap_pays(topology)
         threaded = topology.size > 1 and bool(pays)
         try:
-            queue = self.topology.once(Worker).lane(f"MirroredOptimizer {number}", threaded)
+            queue = self.topology.once(Worker).queue(f"MirroredOptimizer {number}", threaded)
         except UnavailableError as error:  # on all ranks
             notices.once(topology.rank, f"gradients are reduced after backward, not during it: {error}")
-            queue, threaded = self.topology.once(Worker).lane(f"MirroredOptimizer {number}"), False
+            queue, threaded = self.topology.once(Worker).queue(f"MirroredOptimizer {number}"), False
         self._queues[number] = queue
         return queue, threaded
 
@@ -200,7 +200,7 @@ def _overlap_pays(topology: Topology) -> bool:
     return topology.nodes > 1 or not crowded(topology)
 
 
-def _failed(queue: Lane) -> bool:
+def _failed(queue: Queue) -> bool:
     """Whether a call of the queue has failed on all ranks."""
     return getattr(queue.broken, "ranks", None) is not None
 

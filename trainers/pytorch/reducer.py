@@ -21,12 +21,11 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.nn import Parameter
 
-from allreduce.backend import AllReduce
-from allreduce.engine.queue import Lane, Pending
+from allreduce.backend import AllReduce, TwoPhase
+from allreduce.engine.queue import Future, Queue
 from allreduce.transport import ulfm
 from allreduce.transport.control import raise_together
 from allreduce.transport.wait import waiting
-from allreduce.two_phase import TwoPhase
 from trainers.errors import NotFiniteError
 from trainers.pytorch.buckets import GradientError, Marks, allocate, changed, plan, version_of
 from trainers.pytorch.hooks import CLOSED, refuse, take_over
@@ -79,7 +78,7 @@ class Reducer:
         sparse: SparseGradients,
         *,
         bucket_bytes: tuple[float, float],
-        queue: Lane,
+        queue: Queue,
         during: bool,
         comm: MPI.Intracomm,
         backend: AllReduce,
@@ -268,7 +267,7 @@ class Reducer:
         """What this rank is about to do, with all that must be alike on the ranks."""
         return f"{what}, after {self.steps} steps and {self._begun} averages"
 
-    def submit(self, work: Callable[[], object], what: str) -> Pending:
+    def submit(self, work: Callable[[], object], what: str) -> Future:
         """Have `work` called in the queue. Waiting for the result raises that a rank was lost. Local.
 
         Autograd may be at work here, inside of which nothing can be made again.
@@ -278,7 +277,7 @@ class Reducer:
         except Exception as error:
             if ulfm.lost(error) is None:
                 raise
-            future = Pending(work)
+            future = Future(work)
             future.finish(error)
             return future
 
@@ -464,7 +463,7 @@ class Backward:
         self._facts = np.zeros(1 + len(reducer.bucket_of), np.uint8)
         self.used = self._facts[1:]  # for each parameter whether any rank has a gradient of it, once this has finished
         self.unused: list[int] = []  # parameters without a gradient on this rank
-        self.futures: list[Pending] = []
+        self.futures: list[Future] = []
         self.task = -1  # autograd's number of the backward
         self.met = False  # the optimizers have seen who of them takes part
         self._ending: weakref.ref | None = None  # to what autograd calls when it is through, as long as it will

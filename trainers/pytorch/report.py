@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from allreduce.engine.queue import Pending
+from allreduce.engine.queue import Future
 from allreduce.tracing.trace import Series, Trace
 
 ResultT = TypeVar("ResultT")
@@ -22,7 +22,7 @@ class Clock:
     def now() -> float:
         return time.perf_counter()
 
-    def add(self, pending: Sequence[Pending], begin: float) -> None:
+    def add(self, pending: Sequence[Future], begin: float) -> None:
         """Count reductions that are done by now; from `begin` on this rank could do nothing but wait."""
         self.communication += sum(each.end - each.begin for each in pending)
         exposed = sum(max(0.0, each.end - max(each.begin, begin)) for each in pending)
@@ -74,7 +74,7 @@ class TracedClock(Clock):
         if self._first is None and threading.get_ident() == self._thread:
             self._first = int(at * 1e9)
 
-    def add(self, pending: Sequence[Pending], begin: float) -> None:
+    def add(self, pending: Sequence[Future], begin: float) -> None:
         super().add(pending, begin)
         waits = int(begin * 1e9)
         self._computed(waits if self._first is None else self._first)

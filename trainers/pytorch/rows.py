@@ -7,7 +7,7 @@ import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
-from allreduce.engine.lane import Pending
+from allreduce.engine.queue import Future
 from allreduce.errors import OptionError
 from allreduce.transport.control import known, raise_together
 from allreduce.transport.wait import waiting
@@ -25,7 +25,7 @@ class Rows:
     """
 
     def __init__(
-        self, submit: Callable[[Callable[[], object]], Pending], comm: MPI.Intracomm, mine: float, active: bool
+        self, submit: Callable[[Callable[[], object]], Future], comm: MPI.Intracomm, mine: float, active: bool
     ) -> None:
         self._comm, self._mine, self._active = comm, mine, active
         self._total, self._ranks = 0.0, 0

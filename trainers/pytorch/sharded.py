@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from allreduce import notices
 from allreduce.arrays import dtypes
+from allreduce.backend import TwoPhase
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, combine, on_all, raise_together, together
 from allreduce.transport.shared_segment import CommonWindow
 from allreduce.transport.wait import waiting
-from allreduce.two_phase import TwoPhase
 from trainers.pytorch.buckets import Block, Flat, blocks, changed, flat, version_of
 from trainers.pytorch.recovery import Backup
 from trainers.pytorch.reducer import Reducer

@@ -9,11 +9,10 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import gpu
-from allreduce.backend import AllReduce
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.backends.central import Central
 from allreduce.tracing.trace import Series, Trace, now
 from allreduce.transport.control import all_values, together
-from allreduce.two_phase import TwoPhase
 from trainers.group import sent
 from trainers.replica import Replica
 from trainers.state.pieces import MEASURED, Piece

@@ -17,12 +17,11 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import dtypes, gpu
-from allreduce.backend import AllReduce
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.errors import UnavailableError
 from allreduce.tracing.trace import Series, Trace, now
 from allreduce.transport.control import combine, on_all, together
 from allreduce.transport.shared_segment import CommonWindow
-from allreduce.two_phase import TwoPhase
 from trainers.backends import own_memory
 from trainers.errors import ArgumentError
 from trainers.replica import Replica, reserved

@@ -69,7 +69,7 @@ def at_random(reduce: Any, dies: bool) -> None:
         reduce(mine, "sum")
         reduce(other, "sum")
         assert mine[-1] == other[-1] == reduce.size
-        assert reduce.collect(reduce.rank).tolist() == list(range(reduce.size))
+        assert reduce.stack(reduce.rank).tolist() == list(range(reduce.size))
 
 
 def in_the_background(reduce: Any, dies: bool) -> None:

@@ -72,7 +72,7 @@ class Run:
 
     def collect(self, call: Call) -> None:
         array, turn = self.filled(call)
-        self.compare(call, turn, self.backends[call.backend].collect(array))
+        self.compare(call, turn, self.backends[call.backend].stack(array))
 
     def filled(self, call: Call) -> tuple[np.ndarray, int]:
         """The array of a call with this rank's values, and the call's number on its backend."""

@@ -14,9 +14,8 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.backend import AllReduce
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.errors import DisagreementError
-from allreduce.two_phase import TwoPhase
 from tests.ranks.hosts import Hosts
 from tests.ranks.together import raised_everywhere, usable
 
@@ -69,8 +68,8 @@ CALLS: dict[str, tuple[Callable[[AllReduce, int], Any], ...]] = {
         lambda reduce, seed: reduce.broadcast(np.ones(10 + seed), 1),
     ),
     "collect": (
-        lambda reduce, seed: reduce.collect(np.ones(10 + seed)),
-        lambda reduce, seed: reduce.collect(np.ones(11 + seed)),
+        lambda reduce, seed: reduce.stack(np.ones(10 + seed)),
+        lambda reduce, seed: reduce.stack(np.ones(11 + seed)),
     ),
     "all_gather": (
         lambda reduce, seed: reduce.all_gather(np.ones(10 + seed)),

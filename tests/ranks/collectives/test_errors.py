@@ -10,8 +10,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
-from allreduce.backend import AllReduce
-from allreduce.two_phase import TwoPhase
+from allreduce.backend import AllReduce, TwoPhase
 from tests.ranks.together import raised_everywhere, usable
 
 SIZE = MPI.COMM_WORLD.size
@@ -433,7 +432,7 @@ def test_a_call_that_failed_half_way_is_the_last(
             raise raised
 
         (call,) = {id(each): each for each in reduce._known.values()}.values()
-        monkeypatch.setattr(call, "reduce", fail)
+        monkeypatch.setattr(call, "work", fail)
         with pytest.raises(seen):
             reduce(np.ones(10), "sum")
         with pytest.raises(errors.BrokenError, match="has failed half-way"):

@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.arrays import dtypes
+from allreduce.backend import TwoPhase
 from allreduce.errors import DisagreementError, NotAnArrayError, NotContiguousError, UnavailableError
-from allreduce.two_phase import TwoPhase
 from tests.gpu import fake_cupy
 from tests.ranks.grid import OPS, expected, lengths, numpy_dtype, shapes, values
 from tests.ranks.together import usable

@@ -11,9 +11,8 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.backend import AllReduce
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.errors import UnavailableError
-from allreduce.two_phase import TwoPhase
 from tests.ranks.grid import DTYPES, QUICK, compare, expected, lengths, numpy_dtype, run_grid, shapes, values
 
 SIZE = MPI.COMM_WORLD.size

@@ -10,8 +10,8 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce import sparse
-from allreduce.backend import AllReduce
+from allreduce.arrays import rows as sparse
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.errors import (
     DisagreementError,
     NotAnArrayError,
@@ -20,7 +20,6 @@ from allreduce.errors import (
     UnsupportedOpError,
 )
 from allreduce.transport import chunked
-from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.wrapper import Wrapper
 from tests.gpu import fake_cupy
 from tests.ranks.grid import shapes
@@ -63,12 +62,12 @@ def test_broadcast(reduce: AllReduce, dtype: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_collect(reduce: AllReduce) -> None:
-    assert reduce.collect(reduce.rank).tolist() == list(range(SIZE))
-    assert reduce.collect(np.float32(0.5)).dtype == np.float32
-    table = reduce.collect(np.full((2, 3), reduce.rank + 1, "int32").T)
+    assert reduce.stack(reduce.rank).tolist() == list(range(SIZE))
+    assert reduce.stack(np.float32(0.5)).dtype == np.float32
+    table = reduce.stack(np.full((2, 3), reduce.rank + 1, "int32").T)
     assert table.shape == (SIZE, 3, 2)
     assert (table == np.arange(1, SIZE + 1, dtype="int32").reshape(SIZE, 1, 1)).all()
-    assert reduce.collect(np.empty((0, 3))).shape == (SIZE, 0, 3)
+    assert reduce.stack(np.empty((0, 3))).shape == (SIZE, 0, 3)
 
 
 def test_all_gather(reduce: AllReduce) -> None:
@@ -116,9 +115,9 @@ def test_what_only_moves_may_have_any_dtype(reduce: AllReduce, dtype: np.dtype) 
         array = sides[rank].copy()
         reduce.broadcast(array, root)
         assert _bits(array) == _bits(sides[root])
-        assert _bits(reduce.collect(sides[rank])) == b"".join(map(_bits, sides))
+        assert _bits(reduce.stack(sides[rank])) == b"".join(map(_bits, sides))
         tree = {"moved": sides[rank].copy(), "float": np.ones(3)}
-        assert _bits(reduce.collect(tree)["moved"]) == b"".join(map(_bits, sides))
+        assert _bits(reduce.stack(tree)["moved"]) == b"".join(map(_bits, sides))
         reduce.broadcast(tree, root)
         assert _bits(tree["moved"]) == _bits(sides[root])
     for length in (1, 2000):
@@ -148,7 +147,7 @@ def test_dtypes_that_only_move_differ(reduce: AllReduce) -> None:
 
 def test_references_are_refused(reduce: AllReduce) -> None:
     for array in (np.array([None, 1]), np.zeros(2, [("a", "f4"), ("b", "O")])):
-        for call in (reduce.broadcast, reduce.collect, reduce.all_gather):
+        for call in (reduce.broadcast, reduce.stack, reduce.all_gather):
             assert "references" in raised_everywhere(WORLD, UnsupportedDtypeError, partial(call, array))
             if call != reduce.all_gather:
                 assert "references" in raised_everywhere(WORLD, UnsupportedDtypeError, partial(call, [array]))
@@ -198,7 +197,7 @@ def test_a_wrapper_owns_what_its_inner_backend_owns(reduce: AllReduce) -> None:
         buffer[wrapper.owned(1000)] = 1
         wrapper.all_gather(buffer)
         assert buffer.all()
-        assert wrapper.collect(reduce.rank).tolist() == list(range(SIZE))
+        assert wrapper.stack(reduce.rank).tolist() == list(range(SIZE))
         assert wrapper.sparse(np.array([4]), np.ones(1), 5, "sum")[1].tolist() == [SIZE]
 
 
@@ -206,7 +205,7 @@ def test_cupy(monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology) -> None
     cupy = fake_cupy.install(monkeypatch)
     with allreduce.create("ring", flat) as reduce:
         array = cupy.asarray(np.full(10, reduce.rank))
-        assert (reduce.collect(array) == np.arange(SIZE).reshape(SIZE, 1)).all()
+        assert (reduce.stack(array) == np.arange(SIZE).reshape(SIZE, 1)).all()
         reduce.broadcast(array, SIZE - 1)
         assert (array.get() == SIZE - 1).all()
         found, sums = reduce.sparse(cupy.asarray(np.array([reduce.rank])), cupy.asarray(np.ones((1, 2))), SIZE, "sum")
@@ -222,15 +221,15 @@ def test_named_errors(check: str, flat: allreduce.Topology) -> None:
         )
         assert "got '0'" in raised_everywhere(WORLD, OptionError, lambda: reduce.broadcast(np.zeros(3), "0"))  # type: ignore[arg-type]
         raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.broadcast([1.0]))
-        raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.collect([1.0]))
-        raised_everywhere(WORLD, UnsupportedDtypeError, lambda: reduce.collect(np.zeros(3, object)))
+        raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.stack([1.0]))
+        raised_everywhere(WORLD, UnsupportedDtypeError, lambda: reduce.stack(np.zeros(3, object)))
         if SIZE > 1:
             rank = reduce.rank
             text = raised_everywhere(WORLD, DisagreementError, lambda: reduce.broadcast(np.zeros(3), rank % 2))
             assert "rank 1: broadcast: length 3, dtype float64, ordinary memory, root 1" in text
             shape = (2, 3) if rank else (3, 2)
             raised_everywhere(WORLD, DisagreementError, lambda: reduce.broadcast(np.zeros(shape)))
-            raised_everywhere(WORLD, DisagreementError, lambda: reduce.collect(np.zeros(2 + rank % 2)))
+            raised_everywhere(WORLD, DisagreementError, lambda: reduce.stack(np.zeros(2 + rank % 2)))
             call = (lambda: reduce.broadcast(np.zeros(4))) if rank else (lambda: reduce(np.zeros(4), "sum"))
             raised_everywhere(WORLD, DisagreementError, call)
         reduce.broadcast(np.zeros(3))
@@ -263,5 +262,5 @@ def test_named_errors_of_sparse(check: str, topology_of: Callable[..., allreduce
         for other in others:
             raised_everywhere(WORLD, DisagreementError, lambda: bring(reduce, **(other if last else {})))  # type: ignore[arg-type]  # noqa: B023
         if others:
-            raised_everywhere(WORLD, DisagreementError, lambda: bring(reduce) if last else reduce.collect(1))  # type: ignore[func-returns-value]
+            raised_everywhere(WORLD, DisagreementError, lambda: bring(reduce) if last else reduce.stack(1))  # type: ignore[func-returns-value]
         bring(reduce)

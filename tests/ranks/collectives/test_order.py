@@ -7,8 +7,8 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+from allreduce.backend import TwoPhase
 from allreduce.errors import ClosedError, DisagreementError, NotAnArrayError, OptionError
-from allreduce.two_phase import TwoPhase
 from tests.ranks.hosts import Hosts
 
 SIZE = MPI.COMM_WORLD.size
@@ -100,8 +100,8 @@ def test_a_broadcast_is_not_taken_for_another_call_on_hosts(name: str, world: MP
     array = np.ones(1)
     for _ in range(2):
         reduce.broadcast(array)
-        reduce.collect(array)
-    call = reduce.broadcast if world.rank == 0 else reduce.collect
-    with pytest.raises(DisagreementError, match=r"rank 0: broadcast: (.*\n)+.*rank 1: collect"):
+        reduce.stack(array)
+    call = reduce.broadcast if world.rank == 0 else reduce.stack
+    with pytest.raises(DisagreementError, match=r"rank 0: broadcast: (.*\n)+.*rank 1: stack"):
         call(array)
     topology.close()

@@ -178,7 +178,7 @@ def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.T
             refused = allreduce.create("ring", flat)
             for length in (5, 5, 5):
                 refused(np.ones(length), "sum")
-            met.append(refused._calls._met)
+            met.append(refused._engine._met)
             raise known(OptionError("refused after all"), flat.world)
 
     met: list[int] = []

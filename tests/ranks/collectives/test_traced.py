@@ -12,10 +12,10 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
+from allreduce.backend import TwoPhase
 from allreduce.tracing import clocks
 from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace
-from allreduce.two_phase import TwoPhase
 from allreduce.wrappers import traced
 from tests.trace_schema import check_trace
 from trainers import MirroredTrainer, NumpyNetwork

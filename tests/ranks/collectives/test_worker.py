@@ -25,7 +25,7 @@ def topology() -> allreduce.Topology:
 def test_users_may_submit_in_different_orders(topology: allreduce.Topology, threaded: bool) -> None:
     """Rank by rank another order of three users; every call's sum is right, so no two were mixed up."""
     comm = topology.private()
-    lanes = [topology.once(Worker).lane(f"user {number}", threaded=threaded) for number in range(3)]
+    lanes = [topology.once(Worker).queue(f"user {number}", threaded=threaded) for number in range(3)]
     results = np.zeros((20, 3))
 
     def add(turn: int, number: int) -> None:
@@ -48,7 +48,7 @@ def test_users_may_submit_in_different_orders(topology: allreduce.Topology, thre
 @THREADED
 def test_a_call_that_only_some_have_does_not_hold_up_others(topology: allreduce.Topology, threaded: bool) -> None:
     """Rank 0 submits to `a` first, the others only when `b` has run everywhere."""
-    a, b = (topology.once(Worker).lane(name, threaded=threaded) for name in "ab")
+    a, b = (topology.once(Worker).queue(name, threaded=threaded) for name in "ab")
     ran: list[str] = []
     early = a.submit(lambda: ran.append("a")) if topology.rank == 0 else None
     b.submit(lambda: ran.append("b")).wait()
@@ -61,7 +61,7 @@ def test_a_call_that_only_some_have_does_not_hold_up_others(topology: allreduce.
 def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: bool, world: MPI.Intracomm) -> None:
     if topology.size == 1:
         pytest.skip("a rank agrees with itself")
-    lane, other = topology.once(Worker).lane("optimizer", threaded=threaded), topology.once(Worker).lane("another")
+    lane, other = topology.once(Worker).queue("optimizer", threaded=threaded), topology.once(Worker).queue("another")
     lane.submit(lambda: None, "averages", [1]).wait()
     ran: list[int] = []
     different = lane.submit(lambda: ran.append(1), "averages", [2 + (topology.rank == 0)])
@@ -81,7 +81,7 @@ def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: 
 
 @THREADED
 def test_what_a_call_raises_is_raised_by_wait(topology: allreduce.Topology, threaded: bool) -> None:
-    lane = topology.once(Worker).lane("user", threaded=threaded)
+    lane = topology.once(Worker).queue("user", threaded=threaded)
 
     def fail() -> None:
         raise ValueError("on purpose")
@@ -97,7 +97,7 @@ def test_what_a_call_raises_is_raised_by_wait(topology: allreduce.Topology, thre
 
 
 def test_the_thread_runs_alone_and_ends(topology: allreduce.Topology) -> None:
-    lane = topology.once(Worker).lane("user", threaded=True)
+    lane = topology.once(Worker).queue("user", threaded=True)
     names = []
     lane.submit(lambda: names.append(threading.current_thread().name)).wait()
     assert names == ["allreduce worker"]
@@ -134,7 +134,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
     """Whatever ends it, on all ranks here: who waits for a call gets that error, and the next call is refused."""
     if topology.size == 1:
         pytest.skip("one rank hears of no announcements")
-    lane = topology.once(Worker).lane("user", threaded=True)
+    lane = topology.once(Worker).queue("user", threaded=True)
     lane.submit(lambda: None).wait()
 
     def die() -> None:
@@ -178,7 +178,7 @@ def test_two_auto_backends_in_two_threads(topology: allreduce.Topology) -> None:
 @pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="one rank agrees with itself")
 def test_a_broken_lane_keeps_nothing_alive(topology: allreduce.Topology) -> None:
     """An error holds all that the functions held through which it went: an optimizer, say."""
-    lane = topology.once(Worker).lane("user")
+    lane = topology.once(Worker).queue("user")
 
     class Large:
         pass

@@ -10,11 +10,8 @@ from mpi4py import MPI
 import allreduce
 from allreduce import errors
 from allreduce.arrays.memory_kinds import ALLOCATED
-from allreduce.backend import AllReduce
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.backends.ring import Ring
-from allreduce.moves import Moves
-from allreduce.sparse import Sparse
-from allreduce.two_phase import TwoPhase
 from allreduce.wrappers.background import Background
 from allreduce.wrappers.compressed import Compressed
 from allreduce.wrappers.wrapper import Wrapper
@@ -90,24 +87,13 @@ def test_what_it_says_of_itself(wrapper: Wrapper, inner: AllReduce) -> None:
 def test_nothing_is_left_to_the_base() -> None:
     """A method that a backend gets later is forwarded too, or it would work on what the wrapper does not have."""
     own = {"close", "abandon", "__init__", "__enter__", "__exit__"}  # those that end or begin the wrapper
-    inside = {
-        "_connect",
-        "_admit",
-        "_agree_once",
-        "_admit_move",
-        "_where",
-        "_forget",
-        "_close",
-        "_close_together",
-        "_hand_round",
-        "_phase",
-        "_admit_rows",
-        "_add_rows",
-    }
-    # Called by those that are forwarded, in the backend.
-    inside |= {"_check_dtype", "_check_allocation", "_scatter_gpu", "_gather_gpu", "_to_gpu"}
-    inside |= {"_place", "_finding", "_say_copies"}
-    for kind in (TwoPhase, AllReduce, Sparse, Moves):
+    # Called in the backend by methods that are forwarded.
+    inside = {"_connect", "_close", "_close_together", "_forget", "_where", "_place", "_finding", "_say_copies"}
+    inside |= {"_ready", "_admit_reduction", "_admit_rows", "_add_rows", "_hand_round", "_gathering"}
+    inside |= {"_scatter_gpu", "_gather_gpu", "_to_gpu"}
+    # Made of other methods of the wrapper's.
+    inside |= {"_admit", "_admit_tree", "_packing", "on_arrays", "reduce_tree", "reduced", "check_dtype"}
+    for kind in (TwoPhase, AllReduce):
         methods = {name for name, value in vars(kind).items() if callable(value)} - own - inside
         assert {name for name in methods if not name.startswith("__")} <= set(vars(Wrapper)), kind
 

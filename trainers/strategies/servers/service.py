@@ -10,8 +10,7 @@ import numpy as np
 
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
-from allreduce.engine.lane import Lane, Pending
-from allreduce.engine.queue import Worker
+from allreduce.engine.queue import Future, Queue, Worker
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
@@ -61,7 +60,7 @@ class ServedTrainer(Trainer):
         self._desk: Desk | None = None
         self._client: Client | None = None
         self._shard: Shard | None = None
-        self._lane: Lane | None = None
+        self._lane: Queue | None = None
         super().__init__(replica, topology)  # from here on a loss abandons this trainer, whatever of it there is
         try:
             self._mirror(whole=False)
@@ -145,17 +144,17 @@ class ServedTrainer(Trainer):
             ) from error
         self.replica.bind(self._gradients)
 
-    def _make_lane(self, thread: str) -> Lane:
+    def _make_lane(self, thread: str) -> Queue:
         """Calls here wait for other ranks' calls of another kind, so nobody else's may have to wait for them."""
         name = f"parameters of {type(self).__name__}"
         self._beside = self.topology.duplicate()
         try:
-            return self._beside.once(Worker).lane(name, threaded=True, alone=True)
+            return self._beside.once(Worker).queue(name, threaded=True, alone=True)
         except UnavailableError:  # on all ranks
             if thread != "ask":
                 self._beside.close()
                 raise
-            return self._beside.once(Worker).lane(name, alone=True)
+            return self._beside.once(Worker).queue(name, alone=True)
 
     def _meet(self, measures: int, dtype: np.dtype, thread: str) -> None:
         """Make this rank's ends of the messages. Collective."""
@@ -259,7 +258,7 @@ class ServedTrainer(Trainer):
 
 
 @contextmanager
-def ended(beside: Pending) -> Iterator[None]:
+def ended(beside: Future) -> Iterator[None]:
     """A loss that is met inside is raised when the call in the other thread has ended too, which hears of it too."""
     try:
         yield

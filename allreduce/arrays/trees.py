@@ -1,0 +1,102 @@
+"""Trees: lists, tuples and dicts of arrays in the place of one array. Pure: where their arrays lie in buffers.
+
+The arrays of one dtype lie one after the other in one buffer. A layout is computed once for each structure, shapes
+and dtypes, and the ranks compare it by a number.
+"""
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from allreduce.arrays import gpu
+
+KINDS = (list, tuple, dict)
+LONGEST = 400  # characters of a tree in an error
+
+Key = tuple[
+    str, tuple[tuple[tuple[int, ...], Any, bool], ...]
+]  # structure; shape, dtype and "on the GPU" of each array
+
+
+class Group(NamedTuple):
+    """The arrays of one dtype: for each, its number in the tree, its slice of the buffer, and its shape."""
+
+    dtype: np.dtype
+    device: str
+    length: int
+    places: list[tuple[int, slice, tuple[int, ...]]]
+
+    def pack(self, arrays: Sequence[Any], buffer: Any) -> None:
+        """Copy this group's arrays into `buffer`, one after the other."""
+        for number, part, shape in self.places:
+            buffer[part].reshape(shape)[...] = arrays[number]
+
+
+class Layout(NamedTuple):
+    """Where the arrays of a tree lie in buffers; the tree as text, and a number by which ranks compare it."""
+
+    groups: list[Group]
+    text: str
+    number: int
+
+
+def flatten(tree: Any, arrays: list[Any]) -> str:
+    """Append the arrays of a tree to `arrays`, of dicts in the order of their sorted keys; returns the structure."""
+    if isinstance(tree, dict):
+        inside = ", ".join(f"{key!r}: {flatten(tree[key], arrays)}" for key in _sorted(tree))
+        return f"{{{inside}}}"
+    if isinstance(tree, list | tuple):
+        inside = ", ".join([flatten(part, arrays) for part in tree])
+        return f"[{inside}]" if isinstance(tree, list) else f"({inside})"
+    if tree is None:
+        return "None"
+    arrays.append(tree)
+    return "*"
+
+
+def rebuild(tree: Any, arrays: list[Any]) -> Any:
+    """A tree of the same structure that holds `arrays`, in the order of `flatten`."""
+    return _rebuilt(tree, arrays[::-1])
+
+
+def _rebuilt(tree: Any, left: list[Any]) -> Any:
+    """left: the arrays to come, the next one last."""
+    if isinstance(tree, dict):
+        made = {key: _rebuilt(tree[key], left) for key in _sorted(tree)}
+        return {key: made[key] for key in tree}
+    if isinstance(tree, list | tuple):
+        parts = [_rebuilt(part, left) for part in tree]
+        if isinstance(tree, list):
+            return parts
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    return None if tree is None else left.pop()
+
+
+def key(structure: str, arrays: Sequence[Any]) -> Key:
+    """What a layout depends on."""
+    return structure, tuple([(np.shape(each), getattr(each, "dtype", None), gpu.is_gpu_array(each)) for each in arrays])
+
+
+def layout(key: Key) -> Layout:
+    """Where arrays of these shapes and dtypes lie."""
+    structure, kinds = key
+    places: dict[tuple[Any, str], list[tuple[int, slice, tuple[int, ...]]]] = {}
+    ends: dict[tuple[Any, str], int] = {}
+    for number, (shape, dtype, on_gpu) in enumerate(kinds):
+        group = dtype, "cuda" if on_gpu else "cpu"
+        start = ends.get(group, 0)
+        ends[group] = start + math.prod(shape)
+        places.setdefault(group, []).append((number, slice(start, ends[group]), shape))
+    arrays = ", ".join(f"{dtype}{list(shape)}" for shape, dtype, _ in kinds)
+    text = f"a tree {structure} of {arrays or 'no arrays'}"
+    shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return Layout(
+        [Group(*group, ends[group], placed) for group, placed in places.items()], shown, zlib.crc32(text.encode())
+    )
+
+
+def _sorted(tree: dict[Any, Any]) -> list[Any]:
+    return sorted(tree, key=lambda key: (type(key).__name__, key if isinstance(key, str | int) else repr(key)))

@@ -1,0 +1,157 @@
+"""bound = reduce.bind(array, op): the sums of a call, its errors, and its place in the order of calls."""
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce import errors
+from allreduce.wrappers.background import Background
+from allreduce.wrappers.compressed import Compressed
+from allreduce.wrappers.traced import Traced
+from allreduce.wrappers.wrapper import Wrapper
+from tests.ranks.grid import shapes
+from tests.ranks.together import raised_everywhere, usable
+
+SIZE = MPI.COMM_WORLD.size
+several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
+SUM = SIZE * (SIZE + 1) / 2
+
+
+@pytest.mark.parametrize("shape", shapes(SIZE))
+@pytest.mark.parametrize("name", allreduce.NAMES)
+def test_it_reduces_as_a_call(name: str, shape: str, topology_of: Callable[..., allreduce.Topology]) -> None:
+    with usable(name, topology_of(shapes(SIZE)[shape])) as reduce:
+        for array in (np.empty(8, "float32"), reduce.allocate(8), np.empty((2, 3)), np.empty(0), np.empty(1000)):
+            for op, factor in (("sum", 1), ("mean", 1 / SIZE), ("average", 1 / SIZE)):
+                bound = reduce.bind(array, op)
+                for turn in range(12):  # the first of them look at the arrays, and settle how later ones are done
+                    expected = np.empty_like(array)
+                    expected[...] = turn + reduce.rank + 1
+                    array[...] = expected
+                    reduce(expected, op)
+                    bound()
+                    assert array.tobytes() == expected.tobytes()
+                    np.testing.assert_allclose(array, (turn * SIZE + SUM) * factor, rtol=1e-6)
+
+
+def test_several_are_called_in_any_order(flat: allreduce.Topology) -> None:
+    with allreduce.create("auto", flat) as reduce:
+        whole = reduce.allocate(100)
+        buckets = [reduce.bind(whole[start : start + 25], "sum") for start in range(0, 100, 25)]
+        for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
+            whole[:] = reduce.rank + 1
+            for number in order:
+                buckets[number]()
+            assert (whole == SUM).all()
+
+
+def test_every_check(flat: allreduce.Topology) -> None:
+    for check in ("first", "always", "never"):
+        with allreduce.create("ring", flat, check=check) as reduce:
+            array = np.full(5, reduce.rank + 1.0)
+            reduce.bind(array, "sum")()
+            assert (array == SUM).all()
+
+
+def test_bad_arguments_are_refused_when_it_is_bound(flat: allreduce.Topology) -> None:
+    with allreduce.create("ring", flat) as reduce:
+        for error, array, op in (
+            (errors.NotAnArrayError, [1.0], "sum"),
+            (errors.NotContiguousError, np.ones(10)[::2], "sum"),
+            (errors.UnsupportedOpError, np.ones(3), "median"),
+            (errors.UnsupportedDtypeError, np.ones(3, "complex64"), "sum"),
+        ):
+            raised_everywhere(flat.world, error, lambda array=array, op=op: reduce.bind(array, op))  # type: ignore[misc]
+
+
+def test_another_shape_later_changes_nothing(flat: allreduce.Topology) -> None:
+    """The function reduces the memory that it was given."""
+    with allreduce.create("ring", flat) as reduce:
+        array = np.ones((2, 3))
+        bound = reduce.bind(array, "sum")
+        array.shape = (6,)
+        bound()
+        assert (array == SIZE).all()
+
+
+@several
+def test_ranks_that_differ(flat: allreduce.Topology) -> None:
+    with allreduce.create("ring", flat) as reduce:
+        odd = reduce.rank == SIZE - 1
+        text = raised_everywhere(flat.world, errors.DisagreementError, lambda: reduce.bind(np.ones(3 + odd), "sum"))
+        assert f"rank {SIZE - 1}: all_reduce: length 4" in text
+        one, other, array = np.ones(3), np.ones(4), np.ones(3)
+        bound, second = reduce.bind(one, "sum"), reduce.bind(other, "sum")
+        for _ in range(2):
+            raised_everywhere(flat.world, errors.DisagreementError, lambda: (second if odd else bound)())
+            raised_everywhere(flat.world, errors.DisagreementError, lambda: reduce(one, "max") if odd else bound())
+        assert (one == 1).all()
+        assert (other == 1).all()
+        bound()
+        assert (one == SIZE).all()
+        if odd:  # a call of the same array is the same call
+            reduce(array, "sum")
+        else:
+            reduce.bind(array, "sum")()
+        assert (array == SIZE).all()
+
+
+def test_after_close(flat: allreduce.Topology) -> None:
+    reduce = allreduce.create("auto", flat)
+    bound = reduce.bind(np.ones(3), "sum")
+    reduce.close()
+    with pytest.raises(errors.ClosedError):
+        bound()
+    with pytest.raises(errors.ClosedError):
+        reduce.bind(np.ones(3), "sum")
+
+
+def test_threads(flat: allreduce.Topology) -> None:
+    """It may be called in another thread than the one that bound it, one at a time."""
+    with allreduce.create("ring", flat) as reduce:
+        array = np.ones(3)
+        bound = reduce.bind(array, "sum")
+        thread = threading.Thread(target=bound)
+        thread.start()
+        thread.join()
+        bound()
+        assert (array == SIZE**2).all()
+        found: list[BaseException] = []
+
+        def inside(*_: object) -> None:
+            try:
+                bound()
+            except errors.OptionError as error:
+                found.append(error)
+
+        call = next(iter(reduce._known.values()))
+        call.work = inside  # type: ignore[assignment]
+        reduce(array, "sum")
+        assert "while another thread of this rank is in" in str(found[0])
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "compressed", "traced", "background"])
+def test_wrappers(kind: str, flat: allreduce.Topology, tmp_path: object) -> None:
+    with allreduce.create("ring", flat) as inner:
+        wrapper: Wrapper
+        if kind == "wrapper":
+            wrapper = Wrapper(flat, inner=inner)
+        elif kind == "compressed":
+            wrapper = Compressed(flat, inner=inner, compress="bfloat16")
+        elif kind == "traced":
+            wrapper = Traced(flat, inner=inner, trace=f"{tmp_path}/trace.json")
+        else:
+            wrapper = Background(flat, inner=inner)
+        with wrapper:
+            array = np.empty(10, "float32")
+            bound = wrapper.bind(array, "sum")
+            for _ in range(3):
+                array[:] = wrapper.rank + 1
+                bound()
+                assert (array == SUM).all()
+        with pytest.raises(errors.ClosedError):
+            bound()
