@@ -39,8 +39,7 @@ class Closeable(Protocol):
 class OneOfAKind(Closeable, Protocol):
     """What all users of a topology have in common, one object of a kind: see `Topology.once`.
 
-    taken: the numbers of the parts that users have. take_back: users who can't give these parts back have taken them.
-    Both are local, and alike on all ranks.
+    taken: the numbers of users' parts. take_back: of users who can't give them back. Local, alike on all ranks.
     """
 
     def taken(self) -> set[int]: ...

@@ -1,4 +1,4 @@
-"""Benchmarks of the AllReduce backends: one module per question.
+"""Benchmarks of the AllReduce backends and trainers: a command for each question; README.md lists them.
 
 mpirun -n 4 python -m benchmarks.bandwidth   which backend is fastest at which size, and by how much?
 python -m benchmarks.compare a.json b.json   did a change make anything slower?

@@ -39,13 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--parameters", type=cli.at_least(0.01, float), default=10.0, metavar="M", help="millions (default: 10)")
     add("--batch", type=cli.at_least(1), default=128, metavar="N", help="rows per rank (default: 128)")
     add("--steps", type=cli.at_least(4), default=100, metavar="N", help="(default: 100)")
-    add(
-        "--every",
-        type=cli.at_least(2),
-        default=20,
-        metavar="N",
-        help="steps from checkpoint to checkpoint (default: 20)",
-    )
+    add("--every", type=cli.at_least(2), default=20, metavar="N", help="steps between checkpoints (default: 20)")
     add("--update", choices=UPDATES, default="replicated", help="(default: replicated)")
     add("--framework", choices=["numpy", "torch"], default="numpy", help="(default: numpy)")
     add("--folder", metavar="DIR", help="where rank 0 writes (default: a temporary folder here)")

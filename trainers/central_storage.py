@@ -1,28 +1,17 @@
-"""CentralStorageTrainer: one rank holds the parameters and the optimizer, all ranks compute.
+"""CentralStorageTrainer: one rank holds the parameters and the optimizer, all ranks compute."""
 
-The gradients are added up on that rank, it updates, and the parameters go back into the memory of all replicas. On one
-node that memory is one, so nothing goes back: who computes reads where the storage rank has written.
-"""
-
-import zlib
 from typing import Any
 
-from allreduce import notices
-from allreduce.backends.central import Central
-from allreduce.elastic.standby import NEWCOMER, Joining
+from allreduce.backend import AllReduce
+from allreduce.elastic.standby import Joining
+from allreduce.keywords import known_only
 from allreduce.topology import Topology
-from allreduce.transport.control import everywhere, root_value
-from trainers import trainer
-from trainers.errors import ArgumentError
-from trainers.mirrored import MirroredTrainer
-from trainers.recovery.calls import outlives_losses
 from trainers.replica import Replica
-from trainers.strategies.central_storage import CentralUpdate, CopiedUpdate, _moved
+from trainers.strategies.central_storage import CentralStorage
+from trainers.trainer import Trainer
 
-DEVICES = ("cpu", "cuda")
 
-
-class CentralStorageTrainer(MirroredTrainer):
+class CentralStorageTrainer(Trainer[CentralStorage]):
     """Synchronous training with the parameters and the optimizer on one rank.
 
     It keeps MirroredTrainer's promises: the results are the same to float tolerance, and all replicas hold the same
@@ -33,11 +22,11 @@ class CentralStorageTrainer(MirroredTrainer):
 
         with CentralStorageTrainer(NumpyNetwork([64, 32, 10]), storage=0) as trainer:
             history = trainer.fit(x, y, epochs=10, batch_size=100)
+
+    Also attributes: `storage`, the rank that holds the parameters, and `allreduce` and `buffer`, as of MirroredTrainer.
     """
 
-    remakes = True
-
-    @outlives_losses
+    @known_only
     def __init__(
         self,
         replica: Replica,
@@ -59,68 +48,23 @@ class CentralStorageTrainer(MirroredTrainer):
 
         Raises on all ranks, and leaves nothing behind: ArgumentError, DisagreementError (models that differ).
         """
-        ranks = topology or Topology()
-        if isinstance(ranks, Joining):  # the others know where the storage is
+        if isinstance(topology, Joining):  # the others know where the storage is
             storage = 0
-        self.storage = storage
-        backend: Central | None = None
-        try:
-            _agree_on_arguments(ranks, replica, storage, device)
-            with ranks.trial():
-                backend = Central(ranks, root=storage)
-            super().__init__(replica, backend, update="sharded", copies=copies, on_failure=on_failure)
-        except Exception as error:
-            if everywhere(error, ranks.world):  # so all ranks come to the close
-                if backend is not None:
-                    backend.close()
-                if topology is None:
-                    ranks.close()
-            raise
-        self._owns_backend, self._owns_topology = True, topology is None
-
-    def _share_update(self) -> None:
-        assert isinstance(self.allreduce, Central)
-        parts = self.replica, self.allreduce, self.buffer, self._comm, self._communication
-        steps = self.steps
-        if self.size == 1:
-            return
-        if self.replica.device == "cpu":
-            try:
-                self._sharded = CentralUpdate(*parts, self._measured, steps, self._copies_kept())
-                return
-            except ArgumentError as refusal:  # on all ranks
-                notices.once(self.rank, f"central storage copies the model's whole state in every step: {refusal}")
-        self._sharded = CopiedUpdate(*parts, self._measured, steps)
-
-    def _make_backend(self, topology: Topology) -> Central:
-        """The storage rank stays, where it is left; rank 0 takes its place."""
-        storage, former = _moved(self.storage, topology.former), topology.former
-        if NEWCOMER in former:
-            old = next(rank for rank, before in enumerate(former) if before != NEWCOMER)
-            storage = root_value(topology.world, storage, "hear where the storage is", old)
-        self.storage = storage
-        return Central(topology, root=self.storage)
-
-    def _renumber(self, arguments: dict[str, Any], former: tuple[int, ...]) -> None:
-        arguments["storage"] = _moved(arguments.get("storage", 0), former)
+        strategy = CentralStorage(replica, type(self).__name__, storage, device, copies)
+        super().__init__(strategy, topology, on_failure)
 
     @property
-    def tells_errors(self) -> bool:  # type: ignore[override]
-        """The storage rank sees the flags of all before it updates."""
-        return self.replica.device == "cpu"
+    def storage(self) -> int:
+        """The rank that holds the parameters now."""
+        return self.strategy.storage
 
+    @property
+    def allreduce(self) -> AllReduce:
+        """The backend that adds up the gradients."""
+        assert self.strategy.allreduce is not None
+        return self.strategy.allreduce
 
-def _agree_on_arguments(ranks: Topology, replica: Replica, storage: Any, device: str | None) -> None:
-    """Raise on all ranks what is wrong with the arguments of any, before anything is made. Collective."""
-    error = trainer.replica_refusal(replica)
-    if isinstance(storage, bool) or not isinstance(storage, int) or not 0 <= storage < ranks.size:
-        error = ArgumentError(f"storage must be a rank of this training, 0 to {ranks.size - 1}, got {storage!r}")
-    elif device not in (None, *DEVICES):
-        error = ArgumentError(f"device={device!r} is unknown; use one of {', '.join(DEVICES)}, or None")
-    elif error is None and device not in (None, replica.device):
-        error = ArgumentError(
-            f'device="{device}": this {type(replica).__name__} is on {replica.device}, and a replica updates where it '
-            f"is; make all replicas on {device}, or leave out device"
-        )
-    row = f"CentralStorageTrainer({type(replica).__name__}, storage={storage!r}, device={device!r})"
-    ranks.agree([zlib.crc32(row.encode())], row, error)
+    @property
+    def buffer(self) -> Any:
+        """What is reduced in every step; None when the trainer is closed."""
+        return self.strategy.buffer

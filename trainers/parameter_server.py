@@ -1,26 +1,15 @@
 """ParameterServerTrainer: servers hold the parameters and update them, workers compute."""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
-import numpy as np
-
+from allreduce.keywords import known_only
 from allreduce.topology import Topology
-from allreduce.transport.control import everywhere
-from trainers.data import Batches
-from trainers.errors import ArgumentError
-from trainers.fit.loop import Fit
-from trainers.recovery.calls import outlives_losses
 from trainers.replica import Replica
-from trainers.strategies.interface import FLAGS
-from trainers.strategies.servers.progress import Parts, Rule, bad_options, server_ranks
-from trainers.strategies.servers.service import agree_on_arguments
-from trainers.strategies.servers.strategy import AsynchronousEpochs, StepsTogether
+from trainers.strategies.servers.strategy import AsynchronousServers, Options, ParameterServers, SynchronousServers
 from trainers.trainer import Trainer
 
 
-class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):
+class ParameterServerTrainer(Trainer[ParameterServers]):
     """Parameters sharded over servers, gradients from workers; servers and workers are ranks of their own.
 
     The flat parameters are cut into one slice of equal bytes a server, so large arrays are split. Each server holds
@@ -44,7 +33,7 @@ class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):
     averages (batch norm's are) are saved as rank 0 has them, so rank 0 should be a worker where there are any.
     """
 
-    @outlives_losses
+    @known_only
     def __init__(
         self,
         replica: Replica,
@@ -77,73 +66,16 @@ class ParameterServerTrainer(StepsTogether, AsynchronousEpochs):
 
         Raises ArgumentError or DisagreementError on all ranks, and leaves nothing behind.
         """
-        ranks = topology or Topology()
-        chosen, error = server_ranks(servers, ranks.size)
-        error = error or bad_options(updates, stale, max_staleness, warm_up, learning_rate)
-        if (
-            error is None
-            and (stale == "scale" or learning_rate == "divide")
-            and not getattr(replica, "learning_rates", True)
-        ):
-            error = ArgumentError(
-                f"{type(replica).__name__} has no learning rate that can be set, so leave out "
-                'stale="scale" and learning_rate="divide"'
-            )
-        row = (
-            f"ParameterServerTrainer({type(replica).__name__}, {servers=}, {updates=}, {stale=}, {max_staleness=}, "
-            f"{warm_up=}, {learning_rate=}, {fetch_ahead=}, {on_failure=})"
-        )
-        try:
-            agree_on_arguments(ranks, replica, row, error, on_failure)
-        except Exception as refused:
-            if topology is None and everywhere(refused, ranks.world):
-                ranks.close()
-            raise
-        workers = tuple(rank for rank in range(ranks.size) if rank not in chosen)
-        self.updates, self._sync = updates, updates == "sync"
-        self.steps_together = self._sync
-        self._warm_up, self._fetch_ahead, self._first_workers = warm_up, bool(fetch_ahead), len(workers)
-        self._rule = Rule(stale, max_staleness, 1 / len(workers) if learning_rate == "divide" else 1.0)
-        thread, owns, metrics = "" if self._sync else "ask", topology is None, len(replica.metrics)
-        super().__init__(replica, ranks, chosen, workers, metrics, thread, owns, on_failure)
-        self.measured = np.zeros(metrics + len(FLAGS))
-        self._collected = []
-        self._epoch = Parts()
+        options = Options(servers, updates, stale, max_staleness, warm_up, learning_rate, bool(fetch_ahead))
+        kind = SynchronousServers if updates == "sync" else AsynchronousServers
+        super().__init__(kind(replica, type(self).__name__, options), topology, on_failure)
 
-    # When a rank was lost
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """The ranks that are servers now."""
+        return self.strategy.servers
 
-    def _take_part(self) -> None:
-        self.part = self.workers.index(self.rank) if self.rank in self.workers else None
-        self.parts = len(self.workers) if self._sync else self._first_workers  # parts are dealt, to whoever is there
-
-    def _agree_on_progress(self) -> None:
-        if self._sync:
-            self._finish_step()
-        else:
-            self._epoch.agree(self._comm, self._shard is not None)
-
-    # Epochs
-
-    def _meter(self, batches: Batches) -> Any:
-        return Trainer._meter(self, batches) if self._sync else super()._meter(batches)
-
-    def _begin_fit(self) -> None:
-        self._epoch = Parts()
-
-    def _run_epoch(self, fit: Fit, number: int) -> None:
-        parts = fit.batches.steps * (1 if self._sync else self.parts)
-        self._epoch.begin(number, 0 if self._shard is None else parts)
-        self._first = self.steps - fit.place.step
-        run = fit.together if self._sync else partial(self._work if self._desk is None else self._serve, fit)
-        try:
-            run(number)
-        except Exception as error:
-            if everywhere(error, self._comm):  # so all ranks come to this
-                self._spread()
-            raise
-        self._spread()
-
-    def _end_epoch(self) -> dict[str, Any]:
-        if not self._sync:
-            self._tally.collect(self._comm, self._shard is None or self._shard.is_finite())
-        return self._told(self._epoch.counts())
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The ranks that are workers now."""
+        return self.strategy.workers

@@ -25,10 +25,10 @@ class Table(NamedTuple):
 
 
 class Hold:
-    """trainer: that has a replica, None for none. A copy of the replica is a free one."""
+    """holder: the strategy of the trainer that has a replica, None for none. A copy of the replica is a free one."""
 
-    def __init__(self, trainer: Any = None) -> None:
-        self.trainer = trainer
+    def __init__(self, holder: Any = None) -> None:
+        self.holder = holder
 
     def __reduce__(self) -> tuple[type["Hold"], tuple[()]]:
         return Hold, ()

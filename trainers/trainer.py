@@ -1,55 +1,52 @@
-"""What all trainers share: fit, evaluate, predict, save, load, and the agreement of the ranks about them."""
+"""The face of all trainers: fit, evaluate, predict, save, load, edit, and the agreement of the ranks about them."""
 
-from abc import ABC, abstractmethod
+import hashlib
+import zlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
+from typing import Any, Generic, NoReturn, TextIO, TypeVar
 
 import numpy as np
 
-from allreduce.arrays import dtypes
-from allreduce.backend import AllReduce
-from allreduce.errors import CopyError
+from allreduce.errors import ClosedError, CopyError, DisagreementError
 from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
 from allreduce.transport.control import combine, together
-from trainers import stopwatch
-from trainers.backends import UPDATES, compression_twice
-from trainers.data import Batch, Batches, Collate
-from trainers.errors import ArgumentError
+from allreduce.transport.wait import waiting
+from trainers.data import Batches, Collate, Samples
+from trainers.errors import ArgumentError, TrainerError
 from trainers.fit.checkpointing import make_saver
 from trainers.fit.evaluation import evaluated, predicted
 from trainers.fit.loop import Fit
 from trainers.fit.prefetch import AHEAD, wanted
-from trainers.group import NO_TARGETS, Ranks, gather_rows
-from trainers.recovery.calls import Call, FitCall, Loss, Survival, refusal
+from trainers.group import RankGroup, gather_rows
+from trainers.recovery.calls import EditCall, FitCall
+from trainers.recovery.recovery import Call, Failure, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
-from trainers.replica import Hold, Replica, Rows
-from trainers.state import backup
+from trainers.replica import Hold, Replica
+from trainers.state.adopt import mirror
 from trainers.state.checkpoints import Checkpoint
+from trainers.strategies.interface import Strategy
 from trainers.watching.history import History
-from trainers.watching.meter import Meter
 
-TrainerT = TypeVar("TrainerT", bound="Trainer")
+TrainerT = TypeVar("TrainerT", bound="Trainer[Any]")
+StrategyT = TypeVar("StrategyT", bound=Strategy)
 ResultT = TypeVar("ResultT")
-UNTRACED = nullcontext()
 
 
-class Trainer(Ranks, ABC):
+class Trainer(Generic[StrategyT]):
     """Trains a replica together with the trainers of the other ranks of a topology.
 
     Every method is collective: all ranks call it with the same arguments. x and y are the whole data on
     every rank, arrays whose first axis is the sample; `fit` and `evaluate` take data sets too. Arguments that
     make no sense, and ranks that disagree about them, raise the same ArgumentError or DisagreementError on all.
-    """
 
-    steps_together = True  # whether ranks take every step together, so that checkpoints may be written between two
-    mirrors = "step"  # after what all ranks have the same parameters: each "step", or each "epoch"
-    divides_state = True  # whether ranks may have parts of the model's state that others lack, until this is closed
-    tells_errors = True  # whether `_step` sees on all ranks, before it updates, that one of them has failed
+    replica: this rank's copy of the model. strategy: how a step is computed and applied. group: the ranks.
+    recovery: what happens when some of them fail.
+    """
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise CopyError(
@@ -58,75 +55,68 @@ class Trainer(Ranks, ABC):
             'fit(checkpoint=Checkpoint("run")) writes one from which the training goes on'
         )
 
-    def __init__(self, replica: Replica, topology: Topology) -> None:
-        self.replica = replica
-        self.closed = self.cut_short = False  # cut_short: steps not taken together have ended before the epoch's last
-        self.stop_training = False  # set by a callback, on any rank
-        self.measured: Any = None  # what the last step returned
-        self.trace: Trace | None = None  # while a callback records what is done
-        self.steps = 0  # that were taken together
-        self.losses: list[Loss] = []  # the ranks that were lost so far, the same on all ranks
-        self._survival: Survival | None = None  # where a rank may be lost without the others
-        self._communication = stopwatch.make(replica.device)
-        self._connect(topology)
-        replica.hold = Hold(self)
+    def __init__(self, strategy: StrategyT, topology: Topology | None, on_failure: str | None) -> None:
+        """Agree on the arguments, and make the strategy on the ranks. Collective.
 
-    @abstractmethod
-    def _compute(self, batch: Batch | None) -> None:
-        """Compute this rank's part of a step: the gradients of `batch`, or zeros. Local; may raise anything."""
-
-    @abstractmethod
-    def _step(self, flags: tuple[float, ...]) -> Any:
-        """Train on one global batch, of which each rank has computed its part.
-
-        The last flag says that a rank has failed: where a trainer `tells_errors` it updates nothing then.
-        Returns the means over the global batch of the replica's metrics, and behind them the sums of the ranks'
-        flags: the same bits on all ranks, of at least 32 bits a number, on the replica's device. Runs
-        `_communication` while it waits for other ranks.
+        topology: of the ranks that train; None for all ranks. It is closed with the trainer then.
         """
-
-    def _begin_fit(self) -> None:
-        """A fit begins, of which nothing is done. Local."""
-
-    def _run_epoch(self, fit: Fit, number: int) -> None:
-        """Do this rank's part of the steps of epoch `number`. Errors that `fit.guarded` keeps are raised after it."""
-        fit.together(number)
-
-    def _end_epoch(self) -> dict[str, Any]:
-        """All ranks have done the steps of an epoch, without an error; what they have to say of it. Collective."""
-        return {}
-
-    def _meter(self, batches: Batches) -> Any:
-        """What measures the epochs of a fit, as a Meter does."""
-        return Meter(self.replica.metrics, batches.sizes(), self.measured.dtype, self.replica.device)
-
-    def _apart(self) -> dict[str, str]:
-        """What of the replica's state is no copy of what other ranks have, by name, and why. Local."""
-        return {}
+        self.strategy, self.replica = strategy, strategy.replica
+        self.recovery = Recovery(strategy, on_failure)
+        self.group: RankGroup = self.recovery.make(topology, self)
 
     @property
-    def _fresh_gradients(self) -> Any:
-        """The gradients that this rank has computed in this step, 1-D, while they are not averaged; None for none."""
-        return None
+    def topology(self) -> Topology:
+        """Of the ranks that train; a new one after a failure."""
+        return self.group.topology
 
     @property
-    def _fresh_rows(self) -> Sequence[Rows]:
-        """For each of the replica's `tables` the sparse gradient of this rank and step, not averaged yet."""
-        return ()
+    def rank(self) -> int:
+        """This rank among those that train; -1 while it joins a fit."""
+        return self.group.rank
 
     @property
-    def _sent(self) -> np.dtype:
-        """The dtype in which gradients reach the other ranks. Local."""
-        return dtypes.parse(self.replica.gradient_dtype)
+    def size(self) -> int:
+        """How many ranks train."""
+        return self.group.size
 
     @property
-    def _fresh_measured(self) -> Any:
-        """This rank's part of the metrics of this step, and what is behind them, while they are not added up."""
-        return self.measured
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self.strategy.closed
 
-    def _choices(self) -> dict[str, str]:
-        """What was chosen for this job, by name. Collective."""
-        return {}
+    @property
+    def measured(self) -> Any:
+        """What the last step has measured, and behind it the FLAGS."""
+        return self.strategy.measured
+
+    @property
+    def steps(self) -> int:
+        """How many steps the ranks have taken together."""
+        return self.strategy.steps
+
+    @property
+    def trace(self) -> Trace | None:
+        """Where a callback has what is done recorded, if one has."""
+        return self.strategy.trace
+
+    @property
+    def losses(self) -> list[Failure]:
+        """The ranks that have failed so far, the same on all ranks."""
+        return self.recovery.failures
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the training goes on with the other ranks when one fails."""
+        return self.recovery.goes_on
+
+    @property
+    def stop_training(self) -> bool:
+        """Set by a callback on any rank: the fit ends on all of them."""
+        return self.strategy.stop_training
+
+    @stop_training.setter
+    def stop_training(self, stop: bool) -> None:
+        self.strategy.stop_training = stop
 
     @known_only
     @stops_at_sigterm
@@ -173,20 +163,25 @@ class Trainer(Ranks, ABC):
         settings["validation_data"] = "none" if validation_data is None else "given"
         settings |= {"checkpoint": checkpoint, "resume": resume}
         fetches_ahead = wanted(x, y) if prefetch is None else prefetch
+        strategy, group = self.strategy, self.group
 
         def begin() -> Fit:
             rows = self._admit("fit", x, y, settings, collate)
             validate = None
             if validation_data is not None:
                 validate = partial(self._evaluate, *self._admit_validation(validation_data, collate))
-            self._mirror(whole=True)
+            mirror(strategy)
             ahead = AHEAD if fetches_ahead else 0
-            batches = Batches(*rows, batch_size, self.part, self.parts, seed, shuffle, ahead)
-            saver = together(self._comm, partial(make_saver, self, batches, checkpoint, resume, validate is not None))
+            batches = Batches(*rows, batch_size, strategy.part, strategy.parts, seed, shuffle, ahead)
+            saver = together(
+                group.comm, partial(make_saver, strategy, batches, checkpoint, resume, validate is not None)
+            )
             return Fit(
-                self,
+                strategy,
                 batches,
                 epochs,
+                watched=self,
+                goes_on=self.goes_on,
                 validate=validate,
                 callbacks=callbacks,
                 fetches_ahead=fetches_ahead,
@@ -195,7 +190,7 @@ class Trainer(Ranks, ABC):
                 saver=saver,
             )
 
-        return self._call(FitCall(self, begin))
+        return self._call(FitCall(strategy, begin))
 
     def evaluate(self, x: Any, y: np.ndarray | None = None, collate: Collate | None = None) -> dict[str, float]:
         """The replica's metrics ("loss", "accuracy", ...), means over these rows; the ranks share the work.
@@ -224,156 +219,224 @@ class Trainer(Ranks, ABC):
         """Take on the model in `path`, which rank 0 reads and hands to all ranks. Raises ModelFileError."""
         self._call(Call("load", lambda: self._load(path)))
 
-    def record(self, trace: Trace | None) -> None:
-        """Record what this rank does in `trace` from now on, or, with None, no more. Local, on all ranks or on none."""
-        self.trace = self._communication.trace = trace
+    def edit(self, change: Callable[[], object]) -> None:
+        """Change the model's parameters in place by `change()`, the same on all ranks. Collective.
 
-    def span(self, kind: str) -> AbstractContextManager[None]:
-        """What is done inside is "data", "compute", "update", ... in the trace, if there is one. Local."""
-        return UNTRACED if self.trace is None else self.trace.span(kind)
+        It is called on every rank, or, where the ranks of a node have one copy of the parameters, on one rank of
+        each node, while the others wait. An error of it is raised on all ranks. When a rank fails meanwhile, those
+        that are left do it anew, on the parameters as they were. Trainers with servers have no edit.
+        """
+        self._call(EditCall(self.recovery, self.strategy, change))
 
     def parameters_sha256(self) -> list[str]:
         """The SHA-256 of every rank's parameters, by rank, the same on all ranks; mirrored replicas have equal ones."""
         return self._call(Call("parameters_sha256", self._parameters_sha256))
 
-    def note_step(self) -> None:
-        """A step was taken. Local."""
-        self.steps += 1
+    def record(self, trace: Trace | None) -> None:
+        """Record what this rank does in `trace` from now on, or, with None, no more. Local, on all ranks or on none."""
+        self.strategy.record(trace)
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the training goes on with the other ranks when one is lost."""
-        return self._survival is not None and self._survival.goes_on
+    def span(self, kind: str) -> AbstractContextManager[None]:
+        """What is done inside is "data", "compute", "update", ... in the trace, if there is one. Local."""
+        return self.strategy.span(kind)
 
-    @property
-    def goes_back(self) -> bool:
-        """Whether it does so from a checkpoint, since a lost rank has a part of the state that others lack."""
-        return False
+    def surviving(self, action: Callable[[], ResultT]) -> ResultT:
+        """What `action()` returns, a collective call of the user's own on this trainer's `topology`. Collective.
+
+        Where the training goes on without failed ranks, this is made again by those that are left.
+        """
+
+        def run() -> ResultT:
+            self.group.enter("surviving")  # a rank that came to another call is told now, not after a time-out
+            return action()
+
+        return self._call(Call("a call of the user's", run))
 
     def close(self) -> None:
-        """Free what the trainer made; the replica stays usable. A lost rank meanwhile, or closing twice, is well."""
+        """Free what the trainer made; the replica stays usable. A failed rank meanwhile, or closing twice, is well."""
         if self.closed:
             return
+        strategy, group = self.strategy, self.group
         try:
-            self._agree("close")
-            self.closed = True
-            self.topology.release(self._comm, self)
-            self._close()
-            if self._has_replica:
+            group.agree("close")
+            strategy.closed = True
+            group.release()
+            strategy.close()
+            if strategy.holds_replica:
                 self.replica.hold = Hold()
+            if self.recovery.owns_topology:
+                group.topology.close()
         except Exception as error:
             if ulfm.lost(error) is None:
                 raise
             self.abandon()
 
     def abandon(self) -> None:
-        """Let go of everything without the other ranks, who may be lost. Local; the replica stays usable."""
-        self.closed = True
-
-    def _close(self) -> None:
-        """Free what a kind of trainer holds besides `_comm`."""
+        """Let go of everything without the other ranks, of which some may have failed. Local; the replica lives on."""
+        self.strategy.closed = True
+        self.strategy.abandon()
 
     def __enter__(self: TrainerT) -> TrainerT:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if error is None or self._in_step(error):  # or else others may not come to a collective close
+        if error is None or self.group.in_step(error):  # or else others may not come to a collective close
             self.close()
 
+    # Calls
+
     def _call(self, call: Call[ResultT]) -> ResultT:
-        """Make a call, which survives lost ranks where that is asked for. Collective."""
+        """Make a call, which survives failed ranks where that is asked for. Collective."""
         try:
             self._check_open()
-            return call.run() if self._survival is None else self._survival.run(call)
+            return self.recovery.run(call)
         finally:
             call.close()
 
-    def surviving(self, action: Callable[[], ResultT]) -> ResultT:
-        """What `action()` returns, a collective call of the user's own on this trainer's `topology`. Collective.
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"this {type(self).__name__} is closed; make another to go on")
+        if not self.strategy.holds_replica:
+            raise ClosedError(
+                f"this {type(self).__name__} trains no more, since a {self.replica.hold.holder.name} was made on its "
+                "replica; use that one"
+            )
 
-        Where the training goes on without lost ranks, this is made again by those that are left.
-        """
-
-        def run() -> ResultT:
-            self._enter("surviving")  # a rank that came to another call is told now, not after a time-out
-            return action()
-
-        return self._call(Call("a call of the user's", run))
+    def _evaluate(self, x: Any, y: np.ndarray | None) -> dict[str, float]:
+        group, replica = self.group, self.replica
+        with np.errstate(all="ignore"):  # a model that has diverged has a loss that says so
+            sums = together(group.comm, lambda: evaluated(replica, x, y, group.size, group.rank))
+        combine(group.comm, sums, "add up an evaluation")
+        return dict(zip(replica.metrics, (sums / len(x)).tolist(), strict=True))
 
     def _predict(self, x: np.ndarray) -> np.ndarray:
         x, _ = self._admit("predict", x, NO_TARGETS)
-        outputs = together(self._comm, lambda: predicted(self.replica, x, self.size, self.rank))
-        gather_rows(self._comm, outputs)
+        group = self.group
+        outputs = together(group.comm, lambda: predicted(self.replica, x, group.size, group.rank))
+        gather_rows(group.comm, outputs)
         return outputs
 
     def _save(self, path: str) -> None:
-        self._enter("save")
-        self._complete()
-        self._on_one(lambda: self.replica.save(path))
+        self.group.enter("save")
+        self.strategy.complete()
+        self.group.on_one(lambda: self.replica.save(path))
 
     def _load(self, path: str) -> None:
-        self._enter("load")
-        self._on_one(lambda: self.replica.restore(path))
-        self._mirror(whole=False)
+        self.group.enter("load")
+        self.group.on_one(lambda: self.replica.restore(path))
+        mirror(self.strategy, whole=False)
 
-    def _evaluate(self, x: Any, y: np.ndarray | None) -> dict[str, float]:
-        with np.errstate(all="ignore"):  # a model that has diverged has a loss that says so
-            sums = together(self._comm, lambda: evaluated(self.replica, x, y, self.size, self.rank))
-        combine(self._comm, sums, "add up an evaluation")
-        return dict(zip(self.replica.metrics, (sums / len(x)).tolist(), strict=True))
+    def _parameters_sha256(self) -> list[str]:
+        comm = self.group.comm
+        self.group.enter("parameters_sha256")
+        parameters = np.ascontiguousarray(together(comm, self.replica.state)["parameters"])
+        mine = np.frombuffer(hashlib.sha256(parameters.view(np.uint8).data).digest(), np.uint8)
+        everyone = np.empty((comm.size, mine.size), np.uint8)
+        with waiting(comm, "parameters_sha256"):
+            comm.Allgather(mine, everyone)
+        return [each.tobytes().hex() for each in everyone]
+
+    # Their arguments
+
+    def _admit(
+        self, call: str, x: Any, y: Any, settings: dict[str, Any] | None = None, collate: Collate | None = None
+    ) -> tuple[Any, Any]:
+        """Arrays x and y, or Samples and None, when all ranks bring the same and it makes sense; or all raise."""
+        self._check_open()
+        data, row, error = look_at(self.replica, call, (x, y), settings or {}, collate)
+        try:
+            self.group.enter(row, error)
+        except DisagreementError as differ:
+            tell_who_divides(differ, row, settings or {})
+            raise
+        return data
+
+    def _admit_validation(self, given: Any, collate: Collate | None) -> tuple[Any, Any]:
+        pair = isinstance(given, tuple | list)
+        x, y = given if pair and len(given) == 2 else (given, None)
+        return self._admit("validation_data of fit", x, y, collate=None if pair else collate)
 
 
-class Arguments(NamedTuple):
-    """The arguments of a MirroredTrainer; see there."""
+NO_TARGETS = object()  # in the place of y: x is rows without y, for a prediction
 
-    allreduce: str | AllReduce
-    topology: Topology | None
-    update: str
-    compress: str | None
-    copies: int
-    on_failure: str | None
+Looked = tuple[tuple[Any, Any], str, Exception | None]
 
-    def described(self, replica: Replica) -> str:
-        """What must be alike on the ranks."""
-        name = self.allreduce.name if isinstance(self.allreduce, AllReduce) else self.allreduce
-        options = ", ".join(f"{field}={getattr(self, field)!r}" for field in self._fields[2:])
-        return f"MirroredTrainer({type(replica).__name__}, {name!r}, {options})"
 
-    def refused(self, ranks: Topology, replica: Replica, remakes: bool) -> Exception | None:
-        """What makes no sense on this rank. Local.
+def look_at(
+    replica: Replica, call: str, data: tuple[Any, Any], settings: dict[str, Any], collate: Collate | None = None
+) -> Looked:
+    """The data as arrays x and y, or as Samples and None; this rank's side of the call in words; what is wrong.
 
-        ranks: that train. remakes: whether the trainer makes its backend itself, whatever was given.
-        """
-        given, update = self.allreduce, self.update
-        if error := replica_refusal(replica):
-            return error
-        if update not in UPDATES:
-            return ArgumentError(f"update={update!r} is unknown; use one of {', '.join(UPDATES)}")
-        if isinstance(given, AllReduce) and self.topology not in (None, given.topology):
-            return ArgumentError(f"{given!r} has a topology of its own; pass the backend's name, or no topology")
-        if update != "sharded" and self.copies == 2:
-            return ArgumentError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
-        return (
-            compression_twice(given, self.compress)
-            or backup.refusal(self.copies, ranks.size, self.on_failure == "continue")
-            or refusal(self.on_failure, ranks, replica, None if remakes else given)
+    data: arrays x and y, x and NO_TARGETS, or a data set and None. settings: the other arguments, by name.
+    """
+    x, y = data
+    row: str = call
+    error: Exception | None = None
+    checked: tuple[Any, Any]
+    try:
+        if y is None or collate is not None:
+            x, y = _samples(x, y, collate), None
+            row = _described(call, [str(x)], settings)
+            checked = x.first
+        else:
+            x, y = np.asarray(x), None if y is NO_TARGETS else np.asarray(y)
+            row = _described(call, _sides(x, y), settings)
+            _check_rows(x, y)
+            checked = x, y
+        _check_settings(settings)
+        replica.check(*checked)
+    except (TrainerError, ValueError, TypeError) as refused:
+        error = refused if isinstance(refused, TrainerError) else ArgumentError(f"{call}: {refused}")
+    except Exception as refused:  # whatever a data set or a model raises, the other ranks must not wait for this one
+        error = ArgumentError(f"{call}: {type(refused).__name__}: {refused}")
+    return (x, y), row, error
+
+
+def tell_who_divides(error: DisagreementError, row: str, settings: dict[str, Any]) -> None:
+    """Add to the table of an error, where ranks differ in their rows alone, what was most likely meant otherwise.
+
+    row: this rank's side of the call, from `look_at`.
+    """
+    text = str(error)
+    call, end = f": {row.partition(': ')[0]}: ", _described("", [""], settings)[2:]
+    if all(call in side and side.endswith(end) for side in text.splitlines()[1:]):
+        error.args = (
+            f"{text}\nA trainer takes all rows, the same on every rank, and divides each batch among the ranks itself",
         )
 
 
-def replica_refusal(replica: Replica) -> ArgumentError | None:
-    """Why no trainer can be made on this replica now. Local."""
-    if not isinstance(replica, Replica):
-        found = replica if isinstance(replica, type) else type(replica)
-        return ArgumentError(
-            "a trainer takes a replica, such as NumpyNetwork(sizes), TorchReplica(module, loss, optimizer), "
-            "JaxReplica(apply, loss, params, optimizer) or one of your own (trainers.replica.Replica), not "
-            f"{found.__module__}.{found.__qualname__}"
-        )
-    trainer = replica.hold.trainer
-    if trainer is None or trainer.closed or trainer.being_made or not trainer.divides_state:
-        return None
-    kind, holder = type(replica).__name__, type(trainer).__name__
-    return ArgumentError(
-        f"this {kind} has a {holder} already, in whose memory it is, and with it other ranks may have parts of its "
-        f"state: close() that first, on all ranks (`with {holder}(...) as trainer:` does), or make another {kind}"
-    )
+def _samples(x: Any, y: Any, collate: Collate | None) -> Samples:
+    if y is not None:
+        raise ArgumentError("collate is for data sets, whose rows are pairs: leave out collate, or y")
+    return x if isinstance(x, Samples) else Samples(x, collate)
+
+
+def _described(call: str, data: list[str], settings: dict[str, Any]) -> str:
+    return f"{call}: {', '.join(data + [f'{name}={value}' for name, value in settings.items()])}"
+
+
+def _sides(x: np.ndarray, y: np.ndarray | None) -> list[str]:
+    """Arrays in words: shapes, dtypes, and a checksum of the first and the last row."""
+    data = {"x": x} if y is None else {"x": x, "y": y}
+    return [f"{name} {array.dtype}{list(array.shape)} {_checksum(array)}" for name, array in data.items()]
+
+
+def _checksum(array: np.ndarray) -> str:
+    if array.ndim == 0 or len(array) == 0 or array.dtype.hasobject:
+        return "empty"
+    return f"#{zlib.crc32(np.ascontiguousarray(array[[0, -1]]).tobytes()):08x}"
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    for name, least in (("epochs", 0), ("batch_size", 1), ("seed", 0)):
+        value = settings.get(name, least)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+            raise ArgumentError(f"{name} must be an integer >= {least}, got {value!r}")
+
+
+def _check_rows(x: np.ndarray, y: np.ndarray | None) -> None:
+    if x.ndim == 0 or (y is not None and (y.ndim == 0 or len(x) != len(y))):
+        shapes = f"x has shape {x.shape}" + ("" if y is None else f" and y has shape {y.shape}")
+        raise ArgumentError(f"{shapes}; they must have one row for each sample, and as many of one as of the other")
+    if y is not None and len(x) == 0:
+        raise ArgumentError("there are no samples: x and y are empty")

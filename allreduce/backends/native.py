@@ -61,13 +61,16 @@ class Native(AllReduce):
             all_reduce(in_place, buffer, operation)
             scaled(buffer, factor, buffer)
 
-        return Quiet(mean)
+        def bind(buffer: np.ndarray, _: Op) -> Callable[[], object]:
+            typed = [buffer, MPI.Datatype.fromcode(buffer.dtype.char)]
+            return lambda: (all_reduce(in_place, typed, operation), scaled(buffer, factor, buffer))
+
+        return Quiet(mean, bind)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         operation = _operation(op, buffer.dtype)
         buffer = dtypes.wire(buffer)
-        step = largest_piece(buffer.itemsize, op)
-        for piece in chunks.segments(slice(0, buffer.size), step):
+        for piece in chunks.segments(slice(0, buffer.size), largest_piece(buffer.itemsize, op)):
             self._comm.Allreduce(MPI.IN_PLACE, buffer[piece], operation)
             op.finish(buffer[piece])
 

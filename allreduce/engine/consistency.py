@@ -1,9 +1,9 @@
-"""A board in the memory of a node: every rank writes on it what it has been called with, and reads the others.
+"""The fingerprint table: in shared memory, each rank writes what it has been called with, and reads the others.
 
-Comparing arguments by a message would cost as much as a small reduction. A word in shared memory costs next to
-nothing, so it is compared in every call. Nobody begins a call before all have come to it, so a rank can be one call
-ahead of another, not two: two words for each user and rank are enough.
-There is a board where all ranks share a node. Elsewhere a message compares the calls (see allreduce.engine.engine).
+Comparing arguments by a message would cost as much as a small reduction. Comparing a fingerprint of 64 bits in shared
+memory costs next to nothing, so the ranks compare it in every call. No rank begins a call before all have come to it.
+So a rank can be one call ahead of another, and not two: two fingerprints for each user and rank are enough.
+A table exists where all ranks share a node. Elsewhere a message compares the calls (see allreduce.engine.engine).
 """
 
 from typing import NamedTuple
@@ -20,10 +20,10 @@ TURNS = 2
 
 
 class Slot(NamedTuple):
-    """A user's part of the board.
+    """A user's part of the table.
 
-    part: its number. met: how often ranks have met there before.
-    turns: for calls in turn, the words of all ranks. place: of this rank's. size: how many ranks there are.
+    part: its number. met: how often the ranks have met there before. turns: the fingerprints of all ranks, for calls in
+    turn. place: the index of this rank's. size: how many ranks there are.
     """
 
     part: int
@@ -33,10 +33,10 @@ class Slot(NamedTuple):
     size: int
 
 
-class Board:
-    """The board of one topology, `topology.once(Board)`. Creating and closing are collective.
+class FingerprintTable:
+    """The table of one topology, `topology.once(FingerprintTable)`. Creating and closing are collective.
 
-    Backends on a duplicate of a topology are parts of a user, and meet on no board.
+    Backends on a duplicate of a topology are parts of a user, and compare no calls.
     """
 
     def __init__(self, topology: Topology) -> None:

@@ -21,7 +21,7 @@ from mpi4py import MPI
 from allreduce.arrays.ops import Op
 from allreduce.arrays.trees import Layout
 from allreduce.engine.call import AGREEING, NUMBER, NUMBER_BITS, Call, fingerprint
-from allreduce.engine.consistency import Board, Slot
+from allreduce.engine.consistency import FingerprintTable, Slot
 from allreduce.engine.queue import without_frames
 from allreduce.errors import AllReduceError, BrokenError, CommunicationError, OptionError, RankLostError
 from allreduce.health import abort
@@ -113,7 +113,7 @@ class Engine:
         self.wait = topology.place()
         self._control = topology.private(wait=self.wait)
         self._compares = compare and topology.size > 1
-        self._slot = topology.once(Board).take() if compare else None
+        self._slot = topology.once(FingerprintTable).take() if compare else None
         self._comparison = Comparison(self._control) if self._compares and self._slot is None else None
         oversubscribed = topology.sharing > topology.cores  # then a late rank needs the core on which this one looks
         self._looks, self._spin = range(1 if oversubscribed else LOOKS), 0.0 if oversubscribed else SPIN_SECONDS
@@ -365,7 +365,7 @@ class Engine:
         """Give the communicator and the part of the fingerprint table back. Collective."""
         self.stop()
         if self._slot is not None:
-            self._topology.once(Board).give_back(self._slot.part, self._met)
+            self._topology.once(FingerprintTable).give_back(self._slot.part, self._met)
         self._topology.release(self._control)
 
     def _rendezvous(

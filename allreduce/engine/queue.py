@@ -170,6 +170,7 @@ class Worker:
     def __init__(self, topology: Topology) -> None:
         self.watch, self.number = topology.watch, topology.number()
         self._comm, self._control = topology.private(), topology.private()  # for announcements; for agreements
+        self.size = topology.size
         self._lanes: dict[int, Queue] = {}
         self._numbers = itertools.count(1)  # of queues
         self._announced: dict[tuple[int, int], dict[int, int]] = {}  # rank 0: call -> rank -> digest
@@ -182,10 +183,6 @@ class Worker:
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._running: Future | None = None
         running.add(self)
-
-    @property
-    def size(self) -> int:
-        return self._comm.size
 
     def queue(self, name: str, threaded: bool = False, alone: bool = False) -> Queue:
         """A queue for a new user. Collective.

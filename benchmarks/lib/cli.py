@@ -1,4 +1,4 @@
-"""What the command lines share: one parser for all ranks, one report of an error that all ranks have."""
+"""The command lines: parsed on rank 0 for all ranks, types of options, one report of an error that all ranks raise."""
 
 import argparse
 import difflib
@@ -180,10 +180,7 @@ def add_measuring_options(parser: argparse.ArgumentParser, budget: str) -> None:
         f"iterations (default {budget}; large sizes with their 5 may take longer)",
     )
     parser.add_argument(
-        "--ranks-per-node",
-        type=nodes,
-        metavar="R",
-        help="simulate nodes of R ranks (or of 3,1 ranks) on this machine",
+        "--ranks-per-node", type=nodes, metavar="R", help="simulate nodes of R ranks (or of 3,1 ranks) on this machine"
     )
 
 

@@ -1,4 +1,7 @@
-"""Who takes part: backends of this library, and peers (other software), each as a thing that reduces an array."""
+"""The contenders: backends of this library and other software ("peers"), each as a function that reduces an array.
+
+A peer is a function from (topology, op) to a Contender; a new one is one function and one line in PEERS.
+"""
 
 import datetime
 import difflib

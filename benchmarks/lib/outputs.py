@@ -1,4 +1,4 @@
-"""Files that a benchmark writes: checked before it measures, written aside and renamed."""
+"""What a command writes: files, checked before anything is measured and replaced as a whole; text and records."""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Colours and marks that stay with a backend, in pictures and in pages."""
+"""The picture of a run: busbw and time over size, for allocated and foreign arrays. Needs matplotlib.
+
+Each backend has a colour and a mark, the same in every picture and page.
+"""
 
 import io
 import zlib

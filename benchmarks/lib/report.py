@@ -1,4 +1,4 @@
-"""The page of a run: one file with everything in it, that a browser opens without a network. Needs plotly."""
+"""The HTML page of a run: one file with everything in it, which a browser opens without a network. Needs plotly."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a run of the bandwidth benchmark found: the record that is saved, compared, plotted and fitted to."""
+"""The results of a run of benchmarks.bandwidth: the record that is saved, compared, plotted and fitted to."""
 
 import csv
 import io

@@ -1,11 +1,11 @@
-"""Honest timing, the same for every benchmark here.
+"""Timing, the same for every benchmark: of calls on arrays (`measure`) and of training steps (`take_turns`).
 
 All cells (a contender and an array) take turns: A B C A B C ..., so a machine that drifts hits all of them.
-With small arrays a turn is a burst of up to 10 iterations after one that is not timed: else each call would
-be the first after somebody else's and pay for code that the cache has lost, up to twice its own time.
+With small arrays a turn is a burst of up to 10 iterations after one that is not timed. Otherwise each call would be the
+first after another contender's, and its code would no longer be in the cache, which costs up to twice its own time.
 Before each iteration every rank writes its array, as a training step writes its gradients: so each cell
 starts with the same state of the caches, and sums don't grow until they overflow. Then a barrier, then the
-call. An iteration takes as long as its slowest rank.
+call. An iteration takes as long as its slowest rank. `Checker` verifies the results, after the timing.
 """
 
 import gc

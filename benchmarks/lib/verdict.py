@@ -1,4 +1,4 @@
-"""Which backend wins in which range of sizes, and by how much: from results to plain words. No MPI here.
+"""From results to sentences: which backend wins in which range of sizes (`verdict`), which to use (`advice`). No MPI.
 
 `auto` chooses among the others and the peer `mpi4py` is the bare call that `native` makes, so neither
 competes when others do; both are judged on their own.

@@ -1,1 +1,1 @@
-"""The cost model: what a measured machine says of larger ones."""
+"""The cost model: predicts larger machines from the measurements of one."""

@@ -1,6 +1,14 @@
-"""What the cost model's formulas are made of: the constants, where the ranks are, and steps that many take.
+"""The cost model: what each backend costs on paper, in latency, bandwidth and reduction.
 
-Seconds, bytes, and seconds per byte throughout.
+The alpha-beta-gamma model: a message of S bytes takes alpha + S beta, adding S bytes takes S gamma.
+R. Hockney: The communication challenge for MPP, 1994. R. Thakur, R. Rabenseifner, W. Gropp: Optimization of
+collective communication operations in MPICH, 2005. P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce
+algorithms for clusters of workstations, 2009. The model adds what they leave out and real machines take time for:
+handshakes before long messages, ranks that share a core, fresh memory, links that both directions load.
+
+n ranks, m nodes, S bytes; seconds, bytes, seconds per byte throughout. First the constants, the nodes, and the steps
+that several algorithms take; then a function for each backend. The formulas follow the code in allreduce/: segments,
+staging, and a result that its owner writes to all.
 """
 
 from collections import Counter

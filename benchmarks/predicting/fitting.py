@@ -1,4 +1,4 @@
-"""Fits the constants of the cost model to measured runs, and says how well it then predicts them."""
+"""Fits the constants of the cost model to measured runs, reports them, and says how well the model then predicts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -274,11 +274,7 @@ def errors(points: list[Point], machine: Machine) -> dict[str, float]:
 
 
 def lines(
-    points: list[Point],
-    machine: Machine,
-    found: dict[str, float],
-    places: list[Located],
-    check: Check | None,
+    points: list[Point], machine: Machine, found: dict[str, float], places: list[Located], check: Check | None
 ) -> list[str]:
     kept = untouched(points, machine)
     told = ", ".join(f"{name} {error:.0%}" for name, error in found.items())

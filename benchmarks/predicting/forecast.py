@@ -1,4 +1,4 @@
-"""What an all-reduce costs a training: step time, efficiency, saturation, and which backend to take."""
+"""Training on more ranks: step time, efficiency, saturation and the best backend, as figures and as a picture."""
 
 import io
 from collections.abc import Iterable

@@ -2,9 +2,8 @@
 
 6x on 8 GPUs for neural translation, 32x on 50 for Inception and 300x on 500 for RankBrain: Jeff Dean's figures of
 early 2016, as A. Geron reports them (Hands-On Machine Learning, on bandwidth saturation), without step times,
-links or servers. So the step time is what we solve for: all else is assumed below, in numbers, and whoever
-knows better changes them. Training went through parameter
-servers: each worker pushes its gradients and pulls parameters, and the servers' links carry all of that.
+links or servers. The step time is solved for; everything else is assumed below, in numbers that a reader can change.
+Training went through parameter servers: each worker pushes its gradients and pulls parameters, over the servers' links.
 """
 
 from dataclasses import dataclass, replace
@@ -128,10 +127,7 @@ def alternatives(case: Case, machine: Machine) -> list[Outcome]:
 
 def _dense_ways(case: Case, machine: Machine) -> list[tuple[str, float, float]]:
     whole, half = (_hierarchical(case, machine, nbytes) for nbytes in (case.pushed, case.pushed / 2))
-    return [
-        ("hierarchical copy, no servers", whole, 0.0),
-        ("hierarchical copy, 16 bits, overlap", half, BACKWARD),
-    ]
+    return [("hierarchical copy, no servers", whole, 0.0), ("hierarchical copy, 16 bits, overlap", half, BACKWARD)]
 
 
 def _hierarchical(case: Case, machine: Machine, nbytes: float) -> float:

@@ -11,10 +11,10 @@ from mpi4py import MPI
 from allreduce import Topology
 from trainers import MirroredTrainer, SpareReplicasTrainer, group
 from trainers.errors import ArgumentError
+from trainers.group import Owner, RankGroup
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.state.backup import keepers
 from trainers.state.pieces import Choice, choose, joined
-from trainers.trainer import Trainer
 
 
 def test_the_newest_step_whose_state_is_whole_is_chosen() -> None:
@@ -43,9 +43,9 @@ def test_halves_arrive_as_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None
         return told[0]
 
     monkeypatch.setattr(group, "root_value", tell)
-    group.sent(MPI.COMM_SELF, state, 0, "a test")
+    group.broadcast_arrays(MPI.COMM_SELF, state, 0, "a test")
     monkeypatch.setattr(group, "broadcast", lambda *_: None)
-    came = group.sent(Other(), {}, 0, "a test")  # type: ignore[arg-type]
+    came = group.broadcast_arrays(Other(), {}, 0, "a test")  # type: ignore[arg-type]
     assert {name: (array.dtype, array.shape) for name, array in came.items()} == {
         name: (array.dtype, array.shape) for name, array in state.items()
     }
@@ -104,13 +104,13 @@ def test_pieces_are_joined_in_order() -> None:
 @pytest.mark.parametrize(("kind", "options"), [(MirroredTrainer, {}), (SpareReplicasTrainer, {"spare": 0})])
 def test_a_loss_finds_a_trainer_half_made(kind: type, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as the topology knows it, it may be abandoned."""
-    init = Trainer.__init__
+    init = RankGroup.__init__
 
-    def lost(self: Trainer, replica: NumpyNetwork, topology: Topology) -> None:
-        init(self, replica, topology)
-        self.abandon()
+    def lost(self: RankGroup, topology: Topology, owner: Owner) -> None:
+        init(self, topology, owner)
+        owner.abandon()
         raise KeyError("lost")
 
-    monkeypatch.setattr(Trainer, "__init__", lost)
+    monkeypatch.setattr(RankGroup, "__init__", lost)
     with Topology(MPI.COMM_SELF) as topology, pytest.raises(KeyError, match="lost"):
         kind(NumpyNetwork([3, 2]), topology=topology, **options)

@@ -25,14 +25,14 @@ PROGRAMS = f"{__package__}.programs"
 # The owner of a method or function, and its name. Of a class also the same method of those that inherit from it.
 POINTS = {
     "compute": [
-        ("trainers.trainer:Trainer", "_compute"),
-        ("trainers.parameter_server:ParameterServerTrainer", "_compute_part"),
-        ("trainers.spare_replicas:SpareReplicasTrainer", "_compute_part"),
+        ("trainers.strategies.interface:Strategy", "compute"),
+        ("trainers.strategies.servers.strategy:AsynchronousServers", "_compute_part"),
+        ("trainers.strategies.spare_replicas:SpareReplicas", "_compute_part"),
         (f"{PROGRAMS}.loop", "forward"),
     ],
     "backward": [(f"{PROGRAMS}.loop", "backward")],
     "push": [("trainers.strategies.servers.worker:Client", "push")],
-    "reply": [("trainers.strategies.servers.server:Desk", "reply")],
+    "reply": [("trainers.strategies.servers.server:Mailbox", "reply")],
     "call": [("allreduce.engine.engine:Engine", "run")],
     "reduce": [("allreduce.engine.engine:Engine", "run")],  # inside of a call, when the ranks have met
     "middle of a reduction": [("allreduce.backend:TwoPhase", "_all_gather")],
@@ -40,7 +40,12 @@ POINTS = {
     "end of a step": [(f"{__package__}.notes:Notes", "step")],
     "evaluate": [("trainers.trainer", "evaluated")],
     "predict": [("trainers.trainer", "predicted")],
-    "mirror": [("trainers.trainer:Trainer", "_mirror")],
+    "mirror": [
+        ("trainers.trainer", "mirror"),
+        ("trainers.strategies.mirrored", "mirror"),
+        ("trainers.strategies.servers.service", "mirror"),
+        ("trainers.fit.checkpointing", "mirror"),
+    ],
     "edit": [(f"{PROGRAMS}.training", "shift")],
     "checkpoint": [("trainers.fit.checkpointing:Saver", "save"), (f"{PROGRAMS}.loop:Loop", "save")],
     "finished": [("allreduce.topology:Topology", "finished")],
@@ -50,7 +55,7 @@ POINTS = {
     "close": [("allreduce.backend:AllReduce", "_close")],
     "make a communicator": [("allreduce.topology:Topology", "private")],
     "go back": [("trainers.fit.loop:Fit", "go_back")],
-    "back up": [("trainers.state.backup:Twins", "keep")],
+    "back up": [("trainers.state.backup:Backup", "keep")],
     "back up an array": [("trainers.state.backup", "pieces")],
     "wait for a backup": [("trainers.state.backup", "wait_for")],
     "update slices": [("trainers.pytorch.sharded:ShardedOptimizer", "step")],

@@ -13,8 +13,8 @@ from allreduce.transport import chunked as sizes
 from allreduce.transport.wait import Said
 from trainers import group
 from trainers.strategies.servers.messages import BYE, PUSH, Head, Parcel
-from trainers.strategies.servers.progress import Parts, Rule
-from trainers.strategies.servers.server import Arrival, Dealer, Stream
+from trainers.strategies.servers.progress import EpochLedger, Rule
+from trainers.strategies.servers.server import Arrival, Dealer, EpochServer
 
 
 class OneNode:
@@ -84,8 +84,8 @@ def read_sizes(value: list[Any], _: Path) -> None:
     sizes._checked(MPI.COMM_SELF, value, "a test")
 
 
-class _Desk:
-    """A server's, on which lies what workers have sent: (worker, tag, head)."""
+class _Mailbox:
+    """A server's, with what workers have sent: (worker, tag, head)."""
 
     def __init__(self, messages: list[tuple[int, int, Head]]) -> None:
         self._messages = list(messages)
@@ -121,7 +121,7 @@ PARTS = 6
 def read_pushes(value: tuple[bool, str, list[tuple[int, int, Head]]], _: Path) -> None:
     """An epoch of a server, of which three workers send heads that they like. first: it deals the parts."""
     first, stale, messages = value
-    shard, epoch = _Shard(), Parts()
+    shard, epoch = _Shard(), EpochLedger()
     epoch.begin(0, PARTS)
     rule = Rule(stale, 2)
 
@@ -129,5 +129,5 @@ def read_pushes(value: tuple[bool, str, list[tuple[int, int, Head]]], _: Path) -
         shard.version += 1
 
     dealer = Dealer(range(PARTS), range(3), rule.bound) if first else None
-    desk: Any = _Desk([*messages, *((worker, PUSH, Head(BYE)) for worker in range(3))])
-    Stream(desk, shard, rule, dealer, apply, lambda: False, epoch).serve(range(3))  # type: ignore[arg-type]
+    mailbox: Any = _Mailbox([*messages, *((worker, PUSH, Head(BYE)) for worker in range(3))])
+    EpochServer(mailbox, shard, rule, dealer, apply, lambda: False, epoch).serve(range(3))  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from trainers import MirroredTrainer
 from trainers.pytorch import MirroredOptimizer
 from trainers.pytorch.buckets import flat
 from trainers.replicas.pytorch import devices
+from trainers.strategies.sharded import ShardedUpdate
 
 GPU = Gpu()
 CUDA = TorchCuda(GPU)
@@ -185,8 +186,8 @@ def check_replica() -> None:
 
     def watch(trainer: MirroredTrainer) -> None:
         tracked(trainer.buffer)
-        if trainer._sharded is not None:
-            assert type(tracked(trainer._sharded._array)) is CUPY.ndarray
+        if isinstance(trainer.strategy.update, ShardedUpdate):
+            assert type(tracked(trainer.strategy.update._array)) is CUPY.ndarray
 
     for name in ("take_back", "hand_over"):
         patch = pytest.MonkeyPatch()

@@ -14,7 +14,7 @@ from tests.sequences.calls import Folder, Side
 from tests.sequences.fits import CLASSES, FEATURES, Does, Evaluates, Fit, Rows, WantedError, draw_fit
 from tests.sequences.making import Making
 from tests.sequences.models import Model, State, multiply
-from trainers import MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.callbacks import (
     CheckDivergence,
     CheckGradients,
@@ -157,7 +157,7 @@ class Sequence(Making):
         folder = None if checkpoint is None else self.folders.get(checkpoint.folder)
         if folder is not None:
             refused = not call.resume or folder.call.settings() != call.settings()
-            if refused or (folder.total % call.steps and not trainer.steps_together):
+            if refused or (folder.total % call.steps and not trainer.strategy.synchronous):
                 self.check(isinstance(error, CheckpointError), f"{side.name}: {error!r} of checkpoints")
                 self.compare(side)
                 return
@@ -176,7 +176,7 @@ class Sequence(Making):
         elif folder is not None:
             model.known = False
         means = self.shadowed(side, call, first, limit, error)
-        if trainer.steps_together:
+        if trainer.strategy.synchronous:
             taken = trainer.steps - before
             self.check(taken == limit - first, f"{side.name}: {taken} steps, not {limit - first}")
         if error is None:
@@ -192,7 +192,7 @@ class Sequence(Making):
         self, side: Side, call: Fit, first: int, limit: int, error: BaseException | None
     ) -> list[dict[str, float]]:
         """The shadow does the same; the means of its epochs."""
-        model, keeps = side.model, call.kept(side.trainer.steps_together, first, limit, error and type(error))
+        model, keeps = side.model, call.kept(side.trainer.strategy.synchronous, first, limit, error and type(error))
         ends = range(call.steps, limit + 1, call.steps) if call.restores else []
         states: dict[int, State] = {total: {} for total in [*keeps, *ends]}
         means = model.shadow.train(call, first, limit, states)
@@ -312,7 +312,7 @@ class Sequence(Making):
         self.compare(side)
 
     def edit(self, side: Side) -> None:
-        if not isinstance(side.trainer, MirroredTrainer):
+        if not isinstance(side.trainer, MirroredTrainer | CentralStorageTrainer):
             return
         self.note(f"edit {side.name}")
         trainer, replica = side.trainer, side.model.replica
@@ -366,11 +366,11 @@ class Sequence(Making):
         self.note(f"a second trainer, {name}, on what {side.name} has")
         trainer, error = self.call("second", lambda: make(side.model.replica, topology))
         if error is not None:
-            right = UnavailableError, *([ArgumentError] if former.divides_state else [])
+            right = UnavailableError, *([ArgumentError] if former.strategy.divides_state else [])
             self.check(isinstance(error, right), f"a second trainer met {error!r}")
             self.compare(side)
             return
-        self.check(not former.divides_state, "a second trainer was not refused")
+        self.check(not former.strategy.divides_state, "a second trainer was not refused")
         self.sides.remove(side)
         side = Side(name, trainer, side.model)
         self.sides.append(side)

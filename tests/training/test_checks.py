@@ -17,7 +17,7 @@ from trainers.checks import Divergence, Findings, Place
 from trainers.cli import options, results
 from trainers.cli import options as watching
 from trainers.errors import ArgumentError
-from trainers.group import tell_who_divides
+from trainers.trainer import tell_who_divides
 from trainers.watching.history import Epoch
 
 PLACES = [Place("weights", 0, 600_000), Place("bias", 600_000, 7)]

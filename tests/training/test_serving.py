@@ -18,7 +18,6 @@ from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.replicas.numpy.optimizers import SGD, Adam
 from trainers.strategies.servers import progress
-from trainers.strategies.servers import server as desks
 from trainers.strategies.servers.messages import (
     AGAIN,
     ASK,
@@ -34,10 +33,9 @@ from trainers.strategies.servers.messages import (
     unit_type,
 )
 from trainers.strategies.servers.messages import END as NO_WORK
-from trainers.strategies.servers.progress import Parts, Rule
-from trainers.strategies.servers.server import END, Arrival, Dealer, Desk, Shard, Stream
+from trainers.strategies.servers.progress import EpochLedger, Rule
+from trainers.strategies.servers.server import END, Arrival, Dealer, EpochServer, Mailbox, Shard, collect
 from trainers.strategies.servers.worker import Client, Rows
-from trainers.strategies.spare_replicas import collect
 from trainers.watching.meter import Tally
 
 
@@ -136,9 +134,9 @@ def test_what_becomes_of_parts_is_counted() -> None:
     assert (epoch.counts().behind, [epoch.has(part) for part in range(7)]) == ([1, 1, 2], [True] * 6 + [False])
 
 
-def begun(count: int) -> Parts:
+def begun(count: int) -> EpochLedger:
     """The first epoch of a server."""
-    made = Parts()
+    made = EpochLedger()
     made.begin(0, count)
     return made
 
@@ -246,8 +244,8 @@ def test_rows_are_fetched_before_they_are_needed(ahead: bool) -> None:
     assert fetched == [1, 2]
 
 
-class Script(desks.Desk):
-    """A desk on which these messages come, one after the other."""
+class Script(Mailbox):
+    """A mailbox to which these messages come, one after the other."""
 
     def __init__(self, messages: list[tuple[int, Head]]) -> None:
         self.messages = messages
@@ -262,16 +260,16 @@ class Script(desks.Desk):
 def test_a_step_takes_the_first_gradients_and_drops_late_ones() -> None:
     late: list[int] = []
     script = [(3, Head(GRADIENTS, 4)), (1, Head(GRADIENTS, 3)), (2, Head(NOTHING, 4)), (0, Head(GRADIENTS, 4))]
-    desk = Script([*script, (1, Head(GRADIENTS, 4))])
-    found = collect(desk, 4, 2, lambda arrival: late.append(arrival.worker))
+    mailbox = Script([*script, (1, Head(GRADIENTS, 4))])
+    found = collect(mailbox, 4, 2, lambda arrival: late.append(arrival.worker))
     assert [arrival.worker for arrival in found.used] == [0, 3]  # in one order, whoever was first
     assert late == [1]
     assert [arrival.worker for arrival in found.others] == [2]
-    assert len(desk.messages) == 1
+    assert len(mailbox.messages) == 1
 
 
-class Counter(desks.Desk):
-    """A desk on which these messages come, and which notes the answers: to whom, and of which kind."""
+class Counter(Mailbox):
+    """A mailbox to which these messages come, and which notes the answers: to whom, and of which kind."""
 
     def __init__(self, messages: list[tuple[int, int, Head]]) -> None:
         self.messages = messages
@@ -294,7 +292,7 @@ class Counter(desks.Desk):
     def drain(self) -> None: ...
 
 
-def none_yet() -> Parts:
+def none_yet() -> EpochLedger:
     return begun(4)
 
 
@@ -303,26 +301,26 @@ def test_workers_that_rest_hear_that_the_others_go_on() -> None:
     asks, pushes = Head(), Head(GRADIENTS)
     first = [(1, ASK, asks), (0, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
     second = [(1, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
-    desk = Counter([*first, *second, (1, PUSH, Head(BYE)), (0, PUSH, Head(BYE))])
+    mailbox = Counter([*first, *second, (1, PUSH, Head(BYE)), (0, PUSH, Head(BYE))])
     shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
-    Stream(desk, shard, Rule(), Dealer(range(2), range(1)), lambda *_: None, bool, none_yet()).serve(range(2))
-    assert desk.answers == [(0, WORK), (1, AGAIN), (0, WORK), (1, NO_WORK), (0, NO_WORK)]
+    EpochServer(mailbox, shard, Rule(), Dealer(range(2), range(1)), lambda *_: None, bool, none_yet()).serve(range(2))
+    assert mailbox.answers == [(0, WORK), (1, AGAIN), (0, WORK), (1, NO_WORK), (0, NO_WORK)]
 
 
 def test_other_servers_are_not_behind_the_first() -> None:
     """A worker's question may overtake its gradients, which the first server has taken already."""
-    desk = Counter([(0, ASK, Head(taken=1)), (0, PUSH, Head(GRADIENTS)), (0, PUSH, Head(BYE))])
+    mailbox = Counter([(0, ASK, Head(taken=1)), (0, PUSH, Head(GRADIENTS)), (0, PUSH, Head(BYE))])
     shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
     done: list[str] = []
-    desk.reply = lambda *_, **__: done.append("answered")  # type: ignore[assignment]
-    Stream(desk, shard, Rule(), None, lambda *_: done.append("applied"), bool, none_yet()).serve(range(1))
+    mailbox.reply = lambda *_, **__: done.append("answered")  # type: ignore[assignment]
+    EpochServer(mailbox, shard, Rule(), None, lambda *_: done.append("applied"), bool, none_yet()).serve(range(1))
     assert done == ["applied", "answered"]
 
 
 def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
     """A worker died; what it had is dealt to others, and one server had taken part 3 before."""
     pushes = [(0, PUSH, Head(GRADIENTS, part)) for part in (1, 3)]
-    desk = Counter([(0, ASK, Head()), (0, ASK, Head()), *pushes, (0, ASK, Head()), (0, PUSH, Head(BYE))])
+    mailbox = Counter([(0, ASK, Head()), (0, ASK, Head()), *pushes, (0, ASK, Head()), (0, PUSH, Head(BYE))])
     epoch = none_yet()
     epoch.outcomes[:] = 0, progress.LEFT, 0, 0
     shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
@@ -332,7 +330,7 @@ def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
     def apply(parcel: Parcel, factor: float) -> None:
         applied.append(parcel.head.step)
 
-    Stream(desk, shard, Rule(), dealer, apply, bool, epoch).serve(range(1))
+    EpochServer(mailbox, shard, Rule(), dealer, apply, bool, epoch).serve(range(1))
     assert applied == [1]
     assert all(map(epoch.has, range(4)))
     assert not dealer.cut_short
@@ -375,16 +373,16 @@ def test_an_error_of_a_worker_ends_a_step() -> None:
 
 
 def test_what_a_loss_has_cut_off_goes_two_losses_later() -> None:
-    """Every repair leaves a desk and clients behind, as large as the model."""
+    """Every repair leaves a mailbox and clients behind, as large as the model."""
     with Topology(MPI.COMM_SELF) as topology:
         waits, dtype = Waits(topology, stopwatch.make("cpu")), np.dtype(np.float32)
         unit = unit_type()
-        desk = Desk(topology.world, waits, [0], 1, 8, dtype, unit)
+        mailbox = Mailbox(topology.world, waits, [0], 1, 8, dtype, unit)
         client = Client(topology.world, waits, waits, [0], [slice(0, 8)], 1, dtype, unit)
-        held = weakref.ref(desk), weakref.ref(client)
-        desk.abandon()
+        held = weakref.ref(mailbox), weakref.ref(client)
+        mailbox.abandon()
         client.abandon()
-        del desk, client
+        del mailbox, client
         deferred_free.repaired()  # this loss
         assert all(each() is not None for each in held)
         deferred_free.repaired()

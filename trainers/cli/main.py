@@ -29,7 +29,6 @@ from trainers.cli import options, results, roles
 from trainers.cli import options as watching
 from trainers.cli.evaluator import Ending, Evaluator
 from trainers.errors import ArgumentError, DivergedError, TrainerError
-from trainers.recovery import calls
 from trainers.recovery.terminating import Terminated, Terminating
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.state.checkpoints import Checkpoint
@@ -255,7 +254,7 @@ def _checkpoint(chosen: argparse.Namespace) -> Checkpoint | None:
     return Checkpoint(chosen.checkpoint, chosen.checkpoint_every or "epoch", same_data=not chosen.other_data)
 
 
-def _introduce(job: _Job, trainer: Trainer, topology: Topology) -> None:
+def _introduce(job: _Job, trainer: Trainer[Any], topology: Topology) -> None:
     """Say who trains what, and how. Collective."""
     chosen, network, shown = job.chosen, job.network, job.shown
     _say(topology, f"{topology}, on {network.device}", shown)
@@ -265,7 +264,7 @@ def _introduce(job: _Job, trainer: Trainer, topology: Topology) -> None:
         _say(topology, f"roles: {job.roles}", shown)
     _say(topology, results.how(trainer, chosen), shown)
     if ulfm.in_force() or chosen.on_failure:
-        _say(topology, f"if a rank is lost: {calls.in_words(trainer)}", shown)
+        _say(topology, f"if a rank is lost: {trainer.recovery}", shown)
     _say(topology, f"data: {job.data}", shown)
     _say(topology, f"rows of each class: {job.data.classes_in_words()}", shown)
     for warning in job.data.warnings() if topology.rank == 0 else ():
@@ -274,7 +273,7 @@ def _introduce(job: _Job, trainer: Trainer, topology: Topology) -> None:
     _say(topology, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}", shown)
 
 
-def _write_results(job: _Job, trainer: Trainer, history: History, scores: dict[str, float]) -> None:
+def _write_results(job: _Job, trainer: Trainer[Any], history: History, scores: dict[str, float]) -> None:
     """Collective over those who train."""
     result = results.result(job.chosen, trainer, job.roles, job.network, history, scores)
     written = partial(results.write_json, job.chosen.json, result)

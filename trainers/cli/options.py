@@ -2,7 +2,8 @@
 
 import argparse
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import allreduce
@@ -12,7 +13,7 @@ from allreduce.wrappers.compressed import SHORT
 from trainers import checks, datasets
 from trainers.backends import UPDATES
 from trainers.errors import ArgumentError
-from trainers.recovery import calls
+from trainers.recovery.recovery import CHOICES
 from trainers.replica import Replica
 from trainers.replicas.numpy.layers import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
@@ -254,79 +255,49 @@ def _per_set(name: str) -> str:
     return f"default: {', '.join(each)}, {text(FILE_DEFAULTS[name])} for files"
 
 
-Make = Callable[[argparse.Namespace, Replica, Topology, int], Trainer]
-
-
 class Strategy(NamedTuple):
-    """help: in a few words. options: those that it has use for, with their defaults.
+    """trainer: the name of its class. help: in a few words. keywords: what the trainer calls an option, if otherwise.
 
-    make: the trainer, of the options, this rank's replica, the ranks that train, and how many of them, the last,
-        are servers. Collective over the ranks that train.
+    options: those that it has use for, with their defaults.
     """
 
+    trainer: str
     help: str
     options: dict[str, Any]
-    make: Make
+    keywords: Mapping[str, str] = MappingProxyType({})
 
-
-def _mirrored(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
-    return trainers.MirroredTrainer(
-        replica,
-        chosen.allreduce,
-        topology,
-        update=chosen.update,
-        compress=chosen.compress,
-        copies=chosen.copies,
-        on_failure=chosen.on_failure,
-    )
-
-
-def _central_storage(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
-    return trainers.CentralStorageTrainer(
-        replica, topology, storage=chosen.storage_rank, copies=chosen.copies, on_failure=chosen.on_failure
-    )
-
-
-def _parameter_server(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
-    return trainers.ParameterServerTrainer(
-        replica,
-        topology,
-        servers=tuple(range(topology.size - servers, topology.size)),
-        updates=chosen.updates,
-        stale=chosen.stale,
-        max_staleness=chosen.max_staleness,
-        warm_up=chosen.warm_up,
-        learning_rate=chosen.lr_by_workers,
-        on_failure=chosen.on_failure,
-    )
-
-
-def _spare_replicas(chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer:
-    return trainers.SpareReplicasTrainer(replica, topology, spare=chosen.spare, on_failure=chosen.on_failure)
+    def make(self, chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:
+        """The trainer. Collective over the ranks of `topology`, of which the last ones, so many, are servers."""
+        given = {self.keywords.get(name, name): getattr(chosen, name) for name in self.options if name != "spares"}
+        if "servers" in given:
+            given["servers"] = tuple(range(topology.size - servers, topology.size))
+        return getattr(trainers, self.trainer)(replica, topology=topology, **given)
 
 
 ASYNC_ONLY = {"stale": "keep", "max_staleness": None, "warm_up": 0, "lr_by_workers": "keep"}
 
 STRATEGIES = {
     "mirrored": Strategy(
+        "MirroredTrainer",
         "all ranks hold the model and average their gradients in every step",
         {"allreduce": "auto", "update": "replicated", "compress": None, "copies": 1, "on_failure": None, "spares": 0},
-        _mirrored,
     ),
     "central_storage": Strategy(
+        "CentralStorageTrainer",
         "one rank holds the parameters and updates them; all compute",
         {"storage_rank": 0, "copies": 1, "on_failure": None, "spares": 0},
-        _central_storage,
+        {"storage_rank": "storage"},
     ),
     "parameter_server": Strategy(
+        "ParameterServerTrainer",
         "server ranks hold the parameters; workers fetch them and send gradients",
         {"servers": None, "updates": "async", **ASYNC_ONLY, "on_failure": None},
-        _parameter_server,
+        {"lr_by_workers": "learning_rate"},
     ),
     "spare_replicas": Strategy(
+        "SpareReplicasTrainer",
         "as mirrored, but a step takes the first gradients and drops those of the slowest ranks",
         {"spare": 1, "on_failure": None},
-        _spare_replicas,
     ),
 }
 
@@ -360,7 +331,7 @@ def add_options(group: Any) -> None:
         help=f"the last N ranks wait, and take the places of lost ones; with --on-failure continue ({_of('spares')})",
     )  # fmt: skip
     add(
-        "--on-failure", choices=calls.CHOICES,
+        "--on-failure", choices=CHOICES,
         help="when a rank is lost, and the job was started with mpirun --with-ft ulfm: continue: the others go on; "
         f"stop: they write a checkpoint where --checkpoint asks for some, and stop ({_of('on_failure')})",
     )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,13 +25,11 @@ from trainers.files import model_file
 from trainers.files.checkpoint import Progress, Saved
 from trainers.replica import Replica
 from trainers.state import checkpoints
+from trainers.state.adopt import mirror
 from trainers.state.checkpoints import Checkpoint, Writer, period
+from trainers.strategies.interface import Strategy
 from trainers.watching.callback import Callbacks
 from trainers.watching.history import VALIDATED, VALIDATION, Epoch, History
-
-if TYPE_CHECKING:
-    from trainers.trainer import Trainer
-
 
 log = logging.getLogger("trainers")
 
@@ -48,15 +46,16 @@ class Saver:
     """
 
     def __init__(
-        self, trainer: "Trainer", batches: Batches, checkpoint: Checkpoint, resume: bool, known: Collection[str]
+        self, strategy: Strategy, batches: Batches, checkpoint: Checkpoint, resume: bool, known: Collection[str]
     ) -> None:
-        self._trainer, self._folder, self._keep = trainer, os.path.abspath(checkpoint.folder), checkpoint.keep
+        self._strategy, self._group = strategy, strategy.group
+        self._folder, self._keep = os.path.abspath(checkpoint.folder), checkpoint.keep
         self._resumes = resume
         self._count, self._unit = period(checkpoint.every)
         self._watched = VALIDATED + checkpoint.best[4:] if checkpoint.best.startswith(VALIDATION) else checkpoint.best
         self._sign = 1 if checkpoint.lowest_is_best else -1
         self._settings, self._steps = batches.settings, batches.steps
-        self._data, self._same_data = _fingerprint(batches, trainer.replica), checkpoint.same_data
+        self._data, self._same_data = _fingerprint(batches, strategy.replica), checkpoint.same_data
         self._writer = Writer()
         self._held = ExitStack()
         self.watching: dict[str, np.ndarray] = {}  # what a checkpoint has of this rank's callbacks
@@ -74,7 +73,7 @@ class Saver:
 
     @property
     def _chief(self) -> bool:
-        return self._trainer.rank == 0
+        return self._group.rank == 0
 
     # Where the training begins
 
@@ -85,11 +84,10 @@ class Saver:
         none, and the training begins from the beginning. Raises CheckpointError on all ranks, before anything is
         changed.
         """
-        trainer = self._trainer
-        comm = trainer._comm
-        self._choices = trainer._choices()
+        comm = self._group.comm
+        self._choices = self._strategy.choices()
         resumed = self._take_newest(self._look)
-        trainer._snapshot(self._memory)  # takes the memory now, and shows that the state can be collected
+        self._strategy.snapshot(self._memory)  # takes the memory now, and shows that the state can be collected
         together(comm, self._check_room)
         return resumed
 
@@ -99,7 +97,7 @@ class Saver:
         return self._take_newest(lambda: files.newest(self._folder))
 
     def _take_newest(self, look: Callable[[], tuple[str, Saved] | None]) -> tuple[str, Progress, np.ndarray] | None:
-        comm = self._trainer._comm
+        comm = self._group.comm
         found = together(comm, lambda: look() if self._chief else None)
         told = found and [found[0], asdict(found[1].progress), found[1].measured.tolist()]
         told = root_value(comm, told, "hear of the newest checkpoint")
@@ -122,28 +120,27 @@ class Saver:
                 f"{self._folder} holds checkpoints of another training, the newest of {saved.progress}; go on from "
                 "it with resume=True (--resume), or give another folder"
             )
-        trainer = self._trainer
-        check(path, saved, trainer.replica, self._settings, self._steps)
+        check(path, saved, self._strategy.replica, self._settings, self._steps)
         if self._same_data:
             check_data(path, saved, self._data, self._settings["rows"])
-        kind, together_again = type(trainer).__name__, trainer.steps_together
-        check_way(path, saved, kind, together_again, self._choices, trainer.size)
+        kind, together_again = self._strategy.name, self._strategy.synchronous
+        check_way(path, saved, kind, together_again, self._choices, self._group.size)
 
     def _take_folder(self) -> None:
         prepare(self._folder, self._held)
         self._is_mine = True
 
-    def told(self) -> dict[str, Any]:
+    def side(self) -> dict[str, Any]:
         """What this rank tells the others when a rank was lost. Local."""
         return {"mine": self._is_mine, "saving": self._saving, "written": self._written}
 
     def rejoin(self, sides: list[dict[str, Any]]) -> None:
-        """The ranks are others, and rank 0 may be a new one. sides: what all ranks have `told`. Collective."""
+        """The ranks are others, and rank 0 may be a new one. sides: all ranks' `side`. Collective."""
         self._written = max(side["written"] for side in sides)
         self._overdue |= not sides[0]["mine"] or any(side["saving"] for side in sides)
         self._saving = False
-        self._choices = self._trainer._choices()
-        together(self._trainer._comm, lambda: self._take_folder() if self._chief and not self._is_mine else None)
+        self._choices = self._strategy.choices()
+        together(self._group.comm, lambda: self._take_folder() if self._chief and not self._is_mine else None)
 
     def _check_room(self) -> None:
         needed = sum(array.nbytes for array in self._memory.values())
@@ -154,36 +151,35 @@ class Saver:
 
     def _take_on(self, saved: Saved | None, progress: Progress) -> None:
         """Give all ranks the state of a checkpoint, which rank 0 has read. Collective."""
-        trainer = self._trainer
-        comm = trainer._comm
+        comm = self._group.comm
 
         def load() -> None:
             try:
                 if saved is not None:
-                    trainer.replica.load_state(saved.state)
+                    self._strategy.replica.load_state(saved.state)
             except ModelFileError as error:
                 raise CheckpointError(f"the checkpoint in {self._folder} is of another model: {error}") from error
 
         together(comm, load)
         together(comm, lambda: self._take_rates(progress.rates))
-        trainer._mirror(whole=False)
-        same = progress.ranks == trainer.size
+        mirror(self._strategy, whole=False)
+        same = progress.ranks == self._group.size
         packed = together(comm, lambda: [] if saved is None else self._packed(saved, same))
         mine = model_file.unpacked(bytes_of_root(comm, packed, "hear what a checkpoint has of each rank"))
         self.watching = _taken(mine, WATCHING)
         if same:  # or else what is each rank's own can't be that of other ranks
-            together(comm, partial(take_own, trainer.replica, _taken(mine, REPLICA), mine, self._folder))
+            together(comm, partial(take_own, self._strategy.replica, _taken(mine, REPLICA), mine, self._folder))
 
     def _packed(self, saved: Saved, same: bool) -> list[bytes]:
         """For each rank what was its own; on another number of ranks, what was rank 0's, for their callbacks."""
         if same:
             return [model_file.packed(local) for local in saved.local]
-        return [model_file.packed(saved.local[0])] * self._trainer.size
+        return [model_file.packed(saved.local[0])] * self._group.size
 
     def _take_rates(self, rates: list[float]) -> None:
         """Go on with the learning rates that a schedule had come to; a model file has those of its begin."""
-        if rates != self._trainer.replica.learning_rates:
-            self._trainer.replica.learning_rates = rates
+        if rates != self._strategy.replica.learning_rates:
+            self._strategy.replica.learning_rates = rates
 
     # While it goes on
 
@@ -204,7 +200,7 @@ class Saver:
             return epochs % self._count == 0
         asked = self._unit == "seconds"
         if asked:
-            asked = root_value(self._trainer._comm, self.wants(), "hear whether it is time for a checkpoint")
+            asked = root_value(self._group.comm, self.wants(), "hear whether it is time for a checkpoint")
         return self.due(epochs * self._steps, asked)
 
     def is_best(self, history: History) -> bool:
@@ -219,42 +215,41 @@ class Saver:
         callbacks: this rank's. measured: the values of the steps of an unfinished epoch.
         What the checkpoint before has met, a full disk say, is raised here, on all ranks.
         """
-        trainer, self._saving = self._trainer, True
-        packed, watching = together(trainer._comm, partial(self._own, callbacks))
-        state = trainer._snapshot(self._memory)
-        everyone = bytes_to_root(trainer._comm, packed, "collect what each rank has of a checkpoint")
+        self._saving = True
+        packed, watching = together(self._group.comm, partial(self._own, callbacks))
+        state = self._strategy.snapshot(self._memory)
+        everyone = bytes_to_root(self._group.comm, packed, "collect what each rank has of a checkpoint")
         self._written, self._since = progress.total, time.monotonic()
 
         def start() -> None:
-            replica = trainer.replica
+            replica = self._strategy.replica
             local = [model_file.unpacked(each) for each in everyone]
             local[0] |= watching  # which may be large, and does not change
             saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured)
             self._writer.start(partial(self._write, saved, best))
 
-        together(trainer._comm, lambda: start() if self._chief else None)
+        together(self._group.comm, lambda: start() if self._chief else None)
         self._saving = self._overdue = False
 
     def progress(self, history: History, epoch: int, step: int = 0, seconds: float = 0.0) -> Progress:
         """How far the training is. Local."""
-        trainer = self._trainer
         return Progress(
             epoch=epoch,
             step=step,
             total=epoch * self._steps + step,
-            ranks=trainer.size,
+            ranks=self._group.size,
             seconds=seconds,
             settings=self._settings | {"data": self._data},
-            shapes=[[name, list(shape)] for name, shape in trainer.replica.shapes().items()],
+            shapes=[[name, list(shape)] for name, shape in self._strategy.replica.shapes().items()],
             choices=self._choices,
-            rates=trainer.replica.learning_rates,
+            rates=self._strategy.replica.learning_rates,
             history=[each.as_dict() for each in history],
         )
 
     def _own(self, callbacks: Callbacks) -> tuple[bytes, dict[str, np.ndarray]]:
         """What belongs to this rank alone, for a message, and what to its callbacks; the chief's stays out of it."""
         self._writer.wait()
-        own = {f"{REPLICA}{name}": array for name, array in self._trainer.replica.local_state().items()}
+        own = {f"{REPLICA}{name}": array for name, array in self._strategy.replica.local_state().items()}
         watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}
         own |= checkpoints.take()
         return model_file.packed(own if self._chief else own | watching), watching
@@ -299,17 +294,17 @@ def _fingerprint(batches: Batches, replica: Replica) -> Fingerprint:
 
 
 def make_saver(
-    trainer: "Trainer", batches: Batches, checkpoint: Checkpoint | str | None, resume: bool, validates: bool
+    strategy: Strategy, batches: Batches, checkpoint: Checkpoint | str | None, resume: bool, validates: bool
 ) -> Saver | None:
     """What `fit` was asked for. Raises ArgumentError, on this rank."""
     if checkpoint is None:
         if resume:
             raise ArgumentError("resume=True goes on from a checkpoint: give the folder of them, checkpoint=...")
         return None
-    known = trainer.replica.metrics
+    known = strategy.replica.metrics
     known += tuple(f"{VALIDATED}{name}" for name in known if validates)
     given = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    return Saver(trainer, batches, given, resume, known)
+    return Saver(strategy, batches, given, resume, known)
 
 
 def prepare(folder: str, held: ExitStack) -> None:

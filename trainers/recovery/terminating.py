@@ -77,7 +77,7 @@ class Terminating(Callback):
 
     def asked(self) -> bool:
         """Whether the signal has come to any rank. Collective: an all-reduce of one number."""
-        comm = self.trainer._comm if self._comm is None else self._comm
+        comm = self.trainer.group.comm if self._comm is None else self._comm
         self.heard = bool(combine(comm, np.array([self.here], np.int64), "hear of SIGTERM", MPI.MAX)[0])
         return self.heard
 
@@ -173,7 +173,7 @@ def _terminated(trainer: Any, checkpoint: Any) -> Terminated:
     if folder is not None:
         kept = f"its newest checkpoint is in {folder}; resume=True (--resume) goes on from there"
     error = Terminated(f"SIGTERM: the training has been stopped; {kept}")
-    error.ranks = processes.world_ranks(trainer._comm)
+    error.ranks = processes.world_ranks(trainer.group.comm)
     if trainer.rank == 0:
         print(error, file=sys.stderr, flush=True)
         abort.write_down(str(error))

@@ -13,12 +13,12 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.topology import Topology
+from allreduce.transport.chunked import pieces
 from allreduce.transport.control import all_values, together
 from allreduce.transport.deferred_free import keep
 from allreduce.transport.wait import wait_for
 from trainers.errors import ArgumentError
 from trainers.replica import Replica
-from trainers.state.adopt import pieces
 from trainers.state.pieces import Arrays, Piece
 
 KEEPS = "keep a copy of another rank's slice"
@@ -62,7 +62,7 @@ class Kept:
         self.memory: Arrays = {}  # for the rest
 
 
-class Twins:
+class Backup:
     """Keeps one rank's slice beside this one's. Creating, `keep` are collective; the rest is local.
 
     parameters: what the slices are of, on every rank that of all after a step. mine: this rank's slice. length: of what

@@ -1,6 +1,11 @@
-"""The update of one rank whose whole state is copied to the others: for replicas whose parameters can't be shared."""
+"""The strategy of CentralStorageTrainer: one rank holds the parameters and the optimizer, all ranks compute.
 
-from collections.abc import Callable, Mapping
+The gradients are added up on that rank, it updates, and the parameters go back into the memory of all replicas. On one
+node that memory is one, so nothing goes back: who computes reads where the storage rank has written. A replica whose
+parameters can't be shared gets a copy of the whole state instead.
+"""
+
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -8,28 +13,99 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import notices
 from allreduce.arrays import gpu
 from allreduce.backend import AllReduce, TwoPhase
 from allreduce.backends.central import Central
+from allreduce.elastic.standby import NEWCOMER
+from allreduce.topology import Topology
 from allreduce.tracing.trace import Series, Trace, now
-from allreduce.transport.control import all_values, together
-from trainers.group import sent
+from allreduce.transport.control import all_values, root_value, together
+from trainers.errors import ArgumentError
+from trainers.group import broadcast_arrays
 from trainers.replica import Replica
 from trainers.state.pieces import MEASURED, Piece
 from trainers.stopwatch import Stopwatch
-from trainers.strategies.interface import nothing
+from trainers.strategies.interface import Update, replica_refusal, untraced
+from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.sharded import ShardedUpdate
 
+DEVICES = ("cpu", "cuda")
 
-class CopiedUpdate:
-    """Stands in for ShardedUpdate where one rank owns everything. All methods are collective.
+
+class CentralStorage(Mirrored):
+    """Mirrored with the backend Central, whose root owns everything; see CentralStorageTrainer for the arguments.
+
+    storage: the rank that holds the parameters and updates them.
+    """
+
+    def __init__(self, replica: Replica, name: str, storage: int, device: str | None, copies: int) -> None:
+        super().__init__(replica, name, None, None, "sharded", copies=copies)
+        self.storage, self._device = storage, device
+
+    def describe(self) -> str:
+        options = f"storage={self.storage!r}, device={self._device!r}, copies={self._copies!r}"
+        return f"{self.name}({type(self.replica).__name__}, {options})"
+
+    def refusal(self, ranks: Topology, goes_on: bool) -> Exception | None:
+        storage, device = self.storage, self._device
+        if error := replica_refusal(self.replica, self):
+            return error
+        if isinstance(storage, bool) or not isinstance(storage, int) or not 0 <= storage < ranks.size:
+            return ArgumentError(f"storage must be a rank of this training, 0 to {ranks.size - 1}, got {storage!r}")
+        if device not in (None, *DEVICES):
+            return ArgumentError(f"device={device!r} is unknown; use one of {', '.join(DEVICES)}, or None")
+        if device not in (None, self.replica.device):
+            return ArgumentError(
+                f'device="{device}": this {type(self.replica).__name__} is on {self.replica.device}, and a replica '
+                f"updates where it is; make all replicas on {device}, or leave out device"
+            )
+        return super().refusal(ranks, goes_on)
+
+    @property
+    def rebuildable(self) -> bool:  # type: ignore[override]
+        return self.replica.device == "cpu"
+
+    def renumber(self, previous: tuple[int, ...]) -> None:
+        self.storage = previous.index(self.storage) if self.storage in previous else 0
+
+    def rebuild(self) -> None:
+        """The storage rank stays, where it is left; rank 0 takes its place."""
+        previous = self.group.previous
+        self.renumber(previous)
+        if NEWCOMER in previous:
+            old = next(rank for rank, before in enumerate(previous) if before != NEWCOMER)
+            self.storage = root_value(self.group.comm, self.storage, "hear where the storage is", old)
+        super().rebuild()
+
+    def _make_backend(self) -> AllReduce:
+        topology = self.group.topology
+        with topology.trial():
+            return Central(topology, root=self.storage)
+
+    def _divided(self) -> Update:
+        assert isinstance(self.allreduce, Central)
+        parts = self.replica, self.allreduce, self.buffer, self.group.comm, self.clock
+        if self.replica.device == "cpu":
+            try:
+                return CentralUpdate(*parts, self._measured, self.steps, self._copies_kept())
+            except ArgumentError as refusal:  # on all ranks
+                text = f"central storage copies the model's whole state in every step: {refusal}"
+                notices.once(self.group.rank, text)
+        return CopiedUpdate(*parts, self._measured, self.steps)
+
+    @property
+    def errors_in_step(self) -> bool:
+        """The storage rank sees the flags of all before it updates."""
+        return self.replica.device == "cpu"
+
+
+class CopiedUpdate(Update):
+    """One rank updates, and its whole state is copied to the others.
 
     backend: whose `owned` is all of a buffer on one rank. buffer: the gradients, then what is measured, on the
         replica's device. measured: the latter; an array of its own, reduced before the step, behind 16-bit gradients.
     """
-
-    in_common = False
-    all_twice = True
 
     def __init__(
         self,
@@ -43,13 +119,10 @@ class CopiedUpdate:
     ) -> None:
         self._replica, self._backend, self._buffer = replica, backend, buffer
         self._comm, self._clock, self._measured = comm, clock, measured
-        self._span: Callable[[str], AbstractContextManager[None]] = nothing
+        self._span: Callable[[str], AbstractContextManager[None]] = untraced
         self._copies: Series | None = None
         self._steps = self._since = steps  # that were taken, and after which this rank's replica has changed
         self._root = all_values(comm, backend.owned(1).stop, "learn who updates").index(1)
-
-    def begin_batch(self) -> None:
-        """Nothing: a batch that is undone leaves the state as it was."""
 
     def step(self) -> Any:
         """Reduce the buffer, update on one rank, copy its state; returns what was measured, reduced, a view."""
@@ -79,7 +152,7 @@ class CopiedUpdate:
     def _copy(self, owner: bool) -> None:
         """The owner's state and what was measured, to all ranks."""
         state = together(self._comm, lambda: self._held() if owner else {})
-        state = sent(self._comm, state, self._root, "copy the state of the rank that updates")
+        state = broadcast_arrays(self._comm, state, self._root, "copy the state of the rank that updates")
         measured = state.pop(MEASURED)
         if gpu.is_gpu_array(self._measured):
             self._measured.set(measured)
@@ -93,45 +166,24 @@ class CopiedUpdate:
         change()
         self._steps = self._since = self._steps + 1
 
-    def note_step(self, steps: int) -> None:
-        """As ShardedUpdate.note_step."""
+    def count_steps(self, steps: int) -> None:
         self._steps = steps
 
     def rescue(self) -> list[Piece]:
-        """As ShardedUpdate.rescue: every rank has the whole state, before a step or after it."""
+        """Every rank has the whole state, before a step or after it."""
         return [Piece(self._since, self._steps, 0, self._buffer.size, {}, self._replica.snapshot({}))]
 
     def _held(self) -> dict[str, np.ndarray]:
-        """This rank's state and what was measured, contiguous and on the host."""
-        held = self._replica.state() | {MEASURED: _on_host(self._measured)}
-        return {name: np.asarray(array, order="C") for name, array in held.items()}
+        """This rank's state and what was measured, on the host."""
+        return self._replica.state() | {MEASURED: _on_host(self._measured)}
 
     def record(self, backend: AllReduce, trace: Trace | None) -> None:
-        """As ShardedUpdate.record."""
         assert isinstance(backend, TwoPhase)
-        self._backend, self._span = backend, nothing if trace is None else trace.span
+        self._backend, self._span = backend, untraced if trace is None else trace.span
         self._copies = None if trace is None else trace.series("copies")
 
-    def apart(self) -> dict[str, str]:
-        """Nothing: every rank has all of it."""
-        return {}
-
-    def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A replica's state, of which every rank has all."""
-        return dict(state)
-
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        """As ShardedUpdate.snapshot, with no need of the other ranks."""
         return together(self._comm, lambda: self._replica.snapshot(memory) if wanted else {})
-
-    def settle(self) -> None:
-        """Nothing: every rank has parameters of its own."""
-
-    def check_edits(self) -> None:
-        """Nothing: every rank has parameters of its own."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def abandon(self) -> None:
         """Let go of the backend's memory. Local."""
@@ -177,8 +229,3 @@ class CentralUpdate(ShardedUpdate):
         if updated and not self._owner:
             self._replica.update(self._part)  # of nothing: an optimizer counts its steps
         return updated
-
-
-def _moved(storage: int, former: tuple[int, ...]) -> int:
-    """The rank that was `storage`, or 0 where it is lost."""
-    return former.index(storage) if storage in former else 0

@@ -1,25 +1,380 @@
-"""Tables of which a batch uses a few rows: only the gradients of these go from rank to rank."""
+"""The strategy of MirroredTrainer: average the gradients, then update all replicas, or one slice a rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from allreduce import create, notices
-from allreduce.backend import AllReduce, Recipe
-from allreduce.elastic.standby import NEWCOMER, Joining, Manned
+from allreduce.arrays import dtypes
+from allreduce.backend import AllReduce, Recipe, TwoPhase
+from allreduce.elastic.standby import NEWCOMER
 from allreduce.topology import Topology
-from allreduce.transport import ulfm
-from allreduce.transport.control import all_values, together
-from trainers.backends import backend_for
-from trainers.group import sent
-from trainers.recovery.calls import Survival
+from allreduce.tracing.trace import Trace
+from allreduce.transport.control import together
+from allreduce.wrappers.traced import Traced
+from trainers import malloc
+from trainers.backends import UPDATES, backend_for, compression_twice, own_memory, used_by
+from trainers.data import Batch
+from trainers.errors import ArgumentError
+from trainers.group import RankGroup, broadcast_arrays
 from trainers.replica import Replica, Rows, Table
-from trainers.state.adopt import pieces_sent
+from trainers.state import backup
+from trainers.state.adopt import NEWEST, Newest, mirror, newest
 from trainers.state.backup import NOT_KEPT
-from trainers.state.pieces import MEASURED, Choice, Piece, choose, joined
-from trainers.strategies.interface import Update
-from trainers.trainer import Trainer
+from trainers.state.pieces import MEASURED, Piece
+from trainers.strategies.interface import FLAGS, Strategy, Update, replica_refusal
+from trainers.strategies.sharded import ShardedUpdate
+
+RATES = "trainer.learning_rates"  # what ranks hand each other besides a replica's state, as MEASURED
+
+
+class Mirrored(Strategy):
+    """Synchronous training with one AllReduce a step; see MirroredTrainer for the arguments.
+
+    allreduce: the backend. buffer: what is reduced in every step: the gradients, and behind them the replica's metrics
+    and FLAGS; gradients that travel with fewer bits than these need have an array for them beside.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        name: str,
+        given: str | AllReduce | Recipe | None,
+        topology: Topology | None,
+        update: str = "replicated",
+        compress: str | None = None,
+        copies: int = 1,
+    ) -> None:
+        super().__init__(replica, name)
+        self._given, self._topology = given, topology
+        self._update_name, self._compress, self._copies = update, compress, copies
+        self._recipe = given.recipe if isinstance(given, AllReduce) else given  # for other ranks; None for none
+        self._owns_backend = not isinstance(given, AllReduce)
+        self.divides_state = update == "sharded"
+        self.allreduce: AllReduce | None = None
+        self.buffer: Any = None
+        self._measured: Any = None  # this rank's metrics and flags, a part of `buffer` or beside it
+        self._beside = False
+        self._tables = Tables(replica)
+        self._update: Update | None = None
+        self._untraced: AllReduce | None = None  # the backend, while another around it records its calls
+
+    # Its making
+
+    def describe(self) -> str:
+        given = self._given
+        name = given.name if isinstance(given, AllReduce | Recipe) else given
+        options = f"update={self._update_name!r}, compress={self._compress!r}, copies={self._copies!r}"
+        return f"{self.name}({type(self.replica).__name__}, {name!r}, {options})"
+
+    def refusal(self, ranks: Topology, goes_on: bool) -> Exception | None:
+        given, update = self._given, self._update_name
+        if error := replica_refusal(self.replica, self):
+            return error
+        if update not in UPDATES:
+            return ArgumentError(f"update={update!r} is unknown; use one of {', '.join(UPDATES)}")
+        if isinstance(given, AllReduce) and self._topology not in (None, given.topology):
+            return ArgumentError(f"{given!r} has a topology of its own; pass the backend's name, or no topology")
+        if update != "sharded" and self._copies == 2:
+            return ArgumentError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
+        twice = None if isinstance(given, Recipe) else compression_twice(given, self._compress)
+        return twice or backup.refusal(self._copies, ranks.size, goes_on)
+
+    @property
+    def rebuildable(self) -> bool:  # type: ignore[override]
+        return self._recipe is not None and self.replica.device == "cpu"
+
+    def renumber(self, previous: tuple[int, ...]) -> None:
+        self._given, self._topology = self._recipe, None
+
+    def connect(self, group: RankGroup) -> None:
+        super().connect(group)
+        replica = self.replica
+        self.allreduce = self._make_backend()
+        if replica.allocates and replica.device == "cpu":
+            malloc.keep_freed_memory()
+        self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)  # what the last step has measured
+        self._fresh = self._last  # what the step has measured that is not ended, while a failure is repaired
+        self._make_buffer()
+        mirror(self)  # evaluate and predict share their work, so they need equal replicas before any fit
+        self.divide()
+
+    def _make_backend(self) -> AllReduce:
+        topology, recipe = self.group.topology, self._given
+        if isinstance(recipe, Recipe):
+            self._owns_backend = True
+            return create(recipe.name, topology, **recipe.options)
+        assert recipe is not None
+        return backend_for(recipe, topology, self._update_name, self._compress, self.replica.device)
+
+    def _make_buffer(self) -> None:
+        """Have the backend allocate what is reduced in every step, and bind the replica to it. Collective."""
+        replica, length = self.replica, self.replica.gradient_length
+        extra = len(replica.metrics) + len(FLAGS)
+        lossy = self._backend.exact is not self._backend
+        self._beside = lossy or dtypes.is_half(dtypes.parse(replica.gradient_dtype))
+        buffer = self._allocate(length if self._beside else length + extra, replica.gradient_dtype)
+        self.measured = self._measured = self._allocate(extra, "float32") if self._beside else buffer[length:]
+        self.buffer = buffer  # before ranks are bound to it, of which one may fail: closing unbinds all
+        together(self.group.comm, lambda: replica.bind(buffer[:length]))
+        self._update = ReplicatedUpdate(self)
+
+    def _allocate(self, length: int, dtype: str) -> Any:
+        return self._backend.allocate(length, dtype, device=self.replica.device)
+
+    @property
+    def _backend(self) -> AllReduce:
+        assert self.allreduce is not None
+        return self.allreduce
+
+    @property
+    def update(self) -> Update:
+        """How the parameters are updated."""
+        assert self._update is not None
+        return self._update
+
+    def divide(self) -> None:
+        if self._update_name == "sharded" and self.group.size > 1:
+            self._update = self._divided()
+
+    def _divided(self) -> Update:
+        """An update that each rank does for what it owns. Collective."""
+        assert isinstance(self.allreduce, TwoPhase)
+        parts = self.replica, self.allreduce, self.buffer, self.group.comm, self.clock
+        return ShardedUpdate(*parts, self.steps, self._copies_kept())
+
+    def _copies_kept(self) -> int:
+        """How many ranks have each slice. Local."""
+        if self._copies == 2 and not self.outlives_ranks:
+            notices.once(self.group.rank, NOT_KEPT)
+            return 1
+        return self._copies
+
+    def close(self) -> None:
+        if self._update is not None:
+            self._update.close()
+        self._drop_buffer()
+        if self._owns_backend and self.allreduce is not None:
+            self.allreduce.close()
+
+    def abandon(self) -> None:
+        if self._update is not None:
+            self._update.abandon()
+        self._drop_buffer()
+        backend, self._untraced = self._untraced or self.allreduce, None
+        if self._owns_backend and backend is not None:
+            backend.abandon()
+
+    def _drop_buffer(self) -> None:
+        """Keep no memory of the backend, in the replica neither. Local."""
+        self._update = self.measured = None
+        if self.buffer is not None and self.holds_replica:
+            self.replica.bind(own_memory(self.replica))
+        self.buffer = self._measured = None
+
+    # A step
+
+    @property
+    def errors_in_step(self) -> bool:
+        """Looking at a GPU's flags makes the host wait; of a divided update they come back with the parameters."""
+        return isinstance(self._update, ReplicatedUpdate) and self.replica.device == "cpu"
+
+    def compute(self, batch: Batch | None) -> None:
+        measured, metrics = self._measured, len(self.replica.metrics)
+        if batch is None:
+            self.buffer[:] = 0
+            measured[:metrics] = 0
+            self._tables.leave_out()
+            return
+        self.update.check_edits()
+        self.update.begin_batch()
+        measured[:metrics] = self.replica.gradients(batch.x, batch.y, batch.share)
+        measured[:metrics] *= batch.share
+        self._tables.take()
+
+    def step(self, flags: tuple[float, ...]) -> Any:
+        measured = self._measured
+        measured[len(self.replica.metrics) :] = flags
+        # Every rank's part is weighted by its share of the batch already, so the sum is the mean over samples.
+        if self._beside:
+            self.reduce(self._backend.exact, measured)
+        if not isinstance(self._update, ReplicatedUpdate):
+            self.reduce_tables()
+        reduced = self.update.step()
+        return measured if self._beside else reduced
+
+    def reduce(self, backend: AllReduce, array: Any) -> None:
+        """Add an array up over the ranks. Collective."""
+        self.clock.start()
+        backend(array, "sum")
+        self.clock.stop()
+
+    def reduce_tables(self) -> None:
+        """Give the replica the sums of all ranks' sparse gradients. Collective."""
+        self._tables.reduce(self._backend)
+
+    def count_step(self) -> None:
+        super().count_step()
+        if self.recoverable:
+            self._last = np.array(self.measured)
+        self.update.count_steps(self.steps)
+
+    @property
+    def fresh_gradients(self) -> Any:
+        return self.buffer[: self.replica.gradient_length]
+
+    @property
+    def fresh_rows(self) -> Sequence[Rows]:
+        return self._tables.brought
+
+    @property
+    def fresh_measured(self) -> Any:
+        return self._measured
+
+    @property
+    def sent_dtype(self) -> np.dtype:
+        return self._backend.sent(super().sent_dtype)
+
+    def choices(self) -> dict[str, str]:
+        backend = self._untraced or self._backend
+        name = "replicated" if isinstance(self._update, ReplicatedUpdate) else "sharded"
+        return {"allreduce": used_by(backend, self.buffer, self.replica.device), "update": name}
+
+    def record(self, trace: Trace | None) -> None:
+        self.trace = trace
+        plain, self._untraced = self._untraced or self._backend, None
+        if trace is not None:
+            self._untraced = plain
+        self.allreduce = plain if trace is None else Traced(self.group.topology, inner=plain, trace=trace)
+        self.update.record(self.allreduce, trace)
+
+    # The state
+
+    def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return self.update.whole(state)
+
+    def complete(self) -> None:
+        if not isinstance(self._update, ReplicatedUpdate):
+            super().complete()
+
+    def snapshot(self, memory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return self.update.snapshot(memory, self.group.rank == 0)
+
+    def apart(self) -> dict[str, str]:
+        return self.update.apart()
+
+    def check_edits(self) -> None:
+        self.update.check_edits()
+
+    def share(self) -> None:
+        self.update.share()
+
+    def edit(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
+        group, once = self.group, self.update.in_common
+        group.enter("edit")
+        if before is not None:
+            before += self.pieces()
+        self.share()
+        together(group.comm, lambda: change() if not once or group.topology.node_rank == 0 else None)
+        self.share()
+        if once and self.replica.tables:  # which every rank has for itself
+            mirror(self)
+
+    # When ranks have failed
+
+    @property
+    def any_rank_may_fail(self) -> bool:
+        return self.update.any_rank_may_fail
+
+    def pieces(self) -> list[Piece]:
+        """A copy of what this rank has of the state. Local."""
+        rates = {RATES: np.array(self.replica.learning_rates)}
+        self._fresh = np.array(self._measured)
+        return [piece._replace(rest={**rates, **piece.rest}) for piece in self.update.rescue()]
+
+    def rescue(self) -> None:
+        if self.saved is None:  # or else the state is gone: a failure in the repair begins that again
+            self.saved = self.pieces()
+        if self.trace is not None:
+            self.group.topology.let_go(self.trace)  # which goes on
+        self.abandon()
+        self._owns_backend = True  # the one that is made now
+        self._given = self._recipe
+
+    def rebuild(self) -> None:
+        self.part, self.parts = self.group.rank, self.group.size
+        self.allreduce = self._make_backend()
+        self._make_buffer()
+
+    @property
+    def _length(self) -> int:
+        """Of what pieces are cut from: the parameters, and what is measured, where that lies behind them."""
+        return self.replica.gradient_length + (0 if self._beside else self._last.size)
+
+    def restore(self) -> bool:
+        if self.group.previous[self.group.rank] == NEWCOMER:
+            self.saved = []  # a rank that joins has nothing of this training
+        found = newest(self.group, self.saved or [], self.steps, self._length)
+        if found.choice is None:
+            self.steps = max(found.taken)
+            return False
+        step, state = found.choice.step, found.state
+        measured = self._measured_of(found)
+        together(self.group.comm, lambda: self._adopt(step, state, measured))
+        return True
+
+    def _measured_of(self, found: Newest) -> np.ndarray:
+        """What the last step before a state has measured: from a rank that has ended it, or as it came. Collective."""
+        assert found.choice is not None
+        parameters, length = found.state["parameters"], self.replica.gradient_length
+        if found.choice.step in found.taken:
+            rank, own = found.taken.index(found.choice.step), self._last
+        elif parameters.size <= length:
+            rank, own = found.choice.pieces[0][0], self._fresh
+        else:
+            return parameters[length:]
+        return broadcast_arrays(self.group.comm, {MEASURED: own}, rank, NEWEST)[MEASURED]
+
+    def _adopt(self, steps: int, state: dict[str, np.ndarray], measured: np.ndarray) -> None:
+        """Local, and so done or not when a failure is heard of."""
+        self.steps, self._last = steps, measured
+        trained = self.replica.state()["parameters"].size  # behind them may be statistics, and what was measured
+        state["parameters"] = state["parameters"][:trained]
+        self.saved = [Piece(steps, steps, 0, self._length, {}, dict(state))]
+        self._measured[:] = measured
+        rates = state.pop(RATES).tolist()
+        self.replica.load_state(state)
+        if rates != self.replica.learning_rates:
+            self.replica.learning_rates = rates
+
+    def commit(self) -> None:
+        self.saved = None
+
+
+class ReplicatedUpdate(Update):
+    """Every rank updates all parameters by the sum of all ranks' gradients."""
+
+    def __init__(self, strategy: Mirrored) -> None:
+        self._strategy, self._replica = strategy, strategy.replica
+        self._buffer, self._measured = strategy.buffer, strategy.measured
+        self._errors_in_step = self._replica.device == "cpu"
+
+    def step(self) -> Any:
+        strategy = self._strategy
+        strategy.reduce(strategy.allreduce, self._buffer)  # type: ignore[arg-type]
+        if not (self._errors_in_step and self._measured[-1]):
+            strategy.reduce_tables()
+            with strategy.span("update"):
+                self._replica.update()
+        return self._measured
+
+    def rescue(self) -> list[Piece]:
+        steps = self._strategy.steps
+        return [Piece(steps, steps, 0, self._buffer.size, {}, self._replica.snapshot({}))]
+
+    def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
+        return together(self._strategy.group.comm, lambda: self._replica.snapshot(memory) if wanted else {})
 
 
 class Tables:
@@ -38,7 +393,7 @@ class Tables:
 
     def leave_out(self) -> None:
         """This rank has no batch in this step. Local."""
-        self.brought = [_nothing(table) for table in self._replica.tables]
+        self.brought = [_no_rows(table) for table in self._replica.tables]
 
     def reduce(self, backend: AllReduce) -> None:
         """Give the replica the sums of all ranks' rows. Collective."""
@@ -47,179 +402,5 @@ class Tables:
             self._replica.take_sparse([backend.sparse(*rows, table.rows, "sum") for table, rows in brought])
 
 
-def _nothing(table: Table) -> Rows:
+def _no_rows(table: Table) -> Rows:
     return np.empty(0, np.int64), np.empty((0, *table.shape), table.dtype)
-
-
-RATES = "trainer.learning_rates"  # what ranks hand each other besides a replica's state, as MEASURED
-NEWEST = "take on the newest state of the ranks that are left"
-
-
-class Outliving(Trainer):
-    """A trainer with a backend that outlives some of its ranks.
-
-    asked: the name of its backend, or the recipe of the one that was given.
-    """
-
-    remakes = False  # whether it knows how to make its backend, which has no recipe
-    allreduce: AllReduce
-    _asked: str | Recipe | None
-    _update: str
-    _compress: str | None
-    _copies: int  # of each slice that were asked for
-    _measured: Any
-    _last: np.ndarray  # what the last step has measured
-    _fresh: np.ndarray
-    _beside: bool  # what is measured is an array of its own
-    _sharded: Update | None = None
-    _rescued: list[Piece] | None  # what this rank has of the state, maybe nothing, while a loss is repaired
-
-    def _make_buffer(self) -> None:
-        """Have the backend allocate what is reduced in every step, and bind the replica to it. Collective."""
-        raise NotImplementedError
-
-    def _share_update(self) -> None:
-        """From now on each rank updates what it owns. Collective."""
-        raise NotImplementedError
-
-    def _drop(self) -> None:
-        """Let go of the backend, without the other ranks. Local."""
-        raise NotImplementedError
-
-    @property
-    def goes_back(self) -> bool:
-        return self.goes_on and self._sharded is not None and not self._sharded.all_twice
-
-    @property
-    def _outlives(self) -> bool:
-        """Whether lost ranks leave the others alive, and this is made again on those."""
-        remade = (self._asked is not None or self.remakes) and self.replica.device == "cpu"
-        return remade and ulfm.in_force()
-
-    def _survive(self, on_failure: str | None) -> None:
-        """Outlive lost ranks from now on, where that can be. Local, on all ranks."""
-        if not self._outlives or (self.size == 1 and not isinstance(self.topology, Joining | Manned)):
-            return
-        self._survival = Survival(self, goes_on=on_failure == "continue")
-
-    def _copies_kept(self) -> int:
-        """How many ranks have each slice. Local."""
-        if self._copies == 2 and not self._outlives:
-            notices.once(self.rank, NOT_KEPT)
-            return 1
-        return self._copies
-
-    def note_step(self) -> None:
-        super().note_step()
-        if self._survival is not None:
-            self._last = np.array(self.measured)
-        if self._sharded is not None:
-            self._sharded.note_step(self.steps)
-
-    def _edit(self, change: Callable[[], object]) -> None:
-        """Change the parameters on all ranks that are left, or on none. Collective."""
-        if self._survival is None:
-            self._change(change)
-            return
-        before: list[Piece] = []
-        try:
-            self._survival.by_all(lambda: self._change(change, before))
-        except Exception as error:
-            if ulfm.lost(error) is not None:
-                self._rescued = before or None
-            raise
-
-    def _change(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
-        """Collective. before: takes what this rank has of the state before any rank changes it."""
-        self._enter("edit")
-        if before is not None:
-            before += self._rescue()
-        once = self._sharded is not None and self._sharded.in_common
-        self._settle()
-        together(self._comm, lambda: change() if not once or self.topology.node_rank == 0 else None)
-        self._settle()
-        if once and self.replica.tables:  # which every rank has for itself
-            self._mirror()
-
-    def _let_go_of_ranks(self) -> None:
-        super()._let_go_of_ranks()
-        if self._rescued is None:  # or else it is gone: a loss in the repair begins that again
-            self._rescued = self._rescue()
-        if self.trace is not None:
-            self.topology.let_go(self.trace)  # which goes on
-        self._drop()
-        self._owns_backend = self._owns_topology = True  # those that are made now
-
-    def _rescue(self) -> list[Piece]:
-        """A copy of what this rank has of the state. Local."""
-        rates = {RATES: np.array(self.replica.learning_rates)}
-        if self._sharded is None:
-            return [self._whole_piece({**self.replica.snapshot({}), **rates})]
-        self._fresh = np.array(self._measured)  # of a step that this rank has not ended
-        return [piece._replace(rest={**rates, **piece.rest}) for piece in self._sharded.rescue()]
-
-    def _whole_piece(self, state: dict[str, np.ndarray]) -> Piece:
-        return Piece(self.steps, self.steps, 0, self._length, {}, state)
-
-    @property
-    def _length(self) -> int:
-        """Of what pieces are cut from: the parameters, and what is measured, where that lies behind them."""
-        return self.replica.gradient_length + (0 if self._beside else self._last.size)
-
-    def _reconnect(self, topology: Topology) -> None:
-        self.allreduce = self._make_backend(topology)
-        super()._reconnect(topology)
-        self._make_buffer()
-
-    def _make_backend(self, topology: Topology) -> AllReduce:
-        if isinstance(self._asked, str):
-            return backend_for(self._asked, topology, self._update, self._compress)
-        assert self._asked is not None  # or it was refused
-        return create(self._asked.name, topology, **self._asked.options)
-
-    def _restore(self) -> bool:
-        comm = self._comm
-        if self.topology.former[self.rank] == NEWCOMER:
-            self._rescued = []  # a rank that joins has nothing of this training
-        own = self._rescued or []
-        sides = all_values(comm, [self.steps, [piece[:4] for piece in own]], NEWEST)
-        chosen = choose([offers for _, offers in sides], self._length)
-        if chosen is None:
-            self.steps = max(steps for steps, _ in sides)
-            return False
-        state = joined(pieces_sent(comm, own, chosen.pieces, NEWEST))
-        measured = self._measured_of(chosen, [steps for steps, _ in sides], state["parameters"])
-        together(comm, lambda: self._take_on(chosen.step, state, measured))
-        return True
-
-    def _measured_of(self, chosen: Choice, taken: list[int], parameters: np.ndarray) -> np.ndarray:
-        """What the last step before a state has measured: from a rank that has ended it, or as it came. Collective.
-
-        taken: the steps that every rank has ended.
-        """
-        if chosen.step in taken:
-            rank, own = taken.index(chosen.step), self._last
-        elif parameters.size <= self.replica.gradient_length:
-            rank, own = chosen.pieces[0][0], self._fresh
-        else:
-            return parameters[self.replica.gradient_length :]
-        return sent(self._comm, {MEASURED: own}, rank, NEWEST)[MEASURED]
-
-    def _take_on(self, steps: int, state: dict[str, np.ndarray], measured: np.ndarray) -> None:
-        """Local, and so done or not when a loss is heard of."""
-        self.steps, self._last = steps, measured
-        trained = self.replica.state()["parameters"].size  # behind them may be statistics, and what was measured
-        state["parameters"] = state["parameters"][:trained]
-        self._rescued = [self._whole_piece(dict(state))]
-        self._measured[:] = measured
-        rates = state.pop(RATES).tolist()
-        self.replica.load_state(state)
-        if rates != self.replica.learning_rates:
-            self.replica.learning_rates = rates
-
-    def _share_again(self) -> None:
-        if self._update == "sharded":
-            self._share_update()
-
-    def _go_on(self) -> None:
-        self._rescued = None

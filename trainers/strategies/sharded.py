@@ -26,13 +26,13 @@ from trainers.backends import own_memory
 from trainers.errors import ArgumentError
 from trainers.replica import Replica, reserved
 from trainers.state.adopt import to_root
-from trainers.state.backup import Twins
+from trainers.state.backup import Backup
 from trainers.state.pieces import Piece
 from trainers.stopwatch import Stopwatch
-from trainers.strategies.interface import nothing
+from trainers.strategies.interface import Update, untraced
 
 
-class ShardedUpdate:
+class ShardedUpdate(Update):
     """Moves a replica's parameters into memory of this object's. Creating and all methods are collective.
 
     buffer: what is reduced in every step: the gradients, then what is measured. The replicas are equal.
@@ -56,7 +56,7 @@ class ShardedUpdate:
         self._replica, self._backend, self._buffer = replica, backend, buffer
         self._comm, self._clock = comm, clock
         self._steps = self._since = steps  # that were taken, and after which this rank has updated
-        self._span: Callable[[str], AbstractContextManager[None]] = nothing
+        self._span: Callable[[str], AbstractContextManager[None]] = untraced
         self._fences: Series | None = None
         self._kept: Series | None = None
         self._length = replica.gradient_length
@@ -64,15 +64,15 @@ class ShardedUpdate:
         self._part = slice(*self._mine.indices(self._length)[:2])
         self._window: CommonWindow | None = None
         self._array = self._allocate(str(replica.gradient_dtype))
-        self._twins: Twins | None = None
+        self._backup: Backup | None = None
         try:
             together(comm, lambda: replica.bind_parameters(self._array[: self._length]))
             if copies == 2:
-                self._twins = Twins(replica, self._array, self._mine, self._length, backend.topology, comm)
+                self._backup = Backup(replica, self._array, self._mine, self._length, backend.topology, comm)
         except Exception:
             self._free()
             raise
-        self.settle()
+        self.share()
 
     def _allocate(self, dtype: str) -> Any:
         """Memory that the ranks of the node have in common, where these own everything, on the CPU, and it has room."""
@@ -91,13 +91,13 @@ class ShardedUpdate:
         return self._backend.allocate(self._buffer.size, dtype, device=device)
 
     @property
-    def all_twice(self) -> bool:
-        return self._twins is not None
+    def any_rank_may_fail(self) -> bool:  # type: ignore[override]
+        return self._backup is not None
 
     def begin_batch(self) -> None:
         """A batch is computed, which may change what belongs to the state. Local."""
-        if self._twins is not None:
-            self._twins.begin_batch()
+        if self._backup is not None:
+            self._backup.begin_batch()
 
     def step(self) -> np.ndarray:
         """Reduce the buffer, update the parameters everywhere; returns what was measured, reduced, a view."""
@@ -105,8 +105,8 @@ class ShardedUpdate:
         self._clock.start()
         self._backend.reduce_scatter(self._buffer, "sum")
         self._clock.stop()
-        if self._twins is not None:
-            self._twins.begin_update(self._since, self._steps)
+        if self._backup is not None:
+            self._backup.begin_update(self._since, self._steps)
         with self._span("update"):
             updated = self._update()
         measured = slice(max(self._mine.start, self._length), max(self._mine.stop, self._length))
@@ -129,11 +129,11 @@ class ShardedUpdate:
 
     def _keep(self, step: int) -> None:
         """Have the slices kept a second time, as they are after a step. Collective."""
-        if self._twins is None:
+        if self._backup is None:
             return
         self._clock.start()
         begin = now()
-        self._twins.keep(step)
+        self._backup.keep(step)
         if self._kept is not None:
             self._kept.note("keep slices twice", begin, {})
         self._clock.stop()
@@ -143,14 +143,14 @@ class ShardedUpdate:
         self._replica.update(self._part)
         return True
 
-    def note_step(self, steps: int) -> None:
+    def count_steps(self, steps: int) -> None:
         """So many were taken; one in which nothing was updated counts as well. Local."""
         self._steps = steps
 
     def rescue(self) -> list[Piece]:
         """What this rank has of the state, by itself, copied. Local."""
-        if self._twins is not None:
-            return self._twins.pieces(self._own())
+        if self._backup is not None:
+            return self._backup.pieces(self._own())
         return [self._own()] if self._mine.start < self._mine.stop else []
 
     def _own(self) -> Piece:
@@ -169,9 +169,9 @@ class ShardedUpdate:
     def record(self, backend: AllReduce, trace: Trace | None) -> None:
         """Record in `trace` what is done here; the calls of `backend` are recorded there. Local."""
         assert isinstance(backend, TwoPhase)
-        self._backend, self._span = backend, nothing if trace is None else trace.span
+        self._backend, self._span = backend, untraced if trace is None else trace.span
         self._fences = None if trace is None else trace.series("fences")
-        self._kept = None if trace is None or self._twins is None else trace.series("second copies")
+        self._kept = None if trace is None or self._backup is None else trace.series("second copies")
 
     def fence(self) -> None:
         """Afterwards all ranks of the node see what any of them has written, and none of them still writes."""
@@ -179,14 +179,14 @@ class ShardedUpdate:
             self._window.fence()
             self._replica.accept_edits()
 
-    def settle(self) -> None:
+    def share(self) -> None:
         """The state was changed otherwise than by a step: go on when all ranks have done so. Collective."""
         self.fence()
         self._since = self._steps
         self._keep(self._steps)
 
     @property
-    def in_common(self) -> bool:
+    def in_common(self) -> bool:  # type: ignore[override]
         """Whether the ranks of a node have one copy of the parameters."""
         return self._window is not None
 
@@ -200,7 +200,7 @@ class ShardedUpdate:
             )
 
     def apart(self) -> dict[str, str]:
-        """As Trainer._apart."""
+        """As Strategy.apart."""
         apart = dict.fromkeys(self._replica.elementwise, "every rank has its own slice only")
         if self._window is not None and self._backend.topology.nodes == 1:
             apart["parameters"] = "the ranks have one copy of them in common"
@@ -247,7 +247,7 @@ class ShardedUpdate:
         """Give the replica parameters of its own, without what other ranks have of its state. Local."""
         self._replica.bind_parameters(own_memory(self._replica))
         self._array, self._buffer = np.empty(0, np.uint8), np.empty(0, np.uint8)
-        self._window = self._twins = None
+        self._window = self._backup = None
 
     def _free(self) -> None:
         """Collective over the node."""

@@ -10,7 +10,7 @@ from allreduce.errors import DivergenceError
 from allreduce.transport.control import known, root_value, together
 from trainers.checks import LEARNING_RATES, MAJORITY, Divergence, Source, compare, refusal
 from trainers.errors import ArgumentError
-from trainers.group import mirror
+from trainers.state.adopt import mirror
 from trainers.watching.callback import Callback, Logs
 
 
@@ -50,16 +50,16 @@ class CheckDivergence(Callback):
         what = f"CheckDivergence(every={self.every!r}, on_divergence={self.on_divergence!r}, source={self.source!r})"
         self._joins = trainer.rank < 0
         wrong = refusal(self.every, self.on_divergence, self.source, None if self._joins else trainer.size)
-        trainer._agree(what, ArgumentError(f"CheckDivergence: {wrong}") if wrong else None)
-        self._source = Source(MAJORITY if self._joins else self.source, trainer._comm)
-        apart = trainer._apart()
+        trainer.group.agree(what, ArgumentError(f"CheckDivergence: {wrong}") if wrong else None)
+        self._source = Source(MAJORITY if self._joins else self.source, trainer.group.comm)
+        apart = trainer.strategy.apart()
         if apart:
             texts = [f"{name} ({why})" for name, why in apart.items()]
             notices.once(trainer.rank, f"CheckDivergence leaves out what can't differ: {', '.join(texts)}")
 
     def on_ranks_change(self) -> None:
         if self._source is not None:
-            self._source.move(self.trainer._comm)
+            self._source.move(self.trainer.group.comm)
         self._joins = False
 
     def state(self) -> dict[str, Any]:
@@ -72,33 +72,35 @@ class CheckDivergence(Callback):
 
     def between_steps(self, epoch: int, batch: int) -> None:
         taken = epoch * self._steps + batch + 1  # counted so, all ranks come to it, also when one was lost
-        if self.trainer.mirrors == "step" and taken % self.every == 0:
+        if self.trainer.strategy.mirrors == "step" and taken % self.every == 0:
             self._check(f"after step {batch + 1} of epoch {epoch + 1}")
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        if self.trainer.mirrors == "epoch":
-            self.trainer._enter("CheckDivergence")
+        if self.trainer.strategy.mirrors == "epoch":
+            self.trainer.group.enter("CheckDivergence")
             self._check(f"after epoch {epoch + 1}")
 
     def _check(self, when: str) -> None:
         """Compare, and do what is to be done. Collective."""
         trainer = self.trainer
-        held = together(trainer._comm, lambda: _compared(trainer.replica, trainer._apart()))
-        found = compare(trainer._comm, held)
+        held = together(trainer.group.comm, lambda: _compared(trainer.replica, trainer.strategy.apart()))
+        found = compare(trainer.group.comm, held)
         if found is None:
             return
         if self.on_divergence == "raise":
-            raise known(DivergenceError(f"{when} {found}"), trainer._comm)
+            raise known(DivergenceError(f"{when} {found}"), trainer.group.comm)
         self._copy(found, when)
 
     def _copy(self, found: Divergence, when: str) -> None:
         """Give all ranks the replica of one. Collective."""
         assert self._source is not None
         trainer, root = self.trainer, found.root(self._source.rank)
-        rates = root_value(trainer._comm, [*map(float, trainer.replica.learning_rates)], "take on learning rates", root)
+        rates = root_value(
+            trainer.group.comm, [*map(float, trainer.replica.learning_rates)], "take on learning rates", root
+        )
         if rates and trainer.rank != root:
             trainer.replica.learning_rates = rates
-        mirror(trainer, root=root)
+        mirror(trainer.strategy, root=root)
         self.copies += 1
         if trainer.rank == 0:
             copied = f"  copied again to rank {', '.join(map(str, found.differing(root)))}: the replica of rank {root}"

@@ -45,19 +45,19 @@ class CheckGradients(Callback):
         trainer, error = self.trainer, None
         if self.on_bad not in checks.ANSWERS:
             error = ArgumentError(f'CheckGradients: on_bad={self.on_bad!r} is unknown; use "raise" or "skip"')
-        trainer._agree(f"CheckGradients(on_bad={self.on_bad!r})", error)
+        trainer.group.agree(f"CheckGradients(on_bad={self.on_bad!r})", error)
         trainer.replica.undoable |= self.on_bad == "skip"
         self._places = _places(trainer.replica)
         self._tables = [Place(each.name, 0, each.rows * math.prod(each.shape)) for each in trainer.replica.tables]
 
     def before_update(self, epoch: int, batch: int) -> bool:
-        trainer, gradients = self.trainer, self.trainer._fresh_gradients
-        own, dtype, sent = Findings(), dtypes.parse(trainer.replica.gradient_dtype), trainer._sent
+        trainer, gradients = self.trainer, self.trainer.strategy.fresh_gradients
+        own, dtype, sent = Findings(), dtypes.parse(trainer.replica.gradient_dtype), trainer.strategy.sent_dtype
         if gradients is not None:
             own.add(gradients, self._places, most=checks.most(dtype, sent))
-        for number, (table, brought) in enumerate(zip(self._tables, trainer._fresh_rows, strict=True)):
+        for number, (table, brought) in enumerate(zip(self._tables, trainer.strategy.fresh_rows, strict=True)):
             own.add_rows(table, len(self._places) + number, *brought)
-        rows, norms = checks.exchange(trainer._comm, own)
+        rows, norms = checks.exchange(trainer.group.comm, own)
         problem = None if rows is None else checks.told(rows, [*self._places, *self._tables], sent)
         if rows is None:
             problem = self._overflow(norms, dtype, sent)
@@ -65,7 +65,7 @@ class CheckGradients(Callback):
             return False
         text = f"in epoch {epoch + 1}, step {batch + 1}, {problem.text}"
         if self.on_bad == "raise":
-            raise known(NotFiniteError(f"{text}: {problem.advice}"), trainer._comm)
+            raise known(NotFiniteError(f"{text}: {problem.advice}"), trainer.group.comm)
         self.skipped += 1
         if trainer.rank == 0:
             notices.log.warning("allreduce: %s; no rank takes this step", text)
@@ -78,14 +78,14 @@ class CheckGradients(Callback):
         """
         trainer = self.trainer
         if checks.may_overflow(norms, sent):
-            length, gradients = trainer.replica.gradient_length, trainer._fresh_gradients
-            if where := checks.overflowing(trainer._comm, gradients, self._places, length, sent):
+            length, gradients = trainer.replica.gradient_length, trainer.strategy.fresh_gradients
+            if where := checks.overflowing(trainer.group.comm, gradients, self._places, length, sent):
                 return checks.overflow_told(where, own, sent)
-        for table, place, rows in zip(trainer.replica.tables, self._tables, trainer._fresh_rows, strict=True):
+        for table, place, rows in zip(trainer.replica.tables, self._tables, trainer.strategy.fresh_rows, strict=True):
             dtype = dtypes.parse(table.dtype)
             if checks.may_overflow(norms, dtype):
                 whole = _whole(place.size, *rows)
-                if where := checks.overflowing(trainer._comm, whole, [place], place.size, dtype):
+                if where := checks.overflowing(trainer.group.comm, whole, [place], place.size, dtype):
                     return checks.overflow_told(where, dtype, dtype)
         return None
 
@@ -96,7 +96,7 @@ class CheckGradients(Callback):
             return False
         rows = np.zeros((self.trainer.size, checks.COLUMNS), np.int64)
         rows[self.trainer.rank] = own.row()
-        problem = checks.told(rows, self._places, self.trainer._sent)
+        problem = checks.told(rows, self._places, self.trainer.strategy.sent_dtype)
         if self.on_bad == "raise":
             raise NotFiniteError(f"{problem.text}: {problem.advice}")
         self.skipped += 1

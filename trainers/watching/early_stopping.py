@@ -10,6 +10,7 @@ import numpy as np
 
 from trainers.errors import ArgumentError
 from trainers.state import adopt
+from trainers.state.pieces import Arrays
 from trainers.watching.callback import Callback, Logs
 
 
@@ -57,7 +58,7 @@ class EarlyStopping(Callback):
     def _begin(self) -> None:
         self.wait = self.stopped_epoch = self.best_epoch = 0
         self.best: float | None = None
-        self._state: adopt.State | None = None  # of the best epoch; see snapshot.take
+        self._state: Arrays | None = None  # of the best epoch, as adopt.copied returns it
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._begin()
@@ -87,7 +88,7 @@ class EarlyStopping(Callback):
         if self._state is not None:
             self._say(f"the model is that of the best epoch, {self.best_epoch + 1}")
             state, self._state = self._state, None
-            adopt.give_back(self.trainer, state)
+            adopt.load(self.trainer.strategy, state)
 
     def state(self) -> dict[str, Any]:
         best = {} if self.best is None else {"best": self.best}
@@ -107,7 +108,7 @@ class EarlyStopping(Callback):
 
     def _keep(self, epoch: int) -> None:
         self._state, self.best_epoch = None, epoch  # one copy at a time
-        self._state = adopt.take(self.trainer)
+        self._state = adopt.copied(self.trainer.strategy, on_all=self.trainer.goes_on)
 
     def _say(self, text: str) -> None:
         if self.verbose and self.trainer.rank == 0:

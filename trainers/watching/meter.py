@@ -79,7 +79,9 @@ class Meter(Callback):
         wrong = np.flatnonzero(~np.isfinite(losses) & (rows[:, -1] == 0))
         if wrong.size:
             error = _diverged(float(losses[wrong[0]]), self._epoch, self._seen + int(wrong[0]) + 1)
-            raise known(error, self.trainer._comm)  # by the loss of the global batch: all ranks find it in this step
+            raise known(
+                error, self.trainer.group.comm
+            )  # by the loss of the global batch: all ranks find it in this step
         self._seen = self._done
 
     @property

@@ -48,8 +48,8 @@ class ModelCheckpoint(Callback):
         self.best = initial_value_threshold
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self.trainer._enter("ModelCheckpoint begins")
-        self.trainer._on_one(self._check_folder)
+        self.trainer.group.enter("ModelCheckpoint begins")
+        self.trainer.group.on_one(self._check_folder)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self.save_best_only:

@@ -27,7 +27,7 @@ class Timeline(Callback):
         self._trace: Trace | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self.trainer._enter("Timeline begins")
+        self.trainer.group.enter("Timeline begins")
         self._drop()
         if self.trainer.trace is not None:
             raise ArgumentError(
@@ -42,8 +42,8 @@ class Timeline(Callback):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         trainer, trace = self.trainer, self._trace
-        trainer._enter("Timeline ends")
-        if not all(all_values(trainer._comm, trace is not None and not trace.closed, "write a trace")):
+        trainer.group.enter("Timeline ends")
+        if not all(all_values(trainer.group.comm, trace is not None and not trace.closed, "write a trace")):
             self._drop()  # a rank was lost while it was collected
             return
         assert trace is not None

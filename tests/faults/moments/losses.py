@@ -38,14 +38,14 @@ def sums(reduce: Any) -> None:
 
 
 def in_the_work(reduce: Any, dies: bool) -> None:
-    """It has met the others on the board, and does nothing of its part."""
+    """It has met the others, and does nothing of its part."""
     if dies:
         points.at("reduce", die)
     sums(reduce)
 
 
 def in_an_agreement(reduce: Any, dies: bool) -> None:
-    """It has met the others on the board, and does not agree."""
+    """It has met the others, and does not agree."""
     if dies:
         points.at("agree in a call", die)
     sums(reduce)

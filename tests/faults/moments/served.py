@@ -36,7 +36,7 @@ class WorkersDeath(Deaths):
         if event == "part" and self.epoch >= epoch:
             die()
         if self.moment == ("push", self.epoch, batch):
-            client = self.trainer._client
+            client = self.trainer.strategy._client
             client._whole[1] = Dying(client._whole[1])
         super().on_train_batch_begin(batch)
 

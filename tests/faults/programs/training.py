@@ -96,7 +96,7 @@ def _use(trainer: Trainer, plan: Plan, notes: Notes, folder: Path, resume: bool)
     _called(trainer, notes, "evaluate")
     outputs = trainer.predict(x_test)
     _called(trainer, notes, "predict")
-    if isinstance(trainer, MirroredTrainer):
+    if isinstance(trainer, MirroredTrainer | CentralStorageTrainer):
         trainer.edit(lambda: shift(trainer.replica))
         _called(trainer, notes, "edit")
     trainer.save(str(folder / "model.npz"))
@@ -108,11 +108,11 @@ def _use(trainer: Trainer, plan: Plan, notes: Notes, folder: Path, resume: bool)
         ranks=members(trainer.topology),
         hashes=hashes,
         epochs=len(history),
-        parts=trainer.parts,
+        parts=trainer.strategy.parts,
         updates=[sum(epoch.as_dict().get("staleness", ())) for epoch in history],
         accuracy=scores["accuracy"],
         predicted=float((outputs.argmax(1) == y_test).mean()),
-        shifted=isinstance(trainer, MirroredTrainer),
+        shifted=isinstance(trainer, MirroredTrainer | CentralStorageTrainer),
     )
 
 
@@ -134,7 +134,7 @@ def shift(replica: Replica) -> None:
 
 def _fit(trainer: Trainer, plan: Plan, notes: Notes, folder: Path, epochs: int, resume: bool = False) -> History:
     x, y, x_test, y_test = model.rows()
-    every = f"{plan.checkpoint} steps" if trainer.steps_together else "epoch"
+    every = f"{plan.checkpoint} steps" if trainer.strategy.synchronous else "epoch"
     return trainer.fit(
         x,
         y,

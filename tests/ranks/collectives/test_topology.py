@@ -10,7 +10,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce import machine, notices
 from allreduce.engine.call import NUMBER
-from allreduce.engine.consistency import Board
+from allreduce.engine.consistency import FingerprintTable
 from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
 from allreduce.transport.control import known
 from tests.ranks.grid import shapes
@@ -168,10 +168,10 @@ def test_other_versions_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         allreduce.Topology()
 
 
-@pytest.mark.skipif(SIZE < 2, reason="one rank has no board")
+@pytest.mark.skipif(SIZE < 2, reason="one rank has no table")
 def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.Topology) -> None:
-    """Otherwise what the refused one has left on the board would be taken for new words."""
-    part = min(flat.once(Board).free)
+    """Otherwise what the refused one has left in the table would be taken for new fingerprints."""
+    part = min(flat.once(FingerprintTable).free)
 
     def refuse() -> None:
         with flat.trial():
@@ -184,7 +184,7 @@ def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.T
     met: list[int] = []
     with pytest.raises(OptionError):
         refuse()
-    assert flat.once(Board).free[part] & NUMBER == met[0] & NUMBER
+    assert flat.once(FingerprintTable).free[part] & NUMBER == met[0] & NUMBER
     assert met[0] > 2
     with allreduce.create("ring", flat) as reduce:
         array = np.ones(5)

@@ -65,7 +65,7 @@ def test_it_gives_the_bits_of_a_mirrored_training(
     storage = topology.size - 1 if last else 0
     with CentralStorageTrainer(replica, topology, storage=storage) as trainer:
         if topology.size > 1:
-            assert type(trainer._sharded) is (CopiedUpdate if kind is Bare else CentralUpdate)
+            assert type(trainer.strategy.update) is (CopiedUpdate if kind is Bare else CentralUpdate)
         history = trainer.fit(*data, 2, 100, seed=7, progress=False)
         assert len(set(trainer.parameters_sha256())) == 1
     expected, losses = mirrored(data, topology)

@@ -349,7 +349,7 @@ def test_what_the_writing_meets_is_raised_on_all_ranks(
     flat: allreduce.Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full when the second checkpoint is written, in the thread, and the first one stays."""
-    really, times = files.npz.put, [0]
+    really, times = files.model_file.put, [0]
 
     def put(archive: Any, name: str, array: np.ndarray) -> None:
         times[0] += name == "model"
@@ -357,7 +357,7 @@ def test_what_the_writing_meets_is_raised_on_all_ranks(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         really(archive, name, array)
 
-    monkeypatch.setattr(files.npz, "put", put)
+    monkeypatch.setattr(files.model_file, "put", put)
     words = r"can't be written to .*: No space left on device"
     with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(CheckpointError, match=words) as caught:
         fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"))

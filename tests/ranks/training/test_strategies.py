@@ -14,6 +14,7 @@ from allreduce.errors import CollectiveTimeoutError, UnavailableError
 from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.data import Samples
 from trainers.errors import ArgumentError, DataError, DivergedError
+from trainers.group import RankGroup
 from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
 from trainers.watching.history import History
@@ -450,11 +451,11 @@ def test_a_rank_that_is_gone_after_an_agreement_is_missed(
     trainer = MirroredTrainer(network(), "ring", ranks)
 
     def agree(row: str, error: Exception | None = None) -> None:
-        Trainer._agree(trainer, row, error)
+        RankGroup.agree(trainer.group, row, error)
         if ranks.rank == ranks.size - 1 and "after the steps" in row:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer, "_agree", agree)
+    monkeypatch.setattr(trainer.group, "agree", agree)
     with pytest.raises((KeyboardInterrupt, CollectiveTimeoutError)):
         trainer.fit(x, y, 1, BATCH, progress=False)
     trainer.abandon()

@@ -278,7 +278,7 @@ def test_any_error_of_rank_0_alone_reaches_all(
 
 def test_a_fit_after_a_failed_one_is_timed_anew(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
     with MirroredTrainer(network(), "native", flat) as trainer:
-        trainer._communication._total = 1000.0  # as an epoch leaves it that raised DivergedError
+        trainer.strategy.clock._total = 1000.0  # as an epoch leaves it that raised DivergedError
         history = trainer.fit(digits.x_train, digits.y_train, 1, progress=False)
     assert history[0].communication_share <= 1
 

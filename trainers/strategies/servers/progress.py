@@ -52,8 +52,8 @@ HOW_FAR = "hear how far the servers are"
 LEFT, NOTHING, DROPPED = -1, -2, -3  # what has become of a part, besides the staleness of gradients that were applied
 
 
-class Parts:
-    """The epoch that is under way: parts of batches that are dealt, or steps that all take together.
+class EpochLedger:
+    """What has become of each part of the epoch under way: parts of batches that are dealt, or steps.
 
     outcomes: (parts,): what has become of every part in this server's slice; empty on workers.
     dealt: (parts,) bool, those that all servers have had when the epoch began or was gone on with, which nobody needs
@@ -133,6 +133,7 @@ def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], ArgumentErr
 
 
 def bad_options(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) -> ArgumentError | None:
+    """What is wrong with these options of a parameter server, if anything."""
     for name, value, known in (("updates", updates, UPDATES), ("stale", stale, STALE), ("learning_rate", rate, RATES)):
         if value not in known:
             return ArgumentError(f"{name}={value!r} is unknown; use one of {', '.join(known)}")

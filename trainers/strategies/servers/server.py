@@ -1,7 +1,7 @@
-"""A server's desk: what workers send lands on it without being asked for, and parcels leave from it.
+"""A server: its mailbox, its shard of the parameters, and an asynchronous epoch.
 
-Every worker has a place of its own for each kind of message, whose receive is posted ahead, so a server takes
-whatever has come, in any order, and all of what has come before it looks again: no worker can starve another.
+The mailbox has a slot for each worker and kind of message, whose receive is posted ahead, so a server takes the
+messages that have come, in any order, and all of them before it looks again: no worker can starve another.
 """
 
 from collections import deque
@@ -31,21 +31,21 @@ from trainers.strategies.servers.messages import (
     check,
 )
 from trainers.strategies.servers.messages import END as NO_WORK
-from trainers.strategies.servers.progress import DROPPED, NOTHING, Parts, Rule
+from trainers.strategies.servers.progress import DROPPED, NOTHING, EpochLedger, Rule
 
 
 class Arrival(NamedTuple):
-    """A message that lies on the desk until its place is cleared."""
+    """A message that lies in the mailbox until its slot is cleared."""
 
     worker: int
     tag: int
     parcel: Parcel
 
 
-class Desk:
+class Mailbox:
     """Local to make.
 
-    comm: of servers and workers. workers: their ranks there; a worker's number is its place in this list.
+    comm: of servers and workers. workers: their ranks there; a worker's number is its index there.
     measures, length, dtype, unit: of parcels, see there.
     """
 
@@ -55,26 +55,26 @@ class Desk:
     ) -> None:  # fmt: skip
         self._comm, self._waits, self._workers = comm, waits, list(workers)
         self._shape = measures, length, dtype, unit
-        self._places: list[Arrival] = []
+        self._slots: list[Arrival] = []
         self._requests: list[MPI.Prequest] = []
         for number, rank in enumerate(workers):
             for tag in (ASK, PUSH):
                 parcel = Parcel(measures, length if tag == PUSH else 0, dtype, unit)
-                self._places.append(Arrival(number, tag, parcel))
+                self._slots.append(Arrival(number, tag, parcel))
                 self._requests.append(comm.Recv_init(parcel.message(), rank, tag))
-        self._posted = [False] * len(self._places)
+        self._posted = [False] * len(self._slots)
         self._arrived: deque[int] = deque()
         self._leaving: list[tuple[Parcel, list[MPI.Request]]] = []  # parcels, used again when they have left
 
     def open(self, tags: Sequence[int]) -> None:
         """Post the receives of an epoch."""
-        for index, place in enumerate(self._places):
-            if place.tag in tags and not self._posted[index]:
+        for index, slot in enumerate(self._slots):
+            if slot.tag in tags and not self._posted[index]:
                 self._post(index)
 
     def clear(self, arrival: Arrival) -> None:
         """The message was dealt with: the worker's next one may come."""
-        self._post(self._places.index(arrival))
+        self._post(self._slots.index(arrival))
 
     def _post(self, index: int) -> None:
         self._requests[index].Start()
@@ -84,7 +84,7 @@ class Desk:
         """A message that has come; waits for one when there is none. text: what for."""
         if not self._arrived:
             self._waits.until(self._look, text)
-        return self._places[self._arrived.popleft()]
+        return self._slots[self._arrived.popleft()]
 
     def _look(self) -> bool:
         come = [index for index, posted in enumerate(self._posted) if posted and self._requests[index].Test()]
@@ -127,11 +127,50 @@ class Desk:
                 request.Cancel()
                 request.Wait()
             request.Free()
-        self._requests, self._places, self._leaving = [], [], []
+        self._requests, self._slots, self._leaving = [], [], []
 
     def abandon(self) -> None:
         """Let go, without anybody else: what was posted stays for a while, with its memory."""
         keep(self)
+
+
+class Round:
+    """What has come for one step.
+
+    used: the first gradients, as many as were wanted, in the order of the workers' numbers.
+    others: who came without gradients: it had no rows, or has failed.
+    failed: whether somebody has met an error, so that there is no update. stop: whether training shall end after it.
+    """
+
+    def __init__(self) -> None:
+        self.used: list[Arrival] = []
+        self.others: list[Arrival] = []
+        self.failed = self.stop = False
+
+    @property
+    def everybody(self) -> list[Arrival]:
+        return self.used + self.others
+
+
+def collect(mailbox: Mailbox, step: int, wanted: int, late: Callable[[Arrival], None]) -> Round:
+    """Wait until the gradients of `wanted` workers for `step` are there, or one worker has failed.
+
+    late: is given whoever comes meanwhile with what was computed for a step before.
+    """
+    found = Round()
+    while len(found.used) < wanted and not found.failed:
+        arrival = mailbox.next(f"get the gradients of step {step + 1}")
+        head = arrival.parcel.head
+        found.failed |= head.kind != GRADIENTS and bool(head.halt)
+        found.stop |= bool(head.halt)
+        if head.step != step:
+            late(arrival)
+        elif head.kind == GRADIENTS:
+            found.used.append(arrival)
+        else:
+            found.others.append(arrival)
+    found.used.sort(key=lambda each: each.worker)  # so that sums do not depend on who was first
+    return found
 
 
 class Shard:
@@ -267,7 +306,7 @@ class Dealer:
 Apply = Callable[[Parcel, float], object]
 
 
-class Stream:
+class EpochServer:
     """One epoch of one server.
 
     dealer: on the first server, which says who computes what; None on the others, which only hold their slice. The
@@ -275,16 +314,16 @@ class Stream:
         it by as many updates as are under way.
     apply: updates the shard by what a worker has sent, with this factor of the learning rate; raises nothing.
     halts: whether this rank wants the epoch to end.
-    epoch: what of it was done before, which is not applied again; the rest is noted there.
+    ledger: what of it was done before, which is not applied again; the rest is noted there.
     """
 
     def __init__(
-        self, desk: Desk, shard: Shard, rule: Rule, dealer: Dealer | None, apply: Apply, halts: Callable[[], bool],
-        epoch: Parts,
+        self, mailbox: Mailbox, shard: Shard, rule: Rule, dealer: Dealer | None, apply: Apply,
+        halts: Callable[[], bool], ledger: EpochLedger,
     ) -> None:  # fmt: skip
-        self._desk, self._shard, self._rule, self._dealer = desk, shard, rule, dealer
+        self._mailbox, self._shard, self._rule, self._dealer = mailbox, shard, rule, dealer
         self._apply, self._halts = apply, halts
-        self._epoch = epoch
+        self._ledger = ledger
         self._held: list[Arrival] = []  # gradients that would break the bound
         self._asked: deque[Arrival] = deque()  # workers that can't be dealt a part yet, the first first
         self._taken = 0  # pushes
@@ -292,11 +331,11 @@ class Stream:
     def serve(self, workers: Sequence[int]) -> None:
         """Until every worker has taken leave."""
         present = set(workers)
-        self._desk.open((ASK, PUSH))
+        self._mailbox.open((ASK, PUSH))
         while present:
-            arrival = self._desk.next("be asked by workers")
+            arrival = self._mailbox.next("be asked by workers")
             head = arrival.parcel.head
-            check(head, arrival.tag, self._epoch.parts, self._shard.version)
+            check(head, arrival.tag, self._ledger.parts, self._shard.version)
             if self._dealer is not None and (head.halt or self._halts()):
                 self._dealer.stop()
             if arrival.tag == ASK:
@@ -309,8 +348,8 @@ class Stream:
             if self._apply_what_may():
                 self._keep_waiting()
             self._answer_who_may()
-        self._epoch.cut_short = self._dealer is not None and self._dealer.cut_short
-        self._desk.drain()
+        self._ledger.cut_short = self._dealer is not None and self._dealer.cut_short
+        self._mailbox.drain()
 
     def _apply_what_may(self) -> bool:
         """Apply what has come, the oldest first, as far as the bound allows; whether anything was."""
@@ -329,8 +368,8 @@ class Stream:
         """Let workers that rest hear that the others go on, or their wait would be as long as the whole epoch."""
         for arrival in [each for each in self._asked if self._dealer is not None and self._dealer.rests(each.worker)]:
             self._asked.remove(arrival)
-            self._desk.clear(arrival)
-            self._desk.answer(Head(AGAIN), arrival.worker)
+            self._mailbox.clear(arrival)
+            self._mailbox.answer(Head(AGAIN), arrival.worker)
 
     def _may_apply(self, arrival: Arrival) -> bool:
         nothing = arrival.parcel.head.kind != GRADIENTS
@@ -341,16 +380,16 @@ class Stream:
         if self._dealer is not None:
             self._dealer.done(arrival.worker)
         outcome = NOTHING
-        if head.kind == GRADIENTS and not self._epoch.has(head.step):
+        if head.kind == GRADIENTS and not self._ledger.has(head.step):
             outcome = self._shard.version - head.version
             factor = self._rule.factor(outcome)
             if factor:
                 self._apply(arrival.parcel, factor)
             else:
                 outcome = DROPPED
-        self._epoch.note(head.step, outcome)
+        self._ledger.note(head.step, outcome)
         self._taken += 1
-        self._desk.clear(arrival)
+        self._mailbox.clear(arrival)
 
     def _part_for(self, arrival: Arrival) -> int | None:
         """What a worker is dealt; None when it has to wait. The other servers deal nothing and only say when.
@@ -368,10 +407,10 @@ class Stream:
                 continue
             self._asked.remove(arrival)
             if part == END:
-                self._desk.answer(Head(NO_WORK), arrival.worker)
+                self._mailbox.answer(Head(NO_WORK), arrival.worker)
                 continue
-            reply = self._desk.parcel()
+            reply = self._mailbox.parcel()
             reply.head = Head(WORK, part, self._shard.version, self._halts(), self._taken)
             reply.body[:] = self._shard.parameters
-            self._desk.clear(arrival)
-            self._desk.reply(reply, arrival.worker, whole=True)
+            self._mailbox.clear(arrival)
+            self._mailbox.reply(reply, arrival.worker, whole=True)

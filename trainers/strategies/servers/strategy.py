@@ -1,30 +1,106 @@
-"""Steps of workers and servers that all of them take together."""
+"""The strategies of ParameterServerTrainer: workers push gradients to servers, which update in step or as they come."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine
-from trainers.data import Batch
-from trainers.fit.loop import Fit
+from trainers.data import Batch, Batches
+from trainers.errors import ArgumentError
+from trainers.group import RankGroup
+from trainers.replica import Replica
+from trainers.strategies.interface import EpochRun, Strategy
 from trainers.strategies.servers.messages import GRADIENTS, MEET, NOTHING, PUSH, WORK, Head, Parcel
-from trainers.strategies.servers.progress import HOW_FAR, Parts, Rule
-from trainers.strategies.servers.server import Dealer, Stream
-from trainers.strategies.servers.service import ServedTrainer, ended
+from trainers.strategies.servers.progress import HOW_FAR, EpochLedger, Rule, bad_options, server_ranks
+from trainers.strategies.servers.server import Dealer, EpochServer, collect
+from trainers.strategies.servers.service import Served, ended
 from trainers.strategies.servers.worker import Rows
-from trainers.strategies.spare_replicas import collect
 
 
-class StepsTogether(ServedTrainer):
-    """The part of a trainer that waits for all workers in every step. Attributes are set by whose part it is."""
+class Options(NamedTuple):
+    """The arguments of a ParameterServerTrainer; see there."""
 
-    _epoch: Parts
-    _first = 0  # the steps before this epoch
-    _applied = False  # the step after `steps` has been taken here
-    _collected: list[np.ndarray]  # this server's slices of the gradients of a step, until it is updated
+    servers: Any
+    updates: str
+    stale: str
+    max_staleness: int | None
+    warm_up: int
+    learning_rate: str
+    fetch_ahead: bool
 
-    def _compute(self, batch: Batch | None) -> None:
+
+class ParameterServers(Served):
+    """Servers and workers that are ranks of their own."""
+
+    def __init__(self, replica: Replica, name: str, options: Options) -> None:
+        super().__init__(replica, name, len(getattr(replica, "metrics", ())))
+        self._options = options
+        self._ledger = EpochLedger()
+
+    def describe(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self._options._asdict().items())
+        return f"{self.name}({type(self.replica).__name__}, {options})"
+
+    def _refused(self, ranks: Topology) -> Exception | None:
+        given = self._options
+        _, error = server_ranks(given.servers, ranks.size)
+        error = error or bad_options(*given[1:6])
+        rates = given.stale == "scale" or given.learning_rate == "divide"
+        if error is None and rates and not getattr(self.replica, "learning_rates", True):
+            error = ArgumentError(
+                f"{type(self.replica).__name__} has no learning rate that can be set, so leave out "
+                'stale="scale" and learning_rate="divide"'
+            )
+        return error
+
+    def renumber(self, previous: tuple[int, ...]) -> None:
+        given = self._options.servers
+        if isinstance(given, int):  # as long as two are left, one is a worker
+            servers: Any = min(given, max(1, len(previous) - 1))
+        else:  # those that are left; the last rank where none is
+            servers = [rank for rank, old in enumerate(previous) if old in given] or 1
+        self._options = self._options._replace(servers=servers)
+
+    def _assign(self, ranks: int) -> None:
+        self.servers, _ = server_ranks(self._options.servers, ranks)
+        self.workers = tuple(rank for rank in range(ranks) if rank not in self.servers)
+
+    def _take_part(self) -> None:
+        rank = self.group.rank
+        self.part = self.workers.index(rank) if rank in self.workers else None
+        self.parts = len(self.workers)
+
+    def begin_fit(self) -> None:
+        self._ledger = EpochLedger()
+
+    def _begin_epoch(self, number: int, parts: int) -> None:
+        """An epoch of so many parts begins here, or is gone on with. Local."""
+        self._ledger.begin(number, 0 if self._shard is None else parts)
+
+    def end_epoch(self) -> dict[str, Any]:
+        return self._logs_of(self._ledger.counts())
+
+
+class SynchronousServers(ParameterServers):
+    """A step waits for all workers, and the workers divide the batch."""
+
+    def __init__(self, replica: Replica, name: str, options: Options) -> None:
+        super().__init__(replica, name, options)
+        self._first = 0  # the steps before this epoch
+        self._applied = False  # the step after `steps` has been taken here
+        self._collected: list[np.ndarray] = []  # this server's slices of the gradients of a step, until it is updated
+
+    def meter(self, batches: Batches) -> Any:
+        return Strategy.meter(self, batches)
+
+    def run_epoch(self, run: EpochRun, number: int) -> None:
+        self._begin_epoch(number, run.batches.steps)
+        self._first = self.steps - run.first_step
+        self._then_spread(partial(run.together, number))
+
+    def compute(self, batch: Batch | None) -> None:
         measured = self.measured[: len(self.replica.metrics)]
         measured[:] = 0
         if batch is None:
@@ -33,15 +109,15 @@ class StepsTogether(ServedTrainer):
             measured[:] = self.replica.gradients(batch.x, batch.y, batch.share)
             measured *= batch.share
 
-    def _step(self, flags: tuple[float, ...]) -> Any:
+    def step(self, flags: tuple[float, ...]) -> Any:
         measured = self.measured
         measured[len(self.replica.metrics) :] = flags
-        self._communication.start()
-        combine(self._comm, measured, "a step of fit")
-        self._communication.stop()
+        self.clock.start()
+        combine(self.group.comm, measured, "a step of fit")
+        self.clock.stop()
         if measured[-1]:  # a rank has failed
             return measured
-        self._push_and_take() if self._desk is None else self._serve_step()
+        self._push_and_take() if self._mailbox is None else self._serve_step()
         return measured
 
     def _push_and_take(self) -> None:
@@ -56,29 +132,29 @@ class StepsTogether(ServedTrainer):
         self._applied = True
 
     def _serve_step(self) -> None:
-        desk, shard = self._desk, self._shard
-        assert desk is not None
+        mailbox, shard = self._mailbox, self._shard
+        assert mailbox is not None
         assert shard is not None
-        desk.open([PUSH])
-        found = collect(desk, self.steps, len(self.workers), desk.clear)
+        mailbox.open([PUSH])
+        found = collect(mailbox, self.steps, len(self.workers), mailbox.clear)
         self._collected = [arrival.parcel.body for arrival in found.used]
-        if self._survival is not None and len(self.servers) > 1:
+        if self.recoverable and len(self.servers) > 1:
             self._meet_servers()
         self._update_collected()
-        reply = desk.parcel()
+        reply = mailbox.parcel()
         reply.head = Head(WORK, self.steps + 1, shard.version)
         reply.body[:] = shard.parameters
         for arrival in found.used:
-            desk.clear(arrival)
-            desk.reply(reply, arrival.worker, whole=True)
+            mailbox.clear(arrival)
+            mailbox.reply(reply, arrival.worker, whole=True)
 
-    def note_step(self) -> None:
-        super().note_step()
+    def count_step(self) -> None:
+        super().count_step()
         self._applied, self._collected = False, []
 
     def _meet_servers(self) -> None:
         """Wait until all servers have the gradients of this step."""
-        others = [rank for rank in self.servers if rank != self.rank]
+        others = [rank for rank in self.servers if rank != self.group.rank]
         nothing = np.empty(0, np.uint8)
         requests = [self._messages.Irecv(nothing, rank, MEET) for rank in others]
         requests += [self._messages.Isend(nothing, rank, MEET) for rank in others]
@@ -89,66 +165,86 @@ class StepsTogether(ServedTrainer):
         self._shard.add_up(self._collected)
         with self.span("update"):
             self._shard.update()
-        self._epoch.note(self.steps - self._first, 0)
+        self._ledger.note(self.steps - self._first, 0)
         self._applied = True
 
-    # When a worker was lost
-
-    def _finish_step(self) -> None:
+    def _agree_on_progress(self) -> None:
         """Servers wait for each other before they update: when one has done so, all have the gradients of that step."""
         taken = self.steps + self._applied
-        newest = max(all_values(self._comm, taken, HOW_FAR))
+        newest = max(all_values(self.group.comm, taken, HOW_FAR))
         if taken < newest and self._collected:
             self._update_collected()
         self.steps, self._applied, self._collected = newest, False, []
 
 
-class AsynchronousEpochs(ServedTrainer):
-    """The part of a trainer that serves, or works, for an epoch. Attributes are set by whose part it is."""
+class AsynchronousServers(ParameterServers):
+    """A server applies each gradient as it comes; the parts of batches are dealt to whoever is free."""
 
-    _epoch: Parts
-    _rule: Rule
-    _warm_up: int
-    _fetch_ahead: bool
+    synchronous = False
+    thread = "ask"
 
-    def _serve(self, fit: Fit, number: int) -> None:
-        assert self._desk is not None
+    def _take_part(self) -> None:
+        super()._take_part()
+        self.parts = self._first_workers  # parts are dealt, to whoever is there
+
+    def connect(self, group: RankGroup) -> None:
+        servers, _ = server_ranks(self._options.servers, group.size)
+        self._first_workers = group.size - len(servers)
+        super().connect(group)
+        given = self._options
+        rate = 1 / len(self.workers) if given.learning_rate == "divide" else 1.0
+        self._rule = Rule(given.stale, given.max_staleness, rate)
+
+    def _agree_on_progress(self) -> None:
+        self._ledger.agree(self.group.comm, self._shard is not None)
+
+    def run_epoch(self, run: EpochRun, number: int) -> None:
+        self._begin_epoch(number, run.batches.steps * self.parts)
+        self._then_spread(partial(self._work if self._mailbox is None else self._serve, run, number))
+
+    def end_epoch(self) -> dict[str, Any]:
+        self._collect_tally()
+        return super().end_epoch()
+
+    def _serve(self, run: EpochRun, number: int) -> None:
+        assert self._mailbox is not None
         assert self._shard is not None
         dealer = None
         everyone = range(len(self.workers))
-        if self.rank == self.servers[0]:
-            active = everyone[:1] if number < self._warm_up else everyone
-            dealer = Dealer(np.flatnonzero(~self._epoch.dealt).tolist(), active, self._rule.bound, self._fetch_ahead)
-        apply, halts = partial(self._apply, fit), partial(self._halts, fit)
-        Stream(self._desk, self._shard, self._rule, dealer, apply, halts, self._epoch).serve(everyone)
+        if self.group.rank == self.servers[0]:
+            active = everyone[:1] if number < self._options.warm_up else everyone
+            left = np.flatnonzero(~self._ledger.dealt).tolist()
+            dealer = Dealer(left, active, self._rule.bound, self._options.fetch_ahead)
+        apply, halts = partial(self._apply, run), partial(self._halts, run)
+        EpochServer(self._mailbox, self._shard, self._rule, dealer, apply, halts, self._ledger).serve(everyone)
 
-    def _apply(self, fit: Fit, parcel: Parcel, factor: float) -> None:
+    def _apply(self, run: EpochRun, parcel: Parcel, factor: float) -> None:
         """Update this server's slice by what a worker has sent."""
         shard, step = self._shard, parcel.head.step // self.parts
         assert shard is not None
 
         def update() -> None:
-            fit.begin_batch(step)
+            run.begin_batch(step)
             with self.span("update"):
                 shard.apply(parcel.body, factor)
             self.measured[: len(self.replica.metrics)] = parcel.measures
-            fit.end_batch(step)
+            run.end_batch(step)
 
-        fit.guarded(update)
+        run.guarded(update)
 
-    def _halts(self, fit: Fit) -> bool:
+    def _halts(self, run: EpochRun) -> bool:
         """Whether this rank wants the epoch to end."""
-        return fit.error is not None or self.stop_training
+        return run.error is not None or self.stop_training
 
-    def _work(self, fit: Fit, number: int) -> None:
-        client, lane = self._client, self._lane
+    def _work(self, run: EpochRun, number: int) -> None:
+        client, queue = self._client, self._queue
         assert client is not None
-        assert lane is not None
-        rows = Rows(fit.batches, number, self.parts, fit.fetches_ahead)
+        assert queue is not None
+        rows = Rows(run.batches, number, self.parts, run.fetches_ahead)
         client.begin()
 
         def fetch() -> None:
-            client.fetch(self._halts(fit))
+            client.fetch(self._halts(run))
             if (coming := client.replies[0].head).kind == WORK:
                 rows.prepare(coming.step)
 
@@ -156,32 +252,32 @@ class AsynchronousEpochs(ServedTrainer):
         while (head := client.replies[0].head).kind == WORK:
             versions = client.take(self._parameters)
             self.replica.refresh()
-            coming = lane.submit(fetch)
+            coming = queue.submit(fetch)
             with ended(coming):
-                computed = fit.guarded(partial(self._compute_part, fit, rows, head.step))
+                computed = run.guarded(partial(self._compute_part, run, rows, head.step))
                 kind, gradients = (GRADIENTS, self._gradients) if computed else (NOTHING, None)
-                halts = self._halts(fit)
+                halts = self._halts(run)
                 heads = [Head(kind, head.step, version, halts) for version in versions]
                 client.push(heads, gradients, self.measured[: len(self.replica.metrics)])
                 if computed:
-                    fit.guarded(partial(fit.end_batch, head.step // self.parts))
-            self._communication.start()
+                    run.guarded(partial(run.end_batch, head.step // self.parts))
+            self.clock.start()
             coming.wait()
-            self._communication.stop()
+            self.clock.stop()
         client.bye()
 
-    def _compute_part(self, fit: Fit, rows: Rows, number: int) -> bool:
+    def _compute_part(self, run: EpochRun, rows: Rows, number: int) -> bool:
         """Gradients and metrics of a part that was dealt; false when it has no rows. May raise anything."""
         step = number // self.parts
         with self.span("data"):
             batch = rows.take(number)
         if not len(batch.x):
             return False
-        fit.begin_batch(step)
+        run.begin_batch(step)
         measured = self.measured[: len(self.replica.metrics)]
         with self.span("compute"):
-            measured[:] = self.replica.gradients(*fit.checked(batch)[:2], 1.0)
-        if fit.unusable(self._gradients, self.replica):
+            measured[:] = self.replica.gradients(*run.checked(batch)[:2], 1.0)
+        if run.unusable(self._gradients, self.replica):
             return False
         self._tally.add(measured, len(batch.x), step)
         return True
