@@ -15,13 +15,13 @@ from allreduce import machine, notices
 from allreduce.errors import ClosedError, CopyError, DisagreementError, OptionError, UnavailableError
 from allreduce.health import abort, status_dump
 from allreduce.health.stall import STALL, TIMEOUT, Watch, seconds
-from allreduce.health.status_rows import FAR_ROWS, ROW_BYTES, StatusRows
+from allreduce.health.status import FAR_ROWS, ROW_BYTES, StatusRows
 from allreduce.process import children, launcher
-from allreduce.transport import deferred_free, liveness, ulfm
+from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import Reach
-from allreduce.transport.control import agree, all_values, everywhere, known, place_of, root_value, waiting, watched
+from allreduce.transport.control import agree, all_values, everywhere, known, root_value
 from allreduce.transport.shared_segment import CommonWindow
-from allreduce.transport.wait import Said, Wait
+from allreduce.transport.wait import Said, WaitRecord, record_of, waiting, watched
 
 TAGS = 1 << 15  # every MPI has at least this many
 NodeSizes = int | Sequence[int] | None  # `ranks_per_node`
@@ -37,15 +37,14 @@ class Closeable(Protocol):
 
 
 class OneOfAKind(Closeable, Protocol):
-    """What all users of a topology have in common, one object of a kind: see `Topology.once`."""
+    """What all users of a topology have in common, one object of a kind: see `Topology.once`.
 
-    def taken(self) -> set[int]:
-        """The numbers of the parts that users have. Local."""
-        ...
+    taken: the numbers of users' parts. take_back: of users who can't give them back. Local, alike on all ranks.
+    """
 
-    def take_back(self, parts: set[int]) -> None:
-        """Users who can't give these parts back have taken them. Local, alike on all ranks."""
-        ...
+    def taken(self) -> set[int]: ...
+
+    def take_back(self, parts: set[int]) -> None: ...
 
 
 class Topology:
@@ -136,7 +135,10 @@ class Topology:
         """Make all communicators but the watch's, which is `comm`. Collective."""
         self.world: MPI.Intracomm = self.own(comm.Dup(), watch=True)
         self._control = self.private()
-        self._finish = self._place_to_finish()
+        self._finish = self.watch.place(self.number(), raises=True)  # where `finished` waits, and
+        if ulfm.in_force():  # ranks that leave say so on a communicator that no failure revokes
+            self._unrevoked = self.own(self.world.Dup())
+            self.watch.notes.part_on(self._unrevoked, self._finish)
         self.former = tuple(range(self.size))
         self.host: MPI.Intracomm = self.own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
         found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "learn what this node has")
@@ -300,7 +302,7 @@ class Topology:
         self.check_open()
         agree(self._control, values, text, error)
 
-    def private(self, user: Closeable | None = None, wait: Wait | None = None) -> MPI.Intracomm:
+    def private(self, user: Closeable | None = None, wait: WaitRecord | None = None) -> MPI.Intracomm:
         """A duplicate of `world` on which its user's messages are its own. Collective; owned here.
 
         user: closed before the communicator when the topology is closed.
@@ -323,7 +325,7 @@ class Topology:
         if user in self._users:
             self._users.remove(user)
 
-    def place(self) -> Wait:
+    def place(self) -> WaitRecord:
         """A place in which a user's calls wait for other ranks. All ranks ask for theirs in the same order."""
         return self.watch.place(self.number())
 
@@ -333,7 +335,7 @@ class Topology:
         with self._guard:
             self._owned.append(comm)
             if self._revoked:  # while it was made; other ranks may not have it
-                comm.Revoke()
+                ulfm.revoke(comm)
         if watch:
             watched(comm, self.watch, self.place())
         return comm
@@ -344,7 +346,7 @@ class Topology:
             self.let_go(user)
         with self._guard:
             self._owned.remove(comm)
-        if (place := place_of(comm)) is not None:
+        if (place := record_of(comm)) is not None:
             self.watch.forget(place)
         comm.Free()
 
@@ -472,7 +474,7 @@ class Topology:
             self._revoked = True
             for comm in self._owned:
                 if comm is not self._unrevoked:
-                    comm.Revoke()
+                    ulfm.revoke(comm)
         for child in list(self._children):
             if not (child.apart or child.closed):
                 child.cut_off()
@@ -498,15 +500,6 @@ class Topology:
             return ulfm.agree(self.world, ok, lambda: self.watch.notes.look_at_end(call))
         finally:
             self._finish.end()
-
-    def _place_to_finish(self) -> Wait:
-        """Where `finished` waits, and what ranks that leave say so on, whoever is lost. Collective."""
-        place = self.watch.place(self.number(), raises=True)
-        if ulfm.in_force():
-            with waiting(self.world, "make a communicator"):
-                self._unrevoked = self.own(self.world.Dup())
-            self.watch.notes.part_on(self._unrevoked, place)
-        return place
 
     def survivors(self) -> "Topology":
         """The topology of the ranks that are left, in their order, on the nodes they were on. Collective over those.
@@ -545,7 +538,7 @@ class Topology:
         while ulfm.in_force():
             with waiting(comm, "make a topology of the ranks that are left"):
                 left = ulfm.shrink(comm)
-            former, made = ulfm.places(left, comm), None
+            former, made = processes.ranks_in(comm, left), None
             try:
                 made = cls(left, nodes_left(ranks_per_node, former, comm.size), timeout)
             except Exception as error:

@@ -12,7 +12,8 @@ from mpi4py import MPI
 from allreduce import notices
 from allreduce.arrays import dtypes
 from allreduce.transport import processes
-from allreduce.transport.control import all_values, wait_for
+from allreduce.transport.control import all_values
+from allreduce.transport.wait import wait_for
 
 DIVERGENCE_ANSWERS = ("raise", "copy")  # what may be done about ranks that differ
 MAJORITY = "majority"

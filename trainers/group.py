@@ -15,7 +15,8 @@ from allreduce.errors import CommunicationError, DisagreementError, RankLeftErro
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.chunked import LARGEST, broadcast
-from allreduce.transport.control import agree, everywhere, known, root_value, together, waiting
+from allreduce.transport.control import agree, everywhere, known, root_value, together
+from allreduce.transport.wait import waiting
 
 
 class Owner(Protocol):

@@ -14,7 +14,8 @@ from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
-from allreduce.transport.control import combine, together, waiting
+from allreduce.transport.control import combine, together
+from allreduce.transport.wait import waiting
 from trainers.data import Batches, Collate, Samples
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit.checkpointing import make_saver

@@ -18,7 +18,7 @@ from allreduce.backend import TwoPhase
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values
 from allreduce.transport.point_to_point import AHEAD, Arrival, Transfer
-from allreduce.transport.wait import wait, wait_all
+from allreduce.transport.wait import wait
 
 
 class Step(NamedTuple):
@@ -116,7 +116,7 @@ class Ring(TwoPhase):
                 op.finish(part)
             if step.sends:
                 sends.append(self._transfer.start(part, self._right))
-        wait_all(sends)
+        wait(*sends)
 
     def _expected(
         self, pieces: Sequence[tuple[Step, np.ndarray]], lap: int, sends: list[MPI.Request]

@@ -8,7 +8,7 @@ Every pool ends for all of its ranks in the same way, which they agree on by its
 done, or a rank was lost and it is made anew.
 """
 
-import time
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -16,7 +16,8 @@ from mpi4py import MPI
 from allreduce.errors import OptionError, RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
-from allreduce.transport.control import known, waiting
+from allreduce.transport.control import known
+from allreduce.transport.wait import Pause, wait_until, waiting
 
 WAIT_SECONDS = 0.005  # between two looks of a rank that waits
 NEWCOMER = -1  # in `former`
@@ -176,12 +177,12 @@ def _through(pool: Topology, done: bool) -> bool:
                 with waiting(pool.world, "tell the spare ranks that all is done"):
                     for rank in range(1, pool.size):
                         pool.world.Send(NOTHING, rank, DONE)
-            while not (done or pool.world.Iprobe(0, DONE)):
-                pool.watch.check()
-                if pool.watch.notes.left:  # they have ended their programs without a word
+            if not done:
+                told, watch, pause = partial(pool.world.Iprobe, 0, DONE), pool.watch, Pause(longest=WAIT_SECONDS)
+                wait_until(lambda: told() or watch.notes.left, meanwhile=watch.check, pause=pause)
+                if not told():  # the others have ended their programs without a word
                     pool.abandon()
                     return False
-                time.sleep(WAIT_SECONDS)
             if pool.rank:
                 with waiting(pool.world, "hear that all is done"):
                     pool.world.Recv(NOTHING, 0, DONE)

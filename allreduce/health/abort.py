@@ -17,6 +17,7 @@ from typing import NoReturn, Protocol
 from mpi4py import MPI
 
 from allreduce.process import children
+from allreduce.transport import ulfm
 from allreduce.transport.processes import here
 
 TOLD_SECONDS = 2.0  # how long a rank leaves an error that many have to the lowest of them
@@ -33,7 +34,6 @@ _leaving: list[Callable[[str], object]] = []
 _ending: list[Callable[[int], object]] = []
 _installed: list[bool] = []
 _failure = [1]  # the exit code of errors
-_exits: list[int] = []  # the exit codes that this program has asked for
 
 
 class Part(Protocol):
@@ -87,7 +87,7 @@ def install() -> None:
             end_job(f"{args.exc_type.__name__} in thread {name!r}, which other ranks may wait for\n", code_of(None))
 
     sys.excepthook, threading.excepthook = hook, thread_hook
-    sys.exit = _noting(sys.exit)
+    children.note_exit_codes()
     atexit.register(_at_exit, hook)
 
 
@@ -179,23 +179,6 @@ def _package(frame: FrameType) -> str:
     """The first package of the module that a frame belongs to; of `python -m package` too."""
     names = frame.f_globals
     return str(names.get("__package__") or names.get("__name__") or "").partition(".")[0]
-
-
-def _noting(leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-    """sys.exit, whose code nothing else tells before the end of MPI."""
-
-    @functools.wraps(leave)
-    def exit(status: object = None) -> NoReturn:
-        if threading.current_thread() is threading.main_thread():
-            _exits.append(status & 0xFF if isinstance(status, int) else int(status is not None))
-        leave(status)
-
-    return exit
-
-
-def exit_code() -> int:
-    """That the program of this rank ends with, as far as is known. Local."""
-    return _exits[-1] if _exits else 0
 
 
 def code_of(error: BaseException | None) -> int:
@@ -304,28 +287,9 @@ def end_job(text: str, code: int, written: bool = False) -> NoReturn:
     for tell in _ending:
         tell(code)
     time.sleep(0.5)  # MPICH's launcher drops output that it has not passed on when it hears of the end
-    if not _all_others_failed():
+    if not ulfm.all_others_failed(MPI.COMM_WORLD):  # for MPI_Abort of the last living rank Open MPI's mpirun returns 0
         MPI.COMM_WORLD.Abort(code)
     os._exit(code)
-
-
-def _all_others_failed() -> bool:
-    """Whether this rank is the last living one (ULFM): for MPI_Abort of such a one Open MPI's mpirun returns 0. Local.
-
-    So it is in a job of one rank. False where ranks can't fail alone: MPI_Abort gives the code there.
-    """
-    world = MPI.COMM_WORLD
-    if "OMPI_MCA_mpi_ft_enable" not in os.environ:
-        return False
-    try:
-        with contextlib.suppress(MPI.Exception):  # it raises when a rank has failed
-            world.Iprobe()  # MPI hears of failures inside of its calls
-        failed = world.Get_failed()
-        alone = bool(failed.size == world.size - 1)
-        failed.Free()
-    except (MPI.Exception, NotImplementedError):  # no ULFM
-        return False
-    return alone
 
 
 def _at_exit(hook: object) -> None:

@@ -26,18 +26,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from mpi4py import MPI
 
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError, OptionError, RankLostError
 from allreduce.health import abort, stacks
+from allreduce.health.status import StatusRows
 from allreduce.health.status_messages import Notes
-from allreduce.health.status_rows import StatusRows
 from allreduce.notices import log
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.liveness import Process
-from allreduce.transport.wait import LOOK_SECONDS, Call, Wait
+from allreduce.transport.wait import LOOK_SECONDS, Call, Pause, WaitRecord, default, wait_until
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
 NOTE_SECONDS = 1.0  # a wait as long as this is told to the other ranks
@@ -81,14 +80,14 @@ class Watch:
         self.notes = Notes(comm)
         self._rank, ranks = processes.here() if lonely else (comm.rank, comm.size)
         self.active = ranks > 1
-        self._waits: list[Wait] = []
+        self._waits: list[WaitRecord] = []
         self._told_seconds = min(NOTE_SECONDS, self.stall / 2)
         self._lock = threading.RLock()  # a rank may end the job while it looks
         self._from_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.closed = False
         if self.active and stacks.wanted():
             stacks.put_off(self.stall)
-        add(self)
+        _watchdog.add(self)
 
     def connect(
         self, nodes: Sequence[Sequence[int]], own: int, rows: StatusRows | None, found: Mapping[int, Process]
@@ -97,13 +96,13 @@ class Watch:
         with self._lock:
             self.notes.connect(nodes, own, rows, found)
 
-    def place(self, number: int, raises: bool = False) -> Wait:
-        """A new Wait, looked at from now on."""
-        wait = Wait(number, raises)
+    def place(self, number: int, raises: bool = False) -> WaitRecord:
+        """A new WaitRecord, looked at from now on."""
+        wait = WaitRecord(number, raises)
         self._waits.append(wait)
         return wait
 
-    def forget(self, wait: Wait) -> None:
+    def forget(self, wait: WaitRecord) -> None:
         """Look at it no more."""
         if wait in self._waits:
             self._waits.remove(wait)
@@ -129,7 +128,7 @@ class Watch:
         try:
             with self._lock:
                 if self.lost is None and not self.closed:
-                    self.notes.probe()
+                    self.notes.comm.Iprobe()  # it raises when a rank has died, or when another one says so
                 if not self.closed:
                     self.notes.exchange()
         except MPI.Exception as error:
@@ -157,15 +156,10 @@ class Watch:
         told = ulfm.lost(error)
         if self._lonely:
             return told
-        found = told is not None or (ulfm.may_be(error) and self._hears_soon())
-        return ulfm.again(self.lose()) if found else None
-
-    def _hears_soon(self) -> bool:
-        """Whether what can't be reached any more is a rank that has died."""
-        deadline = time.monotonic() + SOON_SECONDS
-        while self.lost is None and time.monotonic() < deadline:
-            time.sleep(ulfm.HEAR_SECONDS)
-        return self.lost is not None
+        if told is None and ulfm.may_be(error):  # MPI may tell soon that it comes from a rank that has died
+            wait_until(lambda: self.lost is not None, SOON_SECONDS, pause=Pause(longest=ulfm.HEAR_SECONDS))
+            told = self.lost
+        return None if told is None else ulfm.again(self.lose())
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
@@ -185,7 +179,7 @@ class Watch:
         if self.lost is not None:
             raise ulfm.again(self.lost)
 
-    def look(self, wait: Wait | None = None) -> None:
+    def look(self, wait: WaitRecord | None = None) -> None:
         """Look at all waits, tell and hear, and judge them. Raises the error of `wait`. From any thread."""
         if wait is not None:
             self.check()
@@ -198,7 +192,7 @@ class Watch:
         if wait is not None and wait.error is not None:
             raise wait.error
 
-    def leave(self, why: str, wait: Wait | None = None) -> None:
+    def leave(self, why: str, wait: WaitRecord | None = None) -> None:
         """Tell the others that this rank comes to nothing any more, of one place or, when its program ends, of any."""
         if self.closed or self.notes.size == 1 or (wait is not None and self.lost is not None):
             return
@@ -235,7 +229,7 @@ class Watch:
 
     # Stacks
 
-    def _ask_for_stacks(self, wait: Wait) -> None:
+    def _ask_for_stacks(self, wait: WaitRecord) -> None:
         """Write this rank's down, and have all others do so."""
         log.warning("the stacks of all ranks are in %s", stacks.place())
         stacks.dump(f"waits in {wait}")
@@ -260,7 +254,7 @@ class Watch:
 
     # Judgement
 
-    def _judge(self, wait: Wait, call: Call, now: float) -> None:
+    def _judge(self, wait: WaitRecord, call: Call, now: float) -> None:
         waited = now - wait.since
         error: AllReduceError | None = None
         patience = min(LEFT_SECONDS, self.timeout / 2)
@@ -294,7 +288,7 @@ class Watch:
             abort.leave_to_teller(error)
             abort.end_job(f"{type(error).__name__}: {error}\n", abort.code_of(error))
 
-    def _speaks(self, wait: Wait, call: Call) -> bool:
+    def _speaks(self, wait: WaitRecord, call: Call) -> bool:
         """Whether this rank reports a wait. Where ranks can't hear each other, few do: 0, 1, 2, 4, 8, ..."""
         if self.notes.size > 1:
             return self.notes.speaker(wait, call, SHOWN)
@@ -315,30 +309,17 @@ def lonely() -> Watch:
     return Watch(MPI.COMM_SELF, timeout, stall, lonely=True)
 
 
-class Looks(Protocol):
-    """A watch, as the watchdog sees it. active: it has ranks to wait for."""
-
-    active: bool
-
-    def look(self) -> None: ...
-
-    def listen(self) -> None: ...
-
-    def leave(self, why: str) -> None: ...
-
-    def end(self, code: int) -> None: ...
-
-    def standing(self) -> str: ...
+default.append(lonely)
 
 
 class _Watchdog:
     def __init__(self) -> None:
-        self._watches: weakref.WeakSet[Looks] = weakref.WeakSet()
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def add(self, watch: Looks) -> None:
+    def add(self, watch: Watch) -> None:
         with self._lock:
             self._watches.add(watch)
         if self._thread is None and watch.active:
@@ -367,7 +348,7 @@ class _Watchdog:
                 except Exception:  # a watchdog that dies would leave hangs without a word
                     log.exception("the watchdog met an error, and goes on")
 
-    def watches(self) -> list[Looks]:
+    def watches(self) -> list[Watch]:
         with self._lock:
             return list(self._watches)
 
@@ -388,11 +369,6 @@ class _Watchdog:
 
 
 _watchdog = _Watchdog()
-
-
-def add(watch: Looks) -> None:
-    """Have the thread look at a watch, as long as that lives. Local."""
-    _watchdog.add(watch)
 
 
 def standing() -> str:

@@ -1,6 +1,6 @@
 """Status messages: what the ranks of a topology tell each other of themselves when a wait is long.
 
-A rank that has waited for a second writes in its row of a table in its node's memory where it waits (status_rows.py).
+A rank that has waited for a second writes in its row of a table in its node's memory where it waits (status.py).
 The leaders of the nodes form a binary tree, and tell their neighbours in it what is known on their side of it, when
 that has changed. So every rank knows where all ranks are, without any of them having to answer. A rank sends at most
 three messages for a change, and none where one node has all ranks. One message is on its way between two ranks at a
@@ -19,13 +19,13 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from allreduce.errors import CollectiveTimeoutError, RankLeftError
-from allreduce.health import abort, status
-from allreduce.health.status import ENDED, LEFT, SILENT, STALLED, WAITING, Fact, State
-from allreduce.health.status_rows import FAR_BYTES, OWN_BYTES, StatusRows
+from allreduce.health import status
+from allreduce.health.status import ENDED, FAR_BYTES, LEFT, OWN_BYTES, SILENT, STALLED, WAITING, Fact, State, StatusRows
+from allreduce.process import children
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.deferred_free import keep
 from allreduce.transport.liveness import Process
-from allreduce.transport.wait import Call, Wait, asleep
+from allreduce.transport.wait import SHORTEST_SLEEP, Call, Pause, WaitRecord, wait_until
 
 SILENT_SECONDS = 5.0  # after which a rank that passes no messages on is told of
 GIVEN_UP_SECONDS = 5.0  # for which a wait that has ended in an error is still told of
@@ -107,7 +107,7 @@ class Notes:
         self._left: dict[Fact, float] = {}  # since when it is known
         self._asks: set[tuple[int, int]] = set()  # for stacks, which were heard
         self._partings: MPI.Intracomm | None = None
-        self._finish = Wait(-1)
+        self._finish = WaitRecord(-1)
 
     def connect(
         self, nodes: Sequence[Sequence[int]], own: int, rows: StatusRows | None, found: Mapping[int, Process]
@@ -132,7 +132,7 @@ class Notes:
         liveness.know({numbers[rank]: process for rank, process in self._processes.items()})
         self._write()
 
-    def part_on(self, comm: MPI.Intracomm, finish: Wait) -> None:
+    def part_on(self, comm: MPI.Intracomm, finish: WaitRecord) -> None:
         """Have messages travel on `comm`, which no loss revokes. Local.
 
         finish: where ranks agree on what is done. Who has left after an agreement is not missed in it.
@@ -141,7 +141,7 @@ class Notes:
 
     # What this rank tells
 
-    def waits(self, waits: Iterable[tuple[Wait, Call]]) -> None:
+    def waits(self, waits: Iterable[tuple[WaitRecord, Call]]) -> None:
         """These are the long waits of this rank."""
         now = time.monotonic()
         self._given_up = {each: since for each, since in self._given_up.items() if now - since < GIVEN_UP_SECONDS}
@@ -151,18 +151,18 @@ class Notes:
         ]:
             self._tell([WAITING], facts)
 
-    def gives_up(self, wait: Wait, call: Call) -> None:
+    def gives_up(self, wait: WaitRecord, call: Call) -> None:
         """A wait ends in an error. Others, who come to theirs a moment later, still see that this rank had come."""
         self._given_up[_waiting(wait, call)] = time.monotonic()
 
-    def leaves(self, why: str, wait: Wait | None) -> None:
+    def leaves(self, why: str, wait: WaitRecord | None) -> None:
         """This rank waits for nobody any more: in one place or, as its program ends, in any."""
         if wait is not None:
             word = 0 if wait.call is None else wait.call.word
             self._tell([], [status.fact(LEFT, wait.number, wait.count, word, why)])
         else:
             passed = self._finish.count - (self._finish.call is not None)
-            self._tell([WAITING], [status.fact(LEFT, 0, abort.exit_code(), passed, why)])
+            self._tell([WAITING], [status.fact(LEFT, 0, children.exit_code(), passed, why)])
         self.listen()
         self._spread_last()
 
@@ -206,7 +206,7 @@ class Notes:
         if self._neighbours or self.lost or not self._connected:
             with suppress(MPI.Exception):  # another one is lost just now; so they are taken the next time
                 if self._partings is not None:
-                    self._partings.Ack_failed()
+                    ulfm.acknowledge(self._partings)
                 if self._take(self._channel):
                     self._pass_on()
                     changed = True
@@ -286,7 +286,7 @@ class Notes:
         for neighbour in neighbours:
             self._send(neighbour, True)
         if neighbours and ulfm.in_force():  # otherwise the end of MPI waits for all ranks, and passes them on
-            asleep(self._all_taken, LAST_SECONDS)
+            wait_until(self._all_taken, LAST_SECONDS)
 
     def _told_to(self) -> list[int]:
         if self._connected and not self.lost:
@@ -350,10 +350,6 @@ class Notes:
             return {}
         return {_silence(leader): {*range(self.size)} - {*self._node}}
 
-    def probe(self) -> None:
-        """Let MPI go on; it raises when a rank has died, or when another one says so."""
-        self.comm.Iprobe()
-
     def drain(self, limit: float) -> None:
         """Take all messages, so that the communicators can be freed. Collective.
 
@@ -362,11 +358,8 @@ class Notes:
         deadline = time.monotonic() + limit
 
         def until(done: Callable[[], bool]) -> None:
-            while not done():
-                self.listen()
-                if time.monotonic() > deadline:
-                    raise CollectiveTimeoutError(f"waited {limit:.0f} s for other ranks to close a topology")
-                time.sleep(1e-5)
+            if not wait_until(done, deadline - time.monotonic(), self.listen, Pause(longest=SHORTEST_SLEEP)):
+                raise CollectiveTimeoutError(f"waited {limit:.0f} s for other ranks to close a topology")
 
         until(self._all_taken)
         request = self.comm.Ibarrier()  # then nothing is on its way to anybody
@@ -397,7 +390,7 @@ class Notes:
                 return fact, heard
         return None
 
-    def gone(self, wait: Wait, before: float, call: Call) -> RankLeftError | None:
+    def gone(self, wait: WaitRecord, before: float, call: Call) -> RankLeftError | None:
         """The error of `call`, to whose place a rank comes no more, as was heard before a time, by time.monotonic()."""
         for fact, heard in list(self._left.items()):
             ranks = {*self.state.get(fact, ())} - {self.rank}
@@ -410,20 +403,20 @@ class Notes:
                 return error
         return None
 
-    def disagree(self, wait: Wait, call: Call) -> bool:
+    def disagree(self, wait: WaitRecord, call: Call) -> bool:
         """Whether another rank has come to this place with another call."""
         return any(
             (each.kind, each.number, each.turn) == (WAITING, wait.number, wait.count) and each.word != call.word
             for each in self.state
         )
 
-    def speaker(self, wait: Wait, call: Call, most: int) -> bool:
+    def speaker(self, wait: WaitRecord, call: Call, most: int) -> bool:
         """Whether this rank reports a wait: the lowest one that waits in this call, of at most so many calls."""
         others = [each for each, ranks in self.state.items() if each.kind == WAITING and min(ranks) < self.rank]
         here = wait.number, wait.count, call.word
         return len(others) < most and here not in [(each.number, each.turn, each.word) for each in others]
 
-    def teller(self, wait: Wait, call: Call) -> int:
+    def teller(self, wait: WaitRecord, call: Call) -> int:
         """The number in the job of the rank that reports an error of this call: the lowest one that waits in it."""
         here = WAITING, wait.number, wait.count, call.word
         ranks = {rank for each, of in self.state.items() if each[:4] == here for rank in of}
@@ -452,5 +445,5 @@ def _silence(leader: int) -> Fact:
     )
 
 
-def _waiting(wait: Wait, call: Call) -> Fact:
+def _waiting(wait: WaitRecord, call: Call) -> Fact:
     return status.fact(WAITING, wait.number, wait.count, call.word, str(call))

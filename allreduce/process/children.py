@@ -11,6 +11,7 @@ children of multiprocessing end by themselves when their rank has ended. Program
 import atexit
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import sys
@@ -114,25 +115,39 @@ def _note_fork() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     _forked = _forked or (mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized())
     if _forked:
-        _note_exit_codes()
+        note_exit_codes()
+        hook = sys.excepthook
+
+        def excepthook(*error: Any) -> None:
+            _exit_codes.append(1)
+            hook(*error)
+
+        sys.excepthook = excepthook
 
 
-_exit_codes = [0]  # of a forked child: the last is what it ends with
+_exit_codes = [0]  # the last is what this program ends with, as far as is known
 
 
-def _note_exit_codes() -> None:
-    """Have `_end_child` know the exit code of a child that ends by sys.exit or by an exception."""
-    leave, hook = sys.exit, sys.excepthook
+@functools.cache
+def note_exit_codes() -> None:
+    """From now on `exit_code` knows what the main thread gives to sys.exit. Local, once.
 
+    Python tells it to nobody before the end of MPI: neither to sys.excepthook nor to functions of atexit.
+    """
+    leave = sys.exit
+
+    @functools.wraps(leave)
     def exit(status: Any = None) -> NoReturn:
-        _exit_codes.append(status & 0xFF if isinstance(status, int) else int(status is not None))
+        if threading.current_thread() is threading.main_thread():
+            _exit_codes.append(status & 0xFF if isinstance(status, int) else int(status is not None))
         leave(status)
 
-    def excepthook(*error: Any) -> None:
-        _exit_codes.append(1)
-        hook(*error)
+    sys.exit = exit
 
-    sys.exit, sys.excepthook = exit, excepthook
+
+def exit_code() -> int:
+    """What the program of this process ends with, as far as is known. Local."""
+    return _exit_codes[-1]
 
 
 @atexit.register  # one of the first, so that it runs behind those of the program
@@ -144,7 +159,7 @@ def _end_child() -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        os._exit(_exit_codes[-1])
+        os._exit(exit_code())
 
 
 def _taken_for_finalized() -> bool:

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from allreduce.torch_backend.tensors import as_bytes, readable, writable
 from allreduce.transport.chunked import broadcast
-from allreduce.transport.control import waiting
+from allreduce.transport.wait import waiting
 
 LARGEST = (1 << 31) - 1  # an MPI count or displacement is a C int in Open MPI 5
 

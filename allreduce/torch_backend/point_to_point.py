@@ -18,7 +18,7 @@ from allreduce.torch_backend.move import whole
 from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
 from allreduce.torch_backend.work import TimedOut, Work, seconds, untraced
 from allreduce.transport import ulfm
-from allreduce.transport.wait import Said, asleep
+from allreduce.transport.wait import Said, wait_until
 
 SHORT_SECONDS = 0.5  # a wait as long as this gets into the stall report
 EXIT_SECONDS = 10.0  # how long the end of the program waits for sends that nobody has waited for
@@ -44,13 +44,13 @@ class MessageWaits:
         with a table of where all ranks are when that is long, and RankLeftError when the peer has left.
         """
         deadline = time.monotonic() + limit
-        if asleep(done, min(limit, SHORT_SECONDS)):
+        if wait_until(done, min(limit, SHORT_SECONDS)):
             return
         table = ""
         if limit > SHORT_SECONDS:
             call = Said(f"{message} of process group {self._group}")
             with self._reported(call):
-                if asleep(lambda: done() or self._has_left(message, peer), deadline - time.monotonic()):
+                if wait_until(lambda: done() or self._has_left(message, peer), deadline - time.monotonic()):
                     return
                 table = f"\n{self._notes.table(call)}"
         raise TimedOut(f"{message} was not done within {limit:g} s: the other rank did not do its part{table}")
@@ -176,7 +176,7 @@ def _finish_sends() -> None:
     deadline = time.monotonic() + EXIT_SECONDS
     for message in list(_in_flight):
         message.cancel()
-        asleep(message.is_completed, deadline - time.monotonic())
+        wait_until(message.is_completed, deadline - time.monotonic())
     if _in_flight:
         names = ", ".join(sorted({message.name for message in _in_flight}))
         notices.log.warning("allreduce: nobody has received some messages at the end of the program: %s", names)

@@ -23,8 +23,8 @@ from allreduce.topology import Topology
 from allreduce.torch_backend.tensors import as_array, readable, writable
 from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace
-from allreduce.transport.control import waiting
 from allreduce.transport.operations import numpy_operation
+from allreduce.transport.wait import waiting
 from allreduce.wrappers.wrapper import Wrapper
 
 VARIABLE = "ALLREDUCE_BACKEND"

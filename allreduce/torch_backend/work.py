@@ -28,7 +28,7 @@ from allreduce.topology import Topology
 from allreduce.torch_backend.checks import NAME
 from allreduce.transport import ulfm
 from allreduce.transport.control import all_values, disagreement
-from allreduce.transport.wait import Said, asleep
+from allreduce.transport.wait import Said, wait_until
 
 DEADLINE_SECONDS = 0.5  # between two looks at the deadline; a time-out is noticed this much late at the most
 
@@ -303,7 +303,7 @@ class Executor:
         self._inside = outer
 
     def _meet(self, work: Work) -> None:
-        """Wait asleep until all ranks have come to this operation, or until this one gives it up."""
+        """Wait, mostly asleep, until all ranks have come to this operation, or until this one gives it up."""
         if self._comm.size == 1:
             return
         fingerprint = zlib.crc32(work.call.encode())
@@ -316,7 +316,7 @@ class Executor:
 
         self._record.begin(Said(f"{work.call} of {self._queue.name}"))
         try:
-            if not asleep(over, work.limit):
+            if not wait_until(over, work.limit):
                 self.fail(self._late(work))
             if self._record.error is not None:  # a rank has left
                 self.fail(self._record.error)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.transport.control import waiting
+from allreduce.transport.wait import waiting
 
 ROUNDS, WHAT = 12, "compare clocks"
 now = time.perf_counter_ns

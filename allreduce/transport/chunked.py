@@ -8,7 +8,8 @@ from mpi4py import MPI
 
 from allreduce.arrays.chunks import segments
 from allreduce.errors import CommunicationError
-from allreduce.transport.control import all_values, known, root_value, waiting
+from allreduce.transport.control import all_values, known, root_value
+from allreduce.transport.wait import waiting
 
 LARGEST = 1 << 38  # bytes of a rank: more than a state that fits its memory
 SHOWN = 200  # characters of sizes that can't be

@@ -13,7 +13,8 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
-from allreduce.transport.control import on_all, waiting
+from allreduce.transport.control import on_all
+from allreduce.transport.wait import waiting
 
 
 class _Span(ctypes.Structure):

@@ -1,29 +1,22 @@
 """Agreement: what raises an error on every rank, or on none.
 
-Control messages have communicators of their own, on which no data travels. Every wait here looks at the
-topology's watch (`watched` ties a communicator to it), so it ends in a result or in a named error. Whoever has to
-wait inside of MPI, for large messages, does it in `waiting`; outside of `allreduce.messages` and of backends, whose
-calls are watched, there is no other wait. Values travel as JSON: a pickle would run what a peer has put into it.
+Control messages have communicators of their own, on which no data travels. Values travel as JSON: a pickle would run
+what a peer has put into it.
 """
 
-import functools
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError
-from allreduce.health.stall import Watch, lonely
+from allreduce.errors import AllReduceError, DisagreementError
 from allreduce.notices import log
 from allreduce.transport import processes
-from allreduce.transport.deferred_free import keep
-from allreduce.transport.wait import LOOK_SECONDS, Call, Pause, Said, Wait
+from allreduce.transport.wait import Call, wait_for
 
 ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
@@ -33,24 +26,6 @@ AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to 
 _REST = (0,) * (AGREED_VALUES - 1)
 LONE_SECONDS = 60.0  # how long a rank with an error waits for others to hear of it
 LARGEST_VALUES = 1 << 30  # bytes of JSON that are taken from other ranks
-EAGER_SECONDS, LONGEST_SLEEP = 1e-3, 1e-3  # of waits for small messages, which are seldom long
-
-
-@functools.cache
-def _watched() -> int:
-    """The key of what is tied to a communicator; made at its first use, because MPI does not run in child processes."""
-    return MPI.Comm.Create_keyval()
-
-
-def watched(comm: MPI.Comm, watch: Watch, wait: Wait) -> None:
-    """From now on agreements on `comm` are waits of `watch`, in this place."""
-    comm.Set_attr(_watched(), (watch, wait))
-
-
-def place_of(comm: MPI.Comm) -> Wait | None:
-    """Where agreements on a communicator wait, if it is watched."""
-    pair: Any = comm.Get_attr(_watched())
-    return pair[1] if pair else None
 
 
 def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
@@ -140,65 +115,6 @@ def known(error: ErrorT, comm: MPI.Comm) -> ErrorT:
 def everywhere(error: BaseException, comm: MPI.Comm) -> bool:
     """Whether all ranks of `comm` raise this error, so that they are in step; others may not know of it. Local."""
     return set(processes.world_ranks(comm)) <= set(getattr(error, "ranks", None) or ())
-
-
-def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = math.inf) -> None:
-    """Wait for a control message, and say so when it takes long.
-
-    limit: seconds after which it is given up; never longer than the topology's timeout.
-    Raises CollectiveTimeoutError, RankLeftError or DisagreementError on this rank when the others don't come.
-    """
-    with _at_place(comm, what, raises=True) as (watch, wait):
-        try:
-            if not request.Test():
-                _look_until(request, watch, wait, what, limit)
-        except BaseException:
-            keep(request)  # and its buffer, into which MPI may still write
-            raise
-
-
-@contextmanager
-def waiting(comm: MPI.Comm, what: str) -> Iterator[None]:
-    """Around a call of MPI that waits for the other ranks of `comm`, which no loop of ours can end. Local.
-
-    When they don't come, the watch says who is missing in `what`, and ends the job.
-    """
-    with _at_place(comm, what, raises=False):
-        yield
-
-
-@contextmanager
-def _at_place(comm: MPI.Comm, what: str, raises: bool) -> Iterator[tuple[Watch, Wait]]:
-    """The place where this rank waits on a communicator, with `what` as its call unless a backend's is under way."""
-    pair: Any = comm.Get_attr(_watched())
-    watch, wait = pair or (lonely(), lonely().place(0))
-    begins = wait.call is None
-    if begins:
-        wait.begin(Said(what))
-    inside, wait.raises = wait.raises, raises
-    try:
-        with watch.hearing():
-            yield watch, wait
-    finally:
-        wait.raises = inside
-        if begins:
-            wait.end()
-        if pair is None:
-            watch.forget(wait)
-
-
-def _look_until(request: MPI.Request, watch: Watch, wait: Wait, what: str, limit: float) -> None:
-    begin = looked = time.monotonic()
-    pause = Pause(EAGER_SECONDS, LONGEST_SLEEP)
-    while not request.Test():
-        now = time.monotonic()
-        pause(now)
-        watch.check()
-        if now - looked > LOOK_SECONDS:
-            looked = now
-            watch.look(wait)
-        if now - begin > limit:
-            raise CollectiveTimeoutError(f"waited {now - begin:.0f} s for other ranks in: {what}")
 
 
 def all_values(comm: MPI.Comm, value: Any, what: str) -> list[Any]:

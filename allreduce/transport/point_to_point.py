@@ -14,7 +14,7 @@ from mpi4py import MPI
 from allreduce.arrays import chunks, dtypes
 from allreduce.arrays.ops import Op
 from allreduce.arrays.workspace import Workspace
-from allreduce.transport.wait import wait, wait_all
+from allreduce.transport.wait import wait
 
 SEGMENT_BYTES = 1024 * 1024
 AHEAD = 2  # segments that travel while one is reduced
@@ -46,16 +46,16 @@ class Transfer:
 
     def send(self, view: np.ndarray, dest: int) -> None:
         """Send `view` to rank `dest`, which receives a view of the same length."""
-        wait_all(self._start_send(view, dest))
+        wait(*self._start_send(view, dest))
 
     def receive(self, view: np.ndarray, source: int) -> None:
         """Overwrite `view` with what rank `source` sends."""
-        wait_all(self._start_receive(view, source))
+        wait(*self._start_receive(view, source))
 
     def swap(self, outgoing: np.ndarray, dest: int, incoming: np.ndarray, source: int) -> None:
         """Send `outgoing` to `dest` while overwriting `incoming` with what `source` sends."""
         receives = self._start_receive(incoming, source)
-        wait_all(receives + self._start_send(outgoing, dest))
+        wait(*receives, *self._start_send(outgoing, dest))
 
     def swap_combine(
         self, outgoing: np.ndarray, dest: int, kept: np.ndarray, source: int, op: Op, finish: bool
@@ -66,7 +66,7 @@ class Transfer:
         """
         sends = self._start_send(outgoing, dest)
         self.combine(kept, source, op, finish)
-        wait_all(sends)
+        wait(*sends)
 
     def combine(self, kept: np.ndarray, source: int, op: Op, finish: bool) -> None:
         """Combine `kept` in place with what `source` sends; see `swap_combine`."""
@@ -103,7 +103,7 @@ class Transfer:
         owners = [(rank + distance) % size for distance in range(1, size)]  # not all ranks to the same one first
         sends = [send for owner in owners for send in self._start_send(view[owned[owner]], owner)]
         self.collect(view[owned[rank]], op)
-        wait_all(sends)
+        wait(*sends)
 
     def relay(self, view: np.ndarray, source: int | None, dests: Iterable[int]) -> None:
         """Overwrite `view` with what `source` sends, passing each segment on to `dests` as it arrives.
@@ -117,7 +117,7 @@ class Transfer:
             if receives:
                 wait(receives[index])
             sends += [self.start(part, dest) for dest in dests]
-        wait_all(sends)
+        wait(*sends)
 
     def arrivals(self, expected: Iterable[Arrival], most_ahead: int = AHEAD) -> Iterator[np.ndarray]:
         """Receive the `expected` segments and yield each, in scratch memory or where it belongs.

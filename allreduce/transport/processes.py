@@ -1,4 +1,4 @@
-"""What ends the whole job. An error that one rank has alone would leave all others waiting for it for ever."""
+"""The numbers of ranks in the job: their ranks in MPI.COMM_WORLD."""
 
 import functools
 
@@ -7,10 +7,15 @@ from mpi4py import MPI
 
 def world_ranks(comm: MPI.Comm) -> tuple[int, ...]:
     """The numbers in the job of the ranks of `comm`: their ranks in MPI.COMM_WORLD. Local."""
-    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = MPI.Group.Translate_ranks(group, range(group.size), world)
-    group.Free()
-    world.Free()
+    return ranks_in(MPI.COMM_WORLD, comm)
+
+
+def ranks_in(comm: MPI.Comm, part: MPI.Comm) -> tuple[int, ...]:
+    """The ranks in `comm` of all ranks of `part`. Local."""
+    few, everyone = part.Get_group(), comm.Get_group()
+    ranks = MPI.Group.Translate_ranks(few, range(few.size), everyone)
+    few.Free()
+    everyone.Free()
     return tuple(ranks)
 
 

@@ -23,7 +23,8 @@ from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk, segment
 from allreduce.errors import UnavailableError
-from allreduce.transport.control import raise_together, root_value, together, wait_for
+from allreduce.transport.control import raise_together, root_value, together
+from allreduce.transport.wait import wait_for
 
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 PAGE_BYTES = mmap.PAGESIZE

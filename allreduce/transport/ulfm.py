@@ -3,28 +3,26 @@
 Without `mpirun --with-ft ulfm` no function of MPI is called here: a rank that dies takes the job with it.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce.errors import CommunicationError, RankLostError
 from allreduce.notices import log
+from allreduce.process.start import ULFM
 from allreduce.transport import processes
 from allreduce.transport.deferred_free import keep
-from allreduce.transport.wait import Pause, asleep
+from allreduce.transport.wait import SMALL, Pause, wait_until
 
 HEAR_SECONDS = 0.005  # how often the watchdog listens for losses
-EAGER_SECONDS, LONGEST_SLEEP = 1e-3, 1e-3  # of an agreement on what is done
 PATIENCE_SECONDS = 0.1  # for what is local
 MARK = 0b110  # brought to an agreement by all, so that they see when it was garbled
-ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by mpirun
 
 # Held while the watchdog communicates, and while a thread begins to agree. Open MPI (5.0.11 and before, era_cb_fn)
 # writes an address in the place of what a rank has brought when its message comes to one thread while another one
@@ -32,7 +30,7 @@ ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by mpirun
 alone = threading.Lock()
 
 
-@contextmanager
+@contextlib.contextmanager
 def alone_for_now() -> Iterator[None]:
     """Hold `alone` inside, unless who holds it takes long. For the watchdog, which must not wait for other ranks."""
     held = alone.acquire(timeout=PATIENCE_SECONDS)
@@ -46,7 +44,7 @@ def alone_for_now() -> Iterator[None]:
 @functools.cache
 def in_force() -> bool:
     """Whether ranks may die without ending the job: Open MPI's ULFM, and a thread that hears of it. Local."""
-    if os.environ.get(ENABLED, "").lower() not in ("1", "true", "yes", "on", "enabled"):
+    if os.environ.get(ULFM, "").lower() not in ("1", "true", "yes", "on", "enabled"):
         return False
     if MPI.get_vendor()[0] != "Open MPI" or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         return False
@@ -168,13 +166,29 @@ def failed(comm: MPI.Comm) -> tuple[int, ...]:
     return ranks
 
 
-def places(left: MPI.Comm, comm: MPI.Comm) -> tuple[int, ...]:
-    """The ranks in `comm` of all ranks of `left`. Local."""
-    few, everyone = left.Get_group(), comm.Get_group()
-    ranks = tuple(MPI.Group.Translate_ranks(few, range(few.size), everyone))
-    few.Free()
-    everyone.Free()
-    return ranks
+def all_others_failed(world: MPI.Intracomm) -> bool:
+    """Whether this rank is the last living one of its job, whose communicator is `world`. Local.
+
+    So it is in a job of one rank. False where ranks can't fail alone.
+    """
+    if ULFM not in os.environ:
+        return False
+    try:
+        with contextlib.suppress(MPI.Exception):  # it raises when a rank has failed
+            world.Iprobe()  # MPI hears of failures inside of its calls
+        return len(failed(world)) == world.size - 1
+    except (MPI.Exception, NotImplementedError):  # an Open MPI that was built without it
+        return False
+
+
+def acknowledge(comm: MPI.Comm) -> None:
+    """From now on messages from any rank of `comm` can be received, although ranks have failed. Local."""
+    comm.Ack_failed()
+
+
+def revoke(comm: MPI.Comm) -> None:
+    """End every call on a communicator, now and later, on all ranks. Local."""
+    comm.Revoke()
 
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
@@ -193,7 +207,7 @@ def release_numbers() -> None:
     cut off does not pass the turn on: all others would wait for ever. COMM_SELF is the oldest but for COMM_WORLD.
     """
     comm, request = MPI.COMM_SELF.Idup()
-    if asleep(request.Test, PATIENCE_SECONDS):
+    if wait_until(request.Test, PATIENCE_SECONDS):
         comm.Free()
 
 
@@ -217,13 +231,11 @@ def agree(comm: MPI.Comm, ok: bool, meanwhile: Callable[[], object] = bool) -> b
 
 
 def _agreed(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object]) -> int:
-    bits, pause = np.array([flags], np.int32), Pause(EAGER_SECONDS, LONGEST_SLEEP)
+    bits = np.array([flags], np.int32)
     with alone:
         request = comm.Iagree(bits)
     try:
-        while not request.Test():
-            meanwhile()
-            pause(time.monotonic())
+        wait_until(request.Test, meanwhile=meanwhile, pause=Pause(*SMALL))
     except BaseException:
         keep((request, bits))
         raise

@@ -1,81 +1,31 @@
-"""Waiting for messages. MPI's own waits poll, so a thread that waits beside one that computes sleeps instead."""
+"""Waiting for other ranks: the one loop that waits, what is known of each wait, and who watches it.
 
+MPI's own waits poll, so a thread that waits beside one that computes looks and sleeps in turn (`wait_until`). A wait on
+a communicator is told to its `Watcher` (`watched` ties one to it), so it ends in a result or in a named error. Whoever
+has to wait inside of MPI, for large messages, does it in `waiting`; outside of `allreduce.transport` and of backends,
+whose calls are watched, there is no other wait.
+"""
+
+import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
 
 from mpi4py import MPI
 
-from allreduce.errors import AllReduceError
+from allreduce.errors import AllReduceError, CollectiveTimeoutError
+from allreduce.transport.deferred_free import keep
 
 EAGER_SECONDS = 2e-5  # so long a wait does nothing but look
 SHORTEST_SLEEP, LONGEST_SLEEP = 2e-5, 2e-4  # seconds; TCP's buffers keep a link busy for as long
+SMALL = 1e-3, 1e-3  # the same, of waits for small messages, which are seldom long
+LOOK_SECONDS = 0.25  # how often a watcher looks at the waits
 
 
-class Pause:
-    """What a thread does between two looks at what it waits for: nothing at first, then ever longer sleeps."""
-
-    def __init__(self, eager: float = EAGER_SECONDS, longest: float = LONGEST_SLEEP) -> None:
-        self._eager, self._longest = eager, longest
-        self.begin()
-
-    def begin(self) -> None:
-        """A wait begins."""
-        self._until, self._sleep = time.monotonic() + self._eager, SHORTEST_SLEEP
-
-    def __call__(self, now: float) -> None:
-        """now: by time.monotonic()."""
-        if now > self._until:
-            time.sleep(self._sleep)
-            self._sleep = min(2 * self._sleep, self._longest)
-
-
-def wait(request: MPI.Request) -> None:
-    """Complete one request."""
-    if _beside_another():
-        asleep(request.Test)
-    else:
-        request.Wait()
-
-
-def wait_all(requests: Sequence[MPI.Request]) -> None:
-    """Complete all of them; see `all_done` for why one by one."""
-    if _beside_another():
-        asleep(lambda: all_done(requests))
-    else:
-        for request in requests:
-            request.Wait()
-
-
-def all_done(requests: Sequence[MPI.Request]) -> bool:
-    """Whether all of them are complete. They are asked one by one, and not by MPI_Testall, MPI_Waitall and the like.
-
-    When a rank is lost, Open MPI marks all of a call's requests as failed, also those that go on, and frees them when
-    the call ends in an error; and one of these that is through then ends the program ("Send error after request
-    freed").
-    """
-    return all(request.Test() for request in requests)
-
-
-def asleep(done: Callable[[], bool], limit: float = math.inf) -> bool:
-    """Call `done`, which lets MPI go on, until it is true, and mostly sleep in between.
-
-    False when that is not so after `limit` seconds; zero looks once.
-    """
-    pause, deadline = Pause(), time.monotonic() + limit
-    while not done():
-        now = time.monotonic()
-        if now >= deadline:
-            return False
-        pause(now)
-    return True
-
-
-def _beside_another() -> bool:
-    """True in a thread that was started to communicate while the main one computes."""
-    return threading.get_ident() != threading.main_thread().ident
+# What is known of a wait
 
 
 class Call(Protocol):
@@ -97,12 +47,12 @@ class Said(NamedTuple):
         return self.text
 
 
-class Wait:
-    """A place where a thread of this rank waits for others: the calls of a backend, a lane, a communicator.
+class WaitRecord:
+    """The waits of one user (a backend, a queue, a communicator) for other ranks, one call at a time.
 
-    number: alike on all ranks. call: under way now, None when there is none; count: of calls so far. Setting these
-    two is all that a call costs. error: what the watch has found, to be raised by who waits.
-    raises: whoever waits here looks at `error`; otherwise it is inside of MPI.
+    number: of the user, alike on all ranks. call: the one under way, or None. count: of the user's calls so far.
+    Setting `call` and `count` is all that a call costs. error: what the watcher has found, for the user to raise.
+    raises: the user looks at `error` while it waits; otherwise it is inside of MPI.
     """
 
     def __init__(self, number: int, raises: bool = False) -> None:
@@ -138,4 +88,171 @@ class Wait:
         return True
 
 
-LOOK_SECONDS = 0.25  # how often the waits are looked at
+# Who watches waits
+
+
+class Watcher(Protocol):
+    """What looks at the waits on a communicator, and ends those that would last for ever: health's stall detector.
+
+    place: a new record, looked at until `forget`. hearing: what MPI raises inside when a rank has failed becomes a
+    RankLostError. check: raises it when a rank has failed, at no cost. look: at all records; raises `wait`'s error.
+    """
+
+    def place(self, number: int, raises: bool = False) -> WaitRecord: ...
+
+    def forget(self, wait: WaitRecord) -> None: ...
+
+    def hearing(self) -> AbstractContextManager[None]: ...
+
+    def check(self) -> None: ...
+
+    def look(self, wait: WaitRecord | None = None) -> None: ...
+
+
+default: list[Callable[[], Watcher]] = []  # makes the watcher of communicators that `watched` was not called for
+
+
+@functools.cache
+def _watched() -> int:
+    """The key of what is tied to a communicator; made at its first use, because MPI does not run in child processes."""
+    return MPI.Comm.Create_keyval()
+
+
+def watched(comm: MPI.Comm, watcher: Watcher, wait: WaitRecord) -> None:
+    """From now on waits on `comm` are in this record of `watcher`."""
+    comm.Set_attr(_watched(), (watcher, wait))
+
+
+def record_of(comm: MPI.Comm) -> WaitRecord | None:
+    """The record of waits on a communicator, if it is watched."""
+    pair: Any = comm.Get_attr(_watched())
+    return pair[1] if pair else None
+
+
+# Waits on a communicator
+
+
+def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = math.inf) -> None:
+    """Wait for a control message, and say so when it takes long.
+
+    limit: seconds after which it is given up; never longer than the topology's timeout.
+    Raises CollectiveTimeoutError, RankLeftError or DisagreementError on this rank when the others don't come.
+    """
+    with _recorded(comm, what, raises=True) as (watcher, wait):
+        try:
+            if not (request.Test() or wait_until(request.Test, limit, looking(watcher, wait), Pause(*SMALL))):
+                raise CollectiveTimeoutError(f"waited {limit:.0f} s for other ranks in: {what}")
+        except BaseException:
+            keep(request)  # and its buffer, into which MPI may still write
+            raise
+
+
+@contextmanager
+def waiting(comm: MPI.Comm, what: str) -> Iterator[None]:
+    """Around a call of MPI that waits for the other ranks of `comm`, which no loop of ours can end. Local.
+
+    When they don't come, the watcher says who is missing in `what`, and ends the job.
+    """
+    with _recorded(comm, what, raises=False):
+        yield
+
+
+@contextmanager
+def _recorded(comm: MPI.Comm, what: str, raises: bool) -> Iterator[tuple[Watcher, WaitRecord]]:
+    """Record that this rank waits on a communicator, in `what` unless a backend's call is under way."""
+    pair: Any = comm.Get_attr(_watched())
+    if pair:
+        watcher, wait = pair
+    else:
+        watcher = default[0]()
+        wait = watcher.place(0)
+    begins = wait.call is None
+    if begins:
+        wait.begin(Said(what))
+    inside, wait.raises = wait.raises, raises
+    try:
+        with watcher.hearing():
+            yield watcher, wait
+    finally:
+        wait.raises = inside
+        if begins:
+            wait.end()
+        if pair is None:
+            watcher.forget(wait)
+
+
+def looking(watcher: Watcher, wait: WaitRecord) -> Callable[[], None]:
+    """For `wait_until`: raises what the watcher has found for this wait, at which it looks now and then."""
+    looked = time.monotonic()
+
+    def look() -> None:
+        nonlocal looked
+        watcher.check()
+        now = time.monotonic()
+        if now - looked > LOOK_SECONDS:
+            looked = now
+            watcher.look(wait)
+
+    return look
+
+
+# The loop
+
+
+class Pause:
+    """What a thread does between two looks at what it waits for: nothing at first, then ever longer sleeps."""
+
+    def __init__(self, eager: float = EAGER_SECONDS, longest: float = LONGEST_SLEEP) -> None:
+        self._eager, self._longest = eager, longest
+        self.begin()
+
+    def begin(self) -> None:
+        """A wait begins."""
+        self._until, self._sleep = time.monotonic() + self._eager, SHORTEST_SLEEP
+
+    def __call__(self, now: float) -> None:
+        """now: by time.monotonic()."""
+        if now > self._until:
+            time.sleep(self._sleep)
+            self._sleep = min(2 * self._sleep, self._longest)
+
+
+def wait_until(
+    done: Callable[[], bool],
+    limit: float = math.inf,
+    meanwhile: Callable[[], object] | None = None,
+    pause: Pause | None = None,
+) -> bool:
+    """Call `done`, which lets MPI go on, until it is true, and mostly sleep in between.
+
+    False when that is not so after `limit` seconds; zero looks once. meanwhile: called between two looks; what it
+    raises ends the wait.
+    """
+    pause, deadline = pause or Pause(), time.monotonic() + limit
+    while not done():
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        if meanwhile is not None:
+            meanwhile()
+        pause(now)
+    return True
+
+
+def wait(*requests: MPI.Request) -> None:
+    """Complete all of them; see `all_done` for why one by one. In a thread beside the main one this one sleeps."""
+    if threading.get_ident() != threading.main_thread().ident:
+        wait_until(lambda: all_done(requests))
+    else:
+        for request in requests:
+            request.Wait()
+
+
+def all_done(requests: Sequence[MPI.Request]) -> bool:
+    """Whether all of them are complete. They are asked one by one, and not by MPI_Testall, MPI_Waitall and the like.
+
+    When a rank is lost, Open MPI marks all of a call's requests as failed, also those that go on, and frees them when
+    the call ends in an error; and one of these that is through then ends the program ("Send error after request
+    freed").
+    """
+    return all(request.Test() for request in requests)

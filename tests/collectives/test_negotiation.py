@@ -13,7 +13,7 @@ from allreduce.arrays.chunks import binomial, subtree
 from allreduce.engine.negotiation import Fused, Named, NamedQueue, Side
 from allreduce.errors import DisagreementError
 from allreduce.transport import processes
-from allreduce.transport.wait import Wait
+from allreduce.transport.wait import WaitRecord
 
 SIZES = [2, 5, 13, 4096]
 
@@ -50,7 +50,7 @@ class Worker:
     """Runs at once what is next."""
 
     def __init__(self) -> None:
-        self.number, self.watch = 1, SimpleNamespace(place=lambda number, raises: Wait(number, raises))
+        self.number, self.watch = 1, SimpleNamespace(place=lambda number, raises: WaitRecord(number, raises))
         self.ran: list[tuple[str, Any, BaseException | None]] = []
 
     def submit(self, lane: NamedQueue, pending: Named) -> Named:

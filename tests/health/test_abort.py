@@ -105,7 +105,7 @@ def test_frames_inside_of_the_library(
     end = max(number for number, line in enumerate(lines) if line.startswith(last))
     told = "\n".join(lines[begin:end])
     assert "program.py" in told
-    assert ("base.py" in told) == inside
+    assert ("/trainers/trainer.py" in told) == inside
     assert ("frames inside of the library are left out; ALLREDUCE_TRACEBACK=full shows them" in told) != inside
 
 

@@ -56,7 +56,7 @@ def test_of_a_job_with_ulfm_that_loses_a_rank_before_mpi_is_up(mpirun: JobRunner
 
 def test_of_a_job_with_ulfm_whose_only_rank_ends_it(mpirun: JobRunner) -> None:
     """As the end of a program does when a collective still hangs, and the doctor."""
-    code = "import allreduce; from allreduce import ending; allreduce.Topology(); ending.end_job('on purpose', 3)"
+    code = "import allreduce; from allreduce.health import abort; allreduce.Topology(); abort.end_job('on purpose', 3)"
     assert mpirun(1, ["-c", code], ulfm=True).returncode == 3
 
 

@@ -15,11 +15,10 @@ import pytest
 from mpi4py import MPI
 
 from allreduce.health import status
-from allreduce.health.status import LEFT, WAITING, Fact
+from allreduce.health.status import FAR_ROWS, HEAD_BYTES, LEFT, ROW_BYTES, WAITING, Fact, StatusRows
 from allreduce.health.status_messages import Neighbour, Notes, tree
-from allreduce.health.status_rows import FAR_ROWS, HEAD_BYTES, ROW_BYTES, StatusRows
 from allreduce.transport import liveness, processes
-from allreduce.transport.wait import Said, Wait
+from allreduce.transport.wait import Said, WaitRecord
 from tests.conftest import JobRunner
 
 LATE = 777  # the rank that does not come
@@ -106,8 +105,8 @@ def rounds(every: list[Notes], without: frozenset[int] = frozenset()) -> None:
             notes.exchange()
 
 
-def all_wait(every: list[Notes], but: int, text: str = "all_reduce") -> Wait:
-    wait = Wait(7)
+def all_wait(every: list[Notes], but: int, text: str = "all_reduce") -> WaitRecord:
+    wait = WaitRecord(7)
     wait.begin(Said(text, 5))
     for notes in every:
         if notes.rank != but:
@@ -308,7 +307,7 @@ def test_a_rank_whose_process_has_ended_has_left(monkeypatch: pytest.MonkeyPatch
     notes.connect([[0, 1, 2]], 0, StatusRows(np.zeros((3 + FAR_ROWS, ROW_BYTES), np.uint8), 0), found)
     notes.look_for_gone_processes()
     assert not notes.left, "nobody waits"
-    wait = Wait(7)
+    wait = WaitRecord(7)
     wait.begin(Said("all_reduce"))
     notes.waits([(wait, Said("all_reduce"))])
     notes.look_for_gone_processes()

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.transport.control import waiting
+from allreduce.transport.wait import Pause, wait_until, waiting
 from trainers.data import Samples
 from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint
@@ -170,5 +170,5 @@ class Ending:
             with waiting(self._comm, "tell the evaluator that the training has ended"):
                 self._comm.Send(np.empty(0, np.uint8), self._evaluator, END)
         if self._comm.rank == self._evaluator:
-            while not self.heard():  # what it met may not end before the training does
-                time.sleep(LOOK_SECONDS)
+            # What the evaluator met may not end before the training does.
+            wait_until(self.heard, pause=Pause(longest=LOOK_SECONDS))

@@ -22,7 +22,8 @@ from allreduce.errors import (
 )
 from allreduce.health import abort
 from allreduce.transport import processes, ulfm
-from allreduce.transport.control import everywhere, known, raise_together, root_value, together, waiting
+from allreduce.transport.control import everywhere, known, raise_together, root_value, together
+from allreduce.transport.wait import waiting
 from trainers import datasets
 from trainers.cli import options, results, roles
 from trainers.cli import options as watching

@@ -22,7 +22,8 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.topology import Topology
-from allreduce.transport.control import together, waiting
+from allreduce.transport.control import together
+from allreduce.transport.wait import waiting
 from trainers.errors import RoleError
 
 NAME = "TF_CONFIG"

@@ -12,7 +12,8 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import gpu
-from allreduce.transport.control import combine, raise_together, wait_for
+from allreduce.transport.control import combine, raise_together
+from allreduce.transport.wait import wait_for
 from trainers.data import Batch, Batches
 from trainers.files.checkpoint import Progress as Checkpointed
 from trainers.fit import prefetch

@@ -24,8 +24,9 @@ from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.chunked import broadcast, pieces
-from allreduce.transport.control import all_values, root_value, wait_for
+from allreduce.transport.control import all_values, root_value
 from allreduce.transport.deferred_free import keep
+from allreduce.transport.wait import wait_for
 from trainers.pytorch.buckets import Block
 from trainers.pytorch.optimizer_group import Member, OptimizerGroup
 from trainers.pytorch.state import broadcast_tensors, from_json, state_of, to_json

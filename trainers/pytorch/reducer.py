@@ -24,7 +24,8 @@ from torch.nn import Parameter
 from allreduce.backend import AllReduce, TwoPhase
 from allreduce.engine.queue import Future, Queue
 from allreduce.transport import ulfm
-from allreduce.transport.control import raise_together, waiting
+from allreduce.transport.control import raise_together
+from allreduce.transport.wait import waiting
 from trainers.errors import NotFiniteError
 from trainers.pytorch.buckets import GradientError, Marks, allocate, changed, plan, version_of
 from trainers.pytorch.hooks import CLOSED, refuse, take_over

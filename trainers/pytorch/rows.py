@@ -9,7 +9,8 @@ from torch import Tensor
 
 from allreduce.engine.queue import Future
 from allreduce.errors import OptionError
-from allreduce.transport.control import known, raise_together, waiting
+from allreduce.transport.control import known, raise_together
+from allreduce.transport.wait import waiting
 
 NOBODY = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
 

@@ -20,8 +20,9 @@ from allreduce import notices
 from allreduce.arrays import dtypes
 from allreduce.backend import TwoPhase
 from allreduce.errors import OptionError
-from allreduce.transport.control import all_values, combine, on_all, raise_together, together, waiting
+from allreduce.transport.control import all_values, combine, on_all, raise_together, together
 from allreduce.transport.shared_segment import CommonWindow
+from allreduce.transport.wait import waiting
 from trainers.pytorch.buckets import Block, Flat, blocks, changed, flat, version_of
 from trainers.pytorch.recovery import Backup
 from trainers.pytorch.reducer import Reducer

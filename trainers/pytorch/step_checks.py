@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from allreduce import notices
 from allreduce.arrays import gpu
 from allreduce.errors import DivergenceError
-from allreduce.transport.control import known, together, wait_for
+from allreduce.transport.control import known, together
+from allreduce.transport.wait import wait_for
 from trainers import checks
 from trainers.checks import Findings, Place, compare
 from trainers.errors import NotFiniteError

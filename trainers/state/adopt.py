@@ -9,7 +9,8 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.transport.chunked import pieces
-from allreduce.transport.control import all_values, root_value, together, waiting
+from allreduce.transport.control import all_values, root_value, together
+from allreduce.transport.wait import waiting
 from trainers.group import RankGroup, broadcast_arrays
 from trainers.replica import Replica
 from trainers.state.pieces import Arrays, Choice, Piece, choose, joined

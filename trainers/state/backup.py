@@ -14,8 +14,9 @@ from mpi4py import MPI
 
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
-from allreduce.transport.control import all_values, together, wait_for
+from allreduce.transport.control import all_values, together
 from allreduce.transport.deferred_free import keep
+from allreduce.transport.wait import wait_for
 from trainers.errors import ArgumentError
 from trainers.replica import Replica
 from trainers.state.pieces import Arrays, Piece

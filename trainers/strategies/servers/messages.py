@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
 from allreduce.topology import Topology
-from allreduce.transport.wait import LOOK_SECONDS, Said, all_done, asleep
+from allreduce.transport.wait import Said, all_done, looking, wait_until
 from trainers.stopwatch import Stopwatch
 
 ASK, PUSH, REPLY, MEET = 1, 2, 3, 4  # tags
@@ -113,14 +113,9 @@ class Waits:
             self._clock.stop()
 
     def _wait(self, done: Callable[[], bool], text: str) -> None:
-        def heard() -> bool:
-            self._watch.check()
-            return done()
-
         self._place.begin(Said(text))
         try:
-            while not asleep(heard, LOOK_SECONDS):
-                self._watch.look(self._place)
+            wait_until(done, meanwhile=looking(self._watch, self._place))
         finally:
             self._place.end()
 

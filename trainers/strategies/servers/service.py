@@ -13,7 +13,8 @@ from allreduce.engine.queue import Future, Queue, Worker
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
-from allreduce.transport.control import everywhere, known, together, wait_for
+from allreduce.transport.control import everywhere, known, together
+from allreduce.transport.wait import wait_for
 from trainers import malloc, stopwatch
 from trainers.checks import LEARNING_RATES
 from trainers.data import Batches
