@@ -37,10 +37,10 @@ def modules() -> Iterator[str]:
 
 
 def guides() -> list[Path]:
-    """README.md, those beside the code, and what changed, relative to the checkout."""
+    """README.md, those beside the code, CONTRIBUTING.md and CHANGELOG.md, relative to the checkout."""
     folders = (*PACKAGES, "scripts", "tests")
-    beside = [path for folder in folders for path in sorted((ROOT / folder).rglob("README.md"))]
-    return [path.relative_to(ROOT) for path in (ROOT / "README.md", *beside, ROOT / "CHANGELOG.md")]
+    beside = [path.relative_to(ROOT) for folder in folders for path in sorted((ROOT / folder).rglob("README.md"))]
+    return [Path("README.md"), *beside, Path("CONTRIBUTING.md"), Path("CHANGELOG.md")]
 
 
 def as_markdown(docstring: str) -> str:

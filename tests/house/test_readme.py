@@ -22,6 +22,7 @@ from tests.conftest import JobRunner, lacking
 FOLDERS = ("allreduce", "trainers", "benchmarks", "scripts", "tests")
 BESIDE = sorted(path for folder in FOLDERS for path in (launch.ROOT / folder).rglob("README.md"))
 GUIDES = [Path("README.md"), *(path.relative_to(launch.ROOT) for path in BESIDE)]
+LINKED = [*GUIDES, Path("CONTRIBUTING.md")]
 TEXTS = [(launch.ROOT / guide).read_text() for guide in GUIDES]
 
 INLINE = r"(?<!`)`((?:mpirun|bash|sudo|python -m [^\s`]+) [^`]+)`"  # a command with an argument
@@ -140,7 +141,7 @@ def headings(text: str) -> set[str]:
     return {slug(heading) for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)}
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=str)
+@pytest.mark.parametrize("guide", LINKED, ids=str)
 def test_links_lead_somewhere(guide: Path) -> None:
     text = (launch.ROOT / guide).read_text()
     for link in re.findall(r"\]\((?!\w+:)([^)]+)\)", text):
@@ -150,7 +151,7 @@ def test_links_lead_somewhere(guide: Path) -> None:
         assert not place or place in headings(target.read_text()), link
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=str)
+@pytest.mark.parametrize("guide", LINKED, ids=str)
 def test_files_that_are_named_are_there(guide: Path) -> None:
     names = rf"\b(?:{'|'.join(FOLDERS)})/[\w/.]+\.(?:py|sh|sbatch|md|png)\b"
     for name in re.findall(names, (launch.ROOT / guide).read_text()):
