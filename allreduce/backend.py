@@ -236,7 +236,7 @@ class AllReduce(ABC):
         """
         call, op = self._admit("all_gather", buffer)
         work = NOTHING if not call.length or self.size == 1 else self._gathering(call)
-        admitted = self._ready(call, op, work)
+        admitted = self._prepared(call, op, work)
         self._engine.run(admitted, admitted.work, buffer)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
@@ -465,13 +465,13 @@ class AllReduce(ABC):
     def _admit_reduction(self, buffer: Any, op: str) -> Admitted:
         """The all-reduce of `buffer`, ready to run; kept where __call__ looks it up."""
         call, resolved = self._admit("all_reduce", buffer, op)
-        admitted = self._ready(call, resolved, self._route(call))
+        admitted = self._prepared(call, resolved, self._route(call))
         if self.check != "always" and call.layout == "C":
             for name in (op, resolved.name):
                 self._known[call.shape, call.dtype, name, call.memory] = admitted
         return admitted
 
-    def _ready(self, call: Call, op: Op, work: Work | Trial) -> Admitted:
+    def _prepared(self, call: Call, op: Op, work: Work | Trial) -> Admitted:
         admitted = Admitted(call, op, find=self._finding(call))
         return self._engine.admit(admitted, work, self._same_data.look_at(call, op))
 
@@ -576,7 +576,7 @@ class TwoPhase(AllReduce):
         """
         call, resolved = self._admit("reduce_scatter", buffer, op)
         work: Work = self._scatter_gpu if call.memory == GPU else self._scatter_rounded
-        admitted = self._ready(call, resolved, work if call.length and self.size > 1 else NOTHING)
+        admitted = self._prepared(call, resolved, work if call.length and self.size > 1 else NOTHING)
         self._engine.run(admitted, admitted.work, buffer)
         return buffer[self.owned(buffer.size)]
 

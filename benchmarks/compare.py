@@ -17,7 +17,7 @@ from statistics import geometric_mean
 
 from benchmarks.lib.results import TITLES, FileError, Result, Run, load
 from benchmarks.lib.sizes import show
-from trainers.cli.options import Parser
+from trainers.datasets.parser import Parser
 
 Key = tuple[str, str, int]  # backend, memory, size
 

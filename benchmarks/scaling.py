@@ -23,7 +23,7 @@ from benchmarks.lib.results import FileError
 from benchmarks.predicting import fitting, published
 from benchmarks.predicting.costs import Machine, on_link
 from benchmarks.predicting.forecast import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, forecast
-from trainers.cli.options import Parser
+from trainers.datasets.parser import Parser
 
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}

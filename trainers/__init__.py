@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainers.central_storage import CentralStorageTrainer
+    from trainers.cli import roles
     from trainers.mirrored import MirroredTrainer
     from trainers.parameter_server import ParameterServerTrainer
     from trainers.recovery.terminating import Terminating
@@ -33,6 +34,7 @@ __all__ = [
     "Replica",
     "SpareReplicasTrainer",
     "Terminating",
+    "roles",
 ]
 
 _HOMES = {
@@ -44,6 +46,7 @@ _HOMES = {
     "ParameterServerTrainer": "trainers.parameter_server",
     "Replica": "trainers.replica",
     "SpareReplicasTrainer": "trainers.spare_replicas",
+    "roles": "trainers.cli.roles",
     "Terminating": "trainers.recovery.terminating",
 }
 
@@ -51,4 +54,5 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'trainers' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    home = importlib.import_module(_HOMES[name])
+    return getattr(home, name, home)  # roles is the module itself

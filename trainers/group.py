@@ -45,6 +45,11 @@ class RankGroup:
         self.rank, self.size = topology.rank, topology.size
         self.comm: MPI.Intracomm = topology.private(self._owner)
 
+    def close_owner_first(self) -> None:
+        """The topology closes the owner before everything that uses the topology now, as its backend does. Local."""
+        self.topology.let_go(self._owner)
+        self.topology.use(self._owner)
+
     def abandon(self) -> None:
         """The topology no longer closes the owner: some of these ranks have failed. Local."""
         self.topology.let_go(self._owner)

@@ -1,4 +1,4 @@
-"""The numbers of ranks in the job: their ranks in MPI.COMM_WORLD."""
+"""The numbers of ranks in the whole job, which MPI.COMM_WORLD gives."""
 
 import functools
 

@@ -15,7 +15,7 @@ from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import everywhere, raise_together, root_value
 from benchmarks.lib import sizes
-from trainers.cli.options import Parser
+from trainers.datasets.parser import Parser
 
 Action = Callable[[Topology, argparse.Namespace], int]
 INTERRUPTED = 130  # exit code, as a shell has it

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from allreduce.nodes import nodes_left
 from mpi4py import MPI
 
 from allreduce import NAMES, Topology
 from allreduce.errors import BrokenError, CommunicationError, RankLeftError, RankLostError, UnavailableError
 from allreduce.health.status import LEFT, Fact
+from allreduce.topology import nodes_left
 from allreduce.transport import ulfm
 from allreduce.transport.control import agree
 from allreduce.transport.wait import Said

@@ -171,7 +171,8 @@ def happen(fault: Fault, notes: Notes, arguments: tuple[Any, ...]) -> None:
     if fault.kind == "spoil":
         next(array for array in arguments if isinstance(array, np.ndarray))[0] += 1
     if fault.kind == "revoke":
-        arguments[0].topology.revoke()
+        owner = arguments[0]
+        getattr(owner, "group", owner).topology.revoke()
     if fault.kind == "cut":
         (notes.folder / CUT).touch()
     if fault.kind == "shm":

@@ -47,7 +47,7 @@ FILES = [
     "allreduce/backends/nccl.py",
     "allreduce/backend.py",
     "allreduce/doctor/gpus.py",
-    "allreduce/sparse.py",
+    "allreduce/arrays/rows.py",
     "allreduce/torch_backend/reduce.py",
     "allreduce/arrays/trees.py",
     "trainers/horovod/session.py",

@@ -50,7 +50,7 @@ def test_a_stall_and_a_signal(mpirun: JobRunner, tmp_path: Path, mpi: str) -> No
     assert waiting.partition("waits since ")[2].partition(" s in ")[2].startswith("all_reduce: length 50000"), (
         job.stderr
     )
-    assert "in _come" in job.stderr  # the stacks that SIGUSR1 prints
+    assert "in _rendezvous" in job.stderr  # the stacks that SIGUSR1 prints
 
 
 def test_many_signals_while_threads_run() -> None:

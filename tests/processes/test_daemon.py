@@ -19,7 +19,7 @@ PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 import allreduce
-from allreduce import daemon
+from allreduce.process import daemon
 
 reduce = allreduce.create("ring")
 reduce(np.ones(3), "sum")

@@ -1,7 +1,6 @@
 """The command line's options: what they mean, what they are when they are not given, and what is wrong with them."""
 
 import argparse
-import difflib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -12,6 +11,7 @@ from allreduce.topology import Topology
 from allreduce.wrappers.compressed import SHORT
 from trainers import checks, datasets
 from trainers.backends import UPDATES
+from trainers.datasets.parser import Parser
 from trainers.errors import ArgumentError
 from trainers.recovery.recovery import CHOICES
 from trainers.replica import Replica
@@ -19,23 +19,6 @@ from trainers.replicas.numpy.layers import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
 from trainers.state.checkpoints import period
 from trainers.trainer import Trainer
-
-
-class Parser(argparse.ArgumentParser):
-    """Takes no abbreviated options, and names the nearest option when one is mistyped. Shows texts as they are."""
-
-    def __init__(self, **options: Any) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(allow_abbrev=False, **options)
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options, rest = self.parse_known_args(args, namespace)
-        if rest:
-            unknown = next((each for each in rest if each.startswith("-")), rest[0]).partition("=")[0]
-            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-        return options
 
 
 class RankParser(Parser):

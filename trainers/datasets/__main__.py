@@ -7,18 +7,17 @@ make writes 1,437 images to train and 360 to test: the digits that come along, e
 nothing and overwrites nothing. Exit code: 0, or 2 when the folder can't be made.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from trainers.datasets import making
+from trainers.datasets.parser import Parser
 from trainers.errors import DataError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make what the command line says; the exit code."""
-    kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m trainers.datasets", description=__doc__, formatter_class=kind)
+    parser = Parser(prog="python -m trainers.datasets", description=__doc__)
     parser.add_argument("command", choices=["make"], help="what to do")
     parser.add_argument("folder", metavar="FOLDER", help="the folder to make: one that is not there, or is empty")
     options = parser.parse_args(arguments)

@@ -136,6 +136,7 @@ class Recovery:
             ranks.agree([zlib.crc32(row.encode())], row, error)
             group = RankGroup(ranks, owner)
             strategy.connect(group)
+            group.close_owner_first()
         except Exception as met:
             if group is not None and everywhere(met, ranks.world):  # so all ranks come to the close
                 strategy.closed = True
@@ -260,6 +261,7 @@ class Recovery:
         """Come to the newest state, and to where the call was; returns the last two arguments. Collective."""
         strategy = self._strategy
         strategy.rebuild()
+        strategy.group.close_owner_first()
         if not strategy.restore() and not call.go_back():
             raise self._incomplete(call)
         strategy.divide()
