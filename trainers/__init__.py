@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainers.central_storage import CentralStorageTrainer
-    from trainers.cli import roles
     from trainers.mirrored import MirroredTrainer
     from trainers.parameter_server import ParameterServerTrainer
     from trainers.recovery.terminating import Terminating
@@ -34,7 +33,6 @@ __all__ = [
     "Replica",
     "SpareReplicasTrainer",
     "Terminating",
-    "roles",
 ]
 
 _HOMES = {

@@ -1,8 +1,8 @@
 """python -m allreduce.doctor: the same as python -m allreduce doctor."""
 
+import runpy
 import sys
 
-from allreduce.__main__ import main
-
 if __name__ == "__main__":
-    sys.exit(main(["doctor", *sys.argv[1:]]))
+    sys.argv.insert(1, "doctor")
+    runpy.run_module("allreduce", run_name="__main__")

@@ -25,11 +25,11 @@ else:
     import tomli as tomllib  # comes with pytest
 
 # Limits. A change may lower one of these numbers and may not raise it. The comment after each is the aim.
-MODULES_IN_CIRCLES = 7  # 0: modules that import each other, directly or by way of others
-FOLDERS_IN_CIRCLES = 15  # 0: the same of the modules and folders that lie in one folder
-FLOORS = {"allreduce": 14, "trainers": 13, "benchmarks": 13}  # 13 each: layers of modules and folders
+MODULES_IN_CIRCLES = 0  # modules that import each other, directly or by way of others
+FOLDERS_IN_CIRCLES = 0  # the same of the modules and folders that lie in one folder
+FLOORS = {"allreduce": 13, "trainers": 13, "benchmarks": 13}  # 13 each: layers of modules and folders
 ROOT_MODULES = {"allreduce": 9, "trainers": 14}  # 12 and 16: modules directly in the package's folder
-LINES = 43_184  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and scripts
+LINES = 43_182  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and scripts
 FINDINGS = {"SLF001": 30, "C901": 0, "PLR0912": 0, "PLR0915": 0}  # 0: of ruff in the product, whatever noqa says
 
 CORE = {"numpy", "mpi4py", "ml_dtypes"}
