@@ -89,7 +89,7 @@ def test_nothing_is_left_to_the_base() -> None:
     own = {"close", "abandon", "__init__", "__enter__", "__exit__"}  # those that end or begin the wrapper
     # Called in the backend by methods that are forwarded.
     inside = {"_connect", "_close", "_close_together", "_forget", "_where", "_place", "_finding", "_say_copies"}
-    inside |= {"_ready", "_admit_reduction", "_admit_rows", "_add_rows", "_hand_round", "_gathering"}
+    inside |= {"_prepared", "_admit_reduction", "_admit_rows", "_add_rows", "_hand_round", "_gathering"}
     inside |= {"_scatter_gpu", "_gather_gpu", "_to_gpu"}
     # Made of other methods of the wrapper's.
     inside |= {"_admit", "_admit_tree", "_packing", "on_arrays", "reduce_tree", "reduced", "check_dtype"}
