@@ -186,7 +186,7 @@ def test_a_rank_that_leaves_is_missed(mpirun: JobRunner) -> None:
                 try:
                     dist.recv(torch.ones(1), 1, tag=tag, group=messages)
                 except Exception as error:
-                    print(type(error).__name__, error, flush=True)
+                    print(f"{type(error).__name__} {error}", flush=True)
             if rank == 0:
                 dist.recv(tensor, 1, tag=9)
                 print("received", flush=True)
