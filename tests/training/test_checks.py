@@ -15,7 +15,6 @@ from trainers import MirroredTrainer, SpareReplicasTrainer, checks
 from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.checks import Divergence, GradientArray, GradientCheck, Span
 from trainers.cli import options, results
-from trainers.cli import options as watching
 from trainers.errors import ArgumentError, NotFiniteError
 from trainers.trainer import tell_who_divides
 from trainers.watching.history import Epoch
@@ -110,7 +109,7 @@ def test_what_is_compared_is_bits() -> None:
 
 def test_options_of_the_command_line() -> None:
     chosen = options.parse(["--check-divergence", "50", "--on-divergence", "copy", "--check-gradients", "skip"], False)
-    first, second = watching.callbacks(chosen)
+    first, second = options.make_callbacks(chosen)
     assert isinstance(first, CheckDivergence)
     assert isinstance(second, CheckGradients)
     assert (first.every, first.on_divergence, second.on_bad) == (50, "copy", "skip")
