@@ -30,7 +30,7 @@ from trainers.pytorch.sparse import SparseGradients, sparse_parameters, warn_of_
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
-from trainers.replicas.pytorch.state import Buffers
+from trainers.replicas.pytorch.replica import Buffers
 from trainers.state.backup import NOT_KEPT
 
 MIB = 1 << 20
