@@ -295,7 +295,7 @@ class Callbacks:
         return self._event, [order for order, at in enumerate(self._collective) if at in self._heard]
 
     def tell_again(self, sides: Iterable[tuple[Event, list[int]]]) -> None:
-        """The callbacks that communicate hear an event again, if a rank has not heard it. sides: `heard` of all ranks."""
+        """Callbacks that communicate hear an event again when a rank has not heard it. sides: `heard` of all ranks."""
         for event, heard in sides:
             if event < self._event:
                 self._heard -= set(self._collective)
