@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from allreduce.transport.chunked import bytes_of_root, bytes_to_root
-from allreduce.transport.control import root_value, together
+from allreduce.transport.control import known, root_value, together
 from trainers import data
 from trainers.data import Batches, Fingerprint
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError, UnusableError
@@ -25,7 +25,7 @@ from trainers.files import model_file
 from trainers.files.checkpoint import Progress, Saved
 from trainers.replica import Replica
 from trainers.state import checkpoints
-from trainers.state.adopt import mirror
+from trainers.state.adopt import RATES, adopt_whole
 from trainers.state.checkpoints import Checkpoint, Writer, period
 from trainers.strategies.interface import Strategy
 from trainers.watching.callback import Callbacks
@@ -152,17 +152,12 @@ class Saver:
     def _take_on(self, saved: Saved | None, progress: Progress) -> None:
         """Give all ranks the state of a checkpoint, which rank 0 has read. Collective."""
         comm = self._group.comm
-
-        def load() -> None:
-            try:
-                if saved is not None:
-                    self._strategy.replica.load_state(saved.state)
-            except ModelFileError as error:
-                raise CheckpointError(f"the checkpoint in {self._folder} is of another model: {error}") from error
-
-        together(comm, load)
-        together(comm, lambda: self._take_rates(progress.rates))
-        mirror(self._strategy, whole=False)
+        state = None if saved is None else saved.state | {RATES: np.array(progress.rates)}
+        try:
+            adopt_whole(self._strategy, state)
+        except ModelFileError as error:  # on all ranks
+            text = f"the checkpoint in {self._folder} is of another model: {error}"
+            raise known(CheckpointError(text), comm) from error
         same = progress.ranks == self._group.size
         packed = together(comm, lambda: [] if saved is None else self._packed(saved, same))
         mine = model_file.unpacked(bytes_of_root(comm, packed, "hear what a checkpoint has of each rank"))
@@ -175,11 +170,6 @@ class Saver:
         if same:
             return [model_file.packed(local) for local in saved.local]
         return [model_file.packed(saved.local[0])] * self._group.size
-
-    def _take_rates(self, rates: list[float]) -> None:
-        """Go on with the learning rates that a schedule had come to; a model file has those of its begin."""
-        if rates != self._strategy.replica.learning_rates:
-            self._strategy.replica.learning_rates = rates
 
     # While it goes on
 

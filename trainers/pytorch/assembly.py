@@ -30,7 +30,7 @@ from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
 from trainers.pytorch.step_checks import Forwards, GradientCheck
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
-from trainers.state.backup import NOT_KEPT
+from trainers.state.backup import NO_BACKUP
 
 MIB = 1 << 20
 
@@ -154,7 +154,7 @@ class Assembly:
         together(comm, partial(check_backups, self.options, self.reducer.sparse.names))
         copies = self.options.copies
         if copies == 2 and not ulfm.in_force():
-            notices.once(comm.rank, NOT_KEPT)
+            notices.once(comm.rank, NO_BACKUP)
             copies = 1
         self.sharded = ShardedOptimizer(self.optimizer, self.reducer, self.backend, comm, self.kernels, copies)
         self._made.callback(self.sharded.close)

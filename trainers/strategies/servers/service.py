@@ -21,15 +21,13 @@ from trainers.data import Batches
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
-from trainers.state.adopt import mirror
+from trainers.state.adopt import Piece, mirror, newest
 from trainers.strategies.interface import FLAGS, Strategy, replica_refusal
 from trainers.strategies.servers.messages import Waits, unit_type
 from trainers.strategies.servers.progress import Counts
 from trainers.strategies.servers.server import Mailbox, Shard
 from trainers.strategies.servers.worker import Client
 from trainers.watching.meter import Tally
-
-LOST = "a server was lost, and with it its slice of the parameters and of the optimizer's state"
 
 
 class Served(Strategy):
@@ -50,7 +48,6 @@ class Served(Strategy):
         self.workers: tuple[int, ...] = ()
         self._measures = measures
         self._connected = False  # the ends of the messages are made
-        self._failed_servers = 0
         self._mailbox: Mailbox | None = None
         self._client: Client | None = None
         self._shard: Shard | None = None
@@ -92,7 +89,7 @@ class Served(Strategy):
 
     def connect(self, group: RankGroup) -> None:
         super().connect(group)
-        replica, self._connected, self._failed_servers = self.replica, False, 0
+        replica, self._connected = self.replica, False
         if replica.allocates:
             malloc.keep_freed_memory()
         self._assign(group.size)
@@ -189,22 +186,34 @@ class Served(Strategy):
                 end.abandon()
         self._mailbox = self._client = self._queue = None
 
+    @property
+    def _lost(self) -> str:
+        """Why no training can go on with the ranks that are left; "" when it can. Local, the same on all ranks."""
+        if len(self.servers) < len(self._slices):
+            return "a server was lost, and with it its slice of the parameters and of the optimizer's state"
+        return "" if self.workers else "all workers were lost, and servers do not compute"
+
     def rebuild(self) -> None:
         now = {old: rank for rank, old in enumerate(self.group.previous)}
-        self._failed_servers += len(set(self.servers) - set(now))
         self.servers = tuple(now[rank] for rank in self.servers if rank in now)
         self.workers = tuple(now[rank] for rank in self.workers if rank in now)
-        if self.workers and not self._failed_servers:
+        if not self._lost:
             self._make_ends()
 
     def restore(self) -> bool:
         """All ranks take on what the servers have. RankLostError on all ranks when no training can go on from it."""
-        if self._failed_servers or not self.workers:
-            why = LOST if self._failed_servers else "all workers were lost, and servers do not compute"
-            text = f"{why}; go on from the last checkpoint (resume=True, --resume)"
+        if self._lost:
+            text = f"{self._lost}; go on from the last checkpoint (resume=True, --resume)"
             raise known(RankLostError(text), self.group.comm)
         self._agree_on_progress()
-        self._spread()
+        own = []
+        if self._shard is not None:
+            part = self._shard.part
+            own = [Piece(0, 0, part.start, part.stop, {"parameters": self._shard.parameters}, {})]
+        found = newest(self.group.comm, own, self._parameters.size)
+        assert found is not None
+        self._parameters[:] = found.state["parameters"]
+        self.replica.refresh()
         return True
 
     # Steps and epochs
