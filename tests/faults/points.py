@@ -44,7 +44,7 @@ POINTS = {
         ("trainers.trainer", "mirror"),
         ("trainers.strategies.mirrored", "mirror"),
         ("trainers.strategies.servers.service", "mirror"),
-        ("trainers.fit.checkpointing", "mirror"),
+        ("trainers.fit.checkpointing", "adopt_whole"),
     ],
     "edit": [(f"{PROGRAMS}.training", "shift")],
     "checkpoint": [("trainers.fit.checkpointing:Saver", "save"), (f"{PROGRAMS}.loop:Loop", "save")],

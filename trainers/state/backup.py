@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.transport import chunked
+from allreduce.transport.chunked import pieces
 from allreduce.transport.control import all_values
 from allreduce.transport.deferred_free import keep
 from allreduce.transport.wait import wait_for
@@ -150,11 +150,9 @@ class Backup:
     def _exchange(self, own: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> None:
         requests = []
         if self._source != MPI.PROC_NULL:
-            requests += [
-                self._comm.Irecv(each, self._source, TAG) for array in others for each in chunked.pieces(array)
-            ]
+            requests += [self._comm.Irecv(each, self._source, TAG) for array in others for each in pieces(array)]
         if self._holder != MPI.PROC_NULL:
-            requests += [self._comm.Isend(part, self._holder, TAG) for each in own for part in chunked.pieces(each)]
+            requests += [self._comm.Isend(part, self._holder, TAG) for each in own for part in pieces(each)]
         try:
             for request in requests:
                 wait_for(self._comm, request, BACKUP)
