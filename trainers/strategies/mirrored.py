@@ -91,6 +91,9 @@ class Mirrored(Strategy):
         if replica.allocates and replica.device == "cpu":
             malloc.keep_freed_memory()
         self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)  # what the last step has measured
+        self._ended: list[
+            Any
+        ] = []  # while ranks restore a state: the steps that each has ended, and what they measured
         self._fresh = self._last  # what the step has measured that is not ended, while a failure is repaired
         self._make_buffer()
         mirror(self)  # evaluate and predict share their work, so they need equal replicas before any fit
@@ -315,12 +318,13 @@ class Mirrored(Strategy):
         own = [self.steps, self._last.tolist(), self._fresh.tolist(), updated]
         self._ended = all_values(self.group.comm, own, ADOPT)
         if adopt(self, self.saved or [], self._length):
+            self._ended = []
             return True
-        self.steps = max(steps for steps, *_ in self._ended)
+        self.steps, self._ended = max(steps for steps, *_ in self._ended), []
         return False
 
     def take_on(self, step: int, state: Arrays) -> None:
-        if self.saved is None:
+        if not self._ended:
             super().take_on(step, state)
             return
         # All of this is local: it is done, or not, when this rank hears of the next failure.

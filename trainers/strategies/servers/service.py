@@ -1,6 +1,6 @@
 """What strategies with servers share: which ranks serve, where parameters and gradients lie, how a state gets whole."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ from allreduce.engine.queue import Future, Queue, Worker
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
-from allreduce.transport.control import everywhere, known, together
+from allreduce.transport.control import known, together
 from allreduce.transport.wait import wait_for
 from trainers import malloc, stopwatch
 from trainers.checks import LEARNING_RATES
@@ -34,12 +34,14 @@ class Served(Strategy):
     """Servers hold the parameters, each a slice of the flat array; workers compute.
 
     servers: the ranks that hold the parameters, in the order of their slices. workers: the ranks that compute.
+    mails: whether servers take messages in any order, by mailboxes.
     measures: how many numbers travel beside gradients and parameters.
     thread: what a thread beside this rank's own is for: "" for nothing, "ask" for parameters while this rank computes
         (which can wait until it has computed), or "serve" while it does.
     """
 
     mirrors = "epoch"
+    mails = True
     thread = ""
 
     def __init__(self, replica: Replica, name: str, measures: int) -> None:
@@ -129,8 +131,9 @@ class Served(Strategy):
                 self._shard = Shard(self.replica, self._parameters, self._gradients, part)
             length = part.stop - part.start
             waits = self._waits_beside if self.thread == "serve" else self._waits
-            self._mailbox = Mailbox(self._messages, waits, self.workers, self._measures, length, *shape)
-        if rank in self.workers:
+            if self.mails:
+                self._mailbox = Mailbox(self._messages, waits, self.workers, self._measures, length, *shape)
+        if self.mails and rank in self.workers:
             ends = self._messages, self._waits, self._waits_beside
             self._client = Client(*ends, self.servers, self._slices, self._measures, *shape)
         self._connected = True
@@ -230,22 +233,12 @@ class Served(Strategy):
         """Add up what the ranks have measured in an epoch. Collective; DivergedError when it is no number."""
         self._tally.collect(self.group.comm, self._shard is None or self._shard.is_finite())
 
-    def _then_spread(self, epoch: Callable[[], None]) -> None:
-        """Run an epoch, and give all ranks the parameters that the servers have then. Collective."""
-        try:
-            epoch()
-        except Exception as error:
-            if everywhere(error, self.group.comm):  # so all ranks come to this
-                self._spread()
-            raise
-        self._spread()
-
     def _spread(self) -> None:
         """Give all ranks the parameters of the servers. Collective."""
         for server, part in zip(self.servers, self._slices, strict=True):
             for piece in pieces(self._parameters[part]):
                 request = self.group.comm.Ibcast(piece, server)
-                self._waits.all_of([request], "get all parameters at the end of an epoch")
+                self._waits.all_of([request], "get the parameters of the servers")
         self.replica.refresh()
 
     def _logs_of(self, counts: Counts) -> dict[str, Any]:
