@@ -91,9 +91,7 @@ class Mirrored(Strategy):
         if replica.allocates and replica.device == "cpu":
             malloc.keep_freed_memory()
         self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)  # what the last step has measured
-        self._ended: list[
-            Any
-        ] = []  # while ranks restore a state: the steps that each has ended, and what they measured
+        self._ended: list[Any] = []  # while ranks restore a state: what each has ended and measured
         self._fresh = self._last  # what the step has measured that is not ended, while a failure is repaired
         self._make_buffer()
         mirror(self)  # evaluate and predict share their work, so they need equal replicas before any fit
