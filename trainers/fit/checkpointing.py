@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from allreduce.transport.chunked import bytes_of_root, bytes_to_root
-from allreduce.transport.control import root_value, together
+from allreduce.transport.control import known, root_value, together
 from trainers import data
 from trainers.data import Batches, Fingerprint
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError, UnusableError
@@ -25,8 +26,8 @@ from trainers.files import model_file
 from trainers.files.checkpoint import Progress, Saved
 from trainers.replica import Replica
 from trainers.state import checkpoints
-from trainers.state.adopt import mirror
-from trainers.state.checkpoints import Checkpoint, Writer, period
+from trainers.state.adopt import RATES, adopt_whole
+from trainers.state.checkpoints import Checkpoint, period
 from trainers.strategies.interface import Strategy
 from trainers.watching.callback import Callbacks
 from trainers.watching.history import VALIDATED, VALIDATION, Epoch, History
@@ -56,7 +57,8 @@ class Saver:
         self._sign = 1 if checkpoint.lowest_is_best else -1
         self._settings, self._steps = batches.settings, batches.steps
         self._data, self._same_data = _fingerprint(batches, strategy.replica), checkpoint.same_data
-        self._writer = Writer()
+        self._writer = ThreadPoolExecutor(1, "writes checkpoints")
+        self._writing: Future[None] | None = None  # the last work of the writer, until somebody has heard of its end
         self._held = ExitStack()
         self.watching: dict[str, np.ndarray] = {}  # what a checkpoint has of this rank's callbacks
         self._memory: dict[str, np.ndarray] = {}  # rank 0's copy of the state, which the writer reads
@@ -93,7 +95,7 @@ class Saver:
 
     def go_back(self) -> tuple[str, Progress, np.ndarray] | None:
         """As `open`, in the middle of a fit: take on the newest checkpoint, since the state is lost. Collective."""
-        self._writer.close()
+        self._end_writing()
         return self._take_newest(lambda: files.newest(self._folder))
 
     def _take_newest(self, look: Callable[[], tuple[str, Saved] | None]) -> tuple[str, Progress, np.ndarray] | None:
@@ -152,17 +154,12 @@ class Saver:
     def _take_on(self, saved: Saved | None, progress: Progress) -> None:
         """Give all ranks the state of a checkpoint, which rank 0 has read. Collective."""
         comm = self._group.comm
-
-        def load() -> None:
-            try:
-                if saved is not None:
-                    self._strategy.replica.load_state(saved.state)
-            except ModelFileError as error:
-                raise CheckpointError(f"the checkpoint in {self._folder} is of another model: {error}") from error
-
-        together(comm, load)
-        together(comm, lambda: self._take_rates(progress.rates))
-        mirror(self._strategy, whole=False)
+        state = None if saved is None else saved.state | {RATES: np.array(progress.rates)}
+        try:
+            adopt_whole(self._strategy, state)
+        except ModelFileError as error:  # on all ranks
+            text = f"the checkpoint in {self._folder} is of another model: {error}"
+            raise known(CheckpointError(text), comm) from error
         same = progress.ranks == self._group.size
         packed = together(comm, lambda: [] if saved is None else self._packed(saved, same))
         mine = model_file.unpacked(bytes_of_root(comm, packed, "hear what a checkpoint has of each rank"))
@@ -175,11 +172,6 @@ class Saver:
         if same:
             return [model_file.packed(local) for local in saved.local]
         return [model_file.packed(saved.local[0])] * self._group.size
-
-    def _take_rates(self, rates: list[float]) -> None:
-        """Go on with the learning rates that a schedule had come to; a model file has those of its begin."""
-        if rates != self._strategy.replica.learning_rates:
-            self._strategy.replica.learning_rates = rates
 
     # While it goes on
 
@@ -226,7 +218,7 @@ class Saver:
             local = [model_file.unpacked(each) for each in everyone]
             local[0] |= watching  # which may be large, and does not change
             saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured)
-            self._writer.start(partial(self._write, saved, best))
+            self._writing = self._writer.submit(self._write, saved, best)
 
         together(self._group.comm, lambda: start() if self._chief else None)
         self._saving = self._overdue = False
@@ -248,7 +240,7 @@ class Saver:
 
     def _own(self, callbacks: Callbacks) -> tuple[bytes, dict[str, np.ndarray]]:
         """What belongs to this rank alone, for a message, and what to its callbacks; the chief's stays out of it."""
-        self._writer.wait()
+        self.finish()
         own = {f"{REPLICA}{name}": array for name, array in self._strategy.replica.local_state().items()}
         watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}
         own |= checkpoints.take()
@@ -264,15 +256,26 @@ class Saver:
 
     def check(self) -> None:
         """Raise what the writing has met so far, on this rank. Local."""
-        self._writer.check()
+        if self._writing is not None and self._writing.done():
+            self.finish()
 
     def finish(self) -> None:
         """Wait until all is on the disk. Raises CheckpointError, on this rank. Local."""
-        self._writer.wait()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _end_writing(self) -> None:
+        """Wait until all is on the disk; an error is logged, since something else ends the fit. Local."""
+        try:
+            self.finish()
+        except Exception as error:
+            log.error("trainers: %s", error)
 
     def close(self) -> None:
-        """Wait for what is being written; what it meets is logged, since something else ends the fit. Local."""
-        self._writer.close()
+        """Wait until all is on the disk, and give the folder back; an error is logged. Local."""
+        self._end_writing()
+        self._writer.shutdown()
         self._memory.clear()
         self._held.close()
         self._is_mine = False

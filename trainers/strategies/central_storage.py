@@ -24,13 +24,14 @@ from allreduce.transport.control import all_values, root_value, together
 from trainers.errors import ArgumentError
 from trainers.group import broadcast_arrays
 from trainers.replica import Replica
-from trainers.state.pieces import MEASURED, Piece
+from trainers.state.adopt import Piece
 from trainers.stopwatch import Stopwatch
 from trainers.strategies.interface import Update, replica_refusal, untraced
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.sharded import ShardedUpdate
 
 DEVICES = ("cpu", "cuda")
+MEASURED = "trainer.measured"  # the name by which the means of a step travel with a state
 
 
 class CentralStorage(Mirrored):
@@ -169,7 +170,7 @@ class CopiedUpdate(Update):
     def count_steps(self, steps: int) -> None:
         self._steps = steps
 
-    def rescue(self) -> list[Piece]:
+    def pieces(self) -> list[Piece]:
         """Every rank has the whole state, before a step or after it."""
         return [Piece(self._since, self._steps, 0, self._buffer.size, {}, self._replica.snapshot({}))]
 

@@ -17,7 +17,7 @@ from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Hold, Replica, Rows
-from trainers.state.pieces import Piece
+from trainers.state.adopt import RATES, Arrays, Piece
 from trainers.stopwatch import Stopwatch
 from trainers.watching.meter import Meter
 
@@ -228,6 +228,13 @@ class Strategy:
     def check_edits(self) -> None:
         """Raise, on this rank, when the replica was edited in a way that several ranks may have done."""
 
+    def take_on(self, step: int, state: Arrays) -> None:
+        """Take on the whole state after `step` steps, which all ranks take on. Local, and `share` follows."""
+        rates = state.pop(RATES, None)
+        self.replica.load_state(state)
+        if rates is not None and rates.tolist() != self.replica.learning_rates:
+            self.replica.learning_rates = rates.tolist()
+
     def share(self) -> None:
         """The state was changed otherwise than by a step: go on when all ranks have done so. Collective."""
 
@@ -292,7 +299,7 @@ class Update:
     def count_steps(self, steps: int) -> None:
         """So many steps were taken; one in which nothing was updated counts as well. Local."""
 
-    def rescue(self) -> list[Piece]:
+    def pieces(self) -> list[Piece]:
         """What this rank has of the state, copied. Local."""
         raise NotImplementedError
 

@@ -11,22 +11,18 @@ from allreduce.backend import AllReduce, Recipe, TwoPhase
 from allreduce.elastic.standby import NEWCOMER
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
-from allreduce.transport.control import together
+from allreduce.transport.control import all_values, together
 from allreduce.wrappers.traced import Traced
 from trainers import malloc
 from trainers.backends import UPDATES, backend_for, compression_twice, own_memory, used_by
 from trainers.data import Batch
 from trainers.errors import ArgumentError
-from trainers.group import RankGroup, broadcast_arrays
+from trainers.group import RankGroup
 from trainers.replica import Replica, Rows, Table
 from trainers.state import backup
-from trainers.state.adopt import NEWEST, Newest, mirror, newest
-from trainers.state.backup import NOT_KEPT
-from trainers.state.pieces import MEASURED, Piece
+from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
 from trainers.strategies.interface import FLAGS, Strategy, Update, replica_refusal
 from trainers.strategies.sharded import ShardedUpdate
-
-RATES = "trainer.learning_rates"  # what ranks hand each other besides a replica's state, as MEASURED
 
 
 class Mirrored(Strategy):
@@ -95,6 +91,7 @@ class Mirrored(Strategy):
         if replica.allocates and replica.device == "cpu":
             malloc.keep_freed_memory()
         self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)  # what the last step has measured
+        self._ended: list[Any] = []  # while ranks restore a state: what each has ended and measured
         self._fresh = self._last  # what the step has measured that is not ended, while a failure is repaired
         self._make_buffer()
         mirror(self)  # evaluate and predict share their work, so they need equal replicas before any fit
@@ -147,7 +144,7 @@ class Mirrored(Strategy):
     def _copies_kept(self) -> int:
         """How many ranks have each slice. Local."""
         if self._copies == 2 and not self.outlives_ranks:
-            notices.once(self.group.rank, NOT_KEPT)
+            notices.once(self.group.rank, backup.NO_BACKUP)
             return 1
         return self._copies
 
@@ -291,7 +288,7 @@ class Mirrored(Strategy):
         """A copy of what this rank has of the state. Local."""
         rates = {RATES: np.array(self.replica.learning_rates)}
         self._fresh = np.array(self._measured)
-        return [piece._replace(rest={**rates, **piece.rest}) for piece in self.update.rescue()]
+        return [piece._replace(rest={**rates, **piece.rest}) for piece in self.update.pieces()]
 
     def rescue(self) -> None:
         if self.saved is None:  # or else the state is gone: a failure in the repair begins that again
@@ -315,38 +312,34 @@ class Mirrored(Strategy):
     def restore(self) -> bool:
         if self.group.previous[self.group.rank] == NEWCOMER:
             self.saved = []  # a rank that joins has nothing of this training
-        found = newest(self.group, self.saved or [], self.steps, self._length)
-        if found.choice is None:
-            self.steps = max(found.taken)
-            return False
-        step, state = found.choice.step, found.state
-        measured = self._measured_of(found)
-        together(self.group.comm, lambda: self._adopt(step, state, measured))
-        return True
+        updated = any(piece.first > self.steps for piece in self.saved or [])
+        own = [self.steps, self._last.tolist(), self._fresh.tolist(), updated]
+        self._ended = all_values(self.group.comm, own, ADOPT)
+        if adopt(self, self.saved or [], self._length):
+            self._ended = []
+            return True
+        self.steps, self._ended = max(steps for steps, *_ in self._ended), []
+        return False
 
-    def _measured_of(self, found: Newest) -> np.ndarray:
-        """What the last step before a state has measured: from a rank that has ended it, or as it came. Collective."""
-        assert found.choice is not None
-        parameters, length = found.state["parameters"], self.replica.gradient_length
-        if found.choice.step in found.taken:
-            rank, own = found.taken.index(found.choice.step), self._last
-        elif parameters.size <= length:
-            rank, own = found.choice.pieces[0][0], self._fresh
-        else:
-            return parameters[length:]
-        return broadcast_arrays(self.group.comm, {MEASURED: own}, rank, NEWEST)[MEASURED]
-
-    def _adopt(self, steps: int, state: dict[str, np.ndarray], measured: np.ndarray) -> None:
-        """Local, and so done or not when a failure is heard of."""
-        self.steps, self._last = steps, measured
+    def take_on(self, step: int, state: Arrays) -> None:
+        if not self._ended:
+            super().take_on(step, state)
+            return
+        # All of this is local: it is done, or not, when this rank hears of the next failure.
+        self.steps, self._last = step, self._measured_in(step, state["parameters"])
         trained = self.replica.state()["parameters"].size  # behind them may be statistics, and what was measured
         state["parameters"] = state["parameters"][:trained]
-        self.saved = [Piece(steps, steps, 0, self._length, {}, dict(state))]
-        self._measured[:] = measured
-        rates = state.pop(RATES).tolist()
-        self.replica.load_state(state)
-        if rates != self.replica.learning_rates:
-            self.replica.learning_rates = rates
+        self.saved = [Piece(step, step, 0, self._length, {}, dict(state))]
+        self._measured[:] = self._last
+        super().take_on(step, state)
+
+    def _measured_in(self, step: int, parameters: np.ndarray) -> np.ndarray:
+        """What the last step before a state has measured: as a rank that has ended it says, or as it came. Local."""
+        ended = [last for steps, last, *_ in self._ended if steps == step]
+        if not ended and parameters.size > self.replica.gradient_length:
+            return parameters[self.replica.gradient_length :]
+        fresh = [fresh for *_, fresh, updated in self._ended if updated] or [self._ended[0][2]]
+        return np.array((ended or fresh)[0], self._measured.dtype)
 
     def commit(self) -> None:
         self.saved = None
@@ -369,7 +362,7 @@ class ReplicatedUpdate(Update):
                 self._replica.update()
         return self._measured
 
-    def rescue(self) -> list[Piece]:
+    def pieces(self) -> list[Piece]:
         steps = self._strategy.steps
         return [Piece(steps, steps, 0, self._buffer.size, {}, self._replica.snapshot({}))]
 

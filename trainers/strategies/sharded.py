@@ -25,9 +25,8 @@ from allreduce.transport.shared_segment import CommonWindow
 from trainers.backends import own_memory
 from trainers.errors import ArgumentError
 from trainers.replica import Replica, reserved
-from trainers.state.adopt import to_root
+from trainers.state.adopt import Piece, to_root
 from trainers.state.backup import Backup
-from trainers.state.pieces import Piece
 from trainers.stopwatch import Stopwatch
 from trainers.strategies.interface import Update, untraced
 
@@ -68,7 +67,8 @@ class ShardedUpdate(Update):
         try:
             together(comm, lambda: replica.bind_parameters(self._array[: self._length]))
             if copies == 2:
-                self._backup = Backup(replica, self._array, self._mine, self._length, backend.topology, comm)
+                owned = self._mine.start, self._mine.stop
+                self._backup = Backup(comm, backend.topology.node_index, [owned])
         except Exception:
             self._free()
             raise
@@ -97,7 +97,8 @@ class ShardedUpdate(Update):
     def begin_batch(self) -> None:
         """A batch is computed, which may change what belongs to the state. Local."""
         if self._backup is not None:
-            self._backup.begin_batch()
+            without = ("parameters", *self._replica.elementwise)
+            self._backup.keep_rest(partial(self._replica.snapshot, without=without))
 
     def step(self) -> np.ndarray:
         """Reduce the buffer, update the parameters everywhere; returns what was measured, reduced, a view."""
@@ -105,8 +106,6 @@ class ShardedUpdate(Update):
         self._clock.start()
         self._backend.reduce_scatter(self._buffer, "sum")
         self._clock.stop()
-        if self._backup is not None:
-            self._backup.begin_update(self._since, self._steps)
         with self._span("update"):
             updated = self._update()
         measured = slice(max(self._mine.start, self._length), max(self._mine.stop, self._length))
@@ -128,12 +127,16 @@ class ShardedUpdate(Update):
         return self._array[self._length :]
 
     def _keep(self, step: int) -> None:
-        """Have the slices kept a second time, as they are after a step. Collective."""
+        """Back up the slices as they are after a step. Collective."""
         if self._backup is None:
             return
         self._clock.start()
         begin = now()
-        self._backup.keep(step)
+        replica = self._replica
+        sliced = {name: replica.elements(name, self._part) for name in replica.elementwise}
+        sliced["parameters"] = self._array[self._mine]
+        own = Piece(step, step, self._mine.start, self._mine.stop, sliced, {})
+        self._backup.keep(step, [own], {"parameters": self._array})
         if self._kept is not None:
             self._kept.note("keep slices twice", begin, {})
         self._clock.stop()
@@ -146,11 +149,13 @@ class ShardedUpdate(Update):
     def count_steps(self, steps: int) -> None:
         """So many were taken; one in which nothing was updated counts as well. Local."""
         self._steps = steps
+        if self._backup is not None:
+            self._backup.extend(steps)
 
-    def rescue(self) -> list[Piece]:
+    def pieces(self) -> list[Piece]:
         """What this rank has of the state, by itself, copied. Local."""
         if self._backup is not None:
-            return self._backup.pieces(self._own())
+            return self._backup.pieces([self._own()])
         return [self._own()] if self._mine.start < self._mine.stop else []
 
     def _own(self) -> Piece:

@@ -11,10 +11,11 @@ from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
 from allreduce.topology import Topology
+from allreduce.transport.deferred_free import keep
 from allreduce.transport.wait import Said, all_done, looking, wait_until
 from trainers.stopwatch import Stopwatch
 
-ASK, PUSH, REPLY, MEET = 1, 2, 3, 4  # tags
+ASK, PUSH, REPLY = 1, 2, 3  # tags
 UNIT = 64  # bytes: messages are counted in them, so that no count passes a C int
 
 
@@ -121,7 +122,11 @@ class Waits:
 
     def all_of(self, requests: Sequence[MPI.Request], text: str) -> None:
         """Return when all requests are complete."""
-        self.until(lambda: all_done(requests), text)
+        try:
+            self.until(lambda: all_done(requests), text)
+        except BaseException:
+            keep(list(requests))  # and the memory that these may still use
+            raise
 
     def forget(self) -> None:
         """There are no more waits. Local."""
