@@ -223,7 +223,7 @@ def _train(job: _Job, topology: Topology) -> None:
     chosen, data, network, shown = job.chosen, job.data, job.network, job.shown
     make = options.STRATEGIES[chosen.strategy].make
     with make(chosen, network, topology, len(job.roles.servers)) as trainer:
-        if not isinstance(topology, standby.Joining):  # the others have said so
+        if not isinstance(topology, standby.JoiningRank):  # the others have said so
             _introduce(job, trainer, topology)
         history = trainer.fit(
             data.x_train,
