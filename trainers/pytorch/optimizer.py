@@ -149,7 +149,7 @@ class MirroredOptimizer(Optimizer):
         else:
             parts.buffers.forget()
         if left_out and parts.sharded is not None and parts.sharded.backup is not None:
-            parts.sharded.backup.left_out()
+            parts.sharded.backup.extend(reducer.steps + 1)
         # Ranks that have run out of batches in join() get the parameters when it ends, so they differ now.
         rows = reducer.rows if reducer.joining and parts.sharded is None else None
         some_are_behind = rows is not None and rows.ranks() < reducer.comm.size
@@ -307,7 +307,7 @@ class MirroredOptimizer(Optimizer):
             reducer.together("tries fused kernels", partial(parts.kernels.look, reducer.comm))
             if parts.sharded is not None:
                 parts.sharded.load()
-                reducer.together("keeps slices twice", parts.sharded.keep)
+                reducer.together("backs up slices", partial(parts.sharded.keep, reducer.steps))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not offered, neither here nor at the plain optimizer: the gradients' memory is laid out once."""

@@ -6,9 +6,10 @@ the parameters live in one window of the node, so every rank writes where all re
 S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
 """
 
-from collections.abc import Iterator
+import json
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +25,17 @@ from allreduce.transport.control import all_values, combine, on_all, raise_toget
 from allreduce.transport.shared_segment import CommonWindow
 from allreduce.transport.wait import waiting
 from trainers.pytorch.buckets import Block, Flat, blocks, changed, flat, version_of
-from trainers.pytorch.recovery import Backup
 from trainers.pytorch.reducer import Reducer
-from trainers.pytorch.state import broadcast_tensors, from_json, to_json
+from trainers.pytorch.state import from_json, to_json
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.optimizer import block_on, hyperparameters, optimizer_like
-from trainers.replicas.pytorch.tensors import DTYPES, TORCH, as_tensor, shaped
+from trainers.replicas.pytorch.tensors import TORCH, as_bytes, as_tensor, shaped
+from trainers.state.adopt import Piece, newest
+from trainers.state.backup import Backup
 
+PARAMETER = ""  # the name of a parameter among the tensors of its state, in a piece
+TEXT = "entries"  # the name of a piece's JSON: [parameter, offset, length, values]; tensors have numbers as names
+TEXT_BYTES = 1024  # its length is a multiple of this
 SCALARS = {"step", "eta", "mu", "mu_product"}  # what is no element where a parameter has no dimensions: its state
 
 
@@ -63,6 +68,14 @@ class Kernels:
         """See that the optimizer uses no kernel that is not right: `fused` of its groups becomes None. Local."""
         if text := fused.replace_broken(self._optimizer, self.right):
             notices.once(self._rank, text)
+
+
+class Whole(NamedTuple):
+    """All parameters and all state of a sharded optimizer after `steps` steps, by the parameters' numbers."""
+
+    steps: int
+    parameters: list[Tensor]
+    state: list[dict[str, Any]]
 
 
 class ShardedOptimizer:
@@ -102,10 +115,11 @@ class ShardedOptimizer:
         for group, parameter in zip(self._groups, reducer.parameters, strict=True):
             self._dtypes[group].add(parameter.dtype)
         self.optimizer = optimizer_like(plain, (self._of_group(at) for at in range(len(plain.param_groups))))
-        sizes = [bucket.stop - bucket.start for bucket in reducer.plan]
-        self.backup = Backup(self.held, self._owned, sizes, backend.topology, comm) if copies == 2 else None
+        self._starts = list(accumulate((bucket.stop - bucket.start for bucket in reducer.plan), initial=0))
+        parts = [[start + own.start, start + own.stop] for start, own in zip(self._starts, owned, strict=False)]
+        self.backup = Backup(comm, backend.topology.node_index, parts) if copies == 2 else None
         self.load()
-        self.keep()
+        self.keep(reducer.steps)
 
     def _cuts(self) -> list[list[int]]:
         """For each bucket where the parts of all ranks begin, so that all nodes cut in the same places."""
@@ -148,18 +162,13 @@ class ShardedOptimizer:
                 parameter.grad = None  # these are updated
             self._plain.step()
         if self.backup is not None:
-            work = partial(self.backup.keep, reducer.steps + 1)
-            reducer.clock.communicate(partial(reducer.together, "keeps slices twice", work))
+            work = partial(self.keep, reducer.steps + 1)
+            reducer.clock.communicate(partial(reducer.together, "backs up slices", work))
 
-    def keep(self) -> None:
-        """The state is another one than the last step has left: have it kept. Runs in the queue."""
+    def keep(self, step: int) -> None:
+        """Back up the slices, as they are after this step. Runs in the queue."""
         if self.backup is not None:
-            self.backup.keep(self.reducer.steps)
-
-    def held(self) -> Iterator[tuple[Block, Tensor, dict[str, Any]]]:
-        """This rank's blocks, their parameters, and what the optimizer has for them."""
-        for block, part in zip(self.blocks, self._parts, strict=True):
-            yield block, part.detach(), self.optimizer.state.get(part, {})
+            self.backup.keep(step, self._pieces())
 
     def step(self, used: np.ndarray) -> None:
         """Update this rank's blocks. Local.
@@ -193,24 +202,58 @@ class ShardedOptimizer:
 
     # State, in the format of the plain optimizer
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state_dict, gathered from all ranks, on every rank. Collective."""
-        gathered: list[dict[str, Any]] = [{} for _ in self.reducer.parameters]
-        flat: set[tuple[str, str, torch.dtype]] = set()
-        found = self._found()
-        for at, state in found.items():
-            for key, value in state.items():
-                gathered[at][key] = value.clone() if isinstance(value, Tensor) else value  # keeps the order of keys
-                if isinstance(value, torch.dtype):
-                    flat.add((DTYPES[self.reducer.parameters[at].dtype], key, value))
-        for dtype, key, of in sorted(flat, key=str):
-            whole = self._gather_flat(dtype, key, of)
-            for at, parameter in enumerate(self.reducer.parameters):
-                if DTYPES[parameter.dtype] == dtype and gathered[at].get(key) is of:
-                    own = self.reducer.place(at, whole).clone(memory_format=torch.preserve_format)
-                    gathered[at][key] = own.to(parameter.device)
-        return self.as_plain(gathered)
+        whole = self.join(self._comm, self._pieces(with_parameters=False))
+        assert whole is not None
+        return self.as_plain(whole.state)
+
+    def _pieces(self, with_parameters: bool = True) -> list[Piece]:
+        """This rank's slices of the parameters and of their state, a piece for its part of each bucket. Local."""
+        held: dict[int, list[tuple[Block, Tensor]]] = {}
+        for block, part in zip(self.blocks, self._parts, strict=True):
+            held.setdefault(self.reducer.bucket_of[block.parameter], []).append((block, part))
+        pieces = []
+        for at, own in enumerate(self.reducer.owned):
+            entries: list[Any] = []
+            tensors: list[Tensor] = []
+            for block, part in held.get(at, []):
+                state = self.optimizer.state.get(part, {})
+                values = {PARAMETER: part.detach(), **state} if with_parameters else state
+                elementwise = {key: each for key, each in values.items() if isinstance(each, Tensor) and each.dim()}
+                rest = {key: each.dtype if key in elementwise else each for key, each in values.items()}
+                entries.append([block.parameter, block.offset, part.numel(), rest])
+                tensors += elementwise.values()
+            text = json.dumps(to_json(entries)).encode()
+            text = text.ljust(-(-len(text) // TEXT_BYTES) * TEXT_BYTES)  # counters grow, and the backup's memory stays
+            arrays = {TEXT: np.frombuffer(text, np.uint8)}
+            arrays |= {str(number): as_bytes(each.contiguous()) for number, each in enumerate(tensors)}
+            pieces.append(Piece(0, 0, self._starts[at] + own.start, self._starts[at] + own.stop, {}, arrays))
+        return pieces
+
+    @torch.no_grad()
+    def join(self, comm: MPI.Intracomm, pieces: list[Piece]) -> Whole | None:
+        """The newest parameters and state that the pieces of all ranks make up; None when none is whole. Collective."""
+        found = newest(comm, pieces, self._starts[-1])
+        if found is None:
+            return None
+        parameters = self.reducer.parameters
+        state: list[dict[str, Any]] = [{} for _ in parameters]
+        for piece in found.pieces:
+            entries = from_json(json.loads(piece.rest[TEXT].tobytes()))
+            arrays = (array for name, array in piece.rest.items() if name != TEXT)
+            for at, offset, length, values in entries:
+                for key, value in values.items():
+                    if not isinstance(value, torch.dtype):
+                        state[at][key] = value
+                        continue
+                    flat = state[at].setdefault(key, torch.empty(parameters[at].numel(), dtype=value))
+                    as_bytes(flat[offset : offset + length])[:] = next(arrays)
+        for own, parameter in zip(state, parameters, strict=True):
+            for key, value in own.items():
+                if isinstance(value, Tensor) and value.dim():
+                    own[key] = shaped(value, 0, parameter).to(parameter.device, copy=True)
+        return Whole(found.step, [own.pop(PARAMETER, each) for own, each in zip(state, parameters, strict=True)], state)
 
     def as_plain(self, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         """The plain optimizer's state_dict, with this state of the averaged parameters. Local."""
@@ -223,40 +266,6 @@ class ShardedOptimizer:
         held = [(numbers[each], state) for each, state in zip(self.reducer.parameters, gathered, strict=True) if state]
         result["state"] = dict(sorted([*result["state"].items(), *held], key=lambda each: each[0]))
         return result
-
-    def _found(self) -> dict[int, dict[str, Any]]:
-        """The state of each parameter, on whichever rank: for elementwise tensors their dtype, otherwise the value."""
-        mine: dict[int, dict[str, Any]] = {}
-        for block, part in zip(self.blocks, self._parts, strict=True):
-            if block.parameter not in mine and self.optimizer.state.get(part):
-                mine[block.parameter] = {
-                    key: value.dtype if isinstance(value, Tensor) and value.dim() else value
-                    for key, value in self.optimizer.state[part].items()
-                }
-        merged: dict[int, dict[str, Any]] = {}
-        for each in all_values(self._comm, to_json(mine), "learn which parameters have a state"):
-            merged = {**from_json(each), **merged}
-        return merged
-
-    def _gather_flat(self, dtype: str, key: str, of: torch.dtype) -> dict[str, Tensor]:
-        array = np.zeros(self.placement.flats[dtype].numel(), dtypes.parse(DTYPES[of]))
-        flat = as_tensor(array, of)
-        for block, part in zip(self.blocks, self._parts, strict=True):
-            value = self.optimizer.state.get(part, {}).get(key)
-            if block.dtype == dtype and isinstance(value, Tensor) and value.dim() and value.dtype == of:
-                flat[block.start : block.stop] = value
-        for at, bucket in enumerate(self.reducer.plan):
-            if bucket.dtype == dtype:
-                self._fill(flat[bucket.start : bucket.stop], [of_rank[at] for of_rank in self._owned])
-        return {dtype: flat}
-
-    def _fill(self, whole: Tensor, owned: list[slice]) -> None:
-        """Fill a bucket from the parts that the ranks own; nodes that own the same are asked once. Collective."""
-        end = 0
-        while end < whole.numel():
-            root = next(rank for rank, part in enumerate(owned) if part.start <= end < part.stop)
-            broadcast_tensors(self._comm, [whole[end : owned[root].stop]], root)
-            end = owned[root].stop
 
     @torch.no_grad()
     def load(self) -> None:

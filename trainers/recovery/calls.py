@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.elastic.standby import NEWCOMER
+from allreduce.elastic.standby import JOINED
 from allreduce.transport import ulfm
 from allreduce.transport.control import all_values, root_value
 from trainers.errors import DivergedError
@@ -43,7 +43,7 @@ class FitCall(Call[History]):
         return self._fit.run()
 
     def open(self) -> bool:
-        self._strategy.group.rank = NEWCOMER  # until `replace` numbers it: callbacks must not take it for rank 0
+        self._strategy.group.rank = JOINED  # until `replace` numbers it: callbacks must not take it for rank 0
         self._fit = self._begin()
         self._fit.open_to_join()
         return True
@@ -66,12 +66,12 @@ class FitCall(Call[History]):
             return
         assert fit is not None
         fit.batches.divide(strategy.part, strategy.parts)
-        if group.previous[group.rank] != NEWCOMER:
+        if group.previous[group.rank] != JOINED:
             move(fit, strategy.steps - fit.taken)
         fit.taken = strategy.steps
         sides = all_values(group.comm, side_of(fit), HOW_FAR)
         catch_up(fit, sides)
-        if NEWCOMER in group.previous:
+        if JOINED in group.previous:
             hand_over(fit, group.previous)
         fit.guarded(fit.callbacks.ranks_change)
         if fit.saver is not None:
@@ -128,8 +128,8 @@ def hand_over(fit: Fit, previous: tuple[int, ...]) -> None:
     previous: as of RankGroup.
     """
     comm = fit.strategy.group.comm
-    joins = previous[comm.rank] == NEWCOMER
-    lead = next(rank for rank, old in enumerate(previous) if old != NEWCOMER)
+    joins = previous[comm.rank] == JOINED
+    lead = next(rank for rank, old in enumerate(previous) if old != JOINED)
     begun = fit.epoch_so_far()
     epochs = (
         [] if joins else json.loads(json.dumps([each.as_dict() for each in fit.history], default=np.ndarray.tolist))

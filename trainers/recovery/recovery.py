@@ -14,7 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
-from allreduce.elastic.standby import NEWCOMER, Joining, Manned
+from allreduce.elastic.retry import attempt, recover, retry
+from allreduce.elastic.standby import JOINED, ElasticWorld, JoiningRank
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
@@ -86,7 +87,7 @@ class Recovery:
         self._strategy, self._on_failure = strategy, on_failure
         self._continues = on_failure == "continue"
         self._active = False  # whether the ranks outlive a failed one
-        self._busy = self._known = False  # inside of a call; all ranks know that it is to be made again
+        self._busy = False  # inside of a call
         self._again = False  # ranks that have waited could not find the call that these are in
         self.failures: list[Failure] = []
         self.owns_topology = False
@@ -98,36 +99,43 @@ class Recovery:
     # The making of the trainer
 
     def make(self, topology: Topology | None, owner: Owner) -> RankGroup:
-        """Agree on the arguments, and connect the strategy; on the ranks that are left when one fails. Collective.
+        """Agree on the arguments, and connect the strategy. Collective over the ranks that are left when one fails.
 
         topology: given by the user, or None for all ranks. owner: the trainer.
         """
-        retries, begin = self._continues and ulfm.in_force(), time.monotonic()
+        strategy, begin = self._strategy, time.monotonic()
+        retries = self._continues and ulfm.in_force()
         self.owns_topology = topology is None
-        ranks = topology or (Topology.of_survivors() if retries else Topology())
-        retries &= not isinstance(ranks, Joining)  # the others are in the middle of a fit
-        first, before = ranks, processes.world_ranks(ranks.world)
-        while True:
-            made, error, failed = _attempt(ranks, partial(self._connected, ranks, owner))
-            if not retries or ranks.finished(failed is None):
-                break
-            self._strategy.abandon()
-            ranks = _next_topology(ranks, admits=False)
+        first = ranks = topology or (Topology.of_survivors() if retries else Topology())
+        before = processes.world_ranks(first.world)
+
+        def advance(topology: Topology) -> Topology:
+            nonlocal ranks
+            strategy.abandon()
+            ranks = topology.survivors(admit=False)
             self.owns_topology = True
-            self._strategy.renumber(ranks.former)
-        if error is not None:
-            if self.owns_topology and failed is None:  # all ranks come to this
+            strategy.renumber(ranks.previous_ranks)
+            return ranks
+
+        connect = partial(self._connected, owner)
+        try:
+            if retries and not isinstance(ranks, JoiningRank):  # the ranks that it joins are in the middle of a fit
+                group = retry(ranks, connect, advance)
+            else:
+                group = attempt(ranks, partial(connect, ranks)).result()
+        except Exception as error:
+            if self.owns_topology and everywhere(error, ranks.world):
                 ranks.close()
-            raise error
-        self._active = self._strategy.outlives_ranks and (ranks.size > 1 or isinstance(ranks, Joining | Manned))
+            raise
+        self._active = strategy.outlives_ranks and (ranks.size > 1 or isinstance(ranks, JoiningRank | ElasticWorld))
         if self._active:
-            self._strategy.recoverable = self._strategy.replica.undoable = True
+            strategy.recoverable = strategy.replica.undoable = True
         if ranks is not first:
             self._note(before, MAKING, time.monotonic() - begin)
-        return made[0]
+        return group
 
-    def _connected(self, ranks: Topology, owner: Owner) -> RankGroup:
-        """Raises on all ranks what is wrong with the arguments of any, and leaves nothing behind then. Collective."""
+    def _connected(self, owner: Owner, ranks: Topology) -> RankGroup:
+        """Connect the strategy. Raises an error in any rank's arguments on all ranks, and leaves nothing behind."""
         strategy = self._strategy
         group: RankGroup | None = None
         row = f"{strategy.describe()}, on_failure={self._on_failure!r}"
@@ -179,28 +187,18 @@ class Recovery:
         self._busy = True
         try:
             self._warn_of_empty_places(call)
-            if isinstance(self._strategy.group.topology, Joining) and call.open():
-                self._recover(call)
-            return self._made(call)
+            topology = self._strategy.group.topology
+            if isinstance(topology, JoiningRank) and call.open():
+                topology = self._recover(call, topology)
+            return retry(topology, lambda _: call.run(), partial(self._recover, call))
         finally:
             self._busy = False
             self._again |= call.admits_ranks
 
-    def _made(self, call: Call[ResultT]) -> ResultT:
-        while True:
-            topology = self._strategy.group.topology
-            results, error, failed = _attempt(topology, call.run)
-            if not self._known and topology.finished(failed is None):
-                if error is not None:
-                    raise error
-                return results[0]
-            self._known = False
-            self._recover(call)
-
     def _warn_of_empty_places(self, call: Call[ResultT]) -> None:
         """Before a second fit: no standby rank takes the place of one that fails in it. Local."""
         group = self._strategy.group
-        if call.admits_ranks and self._again and group.rank == 0 and isinstance(group.topology, Manned):
+        if call.admits_ranks and self._again and group.rank == 0 and isinstance(group.topology, ElasticWorld):
             log.warning(
                 "trainers: a rank that is lost in this fit leaves its place empty: ranks that wait take places in the "
                 "first fit only"
@@ -215,76 +213,69 @@ class Recovery:
             action()
             return
         topology = self._strategy.group.topology
-        _, error, failed = _attempt(topology, action)
-        if not topology.finished(failed is None):
-            self._known = True
-            raise failed or RankLostError("a rank was lost before the others had done the same")
-        if error is not None:
-            raise error
+        outcome = attempt(topology, action)
+        if not topology.finished(outcome.failure is None):
+            raise outcome.failure or RankLostError("a rank failed before the other ranks had done the same")
+        outcome.result()
 
-    def _recover(self, call: Call[ResultT]) -> None:
-        """Go on with the ranks that are left, whichever fail meanwhile. Collective over them."""
-        strategy, group, begin = self._strategy, self._strategy.group, time.monotonic()
-        before, during = processes.world_ranks(group.topology.world), str(call)
-        joins = isinstance(group.topology, Joining)
-        while True:
-            error: Exception | None = None
-            failed = None
-            group.abandon()
-            strategy.replica.undo()  # a batch of a step that was not taken
-            strategy.rescue()
-            topology = _next_topology(group.topology, call.admits_ranks and not self._again)
-            group.topology = topology
-            self.owns_topology = True
-            try:
-                self._find_joining(topology, joins)
-                group.replace(topology)
-                before, during = self._repair(call, before, during)
-            except Exception as met:
-                error = met
-                if not everywhere(met, topology.world):  # or else they know that the state is lost, say
-                    failed = ulfm.lost(met)
-                    if failed is None:
-                        raise
-                    topology.revoke()
-            if topology.finished(failed is None):
-                break
-        strategy.commit()
-        self._note(before, during, time.monotonic() - begin)
-        if error is not None:
-            raise error
+    def _recover(self, call: Call[ResultT], topology: Topology) -> Topology:
+        """Go on with the ranks that are left, and with those that join. Returns their topology. Collective."""
+        strategy, begin = self._strategy, time.monotonic()
+        joins, admit = isinstance(topology, JoiningRank), call.admits_ranks and not self._again
+        before, during = processes.world_ranks(topology.world), str(call)
+
+        def repair(topology: Topology) -> None:
+            nonlocal before, during
+            self._repair(call, topology, joins)
+            before, during = self._tell_joining(before, during)
+            if not self._continues:
+                call.keep()
+
+        try:
+            topology = recover(topology, repair, partial(self._advance, admit))
+        finally:
+            strategy.commit()
+            self._note(before, during, time.monotonic() - begin)
         if not self._continues:
             why = self.failures[-1] if self.failures else f"ranks did not come together in {during}, but none is lost"
             raise known(RankLostError(f'{why}; the job stops (on_failure="stop")'), topology.world)
+        return topology
 
-    def _repair(self, call: Call[ResultT], before: tuple[int, ...], during: str) -> tuple[tuple[int, ...], str]:
-        """Come to the newest state, and to where the call was; returns the last two arguments. Collective."""
-        strategy = self._strategy
+    def _advance(self, admit: bool, topology: Topology) -> Topology:
+        """Keep this rank's pieces of the state, and form the next topology. Collective."""
+        group, strategy = self._strategy.group, self._strategy
+        group.abandon()
+        strategy.replica.undo()  # a batch of a step that was not taken
+        strategy.rescue()
+        group.topology = topology.survivors(admit)
+        self.owns_topology = True
+        return group.topology
+
+    def _repair(self, call: Call[ResultT], topology: Topology, joins: bool) -> None:
+        """Take on the newest state, and come to the call's position. Collective.
+
+        joins: this rank has joined since the call began, so it has no state when another rank fails in the repair.
+        """
+        strategy, group = self._strategy, self._strategy.group
+        joined = all_values(topology.world, joins, "learn which ranks join")
+        topology.previous_ranks = tuple(JOINED if joined[r] else old for r, old in enumerate(topology.previous_ranks))
+        group.replace(topology)
         strategy.rebuild()
-        strategy.group.close_owner_first()
+        group.close_owner_first()
         if not strategy.restore() and not call.go_back():
             raise self._incomplete(call)
         strategy.divide()
         call.rejoin()
-        before, during = self._tell_joining(before, during)
-        if not self._continues:
-            call.keep()
-        return before, during
-
-    def _find_joining(self, topology: Topology, joins: bool) -> None:
-        """A rank that has joined, and had nothing when another one failed, has nothing now. Collective."""
-        new = all_values(topology.world, joins, "see who joins")
-        topology.former = tuple(NEWCOMER if new[rank] else old for rank, old in enumerate(topology.former))
 
     def _tell_joining(self, before: tuple[int, ...], during: str) -> tuple[tuple[int, ...], str]:
-        """Which ranks there were, and what they did: joining ranks hear it from the others. Collective."""
+        """The ranks before the failure and their call; joining ranks learn both from the others. Collective."""
         group = self._strategy.group
-        if NEWCOMER not in group.previous:
+        if JOINED not in group.previous:
             return before, during
-        sides = all_values(group.comm, [before, during, self.failures], "tell ranks that join what was lost")
-        ranks, during, failures = next(side for side, old in zip(sides, group.previous, strict=True) if old >= 0)
-        if group.previous[group.rank] == NEWCOMER:
-            self.failures = [Failure(tuple(gone), *rest) for gone, *rest in failures]
+        sides = all_values(group.comm, [before, during, self.failures], "tell joining ranks of the failures")
+        ranks, during, failures = next(side for side, old in zip(sides, group.previous, strict=True) if old != JOINED)
+        if group.previous[group.rank] == JOINED:
+            self.failures = [Failure(tuple(failed), *rest) for failed, *rest in failures]
         return tuple(ranks), during
 
     def _incomplete(self, call: Call[ResultT]) -> RankLostError:
@@ -321,26 +312,3 @@ class Recovery:
             return "the others stop (--on-failure continue: they go on)"
         back = "" if self._strategy.any_rank_may_fail else ", from the last checkpoint (--copies 2: without one)"
         return f"the others go on{back}"
-
-
-def _next_topology(old: Topology, admits: bool) -> Topology:
-    """The ranks with which a training goes on: those of `old` that live, and those that join. Collective over them."""
-    if isinstance(old, Manned):
-        old.admits = admits
-    return old.survivors()
-
-
-Attempt = tuple[list[ResultT], Exception | None, RankLostError | None]
-
-
-def _attempt(ranks: Topology, action: Callable[[], ResultT]) -> Attempt[ResultT]:
-    """What a collective action returns, if it does; the error that it ends in; what this rank knows of a failure."""
-    try:
-        return [action()], None, None
-    except Exception as met:
-        failed = ulfm.lost(met)
-        if failed is not None:
-            ranks.revoke()
-        elif not everywhere(met, ranks.world):
-            raise  # the others don't know of it: it ends the job
-        return [], met, failed
