@@ -36,11 +36,11 @@ from trainers.state.backup import Backup
 PARAMETER = ""  # the name of a parameter among the tensors of its state, in a piece
 TEXT = "entries"  # the name of a piece's JSON: [parameter, offset, length, values]; tensors have numbers as names
 TEXT_BYTES = 1024  # its length is a multiple of this
-SCALARS = {"step", "eta", "mu", "mu_product"}  # what is no element where a parameter has no dimensions: its state
+SCALARS = {"step", "eta", "mu", "mu_product"}  # state that is not elementwise, also of a parameter of no dimension
 
 
 class Kernels:
-    """The fused kernels of an optimizer. The ranks' CPUs may differ, and replicas must stay equal in bits.
+    """The fused kernels of an optimizer: used only where they are right on all ranks, whose CPUs may differ.
 
     optimizer: the plain one, with the same options on all ranks. comm: a communicator of all ranks, for `look` alone.
     """
@@ -65,7 +65,7 @@ class Kernels:
         return fused.key_of(type(self._optimizer), group, dtype) in self._right
 
     def replace_broken(self) -> None:
-        """See that the optimizer uses no kernel that is not right: `fused` of its groups becomes None. Local."""
+        """Set `fused` to None in the optimizer's groups whose kernel is not right. Local."""
         if text := fused.replace_broken(self._optimizer, self.right):
             notices.once(self._rank, text)
 
@@ -81,9 +81,8 @@ class Whole(NamedTuple):
 class ShardedOptimizer:
     """Updates this rank's blocks of the parameters, which `placement` has moved into flat memory.
 
-    plain: the user's optimizer: the source of the hyperparameters; it keeps the state of those parameters only that are
-        frozen, or have sparse gradients.
-    comm: a communicator of all ranks. kernels: of `plain`. copies: how many ranks have each slice: 1 or 2.
+    plain: the user's optimizer. Its hyperparameters are used; it has the state only of parameters that are frozen or
+        have sparse gradients. comm: a communicator of all ranks. kernels: of `plain`. copies: 2 for a backup.
 
     `update` is `placement.begin_update`, `step` and `placement.share`. Then every rank updates all parameters with
     sparse gradients: they are in no bucket, and a batch uses a few of their rows, which may all be of one slice.
@@ -100,13 +99,14 @@ class ShardedOptimizer:
     ) -> None:
         self._plain, self.reducer, self._comm, self._kernels = plain, reducer, comm, kernels
         kernels.replace_broken()
-        self._groups = _groups(plain, reducer)
+        group_of = {id(each): at for at, group in enumerate(plain.param_groups) for each in group["params"]}
+        self._groups = [group_of[id(each)] for each in reducer.parameters]
         self.apart = dict(zip(reducer.sparse.names, reducer.sparse.parameters, strict=True))  # updated whole
         owned = reducer.owned
-        parts = all_values(comm, [[each.start, each.stop] for each in owned], "learn who updates what")
-        self._owned = [[slice(*part) for part in of_rank] for of_rank in parts]  # of all ranks
+        starts = all_values(comm, [each.start for each in owned], "learn where the slices of all ranks begin")
+        cuts = [sorted(set(of_bucket)) for of_bucket in zip(*starts, strict=True)]  # the same on all nodes
         self.placement = Placement(reducer, backend, comm, owned)
-        self.blocks = blocks(reducer.plan, owned, block_on(reducer.device.kind), self._cuts())
+        self.blocks = blocks(reducer.plan, owned, block_on(reducer.device.kind), cuts)
         flats = self.placement.flats
         self._parts = [flats[each.dtype][each.start : each.stop] for each in self.blocks]
         self._grads = [reducer.flats[each.dtype][each.start : each.stop] for each in self.blocks]
@@ -120,10 +120,6 @@ class ShardedOptimizer:
         self.backup = Backup(comm, backend.topology.node_index, parts) if copies == 2 else None
         self.load()
         self.keep(reducer.steps)
-
-    def _cuts(self) -> list[list[int]]:
-        """For each bucket where the parts of all ranks begin, so that all nodes cut in the same places."""
-        return [sorted({part.start for part in of_bucket}) for of_bucket in zip(*self._owned, strict=True)]
 
     def _one_pass(self, at: int, group: dict[str, Any], parts: list[Tensor], begun: bool) -> dict[str, Any]:
         """The fused implementation, where the user has named none, it can do it, and every state has begun.
@@ -289,17 +285,11 @@ class ShardedOptimizer:
                     self.optimizer.state[part][key] = flat[block.offset : stop].clone()
 
 
-def _groups(optimizer: Optimizer, reducer: Reducer) -> list[int]:
-    """For each averaged parameter the number of its parameter group."""
-    number = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
-    return [number[id(each)] for each in reducer.parameters]
-
-
 class Placement:
-    """Moves the parameters into flat memory, laid out like the gradients, and sees that they stay there.
+    """Moves the parameters into flat memory, laid out like the gradients, and checks that they stay there.
 
-    owned: for each bucket what this rank finishes. Where the ranks of each node together own everything, they have
-        one memory in common, in which everyone writes what all read.
+    owned: the part of each bucket that this rank updates. Where the ranks of each node together own everything, they
+        share one memory: each rank writes its part, and all ranks read all parts.
     comm: a communicator of all ranks. Creating it and `close` are collective, and so is what "runs in the queue".
     """
 
@@ -311,17 +301,17 @@ class Placement:
         self.flats = {dtype: memory.tensor for dtype, memory in self._memory.items()}
         self._homes = [reducer.place(index, self.flats) for index in range(len(reducer.parameters))]
         self._addresses = [home.data_ptr() for home in self._homes]
-        self._versions: list[int] = []  # of the parameters when they were last as they should be
+        self._versions: list[int] = []  # of the parameters when their edits were accepted
         self.move_in()
 
     @property
     def in_common(self) -> bool:
-        """True when the parameters live in memory that the ranks of the node have in common."""
+        """True when the ranks of the node share the parameters' memory."""
         return bool(self._windows)
 
     @property
     def one_memory(self) -> bool:
-        """True when all ranks have the parameters in common, so that they can't differ."""
+        """True when all ranks share the parameters' memory, so that these can't differ."""
         return self.in_common and self._backend.topology.nodes == 1
 
     def _allocate(self) -> dict[str, Flat]:
@@ -347,7 +337,7 @@ class Placement:
         """
         raise_together(self._comm, self._misfit())
         writes = not self.in_common or self._backend.topology.node_rank == 0
-        self._fence()  # nobody reads any more
+        self._fence()  # no rank reads any more
         for parameter, home in zip(self._reducer.parameters, self._homes, strict=True):
             if writes and parameter.data_ptr() != home.data_ptr():
                 home.copy_(parameter)
@@ -356,9 +346,9 @@ class Placement:
         self.accept()
 
     def accept(self, *_: object) -> None:
-        """Note that the parameters are as they should be: edits before this are no reason to complain. Local.
+        """Accept all edits of parameters until now. Local.
 
-        A hook of the model: load_state_dict() writes the same values on every rank of a node, and may do so.
+        A hook of the model: load_state_dict() writes the same values on every rank of a node.
         """
         self._versions = [version_of(each) for each in self._reducer.parameters]
 
@@ -369,17 +359,18 @@ class Placement:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
     def moved(self) -> list[str]:
-        """The parameters that were given other memory: `p.data = ...`, `vector_to_parameters`, `model.double()`."""
+        """The names of parameters with other memory now: `p.data = ...`, `vector_to_parameters`, `model.double()`."""
         own = zip(self._reducer.names, self._reducer.parameters, self._addresses, strict=True)
         return [name for name, parameter, address in own if parameter.data_ptr() != address]
 
     def begin_update(self, moved: bool, error: Exception | None) -> np.ndarray:
-        """See that all ranks may update; for each parameter whether any rank has a gradient of it. Runs in the queue.
+        """Check that all ranks may update. Returns for each parameter whether any rank has a gradient of it.
 
-        moved: whether some parameters have other memory; alike on all ranks. They are moved in again.
-        error: why this rank can't go on, if it can't; raised on all ranks.
-        When all ranks have come here they have stopped reading the parameters. Raises on all ranks when these
-        were edited in a way that can't be made right.
+        Runs in the queue. Once all ranks are here, no rank reads the parameters any more. Raises on all ranks when
+        parameters were edited in a way that can't be made right.
+
+        moved: whether some parameters have other memory, alike on all ranks; they are moved back. error: why this rank
+            can't update; raised on all ranks.
         """
         if moved:
             self.move_in()
@@ -397,7 +388,7 @@ class Placement:
         return found[2:]
 
     def share(self) -> None:
-        """Let all ranks see what each of them has updated. Runs in the queue."""
+        """Give all ranks the parts that each rank has updated. Runs in the queue."""
         if self.in_common:
             self._fence()
             return
@@ -425,7 +416,7 @@ class Placement:
         return None
 
     def _edited(self) -> list[str]:
-        """The parameters of the common memory that were edited in place on this rank since the last update."""
+        """The names of parameters in shared memory that this rank has edited in place since the last update."""
         if not self.in_common:
             return []
         own = zip(self._reducer.names, self._reducer.parameters, self._versions, strict=True)
