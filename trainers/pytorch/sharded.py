@@ -299,7 +299,7 @@ class Placement:
         self._owned = owned
         self._memory = self._allocate()
         self.flats = {dtype: memory.tensor for dtype, memory in self._memory.items()}
-        self._homes = [reducer.place(index, self.flats) for index in range(len(reducer.parameters))]
+        self._homes = [reducer.view(index, self.flats) for index in range(len(reducer.parameters))]
         self._addresses = [home.data_ptr() for home in self._homes]
         self._versions: list[int] = []  # of the parameters when their edits were accepted
         self.move_in()
