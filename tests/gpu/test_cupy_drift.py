@@ -46,7 +46,7 @@ FILES = [
     "allreduce/arrays/gpu.py",
     "allreduce/backends/nccl.py",
     "allreduce/backend.py",
-    "allreduce/doctor/gpus.py",
+    "allreduce/doctor/host.py",
     "allreduce/arrays/rows.py",
     "allreduce/torch_backend/reduce.py",
     "allreduce/arrays/trees.py",
@@ -63,7 +63,7 @@ TORCH_ROOTS = {
     "torch.cuda": "torch.cuda",
     "self.api": "torch.cuda",
     "api": "torch.cuda",
-    "self._place.api": "torch.cuda",
+    "self._cuda.api": "torch.cuda",
     "stream": "torch.cuda.Stream",
     "event": "torch.cuda.Event",
 }

@@ -21,21 +21,23 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.nn import Parameter
 
+from allreduce.arrays import dtypes
 from allreduce.backend import AllReduce, TwoPhase
 from allreduce.engine.queue import Future, Queue
 from allreduce.transport import ulfm
 from allreduce.transport.control import raise_together
 from allreduce.transport.wait import waiting
+from trainers import checks
+from trainers.checks import GradientArray, GradientCheck, Span
 from trainers.errors import NotFiniteError
-from trainers.pytorch.buckets import GradientError, Marks, allocate, changed, plan, version_of
+from trainers.pytorch.buckets import GradientError, Marks, changed, flat, plan, version_of
 from trainers.pytorch.hooks import CLOSED, refuse, take_over
 from trainers.pytorch.optimizer_group import OptimizerGroup
 from trainers.pytorch.report import Clock, Report
 from trainers.pytorch.rows import Rows
 from trainers.pytorch.sparse import SparseGradients
-from trainers.pytorch.step_checks import GradientCheck
 from trainers.replicas.pytorch.devices import Host
-from trainers.replicas.pytorch.tensors import DTYPES, shaped
+from trainers.replicas.pytorch.tensors import DTYPES, numpy_dtype, shaped
 
 LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # what the buffers hold; see Reducer.state
 
@@ -64,7 +66,8 @@ class Reducer:
     bucket_bytes: the least size of the first bucket, and of the others.
     queue: runs the reductions, in one order on all ranks. during: while backward goes on. comm: used in its calls only.
     backend: allocates the buffers and reduces them. scatter: it leaves the averages of the part of each bucket that
-        this rank owns (state SCATTERED), and not of the whole bucket (AVERAGED).
+        this rank owns (state SCATTERED), and not of the whole bucket (AVERAGED). check_gradients: as of
+        MirroredOptimizer.
     group, number: the optimizers on these ranks, and which of them this is. guard: entered round what autograd calls,
         where a lost rank may be met. device: where the parameters are.
 
@@ -83,6 +86,7 @@ class Reducer:
         comm: MPI.Intracomm,
         backend: AllReduce,
         scatter: bool,
+        check_gradients: str | None,
         group: OptimizerGroup,
         number: int,
         guard: Callable[[], AbstractContextManager[None]],
@@ -93,14 +97,17 @@ class Reducer:
         self._backend, self.guard, self.device = backend, guard, device
         self.ranks = comm.size  # also known after close()
         self._reduce: Callable[[np.ndarray], object] = partial(backend, op="mean")
-        self.owned: Callable[[int], slice] = partial(slice, 0)  # the part of a bucket of this length
         self._reduces_to = SCATTERED if scatter else AVERAGED
-        if scatter:
-            assert isinstance(backend, TwoPhase)
-            self._reduce, self.owned = partial(backend.reduce_scatter, op="mean"), backend.owned
         sizes = [(each.numel(), DTYPES[each.dtype], each.element_size()) for each in self.parameters]
         self.plan, lengths = plan(sizes, *(bucket_bytes if during else (math.inf, math.inf)))
-        self.flats, self.buckets = allocate(backend, self.plan, lengths, device)
+        memories = {dtype: flat(backend, length, dtype, device) for dtype, length in lengths.items()}
+        self.flats = {dtype: memory.tensor for dtype, memory in memories.items()}
+        self.buckets = [memories[bucket.dtype].part(bucket.start, bucket.stop) for bucket in self.plan]
+        self.owned = [slice(0, memory.array.size) for memory in self.buckets]  # of each bucket what is averaged here
+        if scatter:
+            assert isinstance(backend, TwoPhase)
+            self._reduce = partial(backend.reduce_scatter, op="mean")
+            self.owned = [backend.owned(whole.stop) for whole in self.owned]
         self.sizes = tuple(memory.array.nbytes for memory in self.buckets)
         self._slots = {slot.parameter: (at, slot) for at, bucket in enumerate(self.plan) for slot in bucket.slots}
         self.bucket_of = {parameter: at for parameter, (at, _) in self._slots.items()}
@@ -114,7 +121,7 @@ class Reducer:
         self.enabled = True  # False inside of no_sync()
         # During a step with a closure, which can't be left out, and keeps its rows: a closure begins with zero_grad().
         self.in_closure = False
-        self.check: GradientCheck | None = None  # of NaN, where it is asked for
+        self.check = None if check_gradients is None else GradientCheck(check_gradients, self._gradient_arrays())
         self.clock = Clock()
         self.rows: Rows | None = None  # of the batches of this step, where they were told
         self._spent: Rows | None = None  # the rows of the last average
@@ -124,7 +131,7 @@ class Reducer:
         self._of_others: list[int] = []  # parameters that other ranks have used, and this one has not
         self._backward: Backward | None = None  # the one under way, or what remains of one that raised
         self._versions: list[int] = []
-        self._marks = Marks(self.flats, self.plan, [self.owned(each.array.size) for each in self.buckets], device)
+        self._marks = Marks(self.flats, self.plan, self.owned, device)
         self._hooks = [
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
             for index, each in enumerate(self._all)
@@ -191,14 +198,33 @@ class Reducer:
         rows, check = self.rows, self.check
         if bucket >= len(self.buckets):
             weight = 1.0 if rows is None else rows.weight
-            look = None if check is None else check.look_at_rows
+            look = None if check is None else partial(check.look_at_rows, bucket)
             return self.sparse.average(bucket - len(self.buckets), weight, look)
         memory = self.buckets[bucket]
         if rows is not None:
             rows.weigh(memory.tensor)
         if check is not None:
-            check.look(bucket)
-        memory.through(self._reduce, writes=self.owned(memory.array.size))
+            check.look(bucket, memory.fetched())
+        memory.through(self._reduce, writes=self.owned[bucket])
+
+    def _gradient_arrays(self) -> list[GradientArray]:
+        """What the check of gradients must know of each bucket."""
+        arrays = []
+        for bucket in self.plan:
+            slots = [(self.names[slot.parameter], slot) for slot in bucket.slots]
+            spans = [Span(name, slot.start - bucket.start, slot.stop - slot.start) for name, slot in slots]
+            own = dtypes.parse(bucket.dtype)
+            arrays.append(GradientArray(spans, own, self._backend.sent(own)))
+        tables = zip(self.sparse.names, self.sparse.parameters, strict=True)
+        return arrays + [checks.table(name, each.numel(), numpy_dtype(each.dtype)) for name, each in tables]
+
+    def overflowed(self, bucket: int) -> int:
+        """The first element of a bucket whose average is no number on any rank; -1 for none. Runs in the queue."""
+        if bucket >= len(self.buckets):
+            indices, values = self.sparse.averages[bucket - len(self.buckets)]
+            return checks.overflowed(self.comm, values.reshape(-1), partial(checks.element_of, indices, values))
+        owned = self.owned[bucket]
+        return checks.overflowed(self.comm, self.buckets[bucket].array[owned], owned.start.__add__)
 
     def finish(self, backward: "Backward") -> None:
         """Reduce what is left, wait for everything, and hand the averages to the parameters."""
@@ -238,8 +264,8 @@ class Reducer:
         """Go from SCATTERED to AVERAGED. Runs in the queue. error: of this rank, raised on all of them."""
         raise_together(self.comm, error)
         assert isinstance(self._backend, TwoPhase)
-        for memory in self.buckets:
-            memory.through(self._backend.all_gather, reads=self.owned(memory.array.size))
+        for memory, owned in zip(self.buckets, self.owned, strict=True):
+            memory.through(self._backend.all_gather, reads=owned)
         self._become(AVERAGED)
 
     def join_in(self) -> Callable[[], None]:
@@ -454,7 +480,7 @@ class Backward:
     def __init__(self, reducer: Reducer, what: str) -> None:
         self.reducer, self._what = reducer, what
         dense = len(reducer.parameters)
-        self._missing = [{slot.parameter for slot in memory.bucket.slots} for memory in reducer.buckets]
+        self._missing = [{slot.parameter for slot in bucket.slots} for bucket in reducer.plan]
         self._missing += [{dense + number} for number in range(len(reducer.sparse.parameters))]
         self._crossings = [reducer.device.crossing() for _ in self._missing]
         self._launched = 0
@@ -540,7 +566,7 @@ class Backward:
             raise_together(reducer.comm, self._error)
         if reducer.check is not None:
             try:
-                reducer.check.finish(reducer.comm, may_leave_out=not reducer.in_closure)
+                reducer.check.finish(reducer.comm, reducer.overflowed, may_leave_out=not reducer.in_closure)
             except NotFiniteError:
                 reducer.group.failed()
                 raise
