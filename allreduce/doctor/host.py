@@ -266,7 +266,7 @@ def gather_memory(topology: Topology, first: str) -> dict[str, Any]:
         "shared_free": shared.free,
         "available": _available(),
         "malloc": _malloc(),
-        "reach": topology.reach.works,
+        "reach": topology.cma.works,
     }
 
 

@@ -24,7 +24,7 @@ from allreduce.arrays.chunks import binomial, subtree
 from allreduce.engine.queue import Future, Queue, Worker
 from allreduce.errors import AllReduceError, DisagreementError, OptionError
 from allreduce.transport.control import disagreement, known
-from allreduce.transport.wait import Said
+from allreduce.transport.wait import NamedCall
 
 Sides = list[Any]  # by rank; None of a rank that has joined
 
@@ -336,7 +336,7 @@ class NamedQueue(Queue):
             if first is None:
                 self.wait.end()
             else:
-                self.wait.begin(Said(first.what))
+                self.wait.begin(NamedCall(first.what))
 
     def _send(self, message: list[Any], ranks: Sequence[int]) -> None:
         """Begin to send to all of these ranks, and wait for nobody."""

@@ -32,7 +32,7 @@ from mpi4py import MPI
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError, OptionError, RankLostError
 from allreduce.health import abort, stacks
 from allreduce.health.status import StatusRows
-from allreduce.health.status_messages import Notes
+from allreduce.health.status_messages import StatusMessages
 from allreduce.notices import log
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.liveness import Process
@@ -58,7 +58,7 @@ def seconds(variable: str, default: float) -> float:
     return value if value > 0 else float("inf")
 
 
-class Watch:
+class StallDetector:
     """The waits of one topology's ranks. Creating it and `close` are collective.
 
     comm: a communicator of its own; of this rank alone where the waits are for ranks that can't be told of them yet.
@@ -77,7 +77,7 @@ class Watch:
         self.timeout, self.stall = timeout, seconds(STALL, 30.0) if stall is None else stall
         self.lost: RankLostError | None = None  # a rank has died, or another one says so
         self._lonely, self._revoke = lonely, revoke
-        self.notes = Notes(comm)
+        self.notes = StatusMessages(comm)
         self._rank, ranks = processes.here() if lonely else (comm.rank, comm.size)
         self.active = ranks > 1
         self._waits: list[WaitRecord] = []
@@ -92,11 +92,11 @@ class Watch:
     def connect(
         self, nodes: Sequence[Sequence[int]], own: int, rows: StatusRows | None, found: Mapping[int, Process]
     ) -> None:
-        """See what other ranks tell, as Notes.connect. Local; on all ranks."""
+        """See what other ranks tell, as StatusMessages.connect. Local; on all ranks."""
         with self._lock:
             self.notes.connect(nodes, own, rows, found)
 
-    def place(self, number: int, raises: bool = False) -> WaitRecord:
+    def wait_record(self, number: int, raises: bool = False) -> WaitRecord:
         """A new WaitRecord, looked at from now on."""
         wait = WaitRecord(number, raises)
         self._waits.append(wait)
@@ -300,13 +300,13 @@ class Watch:
 
 
 @functools.cache
-def lonely() -> Watch:
+def lonely() -> StallDetector:
     """Watches the waits on communicators of no topology, the first of a topology's too: of others nothing is known."""
     try:
         timeout, stall = seconds(TIMEOUT, 1800.0), seconds(STALL, 30.0)
     except OptionError:  # Topology tells it
         timeout, stall = 1800.0, 30.0
-    return Watch(MPI.COMM_SELF, timeout, stall, lonely=True)
+    return StallDetector(MPI.COMM_SELF, timeout, stall, lonely=True)
 
 
 default.append(lonely)
@@ -314,15 +314,15 @@ default.append(lonely)
 
 class _Watchdog:
     def __init__(self) -> None:
-        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._detectors: weakref.WeakSet[StallDetector] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def add(self, watch: Watch) -> None:
+    def add(self, detector: StallDetector) -> None:
         with self._lock:
-            self._watches.add(watch)
-        if self._thread is None and watch.active:
+            self._detectors.add(detector)
+        if self._thread is None and detector.active:
             self._thread = threading.Thread(target=self._run, name="allreduce watchdog", daemon=True)
             self._thread.start()
             abort.on_leaving(self._end)
@@ -336,21 +336,21 @@ class _Watchdog:
         while not self._stop.wait(ulfm.HEAR_SECONDS if listens else LOOK_SECONDS):
             due = not listens or time.monotonic() - looked > LOOK_SECONDS
             looked = time.monotonic() if due else looked
-            for watch in self.watches():
+            for detector in self.detectors():
                 if MPI.Is_finalized():  # the program goes on without it
                     return
                 try:
                     with ulfm.alone_for_now():
                         if listens:
-                            watch.listen()
+                            detector.listen()
                         if due:
-                            watch.look()
+                            detector.look()
                 except Exception:  # a watchdog that dies would leave hangs without a word
                     log.exception("the watchdog met an error, and goes on")
 
-    def watches(self) -> list[Watch]:
+    def detectors(self) -> list[StallDetector]:
         with self._lock:
-            return list(self._watches)
+            return list(self._detectors)
 
     def _end(self, why: str) -> None:
         """MPI ends after this."""
@@ -358,20 +358,20 @@ class _Watchdog:
         stacks.stop()
         if self._thread is not None:
             self._thread.join(timeout=5)
-        for watch in self.watches():
-            watch.leave(why)
+        for detector in self.detectors():
+            detector.leave(why)
 
     def _end_others(self, code: int) -> None:
         """With ULFM, Open MPI's MPI_Abort ends no other rank as long as none was lost; so they are told."""
         if ulfm.in_force():
-            for watch in self.watches():
-                watch.end(code)
+            for detector in self.detectors():
+                detector.end(code)
 
 
 _watchdog = _Watchdog()
 
 
 def standing() -> str:
-    """Where this rank stands, for people, by all watches. Local, from any thread."""
-    texts = [text for watch in _watchdog.watches() if (text := watch.standing())]
+    """Where this rank stands, for people, by all detectors. Local, from any thread."""
+    texts = [text for detector in _watchdog.detectors() if (text := detector.standing())]
     return "\n  ".join(texts) or "it has made no call that took long"

@@ -75,7 +75,7 @@ class Window:
         _fence(self._comm)
 
 
-class CommonWindow:
+class CommonSegment:
     """One 1-D array of `length` zeros that all ranks of a communicator map as the same bytes. Collective.
 
     The ranks of `comm` must share a node. A `Window` gives every rank memory of its own that others can
@@ -227,7 +227,7 @@ class Stage:
 class Staged:
     """One 1-D array on its way through the table. Local."""
 
-    def __init__(self, stage: Stage, array: np.ndarray) -> None:
+    def __init__(self, stage: StagingBuffer, array: np.ndarray) -> None:
         self._stage, self._array = stage, array
         self._step = stage.slot_bytes // array.itemsize  # elements of a segment
         self.turns = -(-array.size // (self._step * stage.size))

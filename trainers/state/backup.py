@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from allreduce.transport.chunked import pieces
 from allreduce.transport.control import all_values
-from allreduce.transport.deferred_free import keep
+from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import wait_for
 from trainers.errors import ArgumentError
 from trainers.group import dtype_name, dtype_of
@@ -158,7 +158,7 @@ class Backup:
                 wait_for(self._comm, request, BACKUP)
         except BaseException:
             for request in requests:
-                keep(request)
+                free_later(request)
             raise
 
     def extend(self, step: int) -> None:

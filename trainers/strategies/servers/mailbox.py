@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
 from allreduce.topology import Topology
-from allreduce.transport.deferred_free import keep
-from allreduce.transport.wait import Said, all_done, looking, wait_until
+from allreduce.transport.deferred_free import free_later
+from allreduce.transport.wait import NamedCall, all_done, looking, wait_until
 from trainers.stopwatch import Stopwatch
 
 ASK, PUSH, REPLY = 1, 2, 3  # tags
@@ -97,7 +97,7 @@ class Waits:
     """
 
     def __init__(self, topology: Topology, clock: Stopwatch) -> None:
-        self._watch, self._place = topology.watch, topology.place()
+        self._watch, self._place = topology.detector, topology.wait_record()
         self._place.raises = True
         self._clock = clock
 
@@ -112,7 +112,7 @@ class Waits:
             self._clock.stop()
 
     def _wait(self, done: Callable[[], bool], text: str) -> None:
-        self._place.begin(Said(text))
+        self._place.begin(NamedCall(text))
         try:
             wait_until(done, meanwhile=looking(self._watch, self._place))
         finally:
@@ -123,7 +123,7 @@ class Waits:
         try:
             self.until(lambda: all_done(requests), text)
         except BaseException:
-            keep(list(requests))  # and the memory that these may still use
+            free_later(list(requests))  # and the memory that these may still use
             raise
 
     def forget(self) -> None:
@@ -228,7 +228,7 @@ class Mailbox:
 
     def abandon(self) -> None:
         """Let go, without anybody else: what was posted stays for a while, with its memory."""
-        keep(self)
+        free_later(self)
 
 
 class Client:
@@ -333,4 +333,4 @@ class Client:
 
     def abandon(self) -> None:
         """Let go, without anybody else: what was posted stays for a while, with its memory."""
-        keep(self)
+        free_later(self)
