@@ -104,7 +104,7 @@ def man(pool: Topology, spares: int) -> Topology | None:
             pool.agree([], f"man(spares={spares!r})", error)
             made = _part(pool, places, places)
         except Exception as met:
-            if pool.watch.loss_of(met) is None:
+            if pool.detector.loss_of(met) is None:
                 raise
             through = False
         if pool.finished(through):
@@ -136,7 +136,7 @@ def _man(
         made, through = None, True
         try:
             states = np.empty((pool.size, 3), np.int64)
-            with pool.watch.hearing(), waiting(pool.world, "hear who works"):
+            with pool.detector.hearing(), waiting(pool.world, "hear who works"):
                 pool.world.Allgather(np.array([formerly, admits, ends], np.int64), states)
             former, admitted, done = states.T
             if former.max() == NEWCOMER:
@@ -147,7 +147,7 @@ def _man(
             if made is not None:
                 made.former = tuple(former[: made.size].tolist())
         except Exception as error:
-            if getattr(error, "ranks", None) is not None or pool.watch.loss_of(error) is None:
+            if getattr(error, "ranks", None) is not None or pool.detector.loss_of(error) is None:
                 raise
             through = False
         if pool.finished(through):
@@ -157,7 +157,7 @@ def _man(
 
 def _part(pool: Topology, working: int, places: int) -> Manned | None:
     """Who works, the first ranks; None on the others. Collective over the pool."""
-    with pool.watch.hearing(), waiting(pool.world, "come to the ranks that work"):
+    with pool.detector.hearing(), waiting(pool.world, "come to the ranks that work"):
         comm = pool.own(pool.world.Split(pool.rank < working, pool.rank))
     try:
         return Manned(pool, comm, places) if pool.rank < working else None
@@ -172,14 +172,14 @@ def _through(pool: Topology, done: bool) -> bool:
     """
     through = True
     try:
-        with pool.watch.hearing():
+        with pool.detector.hearing():
             if done and pool.rank == 0:
                 with waiting(pool.world, "tell the spare ranks that all is done"):
                     for rank in range(1, pool.size):
                         pool.world.Send(NOTHING, rank, DONE)
             if not done:
-                told, watch, pause = partial(pool.world.Iprobe, 0, DONE), pool.watch, Pause(longest=WAIT_SECONDS)
-                wait_until(lambda: told() or watch.notes.left, meanwhile=watch.check, pause=pause)
+                told, detector, pause = partial(pool.world.Iprobe, 0, DONE), pool.detector, Pause(longest=WAIT_SECONDS)
+                wait_until(lambda: told() or detector.messages.left, meanwhile=detector.check, pause=pause)
                 if not told():  # the others have ended their programs without a word
                     pool.abandon()
                     return False
