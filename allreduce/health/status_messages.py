@@ -270,7 +270,7 @@ class StatusMessages:
             if rank not in left and liveness.gone(process):
                 del self._processes[rank]
                 if not liveness.declare(process):
-                    why = f"its process ({process.pid}) has ended without a fingerprint"
+                    why = f"its process ({process.pid}) has ended without a word"
                     self._tell([], [status.fact(LEFT, 0, 1, -1, why)], [rank])
 
     # Messages

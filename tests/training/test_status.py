@@ -218,7 +218,7 @@ def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.Mon
 def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI reads a message when its receiver takes it."""
     kept: list[Any] = []
-    monkeypatch.setattr("allreduce.health.status_messages.keep", kept.append)
+    monkeypatch.setattr("allreduce.health.status_messages.free_later", kept.append)
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(2, 1)
     all_wait(every, 1)
