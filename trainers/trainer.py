@@ -226,7 +226,7 @@ class Trainer(Generic[StrategyT]):
         each node, while the others wait. An error of it is raised on all ranks. When a rank fails meanwhile, those
         that are left do it anew, on the parameters as they were. Trainers with servers have no edit.
         """
-        self._call(EditCall(self.recovery, self.strategy, change))
+        self._call(EditCall(self.strategy, change))
 
     def parameters_sha256(self) -> list[str]:
         """The SHA-256 of every rank's parameters, by rank, the same on all ranks; mirrored replicas have equal ones."""

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from allreduce.elastic.retry import attempt
 from allreduce.elastic.standby import JOINED
-from allreduce.transport import ulfm
+from allreduce.errors import RankLostError
 from allreduce.transport.control import all_values, root_value
 from trainers.errors import DivergedError
 from trainers.fit.loop import Fit
 from trainers.group import broadcast_arrays
-from trainers.recovery.recovery import Call, Recovery
+from trainers.recovery.recovery import Call
 from trainers.state.pieces import EVENTS, STEPS, Begun, Piece, Place
 from trainers.strategies.interface import Strategy
 from trainers.watching.history import Epoch, History
@@ -148,15 +149,20 @@ def hand_over(fit: Fit, previous: tuple[int, ...]) -> None:
 class EditCall(Call[None]):
     """A change of the parameters, made on all ranks that are left or on none. change: of the user's."""
 
-    def __init__(self, recovery: Recovery, strategy: Strategy, change: Callable[[], object]) -> None:
+    def __init__(self, strategy: Strategy, change: Callable[[], object]) -> None:
         super().__init__("edit", self._run)
-        self._recovery, self._strategy, self._change = recovery, strategy, change
+        self._strategy, self._change = strategy, change
 
     def _run(self) -> None:
-        before: list[Piece] | None = [] if self._strategy.recoverable else None
-        try:
-            self._recovery.by_all(lambda: self._strategy.edit(self._change, before))
-        except Exception as error:
-            if before and ulfm.lost(error) is not None:
-                self._strategy.saved = before
-            raise
+        strategy, topology = self._strategy, self._strategy.group.topology
+        if not strategy.recoverable:
+            strategy.edit(self._change)
+            return
+        before: list[Piece] = []
+        outcome = attempt(topology, lambda: strategy.edit(self._change, before))
+        if topology.finished(outcome.failure is None):
+            outcome.result()
+            return
+        if before:
+            strategy.saved = before
+        raise outcome.failure or RankLostError("a rank failed before all ranks had made the change")

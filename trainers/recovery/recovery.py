@@ -204,20 +204,6 @@ class Recovery:
                 "first fit only"
             )
 
-    def by_all(self, action: Callable[[], object]) -> None:
-        """Do a part of a call that no rank that is left may have done without the others. Collective.
-
-        Raises RankLostError on all of them when a rank fails meanwhile: then none of them counts it as done.
-        """
-        if not self._active:
-            action()
-            return
-        topology = self._strategy.group.topology
-        outcome = attempt(topology, action)
-        if not topology.finished(outcome.failure is None):
-            raise outcome.failure or RankLostError("a rank failed before the other ranks had done the same")
-        outcome.result()
-
     def _recover(self, call: Call[ResultT], topology: Topology) -> Topology:
         """Go on with the ranks that are left, and with those that join. Returns their topology. Collective."""
         strategy, begin = self._strategy, time.monotonic()
