@@ -23,8 +23,7 @@ from trainers.fit.evaluation import evaluated, predicted
 from trainers.fit.loop import Fit
 from trainers.fit.prefetch import AHEAD, wanted
 from trainers.group import RankGroup, gather_rows
-from trainers.recovery.calls import EditCall, FitCall
-from trainers.recovery.recovery import Call, Failure, Recovery
+from trainers.recovery.recovery import Call, EditCall, Failure, FitCall, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
 from trainers.replica import Hold, Replica
 from trainers.state.adopt import mirror
