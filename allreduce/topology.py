@@ -72,7 +72,7 @@ class Topology:
 
     cores: int  # of this node
     sharing: int  # ranks that share them
-    former: tuple[int, ...]  # the rank that each rank had in the topology before, for one of `survivors`
+    previous_ranks: tuple[int, ...]  # the rank that each rank had in the topology before, for one of `survivors`
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Topology:
         if ulfm.in_force():  # ranks that leave say so on a communicator that no failure revokes
             self._unrevoked = self.own(self.world.Dup())
             self.detector.messages.part_on(self._unrevoked, self._finish)
-        self.former = tuple(range(self.size))
+        self.previous_ranks = tuple(range(self.size))
         self.host: MPI.Intracomm = self.own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
         found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "learn what this node has")
         self.cores = len(set().union(*(cores for cores, *_ in found)))
@@ -501,12 +501,14 @@ class Topology:
         finally:
             self._finish.end()
 
-    def survivors(self) -> "Topology":
+    def survivors(self, admit: bool = True) -> "Topology":
         """The topology of the ranks that are left, in their order, on the nodes they were on. Collective over those.
 
         When another rank dies meanwhile, it is made again. This topology and all that uses it are revoked and
         abandoned; arrays from `allocate` stay readable. Simulated nodes keep those of their ranks that are left. The
-        new topology's `former` are the ranks that its ranks had here.
+        new topology's `previous_ranks` are the ranks that its ranks had here.
+
+        admit: whether standby ranks join where there are some (see allreduce.spares.man), the same on all ranks.
 
         Raises UnavailableError where ULFM is not in force.
         """
@@ -538,16 +540,16 @@ class Topology:
         while ulfm.in_force():
             with waiting(comm, "make a topology of the ranks that are left"):
                 left = ulfm.shrink(comm)
-            former, made = processes.ranks_in(comm, left), None
+            previous, made = processes.ranks_in(comm, left), None
             try:
-                made = cls(left, nodes_left(ranks_per_node, former, comm.size), timeout)
+                made = cls(left, nodes_left(ranks_per_node, previous, comm.size), timeout)
             except Exception as error:
                 if ulfm.lost(error) is None:
                     raise
             done = ulfm.agree(left, made is not None)
             left.Free()
             if made is not None and done:
-                made.former = former
+                made.previous_ranks = previous
                 deferred_free.repaired()
                 return made
             if made is not None:
