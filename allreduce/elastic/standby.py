@@ -182,8 +182,7 @@ def _tell_done(everyone: Topology) -> None:
 def _hear_done(everyone: Topology) -> None:
     detector, told = everyone.detector, partial(everyone.world.Iprobe, 0, DONE)
     with detector.hearing():
-        messages = detector.messages
-        wait_until(lambda: told() or messages.left, meanwhile=detector.check, pause=Pause(longest=POLL_SECONDS))
+        wait_until(
             lambda: told() or detector.messages.left, meanwhile=detector.check, pause=Pause(longest=POLL_SECONDS)
         )
         if told():
