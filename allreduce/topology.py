@@ -72,7 +72,7 @@ class Topology:
 
     cores: int  # of this node
     sharing: int  # ranks that share them
-    former: tuple[int, ...]  # the rank that each rank had in the topology before, for one of `survivors`
+    previous_ranks: tuple[int, ...]  # the rank that each rank had in the topology before, for one of `survivors`
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Topology:
         try:
             with waiting(comm, asked):
                 first = self.own(comm.Dup())
-            revoke = weakref.WeakMethod(self.cut_off)  # MPI keeps the watch with `first`; a topology can be dropped
+            revoke = weakref.WeakMethod(self.cut_off)  # MPI keeps the detector with `first`; a topology can be dropped
             self.detector = StallDetector(first, self.timeout, revoke=lambda: (call := revoke()) and call())
             watched(first, self.detector, self.wait_record())
             with waiting(first, asked):
@@ -132,14 +132,14 @@ class Topology:
         return self._revoked
 
     def _connect(self, comm: MPI.Intracomm) -> None:
-        """Make all communicators but the watch's, which is `comm`. Collective."""
+        """Make all communicators but the detector's, which is `comm`. Collective."""
         self.world: MPI.Intracomm = self.own(comm.Dup(), watch=True)
         self._control = self.private()
         self._finish = self.detector.wait_record(self.number(), raises=True)  # where `finished` waits, and
         if ulfm.in_force():  # ranks that leave say so on a communicator that no failure revokes
             self._unrevoked = self.own(self.world.Dup())
             self.detector.messages.part_on(self._unrevoked, self._finish)
-        self.former = tuple(range(self.size))
+        self.previous_ranks = tuple(range(self.size))
         self.host: MPI.Intracomm = self.own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
         found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "learn what this node has")
         self.cores = len(set().union(*(cores for cores, *_ in found)))
@@ -156,7 +156,7 @@ class Topology:
         self.node_sizes = tuple(map(len, nodes))
         here = {rank: liveness.of_json(process) for _, rank, process in found if process is not None}
         rows = _shared_rows(self.node)
-        # A topology that is dropped leaves its communicators, with which MPI keeps the watch, and so the rows.
+        # A topology that is dropped leaves its communicators, with which MPI keeps the detector, and so the rows.
         self._release_rows = weakref.finalize(self, _leave_rows, self.detector, rows)
         self._release_rows.atexit = False
         self.detector.connect(nodes, self.node_index, rows, here)
@@ -434,14 +434,14 @@ class Topology:
             made.abandon()
         self._leave_owned()
         if self.original is None:
-            self.detector.abandon()  # it keeps the rows: other ranks may wait for this one, and must hear that it leaves
+            self.detector.abandon()  # it keeps the rows: others may wait for this rank, and must hear that it leaves
             self._release_rows.detach()
 
     def _leave_owned(self) -> None:
         """Leave all communicators as they are: other ranks may use them, if they were not revoked."""
         with self._guard:
             if self._revoked:
-                deferred_free.free_later(self._owned)
+                deferred_free.free_comms_later(self._owned)
                 self._owned = []
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -469,7 +469,7 @@ class Topology:
             self.detector.lose()
 
     def cut_off(self) -> None:
-        """Revoke what this topology and its children communicate with. Local. For its watch, when a rank was lost."""
+        """Revoke what this topology and its children communicate with. Local. For its detector."""
         with self._guard:
             self._revoked = True
             for comm in self._owned:
@@ -501,12 +501,14 @@ class Topology:
         finally:
             self._finish.end()
 
-    def survivors(self) -> "Topology":
+    def survivors(self, admit: bool = True) -> "Topology":
         """The topology of the ranks that are left, in their order, on the nodes they were on. Collective over those.
 
         When another rank dies meanwhile, it is made again. This topology and all that uses it are revoked and
         abandoned; arrays from `allocate` stay readable. Simulated nodes keep those of their ranks that are left. The
-        new topology's `former` are the ranks that its ranks had here.
+        new topology's `previous_ranks` are the ranks that its ranks had here.
+
+        admit: whether standby ranks join where there are some (see allreduce.spares.man), the same on all ranks.
 
         Raises UnavailableError where ULFM is not in force.
         """
@@ -538,16 +540,16 @@ class Topology:
         while ulfm.in_force():
             with waiting(comm, "make a topology of the ranks that are left"):
                 left = ulfm.shrink(comm)
-            former, made = processes.ranks_in(comm, left), None
+            previous, made = processes.ranks_in(comm, left), None
             try:
-                made = cls(left, nodes_left(ranks_per_node, former, comm.size), timeout)
+                made = cls(left, nodes_left(ranks_per_node, previous, comm.size), timeout)
             except Exception as error:
                 if ulfm.lost(error) is None:
                     raise
             done = ulfm.agree(left, made is not None)
             left.Free()
             if made is not None and done:
-                made.former = former
+                made.previous_ranks = previous
                 deferred_free.repaired()
                 return made
             if made is not None:

@@ -130,7 +130,7 @@ except RankLostError:
     with allreduce.create("auto", left) as reduce:
         array = np.ones(10)
         reduce(array, "sum")
-    print("former ranks", left.former, "sum", array[0], flush=True)
+    print("previous ranks", left.previous_ranks, "sum", array[0], flush=True)
 """
 
 
@@ -140,7 +140,7 @@ def test_a_rank_that_ends_without_a_word_is_lost(mpirun: JobRunner, ranks_per_no
     job = mpirun(
         4, ["-c", ENDS_UNSEEN, ranks_per_node], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"}
     )
-    assert job.stdout.count("former ranks (0, 2, 3) sum 3.0") == 3, job.stdout + job.stderr
+    assert job.stdout.count("previous ranks (0, 2, 3) sum 3.0") == 3, job.stdout + job.stderr
 
 
 LEAVES = """
@@ -240,11 +240,11 @@ def test_what_a_loss_has_cut_off_in_the_making_is_freed_later(monkeypatch: pytes
         raise RankLostError("told")
 
     monkeypatch.setattr(Topology, "_connect", cut_off)
-    monkeypatch.setattr("allreduce.transport.deferred_free.free_later", left.extend)
+    monkeypatch.setattr("allreduce.transport.deferred_free.free_comms_later", left.extend)
     with pytest.raises(RankLostError):
         Topology(MPI.COMM_SELF)
     assert len(left) == 2
-    assert made[0].watch.closed
+    assert made[0].detector.closed
     for comm in left:
         comm.Free()
 
