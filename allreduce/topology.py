@@ -100,7 +100,7 @@ class Topology:
         try:
             with waiting(comm, asked):
                 first = self.own(comm.Dup())
-            revoke = weakref.WeakMethod(self.cut_off)  # MPI keeps the watch with `first`; a topology can be dropped
+            revoke = weakref.WeakMethod(self.cut_off)  # MPI keeps the detector with `first`; a topology can be dropped
             self.detector = StallDetector(first, self.timeout, revoke=lambda: (call := revoke()) and call())
             watched(first, self.detector, self.wait_record())
             with waiting(first, asked):
@@ -132,7 +132,7 @@ class Topology:
         return self._revoked
 
     def _connect(self, comm: MPI.Intracomm) -> None:
-        """Make all communicators but the watch's, which is `comm`. Collective."""
+        """Make all communicators but the detector's, which is `comm`. Collective."""
         self.world: MPI.Intracomm = self.own(comm.Dup(), watch=True)
         self._control = self.private()
         self._finish = self.detector.wait_record(self.number(), raises=True)  # where `finished` waits, and
@@ -156,7 +156,7 @@ class Topology:
         self.node_sizes = tuple(map(len, nodes))
         here = {rank: liveness.of_json(process) for _, rank, process in found if process is not None}
         rows = _shared_rows(self.node)
-        # A topology that is dropped leaves its communicators, with which MPI keeps the watch, and so the rows.
+        # A topology that is dropped leaves its communicators, with which MPI keeps the detector, and so the rows.
         self._release_rows = weakref.finalize(self, _leave_rows, self.detector, rows)
         self._release_rows.atexit = False
         self.detector.connect(nodes, self.node_index, rows, here)
@@ -434,14 +434,14 @@ class Topology:
             made.abandon()
         self._leave_owned()
         if self.original is None:
-            self.detector.abandon()  # it keeps the rows: other ranks may wait for this one, and must hear that it leaves
+            self.detector.abandon()  # it keeps the rows: others may wait for this rank, and must hear that it leaves
             self._release_rows.detach()
 
     def _leave_owned(self) -> None:
         """Leave all communicators as they are: other ranks may use them, if they were not revoked."""
         with self._guard:
             if self._revoked:
-                deferred_free.free_later(self._owned)
+                deferred_free.free_comms_later(self._owned)
                 self._owned = []
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -469,7 +469,7 @@ class Topology:
             self.detector.lose()
 
     def cut_off(self) -> None:
-        """Revoke what this topology and its children communicate with. Local. For its watch, when a rank was lost."""
+        """Revoke what this topology and its children communicate with. Local. For its detector."""
         with self._guard:
             self._revoked = True
             for comm in self._owned:

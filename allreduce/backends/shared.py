@@ -24,7 +24,7 @@ from allreduce.engine.engine import Place
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import agree
-from allreduce.transport.shared_segment import LEAST_BYTES, StagingBuffer, StagedArray, SharedSegment, wanted_bytes
+from allreduce.transport.shared_segment import LEAST_BYTES, SharedSegment, StagedArray, StagingBuffer, wanted_bytes
 
 WORD = np.dtype(np.int64)
 BLOCK_BYTES = 256 * 1024  # what a rank adds at a time, from each rank
@@ -225,7 +225,7 @@ class Shared(TwoPhase):
             staged.put_own(turn + 1)
         staged.end()
 
-    def _staged(self, buffer: np.ndarray, call: str) -> Staged:
+    def _staged(self, buffer: np.ndarray, call: str) -> StagedArray:
         """`buffer` before its first turn. The stage grows with the arrays that come."""
         wanted = wanted_bytes(buffer.nbytes, self.size)
         if wanted > self._stage.nbytes and self._may_grow:

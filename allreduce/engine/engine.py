@@ -75,7 +75,7 @@ class Admitted:
     bind: prepares the work for one array, once `work` is what it stays.
     """
 
-    __slots__ = ("bind", "call", "find", "op", "place", "tree", "word", "work")
+    __slots__ = ("bind", "call", "find", "fingerprint", "op", "place", "tree", "work")
 
     def __init__(
         self, call: Call, op: Op, tree: Layout | None = None, find: Find | None = None, place: Place | None = None

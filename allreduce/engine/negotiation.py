@@ -329,7 +329,7 @@ class NamedQueue(Queue):
             self.worker.fail(self, error)
 
     def _mind(self) -> None:
-        """The watch looks at the call that has waited longest."""
+        """The stall detector looks at the call that has waited longest."""
         first = next(iter(self._waiting.values()), None)
         if first is not self._first:
             self._first = first

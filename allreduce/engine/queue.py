@@ -28,7 +28,7 @@ from allreduce.health import abort
 from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.transport.control import agree, raise_together
-from allreduce.transport.wait import LOOK_SECONDS, Pause, NamedCall
+from allreduce.transport.wait import LOOK_SECONDS, NamedCall, Pause
 
 ANNOUNCE, DECIDE = 1, 2  # tags
 RUN, REFUSE = 1, 2

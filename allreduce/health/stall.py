@@ -77,7 +77,7 @@ class StallDetector:
         self.timeout, self.stall = timeout, seconds(STALL, 30.0) if stall is None else stall
         self.lost: RankLostError | None = None  # a rank has died, or another one says so
         self._lonely, self._revoke = lonely, revoke
-        self.notes = StatusMessages(comm)
+        self.messages = StatusMessages(comm)
         self._rank, ranks = processes.here() if lonely else (comm.rank, comm.size)
         self.active = ranks > 1
         self._waits: list[WaitRecord] = []
@@ -94,7 +94,7 @@ class StallDetector:
     ) -> None:
         """See what other ranks tell, as StatusMessages.connect. Local; on all ranks."""
         with self._lock:
-            self.notes.connect(nodes, own, rows, found)
+            self.messages.connect(nodes, own, rows, found)
 
     def wait_record(self, number: int, raises: bool = False) -> WaitRecord:
         """A new WaitRecord, looked at from now on."""
@@ -112,39 +112,39 @@ class StallDetector:
         with self._lock:
             self.closed = True
             self._waits.clear()
-        self.notes.drain(self.timeout)
+        self.messages.drain(self.timeout)
 
     def abandon(self) -> None:
         """Stop watching. Local."""
         with self._lock:
             self.closed = True
             self._waits.clear()
-            self.notes.release()
+            self.messages.release()
 
     def listen(self) -> None:
         """Hear whether a rank was lost; then nothing of the topology's communicates any more. From any thread."""
-        if self.closed or self.notes.size == 1:
+        if self.closed or self.messages.size == 1:
             return
         try:
             with self._lock:
                 if self.lost is None and not self.closed:
-                    self.notes.comm.Iprobe()  # it raises when a rank has died, or when another one says so
+                    self.messages.comm.Iprobe()  # it raises when a rank has died, or when another one says so
                 if not self.closed:
-                    self.notes.exchange()
+                    self.messages.exchange()
         except MPI.Exception as error:
             if ulfm.lost(error) is None:
                 raise
             self.lose()
-        if self.notes.ended is not None:
-            self.notes.ends(self.notes.ended)  # its neighbours hear of it from this rank
-            abort.follow(self.notes.ended)
+        if self.messages.ended is not None:
+            self.messages.ends(self.messages.ended)  # its neighbours hear of it from this rank
+            abort.follow(self.messages.ended)
 
     def lose(self) -> RankLostError:
         """A rank is lost: every wait of the topology ends, on all ranks. Local."""
         with self._lock:
             first = self.lost is None
-            lost = self.lost = self.lost or ulfm.loss(None if self.closed else self.notes.comm)
-            self.notes.lost = True
+            lost = self.lost = self.lost or ulfm.loss(None if self.closed else self.messages.comm)
+            self.messages.lost = True
         if first:
             self._revoke()
         return lost
@@ -194,11 +194,11 @@ class StallDetector:
 
     def leave(self, why: str, wait: WaitRecord | None = None) -> None:
         """Tell the others that this rank comes to nothing any more, of one place or, when its program ends, of any."""
-        if self.closed or self.notes.size == 1 or (wait is not None and self.lost is not None):
+        if self.closed or self.messages.size == 1 or (wait is not None and self.lost is not None):
             return
         try:
             with self._lock:
-                self.notes.leaves(why, wait)
+                self.messages.leaves(why, wait)
         except MPI.Exception as error:  # the others hear of a lost rank by themselves
             if ulfm.lost(error) is None:
                 raise
@@ -207,7 +207,7 @@ class StallDetector:
         """Tell the others that this rank ends the job. From any thread, also while it looks."""
         if not self.closed and self.lost is None and self._lock.acquire(timeout=END_SECONDS):
             try:
-                self.notes.ends(code)
+                self.messages.ends(code)
             finally:
                 self._lock.release()
 
@@ -217,11 +217,11 @@ class StallDetector:
             call = wait.call
             if not wait.new(now) and call is not None and now - wait.since >= self._told_seconds:
                 long.append((wait, call))
-        self.notes.waits(long)
+        self.messages.waits(long)
         if may_communicate and self.lost is None:
-            self.notes.exchange()
+            self.messages.exchange()
         if long:
-            liveness.declare_gone() if self._lonely else self.notes.look_for_gone_processes()
+            liveness.declare_gone() if self._lonely else self.messages.look_for_gone_processes()
         for wait, call in long:
             self._judge(wait, call, now)
         if stacks.wanted():
@@ -233,15 +233,15 @@ class StallDetector:
         """Write this rank's down, and have all others do so."""
         log.warning("the stacks of all ranks are in %s", stacks.place())
         stacks.dump(f"waits in {wait}")
-        self.notes.asks_for_stacks(str(wait))
+        self.messages.asks_for_stacks(str(wait))
 
     def _give_stacks(self) -> None:
         """Write this rank's down, whatever it does, when another one asks."""
         stacks.put_off(self.stall)
-        for rank, text in self.notes.asked_for_stacks():
-            stacks.dump(f"rank {rank} waits in {text}; here {self.standing() or 'nothing is waited for'}")
+        for rank, text in self.messages.asked_for_stacks():
+            stacks.dump(f"rank {rank} waits in {text}; here {self.status() or 'nothing is waited for'}")
 
-    def standing(self) -> str:
+    def status(self) -> str:
         """Where this rank waits, then what it has called, newest first, on lines; "" before its first call. Local."""
         now, lines = time.monotonic(), []
         used = [wait for wait in self._waits if wait.call or wait.last]
@@ -258,10 +258,10 @@ class StallDetector:
         waited = now - wait.since
         error: AllReduceError | None = None
         patience = min(LEFT_SECONDS, self.timeout / 2)
-        left = self.notes.gone(wait, now - patience, call)
-        if self.notes.disagree(wait, call):
+        left = self.messages.gone(wait, now - patience, call)
+        if self.messages.disagree(wait, call):
             error = DisagreementError(
-                f"the ranks disagree about this call; it must be the same on all of them:\n{self.notes.table(call)}"
+                f"the ranks disagree about this call; it must be the same on all of them:\n{self.messages.table(call)}"
             )
         elif left is not None:
             error = left
@@ -279,9 +279,9 @@ class StallDetector:
                 self._ask_for_stacks(wait)
         if error is None or wait.call is not call:
             return
-        self.notes.gives_up(wait, call)
-        if self.notes.size > 1 and not abort.in_part():
-            error.teller = self.notes.teller(wait, call)
+        self.messages.gives_up(wait, call)
+        if self.messages.size > 1 and not abort.in_part():
+            error.teller = self.messages.teller(wait, call)
         if wait.raises:
             wait.error = error
         else:
@@ -290,13 +290,13 @@ class StallDetector:
 
     def _speaks(self, wait: WaitRecord, call: Call) -> bool:
         """Whether this rank reports a wait. Where ranks can't hear each other, few do: 0, 1, 2, 4, 8, ..."""
-        if self.notes.size > 1:
-            return self.notes.speaker(wait, call, SHOWN)
+        if self.messages.size > 1:
+            return self.messages.speaker(wait, call, SHOWN)
         return self._rank & (self._rank - 1) == 0
 
     def _where(self, call: Call) -> str:
         """Where all ranks are, on lines of their own, if anybody tells."""
-        return f"\n{self.notes.table(call)}" if self.notes.size > 1 else ""
+        return f"\n{self.messages.table(call)}" if self.messages.size > 1 else ""
 
 
 @functools.cache
@@ -371,7 +371,7 @@ class _Watchdog:
 _watchdog = _Watchdog()
 
 
-def standing() -> str:
-    """Where this rank stands, for people, by all detectors. Local, from any thread."""
-    texts = [text for detector in _watchdog.detectors() if (text := detector.standing())]
+def status() -> str:
+    """Where this rank waits and what it has called, by all detectors, for people. Local, from any thread."""
+    texts = [text for detector in _watchdog.detectors() if (text := detector.status())]
     return "\n  ".join(texts) or "it has made no call that took long"

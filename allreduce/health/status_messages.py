@@ -76,7 +76,7 @@ def tree(nodes: Sequence[Sequence[int]], own: int) -> list[Neighbour]:
     return found
 
 
-class Notes:
+class StatusMessages:
     """What the ranks of one topology tell of themselves.
 
     comm: a communicator of their own. Until `connect` this rank knows of itself alone.
@@ -158,8 +158,8 @@ class Notes:
     def leaves(self, why: str, wait: WaitRecord | None) -> None:
         """This rank waits for nobody any more: in one place or, as its program ends, in any."""
         if wait is not None:
-            word = 0 if wait.call is None else wait.call.word
-            self._tell([], [status.fact(LEFT, wait.number, wait.count, word, why)])
+            fingerprint = 0 if wait.call is None else wait.call.fingerprint
+            self._tell([], [status.fact(LEFT, wait.number, wait.count, fingerprint, why)])
         else:
             passed = self._finish.count - (self._finish.call is not None)
             self._tell([WAITING], [status.fact(LEFT, 0, children.exit_code(), passed, why)])
@@ -406,19 +406,20 @@ class Notes:
     def disagree(self, wait: WaitRecord, call: Call) -> bool:
         """Whether another rank has come to this place with another call."""
         return any(
-            (each.kind, each.number, each.turn) == (WAITING, wait.number, wait.count) and each.fingerprint != call.word
+            (each.kind, each.number, each.turn) == (WAITING, wait.number, wait.count)
+            and call.fingerprint != each.fingerprint
             for each in self.state
         )
 
     def speaker(self, wait: WaitRecord, call: Call, most: int) -> bool:
         """Whether this rank reports a wait: the lowest one that waits in this call, of at most so many calls."""
         others = [each for each, ranks in self.state.items() if each.kind == WAITING and min(ranks) < self.rank]
-        here = wait.number, wait.count, call.word
+        here = wait.number, wait.count, call.fingerprint
         return len(others) < most and here not in [(each.number, each.turn, each.fingerprint) for each in others]
 
     def teller(self, wait: WaitRecord, call: Call) -> int:
         """The number in the job of the rank that reports an error of this call: the lowest one that waits in it."""
-        here = WAITING, wait.number, wait.count, call.word
+        here = WAITING, wait.number, wait.count, call.fingerprint
         ranks = {rank for each, of in self.state.items() if each[:4] == here for rank in of}
         return processes.world_ranks(self.comm)[min({self.rank, *ranks})]
 

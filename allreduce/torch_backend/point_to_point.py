@@ -33,7 +33,7 @@ class MessageWaits:
     def __init__(self, topology: Topology, group: str) -> None:
         self._record = topology.wait_record()
         self._record.raises = True
-        self._notes = topology.detector.messages
+        self._messages = topology.detector.messages
         self._group = group
         self._taken = threading.Lock()
 
@@ -52,7 +52,7 @@ class MessageWaits:
             with self._reported(call):
                 if wait_until(lambda: done() or self._has_left(message, peer), deadline - time.monotonic()):
                     return
-                table = f"\n{self._notes.table(call)}"
+                table = f"\n{self._messages.table(call)}"
         raise TimedOut(f"{message} was not done within {limit:g} s: the other rank did not do its part{table}")
 
     @contextmanager
@@ -70,7 +70,7 @@ class MessageWaits:
 
     def _has_left(self, message: str, peer: int) -> bool:
         """Raise RankLeftError when the peer has ended its program, and its last messages have had time to arrive."""
-        departure = self._notes.departure(peer)
+        departure = self._messages.departure(peer)
         if departure is not None and time.monotonic() - departure[1] > LEFT_SECONDS:
             fact = departure[0]
             error = RankLeftError(f"rank {peer} has left: {fact.text}, while this rank waits for it in {message}")

@@ -343,7 +343,7 @@ class Executor:
             "late, hangs, or never called it. The group can't be used any more"
         )
         call = self._record.call
-        return TimedOut(text if call is None else f"{text}\n{self._notes.table(call)}")
+        return TimedOut(text if call is None else f"{text}\n{self._messages.table(call)}")
 
 
 children.guard(Executor, "submit")

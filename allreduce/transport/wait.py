@@ -29,10 +29,10 @@ LOOK_SECONDS = 0.25  # how often a watcher looks at the waits
 
 
 class Call(Protocol):
-    """What a rank has called: its text for people, and a word that is alike on ranks that called the same."""
+    """What a rank has called: its text for people, and a fingerprint that is alike on ranks that called the same."""
 
     @property
-    def word(self) -> int: ...
+    def fingerprint(self) -> int: ...
 
     def __str__(self) -> str: ...
 
@@ -41,7 +41,7 @@ class NamedCall(NamedTuple):
     """A call that is known by its text."""
 
     text: str
-    word: int = 0
+    fingerprint: int = 0
 
     def __str__(self) -> str:
         return self.text

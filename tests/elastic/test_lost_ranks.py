@@ -61,7 +61,7 @@ def test_an_edit_that_a_lost_rank_interrupts_is_done_once(mpirun: JobRunner) -> 
 def test_a_rank_is_lost_while_the_command_loads_its_data(mpirun: JobRunner) -> None:
     job = mpirun(3, ["-c", LOADING, "--data", "iris", "--epochs", "2", "--on-failure", "continue"], ulfm=True)
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "a rank was lost before the training; the others begin it" in job.stderr
+    assert "a rank was lost before the training; the other ranks begin again without it" in job.stderr
     assert "2 ranks on 1 node" in job.stdout
     assert "test accuracy" in job.stdout
 

@@ -32,11 +32,11 @@ POINTS = {
     ],
     "backward": [(f"{PROGRAMS}.loop", "backward")],
     "push": [
-        ("trainers.strategies.servers.worker:Client", "push"),
+        ("trainers.strategies.servers.mailbox:Client", "push"),
         ("trainers.strategies.servers.strategy:SynchronousServers", "_collect"),
     ],
     "reply": [
-        ("trainers.strategies.servers.server:Mailbox", "reply"),
+        ("trainers.strategies.servers.mailbox:Mailbox", "reply"),
         ("trainers.strategies.servers.service:Served", "_spread"),
     ],
     "call": [("allreduce.engine.engine:Engine", "run")],

@@ -44,7 +44,7 @@ def test_objects_come_back_as_they_were() -> None:
     import numpy as np
     import torch
 
-    from trainers.horovod import objects
+    from trainers.horovod import state
     from trainers.horovod.errors import NotSendableError
 
     value = {
@@ -54,23 +54,27 @@ def test_objects_come_back_as_they_were() -> None:
         "kinds": (torch.float16, torch.device("cpu"), torch.Size([2, 3])),
         "empty": [{}, [], ()],
     }
-    found, length = objects.unpack(objects.pack(value))
+    packed, error = state.pack(value)
+    found, length = state.unpack(packed)
+    assert error is None
     assert found == {**value, "kinds": (torch.float16, torch.device("cpu"), (2, 3))}
-    assert length == len(objects.pack(value))
+    assert length == len(packed)
     arrays = [
         np.arange(6, dtype=">i2").reshape(2, 3),
         np.float32(1.5),
         torch.eye(2, dtype=torch.bfloat16),
         torch.ones(0),
     ]
-    found, _ = objects.unpack(objects.pack(arrays))
+    found, _ = state.unpack(state.pack(arrays)[0])
     assert found[0].dtype == arrays[0].dtype
     assert found[0].tolist() == arrays[0].tolist()
     assert found[1] == 1.5
     assert torch.equal(found[2], arrays[2])
     for bad in (object(), len, np.array([object()]), [{"deep": Path()}]):
+        packed, error = state.pack(bad)
+        assert isinstance(error, NotSendableError)
         with pytest.raises(NotSendableError, match="no pickle"):
-            objects.pack(bad)
+            state.unpack(packed)
 
 
 @needs_torch

@@ -123,13 +123,39 @@ class Saver:
                 "it with resume=True (--resume), or give another folder"
             )
         check(path, saved, self._strategy.replica, self._settings, self._steps)
-        if self._same_data:
-            check_data(path, saved, self._data, self._settings["rows"])
-        kind, together_again = self._strategy.name, self._strategy.synchronous
-        check_way(path, saved, kind, together_again, self._choices, self._group.size)
+        progress, strategy = saved.progress, self._strategy
+        differs = data.difference(progress.settings.get("data"), self._data, self._settings["rows"])
+        if differs and self._same_data:
+            raise CheckpointError(
+                f"{path} is of a training with other data: {differs}; give the same rows in the same order, or go on "
+                "with these on purpose: checkpoint=Checkpoint(folder, same_data=False), --other-data"
+            )
+        if progress.step and not strategy.synchronous:
+            text = f"{path} is of the middle of an epoch, and {strategy.name} goes on from the end of one"
+            raise UnusableError(text)
+        before, now = (choices.get("allreduce") for choices in (progress.choices, self._choices))
+        if before != now:
+            chosen = f"{before} before, and by {now} now"
+            log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)
+        if progress.ranks != self._group.size:
+            text = f"{progress.ranks} ranks, and this training has {self._group.size}"
+            log.warning("trainers: %s was written on %s: the last bits may differ, and random states do", path, text)
 
     def _take_folder(self) -> None:
-        prepare(self._folder, self._held)
+        """Make the folder where it is missing, clean it of what killed writers have left, and keep it until `close`.
+
+        Raises CheckpointError.
+        """
+        folder = self._folder
+        try:
+            os.makedirs(folder, exist_ok=True)
+            self._held.enter_context(files.in_use(folder))
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"room?")
+            files.clean(folder)
+        except OSError as error:
+            reason = f"{error.strerror or error}; give a folder that can be written to"
+            raise CheckpointError(f"checkpoints can't be written to {folder}: {reason}") from error
         self._is_mine = True
 
     def side(self) -> dict[str, Any]:
@@ -165,7 +191,16 @@ class Saver:
         mine = model_file.unpacked(bytes_of_root(comm, packed, "hear what a checkpoint has of each rank"))
         self.watching = _taken(mine, WATCHING)
         if same:  # or else what is each rank's own can't be that of other ranks
-            together(comm, partial(take_own, self._strategy.replica, _taken(mine, REPLICA), mine, self._folder))
+            together(comm, lambda: self._take_own(_taken(mine, REPLICA), mine))
+
+    def _take_own(self, local: dict[str, np.ndarray], own: dict[str, np.ndarray]) -> None:
+        """Take on the replica's `local` state of this rank, and the random numbers of its programs in `own`. Local."""
+        try:
+            self._strategy.replica.load_local_state(local)
+            checkpoints.load(own)
+        except (ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            text = f"the checkpoint in {self._folder} is damaged, or of another model"
+            raise CheckpointError(f"{text}: a rank can't go on with what is its own: {error!r}") from error
 
     def _packed(self, saved: Saved, same: bool) -> list[bytes]:
         """For each rank what was its own; on another number of ranks, what was rank 0's, for their callbacks."""
@@ -310,22 +345,6 @@ def make_saver(
     return Saver(strategy, batches, given, resume, known)
 
 
-def prepare(folder: str, held: ExitStack) -> None:
-    """Make the folder where it is missing, and clean it of what killed writers have left. Raises CheckpointError.
-
-    held: keeps it for this training until it is closed.
-    """
-    try:
-        os.makedirs(folder, exist_ok=True)
-        held.enter_context(files.in_use(folder))
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"room?")
-        files.clean(folder)
-    except OSError as error:
-        reason = f"{error.strerror or error}; give a folder that can be written to"
-        raise CheckpointError(f"checkpoints can't be written to {folder}: {reason}") from error
-
-
 def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], steps: int) -> None:
     """Refuse a checkpoint that is no earlier state of this training. Raises CheckpointError.
 
@@ -358,47 +377,6 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
         raise CheckpointError(f"{path} is of a training with {counts}")
     if progress.step > steps or (progress.step and len(saved.measured[0]) != len(replica.metrics)):
         raise UnusableError(f"{path} is damaged: step {progress.step} of {steps}")
-
-
-def check_data(path: str, saved: Saved, given: Fingerprint, rows: int) -> None:
-    """Refuse a checkpoint of other data than these; one of an older version has no fingerprint, and is taken.
-
-    Raises CheckpointError.
-    """
-    differs = data.difference(saved.progress.settings.get("data"), given, rows)
-    if differs:
-        raise CheckpointError(
-            f"{path} is of a training with other data: {differs}; give the same rows in the same order, or go on with "
-            "these on purpose: checkpoint=Checkpoint(folder, same_data=False), --other-data"
-        )
-
-
-def check_way(path: str, saved: Saved, kind: str, together: bool, choices: dict[str, str], ranks: int) -> None:
-    """Refuse, or say, what a trainer of this kind does in another way than the one that wrote the checkpoint.
-
-    Raises UnusableError for the middle of an epoch whose steps ranks do not take together.
-
-    together: whether its ranks take steps together. choices: what was chosen for the job. ranks: how many it has.
-    """
-    progress = saved.progress
-    if progress.step and not together:
-        raise UnusableError(f"{path} is of the middle of an epoch, and {kind} goes on from the end of one")
-    if progress.choices.get("allreduce") != choices.get("allreduce"):
-        chosen = f"{progress.choices.get('allreduce')} before, and by {choices.get('allreduce')} now"
-        log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)
-    if progress.ranks != ranks:
-        text = f"{progress.ranks} ranks, and this training has {ranks}"
-        log.warning("trainers: %s was written on %s: the last bits may differ, and random states do", path, text)
-
-
-def take_own(replica: Replica, local: dict[str, np.ndarray], own: dict[str, np.ndarray], folder: str) -> None:
-    """Take on what is a rank's own: its replica's `local` state, and the random numbers of the programs in `own`."""
-    try:
-        replica.load_local_state(local)
-        checkpoints.load(own)
-    except (ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-        text = f"the checkpoint in {folder} is damaged, or of another model"
-        raise CheckpointError(f"{text}: a rank can't go on with what is its own: {error!r}") from error
 
 
 def _described(name: str, shape: Any) -> str:

@@ -1,40 +1,50 @@
-"""What a trainer does when a rank fails: it goes on with the ranks that are left, or stops in order.
+"""What a trainer does when a rank fails: it goes on with the ranks that are left, or the job stops in order.
 
-A call of a trainer is made by all ranks together, and left by all together: in the end the survivors agree whether all
-of them are through it. If not, they shrink to those that live, make again what depends on the ranks (topology, backend,
-buffers), take on the newest state that any of them has, and make the call again. A fit goes on where it was; other
-calls begin again. A rank that fails meanwhile begins this again. Calls inside of calls, as callbacks make them, are
-ended by a failure, and the outermost one goes on.
+All ranks make a call of a trainer together, and they agree at its end whether all of them have completed it. If not,
+the ranks that are left form the next topology, make backend and buffers again, take on the newest state that they have
+together, and make the call again. A fit goes on where it was; other calls begin again. A call inside of another one, as
+callbacks make them, is ended by a failure, and the outermost call goes on.
 """
 
+import json
 import logging
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
 
 from allreduce.elastic.retry import attempt, recover, retry
 from allreduce.elastic.standby import JOINED, ElasticWorld, JoiningRank
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
-from allreduce.transport.control import all_values, everywhere, known
-from trainers.errors import ArgumentError
-from trainers.group import Owner, RankGroup
+from allreduce.transport.control import all_values, everywhere, known, root_value
+from trainers.errors import ArgumentError, DivergedError
+from trainers.fit.loop import EVENTS, STEPS, Fit, PartialEpoch, Position
+from trainers.group import Owner, RankGroup, broadcast_arrays
+from trainers.state.adopt import Piece
 from trainers.strategies.interface import Strategy
+from trainers.watching.history import Epoch, History
 
 log = logging.getLogger("trainers")
 
 ResultT = TypeVar("ResultT")
 CHOICES = ("stop", "continue")
 MAKING = "the making of the trainer"
+HOW_FAR = "learn the positions of the ranks in a fit"
+HAND_OVER = "hand a fit to a joining rank"
+VALUES = "trainer.values"
 
 
 class Failure(NamedTuple):
-    """ranks: of MPI.COMM_WORLD, that have failed. left: how many went on.
+    """Ranks that have failed together.
 
-    during: the call in which they failed, "fit: epoch 3, step 17" say. seconds: until the others had begun again.
+    ranks: their ranks in MPI.COMM_WORLD. left: how many ranks went on. during: the call in which they failed, for
+    example "fit, epoch 3, step 17". seconds: until the ranks that are left had repaired.
     """
 
     ranks: tuple[int, ...]
@@ -48,7 +58,7 @@ class Failure(NamedTuple):
 
 
 class Call(Generic[ResultT]):
-    """A collective call of a trainer. run: makes it; on the ranks that are left once more when one has failed."""
+    """A collective call of a trainer. run: makes the call; after a failure the ranks that are left run it again."""
 
     admits_ranks = False  # whether standby ranks may join during this call
 
@@ -56,31 +66,30 @@ class Call(Generic[ResultT]):
         self.name, self.run = name, run
 
     def open(self) -> bool:
-        """Prepare to join this call, which other ranks are in the middle of; whether that can be. Local."""
+        """Prepare this rank to join a call that other ranks have begun. False where no rank can join it. Local."""
         return False
 
     def go_back(self) -> bool:
-        """No ranks have the whole state: have all of them take on an earlier one, if there is any. Collective."""
+        """The ranks do not have the whole state: take on an earlier one. False if there is none. Collective."""
         return False
 
     def rejoin(self) -> None:
-        """The ranks are others now, and have equal states: those after the strategy's `steps`. Collective."""
+        """Come to the call's position. The ranks have equal states, those after the strategy's `steps`. Collective."""
 
     def keep(self) -> None:
-        """The job stops after this: write down what it can go on from. Collective."""
+        """The job stops after this: write a checkpoint from which another job can go on. Collective."""
 
     def close(self) -> None:
-        """The call is over, however it has ended. Local."""
+        """The call has ended, in a result or an error. Local."""
 
     def __str__(self) -> str:
         return self.name
 
 
 class Recovery:
-    """How a trainer and its calls survive failed ranks.
+    """Makes a trainer and its calls survive failed ranks.
 
-    goes_on: whether the others go on; otherwise the job stops in order.
-    failures: that were survived so far, the same on all ranks. owns_topology: the topology was made here.
+    failures: those so far, the same on all ranks. owns_topology: the topology was made here.
     """
 
     def __init__(self, strategy: Strategy, on_failure: str | None) -> None:
@@ -88,12 +97,13 @@ class Recovery:
         self._continues = on_failure == "continue"
         self._active = False  # whether the ranks outlive a failed one
         self._busy = False  # inside of a call
-        self._again = False  # ranks that have waited could not find the call that these are in
+        self._again = False  # a call that admits standby ranks has ended; they could not find a later one
         self.failures: list[Failure] = []
         self.owns_topology = False
 
     @property
     def goes_on(self) -> bool:
+        """Whether the ranks that are left go on after a failure; otherwise the job stops in order."""
         return self._active and self._continues
 
     # The making of the trainer
@@ -154,7 +164,7 @@ class Recovery:
         return group
 
     def _refusal(self, ranks: Topology) -> ArgumentError | None:
-        """What is wrong with on_failure=... here. Local."""
+        """Why on_failure=... can't be had on these ranks, if it can't. Local."""
         on_failure, replica = self._on_failure, self._strategy.replica
         if on_failure is not None and on_failure not in CHOICES:
             return ArgumentError(f"on_failure={on_failure!r} is unknown; use one of {', '.join(CHOICES)}, or None")
@@ -178,9 +188,9 @@ class Recovery:
     # Calls
 
     def run(self, call: Call[ResultT]) -> ResultT:
-        """What the call returns, or raises on all ranks. Collective.
+        """The result of a call; its error is raised on all ranks. Collective.
 
-        Raises RankLostError where the job stops, and where the ranks that are left don't have the newest state whole.
+        Raises RankLostError where the job stops, and where the ranks that are left do not have a whole state.
         """
         if not self._active or self._busy:
             return call.run()
@@ -196,27 +206,13 @@ class Recovery:
             self._again |= call.admits_ranks
 
     def _warn_of_empty_places(self, call: Call[ResultT]) -> None:
-        """Before a second fit: no standby rank takes the place of one that fails in it. Local."""
+        """Warn before a second fit, in which no standby rank takes the place of a failed rank. Local."""
         group = self._strategy.group
         if call.admits_ranks and self._again and group.rank == 0 and isinstance(group.topology, ElasticWorld):
             log.warning(
                 "trainers: a rank that is lost in this fit leaves its place empty: ranks that wait take places in the "
                 "first fit only"
             )
-
-    def by_all(self, action: Callable[[], object]) -> None:
-        """Do a part of a call that no rank that is left may have done without the others. Collective.
-
-        Raises RankLostError on all of them when a rank fails meanwhile: then none of them counts it as done.
-        """
-        if not self._active:
-            action()
-            return
-        topology = self._strategy.group.topology
-        outcome = attempt(topology, action)
-        if not topology.finished(outcome.failure is None):
-            raise outcome.failure or RankLostError("a rank failed before the other ranks had done the same")
-        outcome.result()
 
     def _recover(self, call: Call[ResultT], topology: Topology) -> Topology:
         """Go on with the ranks that are left, and with those that join. Returns their topology. Collective."""
@@ -289,7 +285,10 @@ class Recovery:
         return known(RankLostError(text), self._strategy.group.topology.world)
 
     def _note(self, before: tuple[int, ...], during: str, seconds: float) -> None:
-        """Note which of the ranks `before`, of MPI.COMM_WORLD, have failed; say so where the others go on. Local."""
+        """Add the failure to `failures`, and log it where the ranks that are left go on. Local.
+
+        before: the ranks before the failure, in MPI.COMM_WORLD. during: the call. seconds: that the repair took.
+        """
         group = self._strategy.group
         left = processes.world_ranks(group.topology.world)
         gone = tuple(rank for rank in before if rank not in left)
@@ -303,7 +302,7 @@ class Recovery:
                 log.warning("trainers: rank%s %s joined", "s" * (len(joined) > 1), ", ".join(map(str, joined)))
 
     def __str__(self) -> str:
-        """What happens when a rank fails, for the start of a program."""
+        """What happens when a rank fails, in words that the command line prints at the start."""
         if self._strategy.group.size == 1:
             return "there are no others to go on"
         if not ulfm.in_force():
@@ -312,3 +311,151 @@ class Recovery:
             return "the others stop (--on-failure continue: they go on)"
         back = "" if self._strategy.any_rank_may_fail else ", from the last checkpoint (--copies 2: without one)"
         return f"the others go on{back}"
+
+
+# The calls that a failure does not simply repeat
+
+
+class FitCall(Call[History]):
+    """A fit, which goes on where it was when a rank fails. begin: makes the fit; collective.
+
+    - The ranks do all parts of a step, and of the end of an epoch, together. So they are at most one part apart.
+    - A rank that is behind takes the logs and flags of the part from a rank that has done it, and calls its callbacks.
+    """
+
+    admits_ranks = True
+
+    def __init__(self, strategy: Strategy, begin: Callable[[], Fit]) -> None:
+        super().__init__("fit", self._run)
+        self._strategy, self._begin = strategy, begin
+        self._fit: Fit | None = None
+
+    def _run(self) -> History:
+        if self._fit is None:
+            self._fit = self._begin()
+        return self._fit.run()
+
+    def open(self) -> bool:
+        self._strategy.group.rank = JOINED  # until `replace` numbers it, so that callbacks do not take it for rank 0
+        self._fit = self._begin()
+        self._fit.open_to_join()
+        return True
+
+    def close(self) -> None:
+        if self._fit is not None:
+            self._fit.close()
+
+    def __str__(self) -> str:
+        if self._fit is None or not self._fit.position.epoch >= 0:
+            return "fit, before its first epoch"
+        return f"fit, epoch {self._fit.position.epoch + 1}, step {self._fit.position.step + 1}"
+
+    def rejoin(self) -> None:
+        """Come to the position of the rank that is ahead of all others. Collective."""
+        fit, strategy, group = self._fit, self._strategy, self._strategy.group
+        if not all(all_values(group.comm, fit is not None and fit.begun, HOW_FAR)):  # nothing was trained: begin again
+            self.close()
+            self._fit = None
+            return
+        assert fit is not None
+        fit.batches.divide(strategy.part, strategy.parts)
+        if group.previous[group.rank] != JOINED:
+            move(fit, strategy.steps - fit.taken)
+        fit.taken = strategy.steps
+        sides = all_values(group.comm, side_of(fit), HOW_FAR)
+        catch_up(fit, sides)
+        if JOINED in group.previous:
+            hand_over(fit, group.previous)
+        fit.guarded(fit.callbacks.ranks_change)
+        if fit.saver is not None:
+            fit.saver.rejoin([side["saver"] for side in sides])
+        fit.meter.look_again()
+
+    def go_back(self) -> bool:
+        fits = all_values(self._strategy.group.comm, self._fit is not None and self._fit.begun, HOW_FAR)
+        return all(fits) and self._fit is not None and self._fit.go_back()
+
+    def keep(self) -> None:
+        if self._fit is not None:
+            self._fit.save_now()
+
+
+def side_of(fit: Fit) -> dict[str, Any]:
+    """What this rank tells the others of a fit, as JSON can hold it. Local."""
+    return {
+        "position": fit.position,
+        "logs": fit.logs,
+        "stop": [fit.stopped, fit.strategy.stop_training],
+        "heard": fit.callbacks.heard(),
+        "asks": fit.callbacks.asks,
+        "saver": None if fit.saver is None else fit.saver.side(),
+    }
+
+
+def move(fit: Fit, gained: int) -> None:
+    """Count `gained` more steps, of which this rank has the state and `measured` of the last one. Local."""
+    if gained > 0:
+        fit.hear_flags()
+        with suppress(DivergedError):  # which all ranks see together, at the end
+            fit.end_step()
+    elif gained < 0:
+        fit.step_back()
+
+
+def catch_up(fit: Fit, sides: list[dict[str, Any]]) -> None:
+    """Come to the position of the rank that is ahead. sides: `side_of` of all ranks. Local, the same on all ranks."""
+    ahead = max(sides, key=lambda side: side["position"])
+    position = Position(*ahead["position"])
+    if fit.position < position:
+        fit.position = position
+        if position.part != STEPS:
+            fit.logs = ahead["logs"]
+        fit.stopped, fit.strategy.stop_training = ahead["stop"]
+    fit.asks = any(side["asks"] for side in sides)
+    fit.callbacks.tell_again((tuple(event), heard) for event, heard in (side["heard"] for side in sides))
+
+
+def hand_over(fit: Fit, previous: tuple[int, ...]) -> None:
+    """Give joining ranks the history and the callbacks' state of the other ranks. Collective.
+
+    previous: as of RankGroup.
+    """
+    comm = fit.strategy.group.comm
+    joins = previous[comm.rank] == JOINED
+    lead = next(rank for rank, old in enumerate(previous) if old != JOINED)
+    begun = fit.epoch_so_far()
+    epochs = (
+        [] if joins else json.loads(json.dumps([each.as_dict() for each in fit.history], default=np.ndarray.tolist))
+    )
+    told = [epochs, begun.seconds, begun.rows]
+    history, seconds, rows = root_value(comm, told, HAND_OVER, lead)
+    arrays = {} if joins else {VALUES: begun.measured, **fit.callbacks.state()}
+    arrays = broadcast_arrays(comm, arrays, lead, HAND_OVER)
+    if joins:
+        position, epochs = fit.position, [Epoch.of_dict(epoch) for epoch in history]
+        ended = position.part > EVENTS  # and the callbacks were told
+        fit.history[:] = epochs if ended else epochs[: position.epoch]
+        fit.join(PartialEpoch(position.epoch, position.step, seconds, arrays.pop(VALUES), rows))
+        fit.guarded(lambda: fit.callbacks.load_state(arrays))
+
+
+class EditCall(Call[None]):
+    """A change of the parameters, made on all ranks that are left or on none. change: of the user's."""
+
+    def __init__(self, strategy: Strategy, change: Callable[[], object]) -> None:
+        super().__init__("edit", self._run)
+        self._strategy, self._change = strategy, change
+
+    def _run(self) -> None:
+        strategy, topology = self._strategy, self._strategy.group.topology
+        if not strategy.recoverable:
+            strategy.edit(self._change)
+            return
+        before: list[Piece] = []
+        outcome = attempt(topology, lambda: strategy.edit(self._change, before))
+        if topology.finished(outcome.failure is None):
+            outcome.result()
+            return
+        if before:
+            strategy.saved = before
+        raise outcome.failure or RankLostError("a rank failed before all ranks had made the change")

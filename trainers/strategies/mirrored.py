@@ -7,7 +7,7 @@ import numpy as np
 
 from allreduce import create, notices
 from allreduce.arrays import dtypes
-from allreduce.backend import AllReduce, Recipe, TwoPhase
+from allreduce.backend import AllReduce, Recipe
 from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
@@ -21,8 +21,8 @@ from trainers.group import RankGroup
 from trainers.replica import Replica, Rows, Table
 from trainers.state import backup
 from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
-from trainers.strategies.interface import FLAGS, Strategy, Update, replica_refusal
-from trainers.strategies.sharded import ShardedUpdate
+from trainers.strategies.interface import FLAGS, Strategy, replica_refusal
+from trainers.strategies.sharded import Parts, ShardedUpdate, Update
 
 
 class Mirrored(Strategy):
@@ -115,7 +115,7 @@ class Mirrored(Strategy):
         self.measured = self._measured = self._allocate(extra, "float32") if self._beside else buffer[length:]
         self.buffer = buffer  # before ranks are bound to it, of which one may fail: closing unbinds all
         together(self.group.comm, lambda: replica.bind(buffer[:length]))
-        self._update = ReplicatedUpdate(self)
+        self._update = ReplicatedUpdate(self._parts, self._tables)
 
     def _allocate(self, length: int, dtype: str) -> Any:
         return self._backend.allocate(length, dtype, device=self.replica.device)
@@ -137,9 +137,11 @@ class Mirrored(Strategy):
 
     def _divided(self) -> Update:
         """An update that each rank does for what it owns. Collective."""
-        assert isinstance(self.allreduce, TwoPhase)
-        parts = self.replica, self.allreduce, self.buffer, self.group.comm, self.clock
-        return ShardedUpdate(*parts, self.steps, self._copies_kept())
+        return ShardedUpdate(self._parts, self._copies_kept())
+
+    @property
+    def _parts(self) -> Parts:
+        return Parts(self.replica, self._backend, self.buffer, self._measured, self.group.comm, self.clock, self.steps)
 
     def _copies_kept(self) -> int:
         """How many ranks have each slice. Local."""
@@ -195,21 +197,13 @@ class Mirrored(Strategy):
         measured[len(self.replica.metrics) :] = flags
         # Every rank's part is weighted by its share of the batch already, so the sum is the mean over samples.
         if self._beside:
-            self.reduce(self._backend.exact, measured)
+            self.clock.start()
+            self._backend.exact(measured, "sum")
+            self.clock.stop()
         if not isinstance(self._update, ReplicatedUpdate):
-            self.reduce_tables()
+            self._tables.reduce(self._backend)
         reduced = self.update.step()
         return measured if self._beside else reduced
-
-    def reduce(self, backend: AllReduce, array: Any) -> None:
-        """Add an array up over the ranks. Collective."""
-        self.clock.start()
-        backend(array, "sum")
-        self.clock.stop()
-
-    def reduce_tables(self) -> None:
-        """Give the replica the sums of all ranks' sparse gradients. Collective."""
-        self._tables.reduce(self._backend)
 
     def count_step(self) -> None:
         super().count_step()
@@ -315,11 +309,12 @@ class Mirrored(Strategy):
         updated = any(piece.first > self.steps for piece in self.saved or [])
         own = [self.steps, self._last.tolist(), self._fresh.tolist(), updated]
         self._ended = all_values(self.group.comm, own, ADOPT)
-        if adopt(self, self.saved or [], self._length):
-            self._ended = []
-            return True
-        self.steps, self._ended = max(steps for steps, *_ in self._ended), []
-        return False
+        done = adopt(self, self.saved or [], self._length)
+        if not done:
+            self.steps = max(steps for steps, *_ in self._ended)
+        self._ended = []
+        self.update.count_steps(self.steps)
+        return done
 
     def take_on(self, step: int, state: Arrays) -> None:
         if not self._ended:
@@ -346,28 +341,24 @@ class Mirrored(Strategy):
 
 
 class ReplicatedUpdate(Update):
-    """Every rank updates all parameters by the sum of all ranks' gradients."""
+    """Every rank updates all parameters by the sum of all ranks' gradients. tables: of the replica."""
 
-    def __init__(self, strategy: Mirrored) -> None:
-        self._strategy, self._replica = strategy, strategy.replica
-        self._buffer, self._measured = strategy.buffer, strategy.measured
-        self._errors_in_step = self._replica.device == "cpu"
+    def __init__(self, parts: Parts, tables: "Tables") -> None:
+        super().__init__(parts)
+        self._tables, self._errors_in_step = tables, self._replica.device == "cpu"
 
     def step(self) -> Any:
-        strategy = self._strategy
-        strategy.reduce(strategy.allreduce, self._buffer)  # type: ignore[arg-type]
+        self._clock.start()
+        self._backend(self._buffer, "sum")
+        self._clock.stop()
         if not (self._errors_in_step and self._measured[-1]):
-            strategy.reduce_tables()
-            with strategy.span("update"):
+            self._tables.reduce(self._backend)
+            with self.span("update"):
                 self._replica.update()
         return self._measured
 
-    def pieces(self) -> list[Piece]:
-        steps = self._strategy.steps
-        return [Piece(steps, steps, 0, self._buffer.size, {}, self._replica.snapshot({}))]
-
-    def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        return together(self._strategy.group.comm, lambda: self._replica.snapshot(memory) if wanted else {})
+    def count_steps(self, steps: int) -> None:
+        self._steps = self._since = steps
 
 
 class Tables:

@@ -1,6 +1,6 @@
 """What strategies with servers share: which ranks serve, where parameters and gradients lie, how a state gets whole."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,11 +23,78 @@ from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.state.adopt import Piece, mirror, newest
 from trainers.strategies.interface import FLAGS, Strategy, replica_refusal
-from trainers.strategies.servers.messages import Waits, unit_type
-from trainers.strategies.servers.progress import Counts
-from trainers.strategies.servers.server import Mailbox, Shard
-from trainers.strategies.servers.worker import Client
+from trainers.strategies.servers.mailbox import (
+    Client,
+    Mailbox,
+    Waits,
+    unit_type,
+)
 from trainers.watching.meter import Tally
+
+
+class Counts:
+    """behind: how many applied gradients were 0, 1, 2, ... updates behind. dropped: how many were not applied.
+
+    cut_short: whether the epoch was ended before its last step.
+    """
+
+    def __init__(self) -> None:
+        self.behind: list[int] = []
+        self.dropped = 0
+        self.cut_short = False
+
+
+class Shard:
+    """The slice `part` of a replica's flat parameters, which this rank alone updates.
+
+    parameters, gradients: the whole flat buffers that the replica is bound to.
+    version: how many updates it has had.
+    """
+
+    def __init__(self, replica: Replica, parameters: np.ndarray, gradients: np.ndarray, part: slice) -> None:
+        self._replica, self.part = replica, part
+        self.parameters, self.gradients = parameters[part], gradients[part]
+        self._accumulator = dtypes.TYPES[self.gradients.dtype].accumulator
+        self.version = 0
+
+    def apply(self, gradients: np.ndarray, factor: float) -> None:
+        """One update, with the learning rate times `factor`."""
+        self.gradients[:] = gradients
+        self.update(factor)
+
+    def update(self, factor: float = 1.0) -> None:
+        """The same with the gradients that lie in the bound buffer.
+
+        The rate is changed, not the gradients, because Adam and its like take no notice of how large those are.
+        """
+        replica = self._replica
+        rates = replica.learning_rates
+        if factor != 1.0:
+            replica.learning_rates = [rate * factor for rate in rates]
+        try:
+            replica.update(self.part)
+        finally:
+            if factor != 1.0:
+                replica.learning_rates = rates
+        replica.refresh()
+        self.version += 1
+
+    def add_up(self, summands: Sequence[np.ndarray], share: float = 1.0) -> None:
+        """Leave the sum of slices, divided by `share`, in the bound buffer; 16-bit floats are summed in float32."""
+        total = self.gradients
+        if total.dtype != self._accumulator:
+            total = np.zeros(total.size, self._accumulator)
+        np.copyto(total, summands[0])
+        for summand in summands[1:]:
+            total += summand
+        if share != 1.0:
+            total /= total.dtype.type(share)
+        if total is not self.gradients:
+            self.gradients[:] = total.astype(self.gradients.dtype)
+
+    def is_finite(self) -> bool:
+        """Whether all parameters are numbers."""
+        return bool(np.isfinite(self.parameters).all())
 
 
 class Served(Strategy):

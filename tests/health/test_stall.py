@@ -1,4 +1,4 @@
-"""The detector's judgement, on notes that are made up."""
+"""The detector's judgement, on messages that are made up."""
 
 import time
 
@@ -40,6 +40,6 @@ def test_where_a_rank_stands_among_many_places() -> None:
         wait.new(3.0)
     waits[30].begin(NamedCall("all_reduce"))
     waits[30].new(1.0)
-    assert "in all_reduce, call 1 there" in detector.standing().splitlines()[0]
-    assert "a call that was quick" in detector.standing().splitlines()[1]
+    assert "in all_reduce, call 1 there" in detector.status().splitlines()[0]
+    assert "a call that was quick" in detector.status().splitlines()[1]
     detector.abandon()
