@@ -4,7 +4,7 @@ First pure arithmetic: where each gradient lies, how buffers are divided into bu
 the memory, on the model's device and where the backend reduces it. Then marks, which show edits of this memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -123,14 +123,17 @@ def blocks(
     """
     result = []
     for bucket, mine, inside in zip(buckets, owned, cuts or [()] * len(buckets), strict=True):
-        begin, end = bucket.start + mine.start, bucket.start + mine.stop
-        borders = sorted({begin, end, *(bucket.start + at for at in inside if mine.start < at < mine.stop)})
         for slot in bucket.slots:
-            for low, high in pairwise(borders):
-                low, high = max(low, slot.start), min(high, slot.stop)
+            for begin, end in parts(mine, inside):
+                low, high = max(bucket.start + begin, slot.start), min(bucket.start + end, slot.stop)
                 for at in range(low, high, step):
                     result.append(Block(slot.parameter, bucket.dtype, at, min(at + step, high), at - slot.start))
     return result
+
+
+def parts(mine: slice, cuts: Iterable[int]) -> list[tuple[int, int]]:
+    """The parts of a slice between the cuts inside of it; none of an empty slice."""
+    return list(pairwise(sorted({mine.start, mine.stop, *(at for at in cuts if mine.start < at < mine.stop)})))
 
 
 ALL = slice(None)

@@ -24,7 +24,7 @@ from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, combine, on_all, raise_together, together
 from allreduce.transport.shared_segment import CommonSegment
 from allreduce.transport.wait import waiting
-from trainers.pytorch.buckets import Block, Flat, blocks, changed, flat, version_of
+from trainers.pytorch.buckets import Block, Flat, blocks, changed, flat, parts, version_of
 from trainers.pytorch.reducer import Reducer
 from trainers.pytorch.state import from_json, to_json
 from trainers.replicas.pytorch import fused
@@ -104,9 +104,9 @@ class ShardedOptimizer:
         self.apart = dict(zip(reducer.sparse.names, reducer.sparse.parameters, strict=True))  # updated whole
         owned = reducer.owned
         starts = all_values(comm, [each.start for each in owned], "learn where the slices of all ranks begin")
-        cuts = [sorted(set(of_bucket)) for of_bucket in zip(*starts, strict=True)]  # the same on all nodes
+        self._cuts = [sorted(set(of_bucket)) for of_bucket in zip(*starts, strict=True)]  # the same on all ranks
         self.placement = Placement(reducer, backend, comm, owned)
-        self.blocks = blocks(reducer.plan, owned, block_on(reducer.device.kind), cuts)
+        self.blocks = blocks(reducer.plan, owned, block_on(reducer.device.kind), self._cuts)
         flats = self.placement.flats
         self._parts = [flats[each.dtype][each.start : each.stop] for each in self.blocks]
         self._grads = [reducer.flats[each.dtype][each.start : each.stop] for each in self.blocks]
@@ -116,8 +116,8 @@ class ShardedOptimizer:
             self._dtypes[group].add(parameter.dtype)
         self.optimizer = optimizer_like(plain, (self._of_group(at) for at in range(len(plain.param_groups))))
         self._starts = list(accumulate((bucket.stop - bucket.start for bucket in reducer.plan), initial=0))
-        parts = [[start + own.start, start + own.stop] for start, own in zip(self._starts, owned, strict=False)]
-        self.backup = Backup(comm, backend.topology.node_index, parts) if copies == 2 else None
+        mine = [[start + own.start, start + own.stop] for start, own in zip(self._starts, owned, strict=False)]
+        self.backup = Backup(comm, backend.topology.node_index, mine) if copies == 2 else None
         self.load()
         self.keep(reducer.steps)
 
@@ -205,27 +205,36 @@ class ShardedOptimizer:
         return self.as_plain(whole.state)
 
     def _pieces(self, with_parameters: bool = True) -> list[Piece]:
-        """This rank's slices of the parameters and of their state, a piece for its part of each bucket. Local."""
+        """This rank's slices of the parameters and of their state. Local.
+
+        A piece is a part of a bucket, cut alike on all ranks, so that pieces of nodes of different sizes fit together.
+        """
         held: dict[int, list[tuple[Block, Tensor]]] = {}
         for block, part in zip(self.blocks, self._parts, strict=True):
             held.setdefault(self.reducer.bucket_of[block.parameter], []).append((block, part))
         pieces = []
-        for at, own in enumerate(self.reducer.owned):
-            entries: list[Any] = []
-            tensors: list[Tensor] = []
-            for block, part in held.get(at, []):
-                state = self.optimizer.state.get(part, {})
-                values = {PARAMETER: part.detach(), **state} if with_parameters else state
-                elementwise = {key: each for key, each in values.items() if isinstance(each, Tensor) and each.dim()}
-                rest = {key: each.dtype if key in elementwise else each for key, each in values.items()}
-                entries.append([block.parameter, block.offset, part.numel(), rest])
-                tensors += elementwise.values()
-            text = json.dumps(to_json(entries)).encode()
-            text = text.ljust(-(-len(text) // TEXT_BYTES) * TEXT_BYTES)  # counters grow, and the backup's memory stays
-            arrays = {TEXT: np.frombuffer(text, np.uint8)}
-            arrays |= {str(number): as_bytes(each.contiguous()) for number, each in enumerate(tensors)}
-            pieces.append(Piece(0, 0, self._starts[at] + own.start, self._starts[at] + own.stop, {}, arrays))
+        for at, (bucket, own, cuts) in enumerate(zip(self.reducer.plan, self.reducer.owned, self._cuts, strict=True)):
+            for begin, end in parts(own, cuts):
+                inside = [each for each in held.get(at, []) if begin <= each[0].start - bucket.start < end]
+                arrays = self._packed(inside, with_parameters)
+                pieces.append(Piece(0, 0, self._starts[at] + begin, self._starts[at] + end, {}, arrays))
         return pieces
+
+    def _packed(self, held: list[tuple[Block, Tensor]], with_parameters: bool) -> dict[str, np.ndarray]:
+        """The arrays of a piece: these blocks."""
+        entries: list[Any] = []
+        tensors: list[Tensor] = []
+        for block, part in held:
+            state = self.optimizer.state.get(part, {})
+            values = {PARAMETER: part.detach(), **state} if with_parameters else state
+            elementwise = {key: each for key, each in values.items() if isinstance(each, Tensor) and each.dim()}
+            rest = {key: each.dtype if key in elementwise else each for key, each in values.items()}
+            entries.append([block.parameter, block.offset, part.numel(), rest])
+            tensors += elementwise.values()
+        text = json.dumps(to_json(entries)).encode()
+        text = text.ljust(-(-len(text) // TEXT_BYTES) * TEXT_BYTES)  # counters grow, and the backup's memory stays
+        arrays = {str(number): as_bytes(each.contiguous()) for number, each in enumerate(tensors)}
+        return {TEXT: np.frombuffer(text, np.uint8), **arrays}
 
     @torch.no_grad()
     def join(self, comm: MPI.Intracomm, pieces: list[Piece]) -> Whole | None:
