@@ -1,8 +1,13 @@
-"""Whether replicas still are replicas: the bits of what must be equal on all ranks, compared by their sums."""
+"""The checks of a training: whether gradients can be averaged, and whether the replicas are still equal in bits.
 
+CheckGradients and CheckDivergence ask for them in a trainer's fit, check_gradients= and check_every= in a
+MirroredOptimizer.
+"""
+
+import itertools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -11,15 +16,21 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import dtypes
+from allreduce.errors import DivergenceError
 from allreduce.transport import processes
-from allreduce.transport.control import all_values
+from allreduce.transport.control import all_values, combine, known, together
 from allreduce.transport.wait import wait_for
+from trainers.errors import NotFiniteError
 
-DIVERGENCE_ANSWERS = ("raise", "copy")  # what may be done about ranks that differ
+# Whether replicas are equal
+
+DIVERGENCE_ANSWERS = ("raise", "copy")  # to replicas that differ
 MAJORITY = "majority"
 LEARNING_RATES = "learning rates"  # the name by which they are compared
 DIVERGENCE_WAITS = "compare the replicas"
-LACKING = -1  # the sum of what a rank has none of
+LACKING = -1  # the sum of an array that a rank lacks
+
+Compared = Mapping[str, np.ndarray | str]  # what must be equal on all ranks, by name: host arrays, or texts
 
 
 class Source:
@@ -85,11 +96,39 @@ class Divergence:
         )
 
 
-def compare(comm: MPI.Intracomm, held: Mapping[str, np.ndarray | str]) -> Divergence | None:
+def check_equal(
+    comm: MPI.Intracomm,
+    read: Callable[[], Compared],
+    on_divergence: str,
+    source: str | int,
+    copy: Callable[[int], object],
+    when: str = "",
+) -> bool:
+    """Compare the replicas of all ranks; make them equal again where they differ, or raise. Collective.
+
+    read: gives this rank's arrays. on_divergence: "raise" or "copy". source: whose replica is copied: "majority" or a
+    rank. copy: gives all ranks the replica of this rank. when: begins the text of the error and of the warning.
+    Returns True when replicas were copied. Raises DivergenceError on all ranks.
+    """
+    found = compare(comm, together(comm, read))
+    if found is None:
+        return False
+    if on_divergence == "raise":
+        raise known(DivergenceError(f"{when}{found}"), comm)
+    root = found.root(source)
+    copy(root)
+    if comm.rank == 0:
+        ranks = ", ".join(map(str, found.differing(root)))
+        text = "allreduce: %s%s\n  copied again to rank %s: the replica of rank %d"
+        notices.log.warning(text, when, found, ranks, root)
+    return True
+
+
+def compare(comm: MPI.Intracomm, held: Compared) -> Divergence | None:
     """What differs between the ranks; None when nothing does. Collective.
 
-    held: what must be equal by name: contiguous arrays on the host, or texts. A name that a rank lacks differs there.
-    Costs one reading of all arrays (a CRC, 4 GB/s here) and a message of 16 bytes; more only when ranks differ.
+    A name that a rank lacks differs there. Costs one reading of all arrays (a CRC, 4 GB/s here) and a message of
+    16 bytes; more only when ranks differ.
     """
     own = {name: zlib.crc32(_memory(value)) for name, value in held.items()}
     whole = zlib.crc32(repr(sorted(own.items())).encode())
@@ -135,74 +174,103 @@ def _side(value: np.ndarray | str, crc: int) -> str:
         return f"{text}, norm {float(np.linalg.norm(value.astype(np.float64)))!r}"
 
 
-ANSWERS = ("raise", "skip")  # what may be done about gradients that are no numbers
-BLOCK = 1 << 18  # elements that are looked at together, where they can't be in one go
+# Whether gradients can be averaged
+
+ANSWERS = ("raise", "skip")  # to gradients that can't be averaged
+BLOCK = 1 << 18  # elements that are read together, where one dot product of all is not enough
 WAITS = "hear whether all gradients are numbers"
 ADVICE = "look at its rows of the batch, scale the features, or lower the learning rate"
-COLUMNS = 5  # of a rank's row of findings
+FINITE = [0, 0, 0, -1, 0]  # what a rank tells that has found nothing
 
 
-class Place(NamedTuple):
-    """The gradients of one parameter: elements [start, start + size) of what is looked at."""
+class Span(NamedTuple):
+    """The gradients of one parameter: elements [start, start + size) of a GradientArray."""
 
     name: str
     start: int
     size: int
 
 
+class GradientArray(NamedTuple):
+    """Gradients in a 1-D array, or the sparse gradient of a table. sent: the dtype in which they go to other ranks."""
+
+    spans: Sequence[Span]
+    dtype: np.dtype
+    sent: np.dtype
+
+    def name(self, element: int) -> str:
+        """The parameter of an element, and which of its elements it is."""
+        span = next(each for each in self.spans if each.start <= element < each.start + each.size)
+        return f"{span.name} (element {element - span.start})"
+
+
+def table(name: str, size: int, dtype: np.dtype) -> GradientArray:
+    """A table with sparse gradients, of this many elements. Its rows are sent as they are."""
+    return GradientArray([Span(name, 0, size)], dtype, dtype)
+
+
 class Problem(NamedTuple):
-    """Why gradients can't be averaged, and what to do about it."""
+    """Why gradients can't be averaged, and what the user can do about it."""
 
     text: str
     advice: str
 
 
-class Findings:
-    """What a rank has found in its gradients. norm: means something only while all gradients can be averaged.
+class GradientCheck:
+    """Sees whether the gradients of a step can be averaged: they are numbers, and their sum is.
 
-    nan, infinite, large: how many are that; large ones are finite, and too large for the dtype in which they are sent.
+    on_bad: "raise": all ranks raise a NotFiniteError. "skip": all ranks leave out the step. arrays: of all gradients.
+
+    In each step a rank calls `begin`, `look` or `look_at_rows` for each of its arrays, and `finish` with all ranks.
+
+    finite: whether all gradients of this rank that it has looked at can be averaged. norm: of these gradients. row: how
+    many are NaN, infinite, and finite but too large for the dtype in which they are sent; then the first of these:
+    number of its span over all arrays, number of the element.
     """
 
-    def __init__(self) -> None:
-        self.squares = 0.0
-        self.nan = self.infinite = self.large = 0
-        self.place, self.element = -1, 0  # of the first that can't be averaged
+    def __init__(self, on_bad: str, arrays: Sequence[GradientArray]) -> None:
+        self.on_bad, self.arrays = on_bad, arrays
+        self.left_out = False  # all ranks leave out this step
+        self._spans = [span for array in arrays for span in array.spans]
+        self._first_spans = list(itertools.accumulate((len(array.spans) for array in arrays), initial=0))
+        self._most = [math.inf if array.dtype == array.sent else largest(array.sent) for array in arrays]
+        self._sent = min((array.sent for array in arrays), key=largest)
+        self.begin()
 
-    def add(self, gradients: Any, places: Sequence[Place], first: int = 0, most: float = math.inf) -> None:
-        """Look at a 1-D array, on the host or a GPU.
-
-        places: of its parameters, of which `first` is the number. most: the largest number that can be sent.
-        """
-        squares = _squares(gradients)
-        if not squares < most * most:
-            squares = self._look(gradients, places, first, most)
-        self.squares += squares
-
-    def add_rows(self, table: Place, number: int, indices: Any, values: Any) -> None:
-        """Look at a sparse gradient, of the parameter `table` of this number: some of its rows, the others are zeros.
-
-        indices: the numbers of the rows. values: the rows, (len(indices), ...).
-        """
-        clean = self.finite
-        self.add(values.reshape(-1), [Place(table.name, 0, values.size)], number)
-        if clean and not self.finite:
-            width = values.size // len(values)
-            row, column = divmod(self.element, width)
-            self.element = int(indices[row]) * width + column
+    def begin(self) -> None:
+        """A step begins. Local."""
+        self._squares, self.row, self.left_out = 0.0, list(FINITE), False
 
     @property
     def finite(self) -> bool:
-        """Whether all gradients can be averaged."""
-        return not (self.nan or self.infinite or self.large)
+        return self.row[:3] == FINITE[:3]
 
     @property
     def norm(self) -> float:
-        return float(np.sqrt(self.squares))
+        return math.sqrt(self._squares) if self.finite else 0.0
 
-    def _look(self, gradients: Any, places: Sequence[Place], first: int, most: float) -> float:
-        """Count what can't be averaged; the sum of squares, in float64."""
-        squares = 0.0
-        for number, (_, start, size) in enumerate(places, first):
+    def look(self, number: int, gradients: Any) -> None:
+        """Look at this rank's gradients of the array with this number, on the host or a GPU. Local."""
+        most = self._most[number]
+        squares = _squares(gradients)
+        if not squares < most * most:
+            squares = self._count(number, gradients, self.arrays[number].spans)
+        self._squares += squares
+
+    def look_at_rows(self, number: int, indices: Any, values: Any) -> None:
+        """Look at a sparse gradient: rows of a table, by their indices; its other rows are zeros. Local."""
+        flat, clean = values.reshape(-1), self.finite
+        squares = _squares(flat)
+        if not squares < math.inf:
+            squares = self._count(number, flat, [Span("", 0, values.size)])
+            if clean and not self.finite:
+                self.row[4] = element_of(indices, values, self.row[4])
+        self._squares += squares
+
+    def _count(self, number: int, gradients: Any, spans: Sequence[Span]) -> float:
+        """Count what can't be averaged; returns the sum of the squares of the rest, in float64."""
+        squares, row, most = 0.0, self.row, self._most[number]
+        for at, (_, start, size) in enumerate(spans, self._first_spans[number]):
             for begin in range(start, start + size, BLOCK):
                 block = _wide(gradients[begin : min(begin + BLOCK, start + size)])
                 good = np.isfinite(block) & (np.abs(block) <= most)
@@ -210,64 +278,72 @@ class Findings:
                     squares += float(np.dot(block, block))
                     continue
                 if self.finite:
-                    self.place, self.element = number, begin - start + int(np.argmin(good))
+                    row[3:] = at, begin - start + int(np.argmin(good))
                 nan, infinite = int(np.isnan(block).sum()), int(np.isinf(block).sum())
-                self.nan += nan
-                self.infinite += infinite
-                self.large += int((~good).sum()) - nan - infinite
+                row[0] += nan
+                row[1] += infinite
+                row[2] += int((~good).sum()) - nan - infinite
         return squares
 
-    def row(self) -> np.ndarray:
-        return np.array([self.nan, self.infinite, self.large, self.place, self.element], np.int64)
+    def finish(
+        self, comm: MPI.Intracomm, overflowing: Callable[[int], int], when: str = "", may_leave_out: bool = True
+    ) -> bool:
+        """All ranks have looked at their gradients: raise, or leave the step out, if these can't be averaged.
+
+        Collective; costs a message of 16 bytes. Returns `left_out`.
+
+        overflowing: for the number of an array, the first element whose sum over the ranks is none (see `overflow`),
+            -1 for no element; collective. Called where that may be, which costs a second reading of the gradients.
+        when: begins the text. may_leave_out: False for a step that can't be left out.
+        """
+        sums = np.array([self.norm, not self.finite])
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, sums), WAITS)
+        problem = None
+        if sums[1]:
+            rows = np.empty((comm.size, len(FINITE)), np.int64)
+            wait_for(comm, comm.Iallgather(np.array(self.row, np.int64), rows), WAITS)
+            problem = self.describe(rows.tolist())
+        elif not sums[0] < largest(self._sent) / 2:
+            problem = self._overflow(float(sums[0]), overflowing)
+        if problem is None:
+            return False
+        if self.on_bad == "raise" or not may_leave_out:
+            raise known(NotFiniteError(f"{when}{problem.text}: {problem.advice}"), comm)
+        self.left_out = True
+        if comm.rank == 0:
+            notices.log.warning("allreduce: %s%s; no rank takes this step", when, problem.text)
+        return True
+
+    def _overflow(self, norms: float, overflowing: Callable[[int], int]) -> Problem | None:
+        """The first sum that overflows. norms: the sum of those of all ranks. Collective."""
+        for number, array in enumerate(self.arrays):
+            if not norms < largest(array.sent) / 2 and (at := overflowing(number)) >= 0:
+                where = f"{array.name(at)}, and every rank's own are numbers: they are too large for {array.sent}"
+                same = array.dtype == array.sent
+                advice = "lower the learning rate, or clip" if same else _advice(array.sent)
+                return Problem(f"the sum of gradients overflows in {where}", advice)
+        return None
+
+    def describe(self, rows: Sequence[Sequence[int]]) -> Problem:
+        """Name the ranks that have brought gradients that can't be averaged, and the parameters. rows: of all ranks."""
+        texts = []
+        for rank, (nan, infinite, large, span, element) in enumerate(rows):
+            if nan or infinite or large:
+                where = f"the first in {self._spans[span].name} (element {element})"
+                texts.append(f"rank {rank} has brought {_counted(nan, infinite, large, self._sent)}, {where}")
+        if any(row[2] for row in rows):
+            return Problem(f"gradients can't be averaged: {'; '.join(texts)}", _advice(self._sent))
+        return Problem(f"gradients are no numbers: {'; '.join(texts)}", ADVICE)
 
 
-def exchange(comm: MPI.Intracomm, own: Findings) -> tuple[np.ndarray | None, float]:
-    """Returns the findings of all ranks, a row each, or None when all gradients can be averaged; and the sum of the
-    norms. Collective."""
-    sums = np.array([own.norm if own.finite else 0.0, not own.finite])
-    wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, sums), WAITS)
-    if not sums[1]:
-        return None, float(sums[0])
-    rows = np.empty((comm.size, COLUMNS), np.int64)
-    wait_for(comm, comm.Iallgather(own.row(), rows), WAITS)
-    return rows, float(sums[0])
+def overflow(comm: MPI.Intracomm, gradients: Any, length: int, dtype: np.dtype) -> int:
+    """The first element whose sum over the ranks may be no number, though each rank's gradient is; -1 for none.
 
+    Collective. It adds up all gradients in float64, by absolute value, since the order in which a backend adds them
+    decides whether large ones that cancel overflow.
 
-def told(rows: np.ndarray, places: Sequence[Place], sent: np.dtype) -> Problem:
-    """Which ranks have brought gradients that can't be averaged, and of which parameters.
-
-    rows: of all ranks. sent: the dtype in which gradients are sent.
-    """
-    texts = []
-    for rank, (nan, infinite, large, place, element) in enumerate(rows.tolist()):
-        if nan or infinite or large:
-            where = f"the first in {places[place].name} (element {element})"
-            texts.append(f"rank {rank} has brought {_count(nan, infinite, large, sent)}, {where}")
-    if rows[:, 2].any():
-        return Problem(f"gradients can't be averaged: {'; '.join(texts)}", _advice(sent))
-    return Problem(f"gradients are no numbers: {'; '.join(texts)}", ADVICE)
-
-
-def most(own: np.dtype, sent: np.dtype) -> float:
-    """The largest gradient of dtype `own` that is still finite after the conversion to `sent`."""
-    return math.inf if own == sent else largest(sent)
-
-
-def may_overflow(norms: float, dtype: np.dtype) -> bool:
-    """Whether sums of gradients, of which the ranks' norms have this sum, may leave the range of the dtype."""
-    return not norms < largest(dtype) / 2
-
-
-def largest(dtype: np.dtype) -> float:
-    """The largest number of a floating dtype, bfloat16 too."""
-    return float(ml_dtypes.finfo(dtype).max)
-
-
-def overflowing(comm: MPI.Intracomm, gradients: Any, places: Sequence[Place], length: int, dtype: np.dtype) -> str:
-    """The parameter whose gradients are numbers on all ranks and whose sum may be none; "" for none. Collective.
-
-    gradients: None on ranks that have none. Takes its time: every gradient is added up in float64, by absolute value.
-    dtype: of the sums, in which gradients are sent; rounding each of them to it may make the sum larger.
+    gradients: None on ranks that have none. dtype: of the sums, in which gradients are sent. Rounding each of them to
+        it may make the sum larger.
     """
     bound = largest(dtype) * (1 - float(ml_dtypes.finfo(dtype).eps))
     for begin in range(0, length, BLOCK):
@@ -276,16 +352,30 @@ def overflowing(comm: MPI.Intracomm, gradients: Any, places: Sequence[Place], le
         wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, sums), WAITS)
         over = np.flatnonzero(sums > bound)
         if over.size:
-            at = begin + int(over[0])
-            place = next(each for each in places if each.start <= at < each.start + each.size)
-            return f"{place.name} (element {at - place.start})"
-    return ""
+            return begin + int(over[0])
+    return -1
 
 
-def overflow_told(where: str, own: np.dtype, sent: np.dtype) -> Problem:
-    """own: the dtype of the gradients. sent: in which they are sent."""
-    text = f"the sum of gradients overflows in {where}, and every rank's own are numbers: they are too large for {sent}"
-    return Problem(text, "lower the learning rate, or clip" if own == sent else _advice(sent))
+def overflowed(comm: MPI.Intracomm, averages: Any, element: Callable[[int], int]) -> int:
+    """The first element that is no number in the averages of any rank; -1 for none. Collective.
+
+    averages: what this rank has of them, 1-D. element: the number of one of these elements in the whole array.
+    """
+    bad = np.flatnonzero(~np.isfinite(_on_host(averages)))
+    none = np.iinfo(np.int64).max
+    first = combine(comm, np.array([element(int(bad[0])) if bad.size else none]), WAITS, MPI.MIN)[0]
+    return -1 if first == none else int(first)
+
+
+def element_of(indices: Any, values: Any, at: int) -> int:
+    """The element of a table that is element `at` of these rows of it."""
+    row, column = divmod(at, values.size // len(values))
+    return int(indices[row]) * (values.size // len(values)) + column
+
+
+def largest(dtype: np.dtype) -> float:
+    """The largest number of a floating dtype, bfloat16 too."""
+    return float(ml_dtypes.finfo(dtype).max)
 
 
 def _advice(sent: np.dtype) -> str:
@@ -293,7 +383,7 @@ def _advice(sent: np.dtype) -> str:
     return f"they are sent as {sent} (compress): {other}, scale the features, or lower the learning rate"
 
 
-def _count(nan: int, infinite: int, large: int, sent: np.dtype) -> str:
+def _counted(nan: int, infinite: int, large: int, sent: np.dtype) -> str:
     parts = [f"{number} {what}" for number, what in ((nan, "NaN"), (infinite, "infinite")) if number]
     text = f"{' and '.join(parts)} gradient{'s' * (nan + infinite > 1)}" if parts else ""
     if large:
@@ -313,5 +403,8 @@ def _squares(gradients: Any) -> float:
 
 def _wide(block: Any) -> np.ndarray:
     """A block on the host, in float64."""
-    host = block.get() if hasattr(block, "get") else block
-    return host.astype(np.float64)
+    return _on_host(block).astype(np.float64)
+
+
+def _on_host(array: Any) -> np.ndarray:
+    return array.get() if hasattr(array, "get") else array

@@ -1,7 +1,7 @@
-"""The command `doctor`: its options, the examination of all ranks, its progress, and its report.
+"""The command `doctor`: its options, the checks of all ranks, its progress, and its report.
 
-A `look` gathers the facts that one rank can find out alone, and a `judge`, which is pure, makes findings of the facts
-of all ranks. An error in a look on one rank is a finding too, and keeps nobody waiting.
+A check gathers the facts that one rank can find out, and judges the facts of all ranks (`CHECKS`). An error in
+gathering on one rank is a finding too, so no rank waits for it.
 """
 
 import argparse
@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from allreduce.doctor import gpus, host, mpi, network, pairs
+from allreduce.doctor import host, network, pairs
 from allreduce.doctor.findings import Finding, Needs, Rank, exit_code, grouped, named, problem, report
 from allreduce.errors import OptionError
 from allreduce.files import replacing, writable
 from allreduce.health import abort
 from allreduce.notices import on_terminal
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, root_value, together
+from allreduce.transport.control import all_values, together
 
 ABOUT = "says whether this place is fit for training, and what to do where it is not"
 DEFAULT_PARAMETERS = 25_000_000  # a ResNet-50's
@@ -40,27 +40,27 @@ work). Below each that is not ok stands what to do. The exit code is that of the
 are warnings, 2 there are problems, or it could not look (ranks don't meet, say); 64 is for bad options.
 """
 
-Judge = Callable[[Sequence[Rank], Needs], Iterable[Finding]]
 Tell = Callable[[str], None]
-FAILED = "failed"  # in place of the facts of a look that failed
 
 
-class Look(NamedTuple):
+class Check(NamedTuple):
     """A part of the examination."""
 
     area: str  # the heading of its findings
-    look: Callable[[Topology, str], Any]  # given the host name of rank 0
-    judge: Judge
+    gather: Callable[[Topology, str], Any]  # this rank's facts; given the host name of rank 0
+    judge: Callable[[Sequence[Rank], Needs], Iterable[Finding]]  # pure; Rank.facts are those of this check
 
 
-LOOKS = {
-    "mpi": Look("MPI", mpi.look_at_mpi, mpi.judge_mpi),
-    "cores": Look("cores", host.look_at_cores, host.judge_cores),
-    "memory": Look("memory", host.look_at_memory, host.judge_memory),
-    "gpus": Look("GPUs", gpus.look, gpus.judge),
-    "versions": Look("versions", mpi.look_at_versions, mpi.judge_versions),
-    "network": Look("network", network.look, network.judge),
+CHECKS = {
+    "mpi": Check("MPI", host.gather_mpi, host.judge_mpi),
+    "cores": Check("cores", host.gather_cores, host.judge_cores),
+    "memory": Check("memory", host.gather_memory, host.judge_memory),
+    "gpus": Check("GPUs", host.gather_gpus, host.judge_gpus),
+    "versions": Check("versions", host.gather_versions, host.judge_versions),
+    "network": Check("network", network.gather, network.judge),
+    "clocks": Check("clocks", network.compare_clocks, network.judge_clocks),
 }
+FAILED = "failed"  # in place of the facts of a check that failed
 
 
 class Examination(NamedTuple):
@@ -69,7 +69,6 @@ class Examination(NamedTuple):
     ranks: list[Rank]
     findings: list[Finding]
     results: pairs.Results
-    ahead: list[float]  # the clocks of the nodes, in seconds before rank 0's
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -104,26 +103,20 @@ def run(chosen: argparse.Namespace, topology: Topology) -> int:
 
 
 def examine(topology: Topology, needs: Needs, seconds: float, tell: Tell) -> Examination:
-    """Look at everything. Collective.
-
-    seconds: for measuring pairs; 0 leaves that out. tell: what shows the progress.
-    """
+    """Run all checks. Collective. seconds: for measuring pairs; 0 leaves that out. tell: shows the progress."""
     comm = topology.private()
     tell("looking at each rank")
     hosts = all_values(comm, socket.gethostname(), "gather host names")
-    facts = {key: _tried(look, topology, hosts[0]) for key, look in LOOKS.items()}
-    heard = all_values(comm, [topology.node_index, facts], "gather what each rank has found")
-    ranks = ranks_of(hosts, heard)
-    tell("comparing clocks")
-    ahead = root_value(comm, network.compare_clocks(topology), "compare clocks")
+    facts = {key: _gathered(check, topology, hosts[0]) for key, check in CHECKS.items()}
+    ranks = ranks_of(hosts, all_values(comm, [topology.node_index, facts], "gather what each rank has found"))
     results = pairs.measure_all(topology, [rank.node for rank in ranks], seconds, tell)
-    return Examination(ranks, judge(ranks, needs, ahead, results), results, ahead)
+    return Examination(ranks, judge(ranks, needs, results), results)
 
 
-def _tried(look: Look, topology: Topology, first: str) -> Any:
-    """The facts of a look here, or its error, because the others wait for this rank."""
+def _gathered(check: Check, topology: Topology, first: str) -> Any:
+    """The facts of a check on this rank, or its error: the other ranks wait for this one."""
     try:
-        return look.look(topology, first)
+        return check.gather(topology, first)
     except Exception as error:
         return {FAILED: f"{type(error).__name__}: {error}"}
 
@@ -136,34 +129,44 @@ def ranks_of(hosts: Sequence[str], heard: Sequence[Any]) -> list[Rank]:
     return [Rank(rank, node, names[node], facts) for rank, (node, facts) in enumerate(heard)]
 
 
-def judge(ranks: Sequence[Rank], needs: Needs, ahead: Sequence[float], results: pairs.Results) -> list[Finding]:
+def judge(ranks: Sequence[Rank], needs: Needs, results: pairs.Results) -> list[Finding]:
     """The findings made of the facts and measurements of all ranks. Pure."""
     findings: list[Finding] = []
-    for key, look in LOOKS.items():
-        failed = [rank for rank in ranks if FAILED in (rank.facts[key] or {})]
-        well = [rank for rank in ranks if rank not in failed]
-        if well:
-            findings += (found._replace(area=look.area) for found in look.judge(well, needs))
-        for text, some in grouped(failed, lambda rank, key=key: rank.facts[key][FAILED]).items():  # type: ignore[misc]
-            text = f"failed on {named(some)}: {text}"
-            findings.append(problem("looking", text, "please report this, with its text")._replace(area=look.area))
-    findings.append(network.judge_clocks(ranks, ahead)._replace(area="clocks"))
-    link = network.speed([rank for rank in ranks if FAILED not in (rank.facts["network"] or {})])
-    return findings + [found._replace(area="pairs of ranks") for found in pairs.judge(ranks, needs, results, link)]
+    for key, check in CHECKS.items():
+        findings += (found._replace(area=check.area) for found in judge_one(key, ranks, needs))
+    well, _ = _facts_of("network", ranks)
+    of_pairs = pairs.judge(ranks, needs, results, network.link_speed(well))
+    return findings + [found._replace(area="pairs of ranks") for found in of_pairs]
+
+
+def judge_one(key: str, ranks: Sequence[Rank], needs: Needs) -> Iterable[Finding]:
+    """The findings of one check."""
+    well, failed = _facts_of(key, ranks)
+    if well:
+        yield from CHECKS[key].judge(well, needs)
+    for text, some in grouped(failed, lambda rank: rank.facts[FAILED]).items():
+        yield problem("looking", f"failed on {named(some)}: {text}", "please report this, with its text")
+
+
+def _facts_of(key: str, ranks: Sequence[Rank]) -> tuple[list[Rank], list[Rank]]:
+    """The ranks with the facts of one check alone: those on which it worked, and those on which it failed."""
+    every = [rank._replace(facts=rank.facts[key]) for rank in ranks]
+    failed = [rank for rank in every if isinstance(rank.facts, dict) and FAILED in rank.facts]
+    return [rank for rank in every if rank not in failed], failed
 
 
 # Progress and report
 
 
 def _progress(shown: bool) -> Tell:
-    """What shows, on a terminal, how far the examination has come: a line that is written over."""
+    """Shows, on a terminal, how far the examination has come: a line that is written over."""
     if not (shown and on_terminal()):
         return lambda text: None
 
     def tell(text: str) -> None:
         sys.stderr.write(f"\r\033[K{text}")
         sys.stderr.flush()
-        if not text:  # a launcher passes on what comes next, on the standard output, by a way of its own
+        if not text:  # the launcher passes standard output on by another way, which may be faster
             time.sleep(LAUNCHER_SECONDS)
 
     return tell
@@ -177,12 +180,13 @@ def check_target(path: str | None) -> None:
 
 def show(title: str, found: Examination, json_path: str | None) -> None:
     """Print the report, and write the JSON. Raises OptionError when that fails."""
+    stream, descriptor = sys.stdout, 1
     if json_path == STANDARD_OUTPUT:
         print(as_json(title, found), end="", flush=True)
+        stream, descriptor = sys.stderr, 2
     elif json_path is not None:
         with replacing(json_path, "--json") as file:
             file.write(as_json(title, found))
-    stream, descriptor = (sys.stderr, 2) if json_path == STANDARD_OUTPUT else (sys.stdout, 1)
     coloured = on_terminal(descriptor) and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     print(report(title, found.findings, coloured), end="", file=stream, flush=True)
 
@@ -194,7 +198,7 @@ def as_json(title: str, found: Examination) -> str:
         "exit_code": exit_code(found.findings),
         "findings": [finding._asdict() for finding in found.findings],
         "ranks": [rank._asdict() for rank in found.ranks],
-        "clocks_ahead_s": found.ahead,
+        "clocks_ahead_s": found.ranks[0].facts["clocks"],
         "pairs": [
             {"ranks": [pair.first, pair.second], "latency_s": pair.latency, "bytes_per_s": pair.bandwidth}
             for pair in found.results.measured
@@ -210,10 +214,7 @@ def as_json(title: str, found: Examination) -> str:
 def parameters(text: str) -> int:
     """A number of parameters, for argparse: 25000000, 25M, 1.5B."""
     number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in UNITS else (text, "")
-    try:
-        value = float(number.replace("_", "")) * UNITS.get(unit, 1)
-    except ValueError:
-        value = 0.0
+    value = _number(number.replace("_", "")) * UNITS.get(unit, 1)
     if not 1 <= value <= 10**15:
         raise argparse.ArgumentTypeError(f"must be a number of parameters such as 350M, 1.5B or 25000000, got {text!r}")
     return round(value)
@@ -221,10 +222,15 @@ def parameters(text: str) -> int:
 
 def seconds(text: str) -> float:
     """A time to measure, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    value = _number(text)
     if not 0 <= value <= 3600:
         raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to 3600, got {text!r}")
     return value
+
+
+def _number(text: str) -> float:
+    """A number, or -1 where the text is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0

@@ -1,13 +1,16 @@
-"""What the doctor has found: the facts that ranks gather, the findings made of them, and how a report shows these."""
+"""What the doctor finds: the facts of the ranks, the findings made of these facts, and the report of the findings."""
 
 import textwrap
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
+from allreduce.health.status import spans
+
 OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")
 EXTRA = 'pip install ".[doctor]" in the checkout'  # libraries by which the doctor sees more
-MOST_NAMED = 5  # of things that are alike; the rest are counted
+MOST_NAMED = 5  # items of a list that are named; the others are counted
 WIDTH, NARROWEST = 110, 40
 COLOURS = {OK: "\033[32m", WARNING: "\033[33m", PROBLEM: "\033[31m"}
 PLAIN = "\033[0m"
@@ -16,61 +19,51 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class Rank(NamedTuple):
-    """The facts that one rank has gathered, by the keys of command.LOOKS."""
+    """The facts that one rank has gathered: all of them by the names of checks, or those of one check."""
 
     rank: int
     node: int
     host: str  # a name for the node
-    facts: dict[str, Any]
+    facts: Any
 
 
 class Needs(NamedTuple):
-    """What the training will want."""
+    """What the training needs."""
 
     parameters: int
-    asked: bool = False  # by the user: too little for that is a problem, and not only a warning
+    asked: bool = False  # the user gave the number: then too little memory for it is a problem, else a warning
 
 
 class Finding(NamedTuple):
     """One line of the report."""
 
-    name: str
     level: str
+    name: str
     text: str
-    advice: str = ""  # what to do; empty when all is well
-    area: str = ""  # the heading over it; the caller of a `judge` sets it
+    advice: str = ""  # what to do; empty when the level is ok
+    area: str = ""  # the heading over it
 
 
-def ok(name: str, text: str) -> Finding:
-    return Finding(name, OK, text)
-
-
-def warning(name: str, text: str, advice: str) -> Finding:
-    return Finding(name, WARNING, text, advice)
-
-
-def problem(name: str, text: str, advice: str) -> Finding:
-    return Finding(name, PROBLEM, text, advice)
+ok, warning, problem = (partial(Finding, level) for level in LEVELS)
 
 
 def alike(name: str, kinds: dict[str, list[Rank]], advice: str, level: str = WARNING) -> Finding:
     """ok where all ranks have the same, else a finding of `level` that says which ranks have what."""
     if len(kinds) == 1:
         return ok(name, next(iter(kinds)))
-    text = "; ".join(f"{kind} on {named(ranks)}" for kind, ranks in kinds.items())
-    return Finding(name, level, text, advice)
-
-
-def exit_code(findings: Iterable[Finding]) -> int:
-    """0, 1 or 2: by the worst of them."""
-    return max((LEVELS.index(finding.level) for finding in findings), default=0)
+    return Finding(level, name, "; ".join(f"{kind} on {named(ranks)}" for kind, ranks in kinds.items()), advice)
 
 
 # The report
 
 
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0, 1 or 2: the level of the worst finding."""
+    return max((LEVELS.index(finding.level) for finding in findings), default=0)
+
+
 def report(title: str, findings: Sequence[Finding], coloured: bool = False) -> str:
-    """The findings in lines: a heading for each area, then level, name and text; what to do below it."""
+    """The findings in lines: a heading for each area, then level, name and text; the advice below."""
     levels, names = max(map(len, LEVELS)), max(len(finding.name) for finding in findings)
     indent = " " * (2 + levels + 2 + names + 2)
     lines = [title]
@@ -79,21 +72,21 @@ def report(title: str, findings: Sequence[Finding], coloured: bool = False) -> s
         for finding in group:
             level = finding.level.ljust(levels)
             shown = f"{COLOURS[finding.level]}{level}{PLAIN}" if coloured else level
-            first, *rest = _wrapped(finding.text, indent)
-            lines += [f"  {shown}  {finding.name.ljust(names)}  {first}", *(indent + line for line in rest)]
+            lines += _wrapped(finding.text, f"  {shown}  {finding.name.ljust(names)}  ", indent)
             if finding.advice:
-                first, *rest = _wrapped(finding.advice, f"{indent}-> ")
-                lines += [f"{indent}-> {first}", *(f"{indent}   {line}" for line in rest)]
+                lines += _wrapped(finding.advice, f"{indent}-> ", f"{indent}   ")
     return "\n".join([*lines, "", summary(findings)]) + "\n"
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
+def _wrapped(text: str, first: str, indent: str) -> list[str]:
+    """The lines of a text. first: stands before the first line, where the others have `indent`."""
     width = max(NARROWEST, WIDTH - len(indent))
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    return [first + lines[0], *(indent + line for line in lines[1:])]
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many there are of each level, and the exit code."""
+    """How many findings there are of each level, and the exit code."""
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     code = exit_code(findings)
     if not code:
@@ -111,32 +104,20 @@ def by_node(ranks: Iterable[Rank]) -> list[list[Rank]]:
 
 
 def grouped(ranks: Iterable[Rank], key: Callable[[Rank], KeyT]) -> dict[KeyT, list[Rank]]:
-    """The ranks with each value of `key`, in the order in which the values are met."""
+    """The ranks with each value of `key`, in the order in which the values first occur."""
     found: dict[KeyT, list[Rank]] = {}
     for rank in ranks:
         found.setdefault(key(rank), []).append(rank)
     return found
 
 
-def named(ranks: Iterable[Rank]) -> str:
+def named(ranks: Sequence[Rank]) -> str:
     """ "rank 3", "ranks 0-3, 7" """
-    numbers = sorted(rank.rank for rank in ranks)
-    return f"rank{'s' * (len(numbers) != 1)} {spans(numbers)}"
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """ "0-3, 7" of sorted numbers."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' * (len(ranks) != 1)} {spans(rank.rank for rank in ranks)}"
 
 
 def some(texts: Sequence[str], separator: str = "; ") -> str:
-    """The first few of them, and how many more there are."""
+    """The first few texts, and how many more there are."""
     more = len(texts) - MOST_NAMED
     return separator.join(texts[:MOST_NAMED]) + (f"{separator}and {more} more" if more > 0 else "")
 

@@ -1,13 +1,24 @@
-"""A host: the cores that its ranks have and the threads that want them, /dev/shm and memory."""
+"""Checks of a host and what is installed there: MPI, versions, cores, memory, GPUs.
 
+Each check is a function that gathers facts on a rank, local and without MPI calls that wait, and a pure one that judges
+the facts of all ranks.
+"""
+
+import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpi4py import MPI
+
+import allreduce
+from allreduce.arrays import gpu
 from allreduce.doctor.findings import (
     EXTRA,
     PROBLEM,
@@ -28,96 +39,119 @@ from allreduce.doctor.findings import (
     spans,
     warning,
 )
-from allreduce.machine import cores
+from allreduce.machine import cores, identify, mpi_library
+from allreduce.process import launcher
 from allreduce.topology import Topology
+from allreduce.transport import ulfm
 from allreduce.transport.shared_segment import LARGEST_BYTES, SHARED_MEMORY, SPARE_BYTES
 
-CONTROL_GROUP = Path("/sys/fs/cgroup")  # a container's limits, which no library reads
-ELEMENT = 4  # bytes of a float32
-COPIES = 4  # of the parameters' bytes on every rank: parameters, gradients, and the two moments of Adam
-MALLOC = "ALLREDUCE_MALLOC"  # see trainers/malloc.py
-OTHER_MALLOCS = ("jemalloc", "tcmalloc", "mimalloc")
+# MPI and its launcher
+
+THREADS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
+THREAD_LEVELS = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+FIRST_WITH_ULFM = 5  # of Open MPI
+
+
+def gather_mpi(topology: Topology, first: str) -> dict[str, Any]:
+    launch = launcher.mistaken(topology.size)
+    return {
+        "library": mpi_library(),
+        "threads": THREADS[THREAD_LEVELS.index(MPI.Query_thread())],
+        "ulfm": ulfm.in_force(),
+        "launch": launch and launch._asdict(),
+    }
+
+
+def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
+    libraries = grouped(ranks, lambda rank: rank.facts["library"])
+    advice = "load the same MPI library on all hosts, that of the mpirun which starts the job"
+    yield alike("library", libraries, advice, PROBLEM)
+    facts = ranks[0].facts
+    if facts["launch"] is not None:
+        launch = launcher.Launch(**facts["launch"])
+        text = f"{launch.launcher} has started {launch.processes} processes ({launch.variable}), and MPI sees 1 rank: "
+        advice = f"{launch.remedy}; where each process is to be a job of its own: {launcher.ALONE}=1"
+        yield problem("launcher", text + "each is alone", advice)
+    lesser = [rank for rank in ranks if rank.facts["threads"] != THREADS[-1]]
+    if lesser:
+        text = f"{lesser[0].facts['threads']} on {named(lesser)}: nothing can be reduced in the background"
+        advice = "remove mpi4py.rc.threads and mpi4py.rc.thread_level, or use an MPI that was built with thread support"
+        yield warning("threads", text, advice)
+    else:
+        yield ok("threads", f"{THREADS[-1]}: gradients can be reduced in the background")
+    yield ok("a lost rank", _lost_rank(facts))
+
+
+def _lost_rank(facts: dict[str, Any]) -> str:
+    """The effect of a lost rank on the job. The user chooses it, so every effect is ok."""
+    if facts["ulfm"]:
+        return "ULFM is in force: with --on-failure continue the others go on without it"
+    version = re.match(r"Open MPI v(\d+)", facts["library"])
+    if version and int(version[1]) >= FIRST_WITH_ULFM:
+        return "ends the job; with mpirun --with-ft ulfm and --on-failure continue the others would go on"
+    return "ends the job, and this MPI has nothing else to offer: train with --checkpoint, and go on with --resume"
+
+
+# Versions
+
+LIBRARIES = ("numpy", "mpi4py", "ml_dtypes", "torch")
+PREFIXES = ("cupy", "nvidia-nccl")  # of names with a CUDA version behind them
+TRIED = {"torch": ("2.7.0", "2.13.0", "2.15.0")}  # with this version of allreduce, oldest first
+SAME = "install the same on all hosts: one environment in a folder that all of them see, or one container image"
+
+
+def gather_versions(topology: Topology, first: str) -> dict[str, Any]:
+    """The version of each installed package that ranks should have in common, and the CPU. Nothing is imported."""
+    installed = {
+        name.lower(): distribution.version
+        for distribution in importlib.metadata.distributions()
+        if (name := distribution.metadata["Name"]) and name.lower().startswith((*LIBRARIES, *PREFIXES))
+    }
+    others = {name: installed[name] for name in sorted(installed) if name in LIBRARIES or name.startswith(PREFIXES)}
+    ours = f"{allreduce.__version__} ({_code()})"
+    return {"versions": {"Python": platform.python_version(), **others, "allreduce": ours}, "cpu": identify()["cpu"]}
+
+
+def _code() -> str:
+    """A short hash of this package's files: checkouts of one version may differ."""
+    folder, value = Path(allreduce.__file__).parent, 0
+    for path in sorted(folder.rglob("*.py")):
+        value = zlib.crc32(path.read_bytes(), zlib.crc32(path.relative_to(folder).as_posix().encode(), value))
+    return f"code {value:08x}"
+
+
+def judge_versions(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
+    names = dict.fromkeys(name for rank in ranks for name in rank.facts["versions"])
+    same = []
+    for name in names:
+        kinds = grouped(ranks, lambda rank, name=name: rank.facts["versions"].get(name, "missing"))  # type: ignore[misc]
+        if len(kinds) == 1:
+            same.append(f"{name} {next(iter(kinds))}")
+        else:  # ranks with different code of ours may make different calls
+            yield alike(name, kinds, SAME, PROBLEM if name == "allreduce" else WARNING)
+    yield ok("the same", ", ".join(same))
+    for name, tried in TRIED.items():
+        if found := {rank.facts["versions"].get(name) for rank in ranks} - {None}:
+            text = f"{', '.join(sorted(found))}; this version of allreduce was tried with {', '.join(tried)}"
+            well = all(_minor(tried[0]) <= _minor(version) <= _minor(tried[-1]) for version in found)
+            advice = f"if something fails with it, install {name}=={tried[-1]}"
+            yield ok(f"{name}, tried", text) if well else warning(f"{name}, tried", text, advice)
+    kinds = grouped(ranks, lambda rank: rank.facts["cpu"])
+    yield alike("CPU", kinds, "in every step all ranks wait for the slowest: use hosts of one kind")
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """(2, 13) of "2.13.0+cpu"."""
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:2])
 
 
 # Cores
 
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # a container's limits, which no library reads
 
-def look_at_cores(topology: Topology, first: str) -> dict[str, Any]:
+
+def gather_cores(topology: Topology, first: str) -> dict[str, Any]:
     return {"cores": cores(), "of": os.cpu_count() or 1, "quota": _quota(), "threads": _threads()}
-
-
-def judge_cores(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
-    yield _ranks_per_node(ranks)
-    yield _cores_per_rank(ranks)
-    yield from _binding(ranks)
-    yield _blas_threads(ranks)
-
-
-def _ranks_per_node(ranks: Sequence[Rank]) -> Finding:
-    nodes = by_node(ranks)
-    if len({len(here) for here in nodes}) == 1:
-        where = f"on each of {len(nodes)} nodes" if len(nodes) > 1 else f"on one node, {ranks[0].host}"
-        return ok("ranks per node", f"{len(nodes[0])} {where}")
-    text = some([f"{len(here)} on {here[0].host}" for here in nodes], ", ")
-    advice = "nodes of one size are faster: all ranks carry slices between them, and not the first of each node alone"
-    return warning("ranks per node", text, advice)
-
-
-def _cores_per_rank(ranks: Sequence[Rank]) -> Finding:
-    rooms = [(here, _room(here)) for here in by_node(ranks)]
-    oversubscribed = [(here, room) for here, room in rooms if room < len(here)]
-    if not oversubscribed:
-        return ok("cores per rank", f"at least {min(room / len(here) for here, room in rooms):.3g}")
-    texts = [f"{here[0].host}: {plural(len(here), 'rank')} on {plural(room, 'core')}" for here, room in oversubscribed]
-    here, room = oversubscribed[0]
-    facts, allowed = here[0].facts["cores"], len(_union(here))
-    if facts["quota"] is not None and facts["quota"] < allowed:
-        advice = (
-            f"the container may use {facts['quota']:g} cores: give it more (docker run --cpus N), or start fewer ranks"
-        )
-    elif allowed < facts["of"]:
-        advice = (
-            f"the ranks are bound to {allowed} of {facts['of']} cores: --bind-to none or --bind-to core, and ask the "
-            "scheduler for as many cores as ranks"
-        )
-    else:
-        advice = f"start at most {plural(int(room), 'rank')} on such a node; more bring no speed"
-    return warning("cores per rank", f"{some(texts)}; ranks wait for each other's cores", advice)
-
-
-def _binding(ranks: Sequence[Rank]) -> Iterator[Finding]:
-    """Ranks that were bound to the same few cores while others of their node's are free."""
-    found = [
-        f"{here[0].host}: {named(sharing)} on {plural(len(bound), 'core')} ({spans(bound)})"
-        for here in by_node(ranks)
-        if _room(here) >= len(here)
-        for bound, sharing in grouped(here, lambda rank: tuple(rank.facts["cores"]["cores"])).items()
-        if len(sharing) > len(bound)
-    ]
-    if found:
-        advice = "--bind-to core (a core for each rank), or --bind-to none; with threads: --map-by slot:PE=N"
-        yield problem("binding", some(found) + ", while others are free", advice)
-
-
-def _blas_threads(ranks: Sequence[Rank]) -> Finding:
-    shown = spans(sorted({rank.facts["cores"]["threads"] for rank in ranks}))
-    for here in by_node(ranks):
-        threads, room = sum(rank.facts["cores"]["threads"] for rank in here), _room(here)
-        if threads > max(room, len(here)):
-            text = f"{shown} a rank: {here[0].host} has {threads} threads for {plural(room, 'core')}"
-            advice = f"export OMP_NUM_THREADS={max(1, int(room) // len(here))} (and the same for all ranks)"
-            return warning("BLAS threads", text, advice)
-    return ok("BLAS threads", f"{shown} a rank")
-
-
-def _union(here: Sequence[Rank]) -> set[int]:
-    return set().union(*(rank.facts["cores"]["cores"] for rank in here))
-
-
-def _room(here: Sequence[Rank]) -> float:
-    """The cores that the ranks of a node may keep busy."""
-    quota = here[0].facts["cores"]["quota"]
-    return len(_union(here)) if quota is None else min(len(_union(here)), quota)
 
 
 def _quota() -> float | None:
@@ -145,10 +179,86 @@ def _threads() -> int:
     return max(counts, default=assumed)
 
 
+def judge_cores(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
+    nodes = by_node(ranks)
+    if len({len(here) for here in nodes}) == 1:
+        where = f"on each of {len(nodes)} nodes" if len(nodes) > 1 else f"on one node, {ranks[0].host}"
+        yield ok("ranks per node", f"{len(nodes[0])} {where}")
+    else:
+        text = some([f"{len(here)} on {here[0].host}" for here in nodes], ", ")
+        advice = "nodes of one size are faster: all ranks carry slices between them, not the first of each node alone"
+        yield warning("ranks per node", text, advice)
+    yield _cores_per_rank(nodes)
+    yield from _binding(nodes)
+    yield _blas_threads(ranks, nodes)
+
+
+def _cores_per_rank(nodes: Sequence[Sequence[Rank]]) -> Finding:
+    rooms = [(here, _room(here)) for here in nodes]
+    oversubscribed = [(here, room) for here, room in rooms if room < len(here)]
+    if not oversubscribed:
+        return ok("cores per rank", f"at least {min(room / len(here) for here, room in rooms):.3g}")
+    texts = [f"{here[0].host}: {plural(len(here), 'rank')} on {plural(room, 'core')}" for here, room in oversubscribed]
+    here, room = oversubscribed[0]
+    facts, allowed = here[0].facts, len(_union(here))
+    if facts["quota"] is not None and facts["quota"] < allowed:
+        advice = (
+            f"the container may use {facts['quota']:g} cores: give it more (docker run --cpus N), or start fewer ranks"
+        )
+    elif allowed < facts["of"]:
+        advice = (
+            f"the ranks are bound to {allowed} of {facts['of']} cores: --bind-to none or --bind-to core, and ask the "
+            "scheduler for as many cores as ranks"
+        )
+    else:
+        advice = f"start at most {plural(int(room), 'rank')} on such a node; more bring no speed"
+    return warning("cores per rank", f"{some(texts)}; ranks wait for each other's cores", advice)
+
+
+def _binding(nodes: Sequence[Sequence[Rank]]) -> Iterator[Finding]:
+    """Ranks that were bound to the same few cores while other cores of their node are free."""
+    found = [
+        f"{here[0].host}: {named(sharing)} on {plural(len(bound), 'core')} ({spans(bound)})"
+        for here in nodes
+        if _room(here) >= len(here)
+        for bound, sharing in grouped(here, lambda rank: tuple(rank.facts["cores"])).items()
+        if len(sharing) > len(bound)
+    ]
+    if found:
+        advice = "--bind-to core (a core for each rank), or --bind-to none; with threads: --map-by slot:PE=N"
+        yield problem("binding", some(found) + ", while others are free", advice)
+
+
+def _blas_threads(ranks: Sequence[Rank], nodes: Sequence[Sequence[Rank]]) -> Finding:
+    shown = spans({rank.facts["threads"] for rank in ranks})
+    for here in nodes:
+        threads, room = sum(rank.facts["threads"] for rank in here), _room(here)
+        if threads > max(room, len(here)):
+            text = f"{shown} a rank: {here[0].host} has {threads} threads for {plural(room, 'core')}"
+            advice = f"export OMP_NUM_THREADS={max(1, int(room) // len(here))} (and the same for all ranks)"
+            return warning("BLAS threads", text, advice)
+    return ok("BLAS threads", f"{shown} a rank")
+
+
+def _union(here: Sequence[Rank]) -> set[int]:
+    return set().union(*(rank.facts["cores"] for rank in here))
+
+
+def _room(here: Sequence[Rank]) -> float:
+    """The cores that the ranks of a node may keep busy."""
+    quota = here[0].facts["quota"]
+    return len(_union(here)) if quota is None else min(len(_union(here)), quota)
+
+
 # Memory
 
+ELEMENT = 4  # bytes of a float32
+COPIES = 4  # of the parameters' bytes on every rank: parameters, gradients, and the two moments of Adam
+MALLOC = "ALLREDUCE_MALLOC"  # see trainers/malloc.py
+OTHER_MALLOCS = ("jemalloc", "tcmalloc", "mimalloc")
 
-def look_at_memory(topology: Topology, first: str) -> dict[str, Any]:
+
+def gather_memory(topology: Topology, first: str) -> dict[str, Any]:
     shared = shutil.disk_usage(SHARED_MEMORY)
     return {
         "shared_path": SHARED_MEMORY,
@@ -160,65 +270,21 @@ def look_at_memory(topology: Topology, first: str) -> dict[str, Any]:
     }
 
 
-def judge_memory(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
-    nodes = by_node(ranks)
-    yield _shared(nodes, needs)
-    yield _memory(nodes, needs)
-    kinds = grouped(ranks, lambda rank: rank.facts["memory"]["malloc"])
-    yield alike("malloc", kinds, "give all ranks the same environment (mpirun -x NAME exports NAME)")
-    yield _reach(nodes)
-
-
-def _shared(nodes: Sequence[Sequence[Rank]], needs: Needs) -> Finding:
-    """A buffer of gradients for each rank, the parameters once when the update is sharded, and a staging buffer."""
-    short, fatal = [], False
-    for here in nodes:
-        facts, ranks = here[0].facts["memory"], len(here)
-        wanted = needs.parameters * ELEMENT * (ranks + 1) + LARGEST_BYTES + ranks * SPARE_BYTES
-        if ranks > 1 and facts["shared_free"] < wanted:
-            short.append(f"{here[0].host}: {nbytes(facts['shared_free'])} free, {nbytes(wanted)} wanted")
-            fatal = fatal or facts["shared_free"] < ranks * SPARE_BYTES
-    path = nodes[0][0].facts["memory"]["shared_path"]
-    model = f"a model of {count(needs.parameters)} parameters"
-    if not short:
-        least = min(here[0].facts["memory"]["shared_free"] for here in nodes)
-        return ok(path, f"{nbytes(least)} free: enough for {model}")
-    advice = f"docker run --shm-size=8g, or mount -o remount,size=8g {path}; " + (
-        "MPI itself dies of bus errors with so little"
-        if fatal
-        else '"shared" refuses without it, and "auto" falls back to ordinary memory, which is slower'
-    )
-    return Finding(path, PROBLEM if fatal or needs.asked else WARNING, f"{some(short)} for {model}", advice)
-
-
-def _memory(nodes: Sequence[Sequence[Rank]], needs: Needs) -> Finding:
-    known = {here[0].host: (here[0].facts["memory"]["available"], len(here)) for here in nodes}
-    known = {host: pair for host, pair in known.items() if pair[0] is not None}
-    if not known:
-        return ok("memory", f"unknown; {EXTRA} tells how much is available")
-    wanted = needs.parameters * ELEMENT * COPIES
-    short = [
-        f"{host}: {nbytes(available)} available, {nbytes(wanted * ranks)} wanted"
-        for host, (available, ranks) in known.items()
-        if available < wanted * ranks
-    ]
-    model = f"parameters, gradients and Adam's state of {count(needs.parameters)} parameters a rank"
-    if short:
-        advice = 'fewer ranks a node, update="sharded" (its state is divided by the ranks), or a smaller model'
-        return Finding("memory", PROBLEM if needs.asked else WARNING, f"{some(short)} for {model}", advice)
-    least = min(available for available, _ in known.values())
-    return ok("memory", f"{nbytes(least)} available: enough for {model}")
-
-
-def _reach(nodes: Sequence[Sequence[Rank]]) -> Finding:
-    if all(len(here) == 1 for here in nodes):
-        return ok("reach", "every rank is alone on its node")
-    apart = [here[0].host for here in nodes if len(here) > 1 and not here[0].facts["memory"]["reach"]]
-    if not apart:
-        return ok("reach", "ranks of a node copy straight from each other's memory (process_vm_readv)")
-    text = f"{some(apart, ', ')}: ranks may not read each other's memory, so arrays not from allocate() cost two copies"
-    advice = "docker run --cap-add SYS_PTRACE (or --ipc=host --pid=host); else sysctl kernel.yama.ptrace_scope=0"
-    return warning("reach", text, advice)
+def _available() -> int | None:
+    """Bytes that the ranks of this machine, or of this container, can still have; None where psutil is missing."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    free: int = psutil.virtual_memory().available
+    for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):  # of both versions
+        folder = CONTROL_GROUP if limit == "max" else CONTROL_GROUP / "memory"
+        try:
+            bytes_of = [int((folder / f"memory.{name}").read_text()) for name in (limit, used)]
+        except (OSError, ValueError):  # "max", or no such group
+            continue
+        return min(free, max(0, bytes_of[0] - bytes_of[1]))
+    return free
 
 
 def _malloc() -> str:
@@ -240,18 +306,229 @@ def _malloc() -> str:
     return f"{name}: trainers have it keep the memory that a step frees ({MALLOC}=default stops that)"
 
 
-def _available() -> int | None:
-    """Bytes that the ranks of this machine, or of this container, can still have; None where psutil is missing."""
+def judge_memory(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
+    nodes = by_node(ranks)
+    yield _shared(nodes, needs)
+    yield _memory(nodes, needs)
+    kinds = grouped(ranks, lambda rank: rank.facts["malloc"])
+    yield alike("malloc", kinds, "give all ranks the same environment (mpirun -x NAME exports NAME)")
+    apart = [here[0].host for here in nodes if len(here) > 1 and not here[0].facts["reach"]]
+    if apart:
+        text = "ranks may not read each other's memory, so arrays not from allocate() cost two copies"
+        advice = "docker run --cap-add SYS_PTRACE (or --ipc=host --pid=host); else sysctl kernel.yama.ptrace_scope=0"
+        yield warning("reach", f"{some(apart, ', ')}: {text}", advice)
+    elif all(len(here) == 1 for here in nodes):
+        yield ok("reach", "every rank is alone on its node")
+    else:
+        yield ok("reach", "ranks of a node copy straight from each other's memory (process_vm_readv)")
+
+
+def _shared(nodes: Sequence[Sequence[Rank]], needs: Needs) -> Finding:
+    """Space for each rank's buffer of gradients, for the parameters of a sharded update, and for a staging buffer."""
+    short, fatal = [], False
+    for here in nodes:
+        free, ranks = here[0].facts["shared_free"], len(here)
+        wanted = needs.parameters * ELEMENT * (ranks + 1) + LARGEST_BYTES + ranks * SPARE_BYTES
+        if ranks > 1 and free < wanted:
+            short.append(f"{here[0].host}: {nbytes(free)} free, {nbytes(wanted)} wanted")
+            fatal = fatal or free < ranks * SPARE_BYTES
+    path = nodes[0][0].facts["shared_path"]
+    model = f"a model of {count(needs.parameters)} parameters"
+    if not short:
+        least = min(here[0].facts["shared_free"] for here in nodes)
+        return ok(path, f"{nbytes(least)} free: enough for {model}")
+    advice = f"docker run --shm-size=8g, or mount -o remount,size=8g {path}; " + (
+        "MPI itself dies of bus errors with so little"
+        if fatal
+        else '"shared" refuses without it, and "auto" falls back to ordinary memory, which is slower'
+    )
+    return Finding(PROBLEM if fatal or needs.asked else WARNING, path, f"{some(short)} for {model}", advice)
+
+
+def _memory(nodes: Sequence[Sequence[Rank]], needs: Needs) -> Finding:
+    known = [(here, here[0].facts["available"]) for here in nodes if here[0].facts["available"] is not None]
+    if not known:
+        return ok("memory", f"unknown; {EXTRA} tells how much is available")
+    wanted = needs.parameters * ELEMENT * COPIES
+    short = [
+        f"{here[0].host}: {nbytes(available)} available, {nbytes(wanted * len(here))} wanted"
+        for here, available in known
+        if available < wanted * len(here)
+    ]
+    model = f"parameters, gradients and Adam's state of {count(needs.parameters)} parameters a rank"
+    if short:
+        advice = 'fewer ranks a node, update="sharded" (its state is divided by the ranks), or a smaller model'
+        return Finding(PROBLEM if needs.asked else WARNING, "memory", f"{some(short)} for {model}", advice)
+    return ok("memory", f"{nbytes(min(available for _, available in known))} available: enough for {model}")
+
+
+# GPUs: which rank has which, whether two ranks have the same, and whether CuPy, NCCL and MPI can use them
+
+PRESENT = Path("/proc/driver/nvidia/gpus")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def gather_gpus(topology: Topology, first: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"devices": [], "driver": None, "trouble": "", "cupy": None, "mine": None}
+    found["present"] = len(list(PRESENT.iterdir())) if PRESENT.is_dir() else 0
+    found["visible"] = os.environ.get(VISIBLE)
+    found["cuda_aware"] = gpu.mpi_is_cuda_aware()
     try:
-        import psutil
+        found["driver"], found["devices"] = _devices(found["visible"])
     except ImportError:
+        found["trouble"] = f"the library that tells more of them is missing: {EXTRA}"
+    except Exception as error:  # NVMLError, which belongs to the library
+        found["trouble"] = f"{type(error).__name__}: {error}" if found["present"] else ""
+    if found["devices"]:
+        found["mine"] = topology.node_rank % len(found["devices"])  # as gpu.choose_device has it
+        found["cupy"] = _cupy()
+    return found
+
+
+def _devices(visible: str | None) -> tuple[int, list[dict[str, Any]]]:
+    """The driver's CUDA version, and the devices that this process sees. Raises ImportError or pynvml.NVMLError.
+
+    NVML is asked, which makes no CUDA context and needs no CuPy. visible: CUDA_VISIBLE_DEVICES, which NVML does not
+    know: numbers and UUIDs, or beginnings of these. As in CUDA, an entry that names no device hides those behind it.
+    """
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        seen = handles if visible is None else []
+        for entry in [] if visible is None else visible.split(","):
+            meant = [index for index, uuid in enumerate(uuids) if entry in (str(index), uuid[: len(entry) or None])]
+            if entry.startswith("MIG-"):  # a part of a GPU
+                seen.append(pynvml.nvmlDeviceGetHandleByUUID(entry))
+            elif len(meant) == 1:
+                seen.append(handles[meant[0]])
+            else:
+                break
+        return pynvml.nvmlSystemGetCudaDriverVersion(), [
+            {
+                "uuid": pynvml.nvmlDeviceGetUUID(handle),
+                "name": pynvml.nvmlDeviceGetName(handle),
+                "bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+            }
+            for handle in seen
+        ]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _cupy() -> dict[str, Any] | None:
+    """Versions and trouble of CuPy; None where it is not installed. It is imported only where there is a GPU."""
+    if importlib.util.find_spec("cupy") is None:
         return None
-    free: int = psutil.virtual_memory().available
-    for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):  # of both versions
-        folder = CONTROL_GROUP if limit == "max" else CONTROL_GROUP / "memory"
-        try:
-            bytes_of = [int((folder / f"memory.{name}").read_text()) for name in (limit, used)]
-        except (OSError, ValueError):  # "max", or no such group
-            continue
-        return min(free, max(0, bytes_of[0] - bytes_of[1]))
-    return free
+    found: dict[str, Any] = {"version": "?", "runtime": None, "nccl": None, "trouble": ""}
+    try:
+        cupy = gpu.cupy()
+        found["version"], found["runtime"] = cupy.__version__, cupy.cuda.runtime.runtimeGetVersion()
+        cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # of CuPy's own kinds
+        return found | {"trouble": str(error)}
+    try:
+        from cupy.cuda import nccl
+
+        return found | {"nccl": nccl.get_version()}
+    except Exception:  # CuPy was built without it, or its library is missing
+        return found
+
+
+def judge_gpus(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
+    having = [rank for rank in ranks if rank.facts["devices"]]
+    without = [rank for rank in ranks if not rank.facts["devices"]]
+    if having:
+        yield _assigned(having)
+        yield from _duplicates(having)
+    else:
+        yield _none(ranks)
+    if having and without:
+        told = some(sorted({rank.facts["trouble"] for rank in without} - {""}))
+        text = f"{named(without)} see{'s' * (len(without) == 1)} none, and others do{f' ({told})' if told else ''}"
+        advice = f"ask the scheduler for GPUs on every host (--gpus-per-node), and look at {VISIBLE} there"
+        yield warning("missing", text, advice)
+    if having:
+        yield from _software(having)
+    yield _cuda_aware(having or ranks)
+
+
+def _none(ranks: Sequence[Rank]) -> Finding:
+    first = next((rank for rank in ranks if rank.facts["present"]), ranks[0])
+    if not first.facts["present"]:
+        return ok("devices", "none: training runs on CPUs")
+    text = f"{first.host} has {plural(first.facts['present'], 'GPU')}, and no rank sees one"
+    hidden = f"{VISIBLE}={first.facts['visible']}: unset it, or start the container with --gpus all"
+    return warning("devices", text, first.facts["trouble"] or hidden)
+
+
+def _mine(rank: Rank) -> dict[str, Any]:
+    return rank.facts["devices"][rank.facts["mine"]]
+
+
+def _assigned(ranks: Sequence[Rank]) -> Finding:
+    texts = []
+    for here in by_node(ranks):
+        pairs = [f"rank {rank.rank}: GPU {rank.facts['mine']}" for rank in here]
+        kinds = {f"{_mine(rank)['name']}, {nbytes(_mine(rank)['bytes'])}" for rank in here}
+        texts.append(f"{here[0].host} ({' and '.join(sorted(kinds))}): {some(pairs, ', ')}")
+    return ok("which rank has which", some(texts))
+
+
+def _duplicates(ranks: Sequence[Rank]) -> Iterator[Finding]:
+    texts = [
+        f"{named(sharing)} on {host} ({uuid[:12]})"
+        for (host, uuid), sharing in grouped(ranks, lambda rank: (rank.host, _mine(rank)["uuid"])).items()
+        if len(sharing) > 1
+    ]
+    if texts:
+        advice = (
+            "as many ranks a node as it has GPUs; NCCL refuses to share one, and ranks that do slow each other down"
+        )
+        yield warning("duplicates", f"one GPU is shared by {some(texts)}", advice)
+
+
+def _software(ranks: Sequence[Rank]) -> Iterator[Finding]:
+    missing = [rank for rank in ranks if rank.facts["cupy"] is None]
+    broken = [rank for rank in ranks if rank.facts["cupy"] and rank.facts["cupy"]["trouble"]]
+    if missing:
+        text = f"not installed on {named(missing)}: --device cuda and the backend nccl need it"
+        yield warning("CuPy", text, gpu.EXTRA)
+    if broken:
+        facts = broken[0].facts
+        text = f"does not work on {named(broken)}: {facts['cupy']['trouble']}"
+        yield problem("CuPy", text, f"the driver is for CUDA {_version(facts['driver'])} at most: {gpu.EXTRA}")
+    if not (missing or broken):
+        cupy, newest = ranks[0].facts["cupy"], _version(ranks[0].facts["driver"])
+        yield ok("CuPy", f"{cupy['version']} for CUDA {_version(cupy['runtime'])}; the driver takes up to {newest}")
+        yield _nccl(ranks)
+
+
+def _nccl(ranks: Sequence[Rank]) -> Finding:
+    """On ranks that all have a CuPy that works."""
+    numbers = grouped(ranks, lambda rank: rank.facts["cupy"]["nccl"])
+    if None in numbers:
+        where = f" on {named(numbers[None])}" if len(numbers) > 1 else ""
+        return warning("NCCL", f"CuPy finds none{where}: the backend nccl is not available", gpu.EXTRA)
+    kinds = {f"{number // 10_000}.{number // 100 % 100}.{number % 100}": some for number, some in numbers.items()}
+    return alike("NCCL", kinds, "install the same on all hosts: ranks of different ones may not connect")
+
+
+def _cuda_aware(ranks: Sequence[Rank]) -> Finding:
+    name = "CUDA-aware MPI"
+    without = [rank for rank in ranks if not rank.facts["cuda_aware"]]
+    if not without:
+        return ok(name, "MPI takes arrays in GPU memory")
+    if len(ranks) == 1 or not ranks[0].facts["devices"]:
+        return ok(name, "no, and nothing here asks for it")
+    where = f" on {named(without)}" if len(without) < len(ranks) else ""
+    text = f"no{where}: arrays in GPU memory go through pinned host memory, unless the backend is nccl"
+    advice = "fine with nccl; else an MPI that was built with CUDA (ALLREDUCE_CUDA_AWARE=1 if it can't say so itself)"
+    return warning(name, text, advice)
+
+
+def _version(number: int | None) -> str:
+    """12.8 of 12080, CUDA's number for it."""
+    return "?" if not number else f"{number // 1000}.{number % 1000 // 10}"

@@ -6,7 +6,6 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from allreduce.doctor.findings import EXTRA, Finding, Needs, Rank, by_node, ok, 
 from allreduce.topology import Topology
 from allreduce.tracing import clocks
 
-NAME_SECONDS = 3.0  # how long a name server has for its answer
+NAME_SECONDS = 3.0  # for the answer of a name server
 INFINIBAND = Path("/sys/class/infiniband")
 SKEW_SECONDS = 0.1
 BILLION = 1e9
@@ -33,8 +32,8 @@ class Interface(TypedDict):
     speed: int | None  # Mb/s, where the system knows it
 
 
-def look(topology: Topology, first: str) -> dict[str, Any] | None:
-    """The facts of the first rank of each node; the others are in the same place. first: rank 0's host."""
+def gather(topology: Topology, first: str) -> dict[str, Any] | None:
+    """The facts of the first rank of each node. first: the host name of rank 0."""
     if topology.node_rank:
         return None
     return {
@@ -48,10 +47,10 @@ def look(topology: Topology, first: str) -> dict[str, Any] | None:
 
 
 def judge(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
-    leaders = [rank for rank in ranks if rank.facts["network"] is not None]
+    leaders = _leaders(ranks)
     several = len(by_node(ranks)) > 1
     if leaders and several:
-        if all(rank.facts["network"]["interfaces"] is not None for rank in leaders):
+        if all(rank.facts["interfaces"] is not None for rank in leaders):
             yield _common(leaders)
             yield from _same_addresses(leaders)
         else:
@@ -61,21 +60,26 @@ def judge(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         yield _names(leaders, several)
 
 
-def speed(ranks: Sequence[Rank]) -> float | None:
+def link_speed(ranks: Sequence[Rank]) -> float | None:
     """Bytes a second of the fastest interface that all hosts have in common, where that is known."""
-    leaders = [rank for rank in ranks if rank.facts["network"] is not None]
-    slowest = [min(_speeds(leaders, network)) for network in _shared_networks(leaders)]
+    leaders = _leaders(ranks)
+    slowest = [_slowest(leaders, network) for network in _shared_networks(leaders)]
     return max(slowest, default=0) * 1e6 / 8 or None
 
 
-def _speeds(leaders: Sequence[Rank], network: str) -> list[int]:
-    return [each["speed"] or 0 for rank in leaders for each in _up(rank) if each["network"] == network]
+def _leaders(ranks: Sequence[Rank]) -> list[Rank]:
+    """The first rank of each node, which alone has facts."""
+    return [rank for rank in ranks if rank.facts is not None]
+
+
+def _slowest(leaders: Sequence[Rank], network: str) -> int:
+    """The least speed of the hosts' interfaces in a network, in Mb/s; 0 where one is unknown."""
+    return min(each["speed"] or 0 for rank in leaders for each in _up(rank) if each["network"] == network)
 
 
 def _up(rank: Rank) -> list[Interface]:
     """The interfaces that may lead to other hosts."""
-    found = rank.facts["network"]["interfaces"] or []
-    return [each for each in found if not ipaddress.ip_address(each["address"]).is_loopback]
+    return [each for each in rank.facts["interfaces"] or [] if not ipaddress.ip_address(each["address"]).is_loopback]
 
 
 def _shared_networks(leaders: Sequence[Rank]) -> list[str]:
@@ -104,8 +108,8 @@ def _common(leaders: Sequence[Rank]) -> Finding:
         return warning("interfaces", f"the hosts have no network in common ({some(texts)})", advice)
     texts = []
     for network in common:
-        names = Counter(each["name"] for rank in leaders for each in _up(rank) if each["network"] == network)
-        slowest = min(_speeds(leaders, network))
+        names = dict.fromkeys(each["name"] for rank in leaders for each in _up(rank) if each["network"] == network)
+        slowest = _slowest(leaders, network)
         texts.append(f"{network} ({'/'.join(names)}{f', {slowest / 1000:g} Gb/s' if slowest else ''})")
     return ok("interfaces", f"all hosts are in {some(texts)}")
 
@@ -120,18 +124,18 @@ def _same_addresses(leaders: Sequence[Rank]) -> Iterator[Finding]:
 
 
 def _infiniband(leaders: Sequence[Rank]) -> Iterator[Finding]:
-    having = [rank for rank in leaders if rank.facts["network"]["infiniband"]]
-    lacking = [rank.host for rank in leaders if rank not in having]
+    having = [rank for rank in leaders if rank.facts["infiniband"]]
+    lacking = [rank.host for rank in leaders if not rank.facts["infiniband"]]
     if having and lacking:
         advice = "MPI falls back to the slower network for these hosts: leave them out, or have their adapters seen to"
         yield warning("InfiniBand", f"missing on {some(lacking, ', ')}", advice)
     elif having:
-        yield ok("InfiniBand", ", ".join(having[0].facts["network"]["infiniband"]))
+        yield ok("InfiniBand", ", ".join(having[0].facts["infiniband"]))
 
 
 def _names(leaders: Sequence[Rank], several: bool) -> Finding:
-    """gloo, and PyTorch's stores, go by host names; MPI does not."""
-    facts, first = leaders[0].facts["network"], leaders[0].facts["network"]["first"]
+    """gloo, and PyTorch's stores, use host names; MPI does not."""
+    facts, first = leaders[0].facts, leaders[0].facts["first"]
     if not several and facts["resolves"]:
         return ok("host names", f"{facts['name']} is {facts['resolves']}")
     for fails, text, advice in (
@@ -151,7 +155,7 @@ def _names(leaders: Sequence[Rank], several: bool) -> Finding:
             "gloo would listen where no other host comes: set GLOO_SOCKET_IFNAME, or mend /etc/hosts",
         ),
     ):
-        if hosts := [rank.host for rank in leaders if fails(rank.facts["network"])]:
+        if hosts := [rank.host for rank in leaders if fails(rank.facts)]:
             return warning("host names", f"{some(hosts, ', ')}: {text}", advice)
     return ok("host names", f"every host resolves its own, and that of rank 0 ({first})")
 
@@ -195,25 +199,28 @@ def interfaces() -> list[Interface] | None:
 # Clocks
 
 
-def compare_clocks(topology: Topology) -> list[float]:
-    """The seconds by which the clock of each node's first rank is ahead of rank 0's; on rank 0. Collective."""
-    comm = topology.cross  # that of the first ranks is theirs alone
+def compare_clocks(topology: Topology, first: str) -> list[float]:
+    """The seconds by which each node's clock is ahead of rank 0's; on rank 0 of several nodes. Collective."""
+    comm = topology.cross  # of the first ranks of nodes
     if topology.node_rank or comm.size == 1:
         return []
     return [heard.ahead / BILLION for heard in clocks.compare(comm, time.time_ns)]
 
 
-def judge_clocks(ranks: Sequence[Rank], ahead: Sequence[float]) -> Finding:
-    """ahead: by node, as `compare_clocks` gives it; nothing for one node."""
+def judge_clocks(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
+    ahead = ranks[0].facts
     if not ahead:
-        return ok("skew", "one host has one clock")
+        yield ok("skew", "one host has one clock")
+        return
     hosts = [here[0].host for here in sorted(by_node(ranks), key=lambda here: here[0].node)]
     wrong = [f"{host} by {skew:+.3g} s" for host, skew in zip(hosts, ahead, strict=True) if abs(skew) > SKEW_SECONDS]
     if wrong:
         advice = "run chronyd or ntpd on all hosts: times of files, of logs and of deadlines are off by as much"
-        return warning("skew", f"clocks differ from that of {hosts[0]}: {some(wrong)}", advice)
-    most = max(map(abs, ahead))
-    return ok("skew", f"at most {1000 * most:.3g} ms between hosts" if most else "no difference that can be measured")
+        yield warning("skew", f"clocks differ from that of {hosts[0]}: {some(wrong)}", advice)
+    elif most := max(map(abs, ahead)):
+        yield ok("skew", f"at most {1000 * most:.3g} ms between hosts")
+    else:
+        yield ok("skew", "no difference that can be measured")
 
 
 # Before the ranks meet
@@ -221,7 +228,7 @@ def judge_clocks(ranks: Sequence[Rank], ahead: Sequence[float]) -> Finding:
 
 @contextmanager
 def said_when_late(seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
-    """Around the first contact of the ranks: after so many seconds rank 0 says what may be in the way. Local."""
+    """While ranks first contact each other: after so many seconds rank 0 prints `connecting_advice`. Local."""
     timer = threading.Timer(seconds, _say)
     timer.daemon = True
     if next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0":

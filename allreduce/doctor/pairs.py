@@ -15,6 +15,8 @@ from allreduce.doctor.findings import Finding, Needs, Rank, count, ok, plural, p
 from allreduce.doctor.host import ELEMENT
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine
+from allreduce.transport.deferred_free import keep
+from allreduce.transport.wait import wait_until
 
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
 TURNS = 20  # of the small message
@@ -57,9 +59,6 @@ class Results(NamedTuple):
 
 class SilentError(Exception):
     """A rank does not answer another one."""
-
-
-_unanswered: list[object] = []  # MPI may still write to what was given to it
 
 
 # Measuring
@@ -152,12 +151,9 @@ def _return(comm: MPI.Intracomm, other: int, message: np.ndarray) -> None:
 
 def _complete(request: MPI.Request) -> None:
     """Wait for one message without sleeping, which would be measured too. Raises SilentError when it does not come."""
-    deadline = time.monotonic() + ANSWER_SECONDS
-    while not request.Test():
-        os.sched_yield()
-        if time.monotonic() > deadline:
-            _unanswered.append(request)
-            raise SilentError
+    if not wait_until(request.Test, ANSWER_SECONDS, pause=lambda now: os.sched_yield()):
+        keep(request)
+        raise SilentError
 
 
 # Which pairs, in which order

@@ -122,13 +122,16 @@ def ranges(ranks: Iterable[int]) -> list[list[int]]:
     return found
 
 
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers for people: "0-2, 5"."""
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges(numbers))
+
+
 def listed(ranks: Collection[int]) -> str:
-    """Ranks for people: "rank 3", "ranks 0-2, 5"."""
-    runs = ranges(ranks)
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:RANGES]]
-    left_out = sum(last - first + 1 for first, last in runs[RANGES:])
-    more = f" and {left_out} more" if left_out else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}{more}"
+    """Ranks for people: "rank 3", "ranks 0-2, 5"; of many runs the first few."""
+    shown = [rank for first, last in ranges(ranks)[:RANGES] for rank in range(first, last + 1)]
+    more = f" and {len(ranks) - len(shown)} more" if len(shown) < len(ranks) else ""
+    return f"rank{'s' * (len(ranks) > 1)} {spans(shown)}{more}"
 
 
 def table(state: State, size: int, rank: int, call: str) -> str:

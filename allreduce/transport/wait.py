@@ -221,7 +221,7 @@ def wait_until(
     done: Callable[[], bool],
     limit: float = math.inf,
     meanwhile: Callable[[], object] | None = None,
-    pause: Pause | None = None,
+    pause: Callable[[float], object] | None = None,
 ) -> bool:
     """Call `done`, which lets MPI go on, until it is true, and mostly sleep in between.
 

@@ -214,8 +214,7 @@ class Bench:
         comm = CountedComm.of(self._world.world, self._traffic).Split(0, self._world.rank in servers)
         with Topology(comm, self._chosen.ranks_per_node or None, self._world.timeout) as topology:
             network = self._network(chosen, slow)
-            make = options.STRATEGIES[chosen.strategy].make
-            with make(chosen, network, topology, variant.servers) as trainer:
+            with options.make_trainer(chosen, network, topology, variant.servers) as trainer:
                 outcome = self._fit(trainer, variant, slow, chosen)
         comm.Free()
         return outcome

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
+from allreduce.doctor import command
 from allreduce.doctor.findings import OK, Finding, Needs, Rank
 from allreduce.doctor.pairs import Measured, Results
 
@@ -31,6 +32,7 @@ def facts_of(node: int, node_rank: int) -> dict[str, Any]:
         },
         "versions": {"versions": {"Python": "3.11.7", "numpy": "2.4.6", "allreduce": "0.1.0 (code 1)"}, "cpu": "EPYC"},
         "network": None if node_rank else {**reached, "interfaces": interfaces, "infiniband": []},
+        "clocks": [],
     }  # fmt: skip
 
 
@@ -48,6 +50,11 @@ def measured(ranks: list[Rank], **slow: tuple[float, float]) -> Results:
         for one, other in combinations(ranks, 2)
     ]
     return Results(pairs, [])
+
+
+def judged(key: str, ranks: list[Rank], needs: Needs = NEEDS) -> list[Finding]:
+    """The findings of one check."""
+    return list(command.judge_one(key, ranks, needs))
 
 
 def worse(findings: Iterable[Finding]) -> list[Finding]:

@@ -18,7 +18,8 @@ from tests.doctor.doctor_ranks import NEEDS, cluster, measured, worse
 def test_a_good_cluster_is_ok_in_few_lines() -> None:
     ranks = cluster(32, 32)
     results = measured(ranks)
-    findings = command.judge(ranks, NEEDS, [0.0, 0.0002], results)
+    ranks[0].facts["clocks"] = [0.0, 0.0002]
+    findings = command.judge(ranks, NEEDS, results)
     assert worse(findings) == []
     assert exit_code(findings) == 0
     shown = report("64 ranks", findings)
@@ -33,7 +34,7 @@ def test_a_look_that_failed_is_a_finding_and_the_others_are_judged() -> None:
     ranks = cluster(2, 2)
     for rank, module in ((0, "memory"), (2, "network"), (3, "cores"), (3, "gpus")):
         ranks[rank].facts[module] = {command.FAILED: "OSError: no such thing"}
-    findings = command.judge(ranks, NEEDS, [0.0, 0.0], measured(ranks))
+    findings = command.judge(ranks, NEEDS, measured(ranks))
     failed = [finding for finding in findings if finding.name == "looking"]
     assert [finding.text for finding in failed] == [
         f"failed on rank {rank}: OSError: no such thing" for rank in (3, 0, 3, 2)
@@ -41,18 +42,18 @@ def test_a_look_that_failed_is_a_finding_and_the_others_are_judged() -> None:
     assert exit_code(findings) == 2
     alone = cluster(2)
     alone[0].facts["network"] = {command.FAILED: "OSError: x"}
-    command.judge(alone, NEEDS, [], measured(alone))
+    command.judge(alone, NEEDS, measured(alone))
     everywhere = cluster(2)
     for each in everywhere:
         each.facts["cores"] = {command.FAILED: "OSError: x"}
-    findings = command.judge(everywhere, NEEDS, [], Results([], []))
+    findings = command.judge(everywhere, NEEDS, Results([], []))
     assert "failed on ranks 0-1: OSError: x" in [finding.text for finding in findings]
 
 
 def test_report() -> None:
     findings = [
-        Finding("short", OK, "all is well", area="a"),
-        Finding("longer name", PROBLEM, "x " * 100, "do this", "b"),
+        Finding(OK, "short", "all is well", area="a"),
+        Finding(PROBLEM, "longer name", "x " * 100, "do this", "b"),
     ]
     shown = report("title", findings)
     assert shown.splitlines()[:4] == ["title", "", "a", "  ok       short        all is well"]
@@ -60,7 +61,7 @@ def test_report() -> None:
     assert shown.endswith("\n1 problem, 1 ok; exit code 2\n")
     assert "\033[31mproblem\033[0m" in report("title", findings, coloured=True)
     assert summary(findings[:1]) == "1 finding, all ok"
-    assert "all is well" in report("title", [Finding("/tmp" * 40, OK, "all is well")])
+    assert "all is well" in report("title", [Finding(OK, "/tmp" * 40, "all is well")])
     for path in ("", "no/x"):
         with pytest.raises(OptionError, match="can't be written"):
             command.check_target(path)
@@ -107,16 +108,16 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 FAILS_ON_RANK_1 = """
 import sys
 from allreduce import __main__ as command_line
-from allreduce.doctor.command import LOOKS
+from allreduce.doctor.command import CHECKS
 
-good = LOOKS["memory"]
+good = CHECKS["memory"]
 
 def fail(topology, first):
     if topology.rank == 1:
         raise OSError("no memory here")
-    return good.look(topology, first)
+    return good.gather(topology, first)
 
-LOOKS["memory"] = good._replace(look=fail)
+CHECKS["memory"] = good._replace(gather=fail)
 sys.exit(command_line.main(sys.argv[1:]))
 """
 
@@ -148,8 +149,8 @@ def test_a_job_with_a_look_that_fails_on_one_rank(mpi: str, mpirun: JobRunner, t
 FAILS_TO_JUDGE = """
 import sys
 from allreduce import __main__ as command_line
-from allreduce.doctor.command import LOOKS
-LOOKS["cores"] = LOOKS["cores"]._replace(judge=None)
+from allreduce.doctor.command import CHECKS
+CHECKS["cores"] = CHECKS["cores"]._replace(judge=None)
 sys.exit(command_line.main(["doctor", "--seconds", "0"]))
 """
 

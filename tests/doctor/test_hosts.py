@@ -10,30 +10,30 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from allreduce.doctor import command, gpus, host, mpi, network
+from allreduce.doctor import command, host, network
 from allreduce.doctor.findings import EXTRA, OK, PROBLEM, WARNING, Needs, Rank
 from allreduce.topology import Topology
 from tests import launch
-from tests.doctor.doctor_ranks import GIB, LINK, NEEDS, cluster, only, worse
+from tests.doctor.doctor_ranks import GIB, LINK, cluster, judged, only, worse
 
 
 def test_mpi() -> None:
     alone = cluster(1)
     alone[0].facts["mpi"]["launch"] = {"launcher": "srun", "variable": "N", "processes": 4, "remedy": "use mpirun"}
-    found = only(mpi.judge_mpi(alone, NEEDS))
+    found = only(judged("mpi", alone))
     assert found.level == PROBLEM
     assert "srun has started 4 processes (N), and MPI sees 1 rank" in found.text
     assert "use mpirun; where each process is to be a job of its own: ALLREDUCE_ALONE=1" in found.advice
     ranks = cluster(2, 2)
     ranks[3].facts["mpi"]["threads"] = "MPI_THREAD_SERIALIZED"
-    assert "MPI_THREAD_SERIALIZED on rank 3" in only(mpi.judge_mpi(ranks, NEEDS)).text
+    assert "MPI_THREAD_SERIALIZED on rank 3" in only(judged("mpi", ranks)).text
     ranks = cluster(2, 2)
     ranks[2].facts["mpi"]["library"] = "MPICH Version: 5.0.2"
-    assert "Open MPI v5.0.11 on ranks 0-1, 3; MPICH Version: 5.0.2 on rank 2" in only(mpi.judge_mpi(ranks, NEEDS)).text
+    assert "Open MPI v5.0.11 on ranks 0-1, 3; MPICH Version: 5.0.2 on rank 2" in only(judged("mpi", ranks)).text
     for change, words in (({"ulfm": True}, "in force"), ({}, "--with-ft ulfm"), ({"library": "MPICH 5"}, "--resume")):
         ranks = cluster(1)
         ranks[0].facts["mpi"] |= change
-        (said,) = [finding for finding in mpi.judge_mpi(ranks, NEEDS) if finding.name == "a lost rank"]
+        (said,) = [finding for finding in judged("mpi", ranks) if finding.name == "a lost rank"]
         assert words in said.text
         assert said.level == OK
 
@@ -42,76 +42,76 @@ def test_cores() -> None:
     ranks = cluster(3, 3)
     for rank in ranks:
         rank.facts["cores"] |= {"cores": [0, 1], "of": 2}
-    found = only(host.judge_cores(ranks, NEEDS))
+    found = only(judged("cores", ranks))
     assert "host0: 3 ranks on 2 cores; host1: 3 ranks on 2 cores" in found.text
     assert "at most 2 ranks" in found.advice
     ranks[0].facts["cores"]["of"] = 64
-    assert "bound to 2 of 64 cores" in only(host.judge_cores(ranks, NEEDS)).advice
+    assert "bound to 2 of 64 cores" in only(judged("cores", ranks)).advice
     ranks = cluster(4)
     ranks[0].facts["cores"]["quota"] = 1.5
-    assert "--cpus" in only(host.judge_cores(ranks, NEEDS)).advice
+    assert "--cpus" in only(judged("cores", ranks)).advice
     ranks = cluster(4)
     ranks[2].facts["cores"]["cores"] = ranks[0].facts["cores"]["cores"]
     ranks[3].facts["cores"]["cores"] = [3, 4]
-    found = only(host.judge_cores(ranks, NEEDS))
+    found = only(judged("cores", ranks))
     assert (found.level, found.name) == (PROBLEM, "binding")
     assert "ranks 0, 2 on 1 core (0)" in found.text
     ranks = cluster(4)
     for rank in ranks:
         rank.facts["cores"] |= {"cores": list(range(8)), "threads": 8}
-    found = only(host.judge_cores(ranks, NEEDS))
+    found = only(judged("cores", ranks))
     assert "32 threads for 8 cores" in found.text
     assert "OMP_NUM_THREADS=2" in found.advice
-    assert "3 on host0, 1 on host1" in only(host.judge_cores(cluster(3, 1), NEEDS)).text
+    assert "3 on host0, 1 on host1" in only(judged("cores", cluster(3, 1))).text
 
 
 def test_memory() -> None:
     ranks = cluster(4)
     ranks[0].facts["memory"]["shared_free"] = 64 << 20
-    found = only(host.judge_memory(ranks, NEEDS))
+    found = only(judged("memory", ranks))
     assert (found.level, found.name) == (WARNING, "/dev/shm")
     assert "host0: 64 MiB free, 495 MiB wanted for a model of 25M parameters" in found.text
-    assert only(host.judge_memory(ranks, Needs(25_000_000, asked=True))).level == PROBLEM
-    assert worse(host.judge_memory(ranks, Needs(1_000_000, asked=True))) == []
+    assert only(judged("memory", ranks, Needs(25_000_000, asked=True))).level == PROBLEM
+    assert worse(judged("memory", ranks, Needs(1_000_000, asked=True))) == []
     ranks[0].facts["memory"]["shared_free"] = 1 << 20
-    found = only(host.judge_memory(ranks, Needs(10)))
+    found = only(judged("memory", ranks, Needs(10)))
     assert found.level == PROBLEM
     assert "bus errors" in found.advice
     ranks = cluster(4, 4)
     ranks[4].facts["memory"]["available"] = GIB
-    assert "host1: 1 GiB available, 1.49 GiB wanted" in only(host.judge_memory(ranks, NEEDS)).text
+    assert "host1: 1 GiB available, 1.49 GiB wanted" in only(judged("memory", ranks)).text
     ranks = cluster(2, 2)
     for rank in ranks[2:]:
         rank.facts["memory"] |= {"reach": False}
-    assert "host1: ranks may not" in only(host.judge_memory(ranks, NEEDS)).text
+    assert "host1: ranks may not" in only(judged("memory", ranks)).text
     ranks[0].facts["memory"]["malloc"] = "jemalloc"
-    assert "jemalloc on rank 0" in worse(host.judge_memory(ranks, NEEDS))[0].text
+    assert "jemalloc on rank 0" in worse(judged("memory", ranks))[0].text
 
 
 def test_versions_that_differ() -> None:
     ranks = cluster(32, 32)
     for rank in ranks[32:]:
         rank.facts["versions"]["versions"] |= {"numpy": "1.26.4", "torch": "2.13.0"}
-    found = worse(mpi.judge_versions(ranks, NEEDS))
+    found = worse(judged("versions", ranks))
     assert [finding.name for finding in found] == ["numpy", "torch"]
     assert found[0].text == "2.4.6 on ranks 0-31; 1.26.4 on ranks 32-63"
     assert found[1].text == "missing on ranks 0-31; 2.13.0 on ranks 32-63"
     ranks = cluster(1, 1)
     ranks[1].facts["versions"]["versions"] |= {"allreduce": "0.1.0 (code 2)"}
-    assert only(mpi.judge_versions(ranks, NEEDS)).level == PROBLEM
+    assert only(judged("versions", ranks)).level == PROBLEM
     ranks = cluster(1, 1)
     ranks[1].facts["versions"]["cpu"] = "Xeon"
-    assert "EPYC on rank 0; Xeon on rank 1" in only(mpi.judge_versions(ranks, NEEDS)).text
+    assert "EPYC on rank 0; Xeon on rank 1" in only(judged("versions", ranks)).text
 
 
 def test_versions_that_were_not_tried() -> None:
     ranks = cluster(1, 1)
-    assert not any("tried" in finding.name for finding in mpi.judge_versions(ranks, NEEDS))
-    oldest, *_, newest = mpi.TRIED["torch"]
+    assert not any("tried" in finding.name for finding in judged("versions", ranks))
+    oldest, *_, newest = host.TRIED["torch"]
     for version, level in ((oldest, OK), (f"{newest}+cpu", OK), ("2.4.1", WARNING), ("2.99.0a0", WARNING)):
         for rank in ranks:
             rank.facts["versions"]["versions"] |= {"torch": version}
-        (found,) = (each for each in mpi.judge_versions(ranks, NEEDS) if each.name == "torch, tried")
+        (found,) = (each for each in judged("versions", ranks) if each.name == "torch, tried")
         assert found.level == level
         assert found.text.startswith(f"{version}; this version of allreduce was tried with {oldest}")
         assert (newest in found.advice) == (level == WARNING)
@@ -119,10 +119,10 @@ def test_versions_that_were_not_tried() -> None:
 
 def test_the_versions_that_were_tried_are_those_that_are_asked_for() -> None:
     """By the extra, and by the tests."""
-    oldest = mpi.TRIED["torch"][0].removesuffix(".0")
+    oldest = host.TRIED["torch"][0].removesuffix(".0")
     assert f'torch = ["torch>={oldest}"]' in (launch.ROOT / "pyproject.toml").read_text()
     (pinned,) = re.findall("^torch==(.*)$", (launch.ROOT / "tests" / "constraints.txt").read_text(), re.M)
-    assert pinned in mpi.TRIED["torch"]
+    assert pinned in host.TRIED["torch"]
 
 
 def with_gpus(ranks: list[Rank], number: int) -> list[Rank]:
@@ -139,29 +139,29 @@ def with_gpus(ranks: list[Rank], number: int) -> list[Rank]:
 
 def test_gpus() -> None:
     ranks = with_gpus(cluster(2, 2), 2)
-    findings = list(gpus.judge(ranks, NEEDS))
+    findings = list(judged("gpus", ranks))
     assert worse(findings) == []
     assert "host1 (H200, 141 GiB): rank 2: GPU 0, rank 3: GPU 1" in findings[0].text
     assert [finding.text for finding in findings if finding.name == "NCCL"] == ["2.32.4"]
-    found = only(gpus.judge(with_gpus(cluster(3), 2), NEEDS))
+    found = only(judged("gpus", with_gpus(cluster(3), 2)))
     assert "ranks 0, 2 on host0" in found.text
     assert found.name == "duplicates"
     ranks = cluster(1, 1)
     with_gpus(ranks[:1], 1)
-    assert "rank 1 sees none" in only(gpus.judge(ranks, NEEDS)).text
+    assert "rank 1 sees none" in only(judged("gpus", ranks)).text
     ranks[1].facts["gpus"]["trouble"] = "cuInit says 999"
-    assert "rank 1 sees none, and others do (cuInit says 999)" in only(gpus.judge(ranks, NEEDS)).text
+    assert "rank 1 sees none, and others do (cuInit says 999)" in only(judged("gpus", ranks)).text
     ranks = with_gpus(cluster(2), 2)
     ranks[0].facts["gpus"]["cupy"] = None
-    assert "not installed on rank 0" in only(gpus.judge(ranks, NEEDS)).text
+    assert "not installed on rank 0" in only(judged("gpus", ranks)).text
     ranks[0].facts["gpus"]["cupy"] = {"version": "14.2", "runtime": None, "nccl": None, "trouble": "driver too old"}
-    assert only(gpus.judge(ranks, NEEDS)).level == PROBLEM
+    assert only(judged("gpus", ranks)).level == PROBLEM
     ranks = with_gpus(cluster(2), 2)
     ranks[0].facts["gpus"]["cuda_aware"] = False
-    assert "pinned" in only(gpus.judge(ranks, NEEDS)).text
+    assert "pinned" in only(judged("gpus", ranks)).text
     ranks = cluster(2)
     ranks[0].facts["gpus"] |= {"present": 2, "visible": ""}
-    assert "host0 has 2 GPUs, and no rank sees one" in only(gpus.judge(ranks, NEEDS)).text
+    assert "host0 has 2 GPUs, and no rank sees one" in only(judged("gpus", ranks)).text
 
 
 def test_gpus_of_ranks_that_differ_from_the_first() -> None:
@@ -169,20 +169,20 @@ def test_gpus_of_ranks_that_differ_from_the_first() -> None:
     good = ranks[0].facts["gpus"]["cupy"]
     ranks[1].facts["gpus"]["cupy"] = None
     ranks[2].facts["gpus"]["cupy"] = good | {"trouble": "driver too old"}
-    found = worse(gpus.judge(ranks, NEEDS))
+    found = worse(judged("gpus", ranks))
     assert [finding.level for finding in found] == [WARNING, PROBLEM]
     assert "does not work on rank 2: driver too old" in found[1].text
     ranks = with_gpus(cluster(2), 2)
     ranks[1].facts["gpus"]["cupy"] = good | {"nccl": None}
-    assert "CuPy finds none on rank 1" in only(gpus.judge(ranks, NEEDS)).text
+    assert "CuPy finds none on rank 1" in only(judged("gpus", ranks)).text
     ranks[1].facts["gpus"]["cupy"] = good | {"nccl": 22105}
-    assert only(gpus.judge(ranks, NEEDS)).text == "2.32.4 on rank 0; 2.21.5 on rank 1"
+    assert only(judged("gpus", ranks)).text == "2.32.4 on rank 0; 2.21.5 on rank 1"
     ranks = with_gpus(cluster(2), 2)
     ranks[1].facts["gpus"]["cuda_aware"] = False
-    assert "no on rank 1: arrays" in only(gpus.judge(ranks, NEEDS)).text
+    assert "no on rank 1: arrays" in only(judged("gpus", ranks)).text
     ranks = cluster(1, 1)
     ranks[1].facts["gpus"] |= {"present": 2, "visible": ""}
-    assert "host1 has 2 GPUs, and no rank sees one" in only(gpus.judge(ranks, NEEDS)).text
+    assert "host1 has 2 GPUs, and no rank sees one" in only(judged("gpus", ranks)).text
 
 
 class FakeNvml(ModuleType):
@@ -240,7 +240,7 @@ def test_nvml_is_asked_for_the_gpus_that_a_program_sees(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, uuids: list[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    version, devices = gpus._devices(visible)
+    version, devices = host._devices(visible)
     assert version == 12080
     assert [device["uuid"] for device in devices] == uuids
     assert {(device["name"], device["bytes"]) for device in devices} <= {("H200", 141 * GIB)}
@@ -250,28 +250,28 @@ def test_without_its_libraries_the_doctor_says_what_to_install(monkeypatch: pyte
     for name in ("psutil", "pynvml", "threadpoolctl"):
         monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "0000:01:00.0").touch()
-    monkeypatch.setattr(gpus, "PRESENT", tmp_path)
+    monkeypatch.setattr(host, "PRESENT", tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert host._threads() == 3
     topology = Topology(MPI.COMM_SELF)
-    facts = {key: look.look(topology, "host0") for key, look in command.LOOKS.items()}
+    facts = {key: check.gather(topology, "host0") for key, check in command.CHECKS.items()}
     topology.close()
-    found = [each for look in command.LOOKS.values() for each in look.judge([Rank(0, 0, "host0", facts)], NEEDS)]
+    found = [each for key in command.CHECKS for each in judged(key, [Rank(0, 0, "host0", facts)])]
     assert [each.name for each in found if EXTRA in each.text + each.advice] == ["memory", "devices"]
     assert network.interfaces() is None
     ranks = cluster(1, 1)
     ranks[1].facts["network"]["interfaces"] = None
-    assert [each.name for each in network.judge(ranks, NEEDS) if EXTRA in each.text] == ["interfaces"]
+    assert [each.name for each in judged("network", ranks) if EXTRA in each.text] == ["interfaces"]
 
 
 def test_an_error_of_nvml_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "0000:01:00.0").touch()
-    monkeypatch.setattr(gpus, "PRESENT", tmp_path)
+    monkeypatch.setattr(host, "PRESENT", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("driver says 999"))
     topology = Topology(MPI.COMM_SELF)
-    facts = {"gpus": gpus.look(topology, "host0")}
+    facts = {"gpus": host.gather_gpus(topology, "host0")}
     topology.close()
-    assert "driver says 999" in only(gpus.judge([Rank(0, 0, "host0", facts)], NEEDS)).advice
+    assert "driver says 999" in only(judged("gpus", [Rank(0, 0, "host0", facts)])).advice
 
 
 def test_limits_of_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,11 +301,11 @@ def test_network() -> None:
     docker = {"name": "docker0", "address": "172.17.0.1", "network": "172.17.0.0/16", "speed": None}
     for rank in (ranks[0], ranks[2]):
         rank.facts["network"]["interfaces"] = [*rank.facts["network"]["interfaces"], docker]
-    found = only(network.judge(ranks, NEEDS))
+    found = only(judged("network", ranks))
     assert "172.17.0.1 is the address of host0 and host1 (docker0)" in found.text
     assert "btl_tcp_if_exclude lo,docker0" in found.advice
     ranks[2].facts["network"]["interfaces"] = [LINK | {"address": "10.9.0.1", "network": "10.9.0.0/24"}]
-    found = only(network.judge(ranks, NEEDS))
+    found = only(judged("network", ranks))
     assert "no network in common (host0: eth0 10.0.0.1, docker0 172.17.0.1; host1: eth0 10.9.0.1)" in found.text
     for change, words in (
         ({"resolves": ""}, "host1: its own name leads nowhere"),
@@ -315,7 +315,7 @@ def test_network() -> None:
     ):
         ranks = cluster(2, 2)
         ranks[2].facts["network"] |= change
-        assert words in only(network.judge(ranks, NEEDS)).text
+        assert words in only(judged("network", ranks)).text
 
 
 def test_ranks_that_do_not_meet_hear_what_may_be_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
@@ -355,7 +355,9 @@ def test_a_host_that_does_not_tell_of_its_network(
 
 
 def test_clocks() -> None:
-    found = only([network.judge_clocks(cluster(1, 1, 1), [0.0, 0.01, -7.5])])
+    ranks = cluster(1, 1, 1)
+    ranks[0].facts["clocks"] = [0.0, 0.01, -7.5]
+    found = only(judged("clocks", ranks))
     assert found.text == "clocks differ from that of host0: host2 by -7.5 s"
 
 

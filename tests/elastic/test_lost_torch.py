@@ -61,7 +61,8 @@ def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatc
 def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or else those of the replica that was overwritten would come back with the next loss."""
     torch = pytest.importorskip("torch")
-    from trainers.pytorch import MirroredOptimizer, step_checks
+    from trainers import checks
+    from trainers.pytorch import MirroredOptimizer
     from trainers.pytorch.recovery import Backup, collect
 
     class Found:
@@ -71,8 +72,8 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
         for each in tensors:
             each.data.fill_(7.0)
 
-    monkeypatch.setattr(step_checks, "compare", lambda *_: Found())
-    monkeypatch.setattr(step_checks, "broadcast_tensors", overwrite)
+    monkeypatch.setattr(checks, "compare", lambda *_: Found())
+    monkeypatch.setattr("trainers.pytorch.optimizer.broadcast_tensors", overwrite)
     model = torch.nn.Linear(3, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"update": "sharded", "check_every": 1, "on_divergence": "copy", "source": 0}

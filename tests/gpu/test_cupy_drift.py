@@ -46,7 +46,7 @@ FILES = [
     "allreduce/arrays/gpu.py",
     "allreduce/backends/nccl.py",
     "allreduce/backend.py",
-    "allreduce/doctor/gpus.py",
+    "allreduce/doctor/host.py",
     "allreduce/arrays/rows.py",
     "allreduce/torch_backend/reduce.py",
     "allreduce/arrays/trees.py",

@@ -139,12 +139,12 @@ def test_torch_snapshots_are_states(tmp_path: Path) -> None:
 
 def test_options_that_need_a_folder() -> None:
     for given in (["--resume"], ["--checkpoint-every", "5 steps"]):
-        with pytest.raises(ArgumentError, match="needs the folder of the checkpoints: --checkpoint DIR"):
+        with pytest.raises(ArgumentError, match="needs --checkpoint DIR"):
             parse(given, shown=False)
     with pytest.raises(ArgumentError, match=r"--checkpoint-every: every='5' makes no sense: say it as \"epoch\""):
         parse(["--checkpoint", "run", "--checkpoint-every", "5"], shown=False)
     assert parse(["--checkpoint", "run", "--resume"], shown=False).checkpoint == "run"
-    with pytest.raises(ArgumentError, match="--other-data is for a training that goes on: give --resume too"):
+    with pytest.raises(ArgumentError, match="--other-data needs --resume"):
         parse(["--checkpoint", "run", "--other-data"], shown=False)
 
 

@@ -13,29 +13,36 @@ from allreduce import Topology
 from allreduce.errors import DisagreementError
 from trainers import MirroredTrainer, SpareReplicasTrainer, checks
 from trainers.callbacks import CheckDivergence, CheckGradients
-from trainers.checks import Divergence, Findings, Place
+from trainers.checks import Divergence, GradientArray, GradientCheck, Span
 from trainers.cli import options, results
-from trainers.cli import options as watching
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, NotFiniteError
 from trainers.trainer import tell_who_divides
 from trainers.watching.history import Epoch
 
-PLACES = [Place("weights", 0, 600_000), Place("bias", 600_000, 7)]
+SPANS = [Span("weights", 0, 600_000), Span("bias", 600_000, 7)]
+
+
+def check_of(gradients: np.ndarray, sent: np.dtype) -> GradientCheck:
+    """A check that has looked at these gradients."""
+    check = GradientCheck("raise", [GradientArray(SPANS, gradients.dtype, sent)])
+    check.look(0, gradients)
+    return check
 
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"], ids=str)
 def test_what_is_no_number_is_counted_and_named(dtype: str) -> None:
     gradients = np.full(600_007, 0.25, dtype)
-    found = Findings()
-    found.add(gradients, PLACES)
+    found = check_of(gradients, gradients.dtype)
     assert found.finite
     assert found.norm == pytest.approx(0.25 * 600_007**0.5, rel=1e-2)
     gradients[[300_000, 600_001, 600_003]] = np.nan
     gradients[400_000] = -np.inf
-    found.add(gradients, PLACES)
-    assert found.row().tolist() == [3, 1, 0, 0, 300_000]
-    text, _ = checks.told(np.array([[0, 0, 0, -1, 0], found.row()]), PLACES, gradients.dtype)
+    found.look(0, gradients)
+    assert found.row == [3, 1, 0, 0, 300_000]
+    text, _ = found.describe([checks.FINITE, found.row])
     assert text.endswith("rank 1 has brought 3 NaN and 1 infinite gradients, the first in weights (element 300000)")
+    found.begin()
+    assert found.finite
 
 
 def test_an_epoch_without_a_loss_is_written(tmp_path: Path) -> None:
@@ -51,33 +58,30 @@ def test_what_is_too_large_to_be_sent() -> None:
     """Beside what is no number; and a sum that rounding makes too large."""
     gradients = np.full(600_007, 1.0, np.float32)
     gradients[[5, 7, 600_001]] = 65505, -1e30, np.nan
-    found, sent = Findings(), np.dtype(np.float16)
-    found.add(gradients, PLACES, most=checks.most(gradients.dtype, sent))
+    found = check_of(gradients, sent := np.dtype(np.float16))
     assert not found.finite
-    assert found.row().tolist() == [1, 0, 2, 0, 5]
-    text, advice = checks.told(found.row()[None], PLACES, sent)
+    assert found.row == [1, 0, 2, 0, 5]
+    text, advice = found.describe([found.row])
     assert text == (
         "gradients can't be averaged: rank 0 has brought 1 NaN gradient and 2 too large for float16, "
         "the first in weights (element 5)"
     )
     assert 'compress="bfloat16"' in advice
-    assert checks.most(gradients.dtype, gradients.dtype) == np.inf
+    assert check_of(gradients, gradients.dtype).row == [1, 0, 0, 1, 1]
     assert checks.largest(np.dtype(ml_dtypes.bfloat16)) < checks.largest(gradients.dtype)
     sums = np.full(600_007, 65500, np.float32)
-    assert checks.overflowing(MPI.COMM_SELF, sums, PLACES, sums.size, sent) == "weights (element 0)"
+    assert checks.overflow(MPI.COMM_SELF, sums, sums.size, sent) == 0
 
 
 def test_large_gradients_are_numbers() -> None:
     """Their squares overflow float32; and their sum over ranks may overflow, which is looked at."""
     gradients = np.full(600_007, 2e38, np.float32)
-    found = Findings()
-    found.add(gradients, PLACES)
-    rows, norms = checks.exchange(MPI.COMM_SELF, found)
-    assert rows is None
-    assert checks.may_overflow(norms, gradients.dtype)
-    assert checks.overflowing(MPI.COMM_SELF, gradients, PLACES, gradients.size, gradients.dtype) == ""
+    overflow = lambda number: checks.overflow(MPI.COMM_SELF, gradients, gradients.size, gradients.dtype)  # noqa: E731
+    found = check_of(gradients, gradients.dtype)
+    assert not found.finish(MPI.COMM_SELF, overflow)
     gradients[600_002] = np.inf  # as a sum has become that was added up on one rank
-    assert checks.overflowing(MPI.COMM_SELF, gradients, PLACES, gradients.size, gradients.dtype) == "bias (element 2)"
+    with pytest.raises(NotFiniteError, match=r"the sum of gradients overflows in bias \(element 2\)"):
+        found.finish(MPI.COMM_SELF, overflow)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ def test_what_is_compared_is_bits() -> None:
 
 def test_options_of_the_command_line() -> None:
     chosen = options.parse(["--check-divergence", "50", "--on-divergence", "copy", "--check-gradients", "skip"], False)
-    first, second = watching.callbacks(chosen)
+    first, second = options.make_callbacks(chosen)
     assert isinstance(first, CheckDivergence)
     assert isinstance(second, CheckGradients)
     assert (first.every, first.on_divergence, second.on_bad) == (50, "copy", "skip")

@@ -16,7 +16,7 @@ from tests import launch
 from tests.conftest import JobRunner, in_one_job, lacking
 from trainers import NumpyNetwork, datasets
 from trainers.cli import main
-from trainers.cli.options import STRATEGIES, parse
+from trainers.cli.options import BY_NAME, STRATEGIES, Option, parse
 from trainers.cli.roles import Roles
 from trainers.errors import ArgumentError
 
@@ -104,7 +104,7 @@ BAD = {
     "abbreviation": (["--epoch", "3"], "unrecognized arguments: --epoch 3; did you mean --epochs?"),
     "nodes": (["--ranks-per-node", "9,9"], "can't describe 2 ranks"),
     "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
-    "saved to stdout": (["--save", "-"], "--save -: a model is no text"),
+    "saved to stdout": (["--save", "-"], "--save -: only --json can go to the standard output"),
     "one phase": (["--update", "sharded", "--allreduce", "native"], "'native' has none; use"),
     "no sums": (["--allreduce", "adasum"], "'adasum' makes no sums of gradients"),
     "no worker": (["--strategy", "parameter_server", "--servers", "2"], "2 servers of 2 ranks leave no worker: start"),
@@ -360,11 +360,12 @@ def test_defaults_depend_on_the_data() -> None:
         (["--strategy", "parameter_server", "--storage-rank", "1"], "--storage-rank 1: .* --strategy central_storage"),
         (
             ["--strategy", "parameter_server", "--updates", "sync", "--stale", "drop"],
-            "--stale drop: with --updates sync",
+            "--stale drop: --updates sync has no use for it; leave it out, or take --updates async",
         ),
         (["--strategy", "parameter_server", "--stale", "drop"], "--stale drop needs --max-staleness N: how many"),
         (["--strategy", "parameter_server", "--servers", "0"], "must be an integer >= 1, got '0'"),
         (["--strategy", "mirorred"], "invalid choice: 'mirorred'"),
+        (["--spares", "1"], "--spares 1 needs --on-failure continue"),
     ],
 )
 def test_bad_options(args: list[str], text: str) -> None:
@@ -373,23 +374,46 @@ def test_bad_options(args: list[str], text: str) -> None:
 
 
 def test_every_option_of_a_strategy_is_refused_by_those_that_have_no_use_for_it() -> None:
-    values = {"allreduce": "ring", "update": "sharded", "updates": "async", "stale": "keep", "lr_by_workers": "divide"}
-    values |= {"on_failure": "continue", "compress": "float16"}
-    for name in {name for strategy in STRATEGIES.values() for name in strategy.options}:
-        given = ["--" + name.replace("_", "-"), values.get(name, "1")]
-        for other, strategy in STRATEGIES.items():
-            if name in strategy.options:
-                assert str(getattr(parse(["--strategy", other, *given], True), name)) == given[1]
+    for option in BY_NAME.values():
+        value = (option.choices or ["ring" if option.name == "allreduce" else "1"])[-1]
+        if not option.strategies:
+            continue
+        needed = [word for name, values in option.needs.items() for word in (BY_NAME[name].flag, values[-1])]
+        for other in STRATEGIES:
+            given = ["--strategy", other, option.flag, value]
+            if other in option.strategies:
+                assert str(getattr(parse([*given, *needed], True), option.name)) == value
             else:
-                with pytest.raises(ArgumentError, match=f"{given[0]} {given[1]}: --strategy {other} has no use for it"):
-                    parse(["--strategy", other, *given], True)
+                with pytest.raises(ArgumentError, match=f"{option.flag} {value}: --strategy {other} has no use for it"):
+                    parse(given, True)
+
+
+@pytest.mark.parametrize("option", [each for each in BY_NAME.values() if each.needs], ids=lambda option: option.name)
+def test_every_option_needs_the_options_that_it_declares(option: Option) -> None:
+    value = [] if not option.metavar and not option.choices else [(option.choices or ["5 steps", "1"])[0]]
+    if option.metavar == "N":
+        value = ["1"]
+    strategy = ["--strategy", option.strategies[0]] if option.strategies else []
+    for name, values in option.needs.items():
+        wrong = [BY_NAME[name].flag, BY_NAME[name].choices[0]] if values else []
+        with pytest.raises(ArgumentError, match=f"{option.flag}.* (needs|take) {BY_NAME[name].flag}"):
+            parse([*strategy, option.flag, *value, *wrong], True)
+
+
+def test_help_has_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"], True)
+    told = " ".join(capsys.readouterr().out.split())
+    for option in BY_NAME.values():
+        assert " ".join(f"{option.flag} {option.metavar}".split()) in told
+        if option.default not in (None, False):
+            assert f"(default: {option.default_text or option.default}" in told
 
 
 def test_spare_ranks_have_to_be_of_use() -> None:
     three, on = Roles(0, (1, 2)), ["--spares", "1", "--on-failure", "continue"]
     main.check(parse(on, True), three)
     for args, assigned, text in (
-        (on[:2], three, "--spares 1 take the places of lost ranks: add --on-failure continue"),
         ([*on, "--ranks-per-node", "2"], three, "--spares 1: not with --ranks-per-node"),
         ([*on, "--chief", "1"], Roles(1, (0, 2)), "--on-failure continue: not with an evaluator or another --chief"),
         ([*on[2:], "--evaluator"], Roles(0, (1,), (), 2), "--on-failure continue: not with an evaluator"),

@@ -48,13 +48,15 @@ def test_all_of_them(strategy: str, mpirun: JobRunner, tmp_path: Path) -> None:
 
 
 def test_what_the_options_mean() -> None:
-    assert options.callbacks(parse([], shown=False)) == []
-    (stopping,) = options.callbacks(parse(["--early-stopping", "3"], shown=False))
+    assert options.make_callbacks(parse([], shown=False)) == []
+    (stopping,) = options.make_callbacks(parse(["--early-stopping", "3"], shown=False))
     assert (type(stopping), stopping.monitor, stopping.patience) == (EarlyStopping, "loss", 3)
     for resume in (False, True):  # a resumed training goes on with its table
-        (table,) = options.callbacks(parse(["--csv", "log.csv", "--checkpoint", "run"] + ["--resume"] * resume, False))
+        (table,) = options.make_callbacks(
+            parse(["--csv", "log.csv", "--checkpoint", "run"] + ["--resume"] * resume, False)
+        )
         assert (type(table), table.filename, table.append) == (CSVLogger, "log.csv", resume)
-    (trace,) = options.callbacks(parse(["--trace", "trace.json"], shown=False))
+    (trace,) = options.make_callbacks(parse(["--trace", "trace.json"], shown=False))
     assert (type(trace), trace.path) == (Timeline, "trace.json")
 
 

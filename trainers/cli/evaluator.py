@@ -1,8 +1,7 @@
-"""The evaluator: a rank outside of the training, which evaluates the newest checkpoint beside it."""
+"""The evaluator: a rank that does not train, and evaluates the newest checkpoint during the training."""
 
 import csv
 import json
-import math
 import os
 import sys
 import time
@@ -14,6 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.transport.wait import Pause, wait_until, waiting
+from trainers.cli.results import without_nan
 from trainers.data import Samples
 from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint
@@ -28,8 +28,8 @@ END = 1  # the tag of the message that says that the training has ended
 class Evaluator:
     """Evaluates the newest checkpoint in a folder, again and again, on one rank alone.
 
-    replica: of the model that is trained; it takes on the state of each checkpoint.
-    folder: where the checkpoints are; it need not be there yet.
+    replica: of the model that is trained; it loads the state of each checkpoint.
+    folder: where the checkpoints are; it need not exist yet.
     x, y: the data, arrays; or Samples, and None.
     output: a file that gets a line for each evaluation: JSON lines (.jsonl) or a table (.csv); None for none.
     append: go on at the end of that file, as a resumed training does.
@@ -53,15 +53,15 @@ class Evaluator:
         self._replica, self._folder = replica, folder
         self._data = x if isinstance(x, Samples) else np.asarray(x), y
         self._stream, self._quiet = stream, quiet
-        self._names = ["epoch", "step", *replica.metrics, "seconds", "checkpoint"]
-        self._file = None if output is None else _Lines(output, self._names, append)
-        self._seen = ""  # the path that was the newest when this looked last
+        names = ["epoch", "step", *replica.metrics, "seconds", "checkpoint"]
+        self._file = None if output is None else _Lines(output, names, append)
+        self._seen = ""  # the newest path at the last look
         self.evaluations: list[dict[str, Any]] = []
 
     def run(self, ended: Callable[[], bool]) -> list[dict[str, Any]]:
-        """Evaluate what comes until `ended`, and then what has come last; all evaluations, oldest first.
+        """Evaluate each new checkpoint until `ended()`, and the last one; returns all evaluations, oldest first.
 
-        Raises CheckpointError for checkpoints of another model, and what the replica raises.
+        Raises CheckpointError for checkpoints of another model, and the errors of the replica.
         """
         over = False
         while not over:
@@ -74,7 +74,7 @@ class Evaluator:
         return self.evaluations
 
     def _newest(self) -> tuple[str, checkpoint.Saved] | None:
-        """The newest good checkpoint, when there is a newer one than before."""
+        """The newest good checkpoint; None when there is none since the last look."""
         try:
             paths = checkpoint.paths(self._folder)
         except OSError as error:
@@ -109,7 +109,7 @@ class Evaluator:
 
 
 class _Lines:
-    """A file that gets a line for each evaluation, at once."""
+    """A file to which each evaluation is written at once, as a line."""
 
     def __init__(self, path: str, names: list[str], append: bool) -> None:
         self._path, self._names = path, names
@@ -125,11 +125,7 @@ class _Lines:
             if self._ending == ".csv":
                 csv.writer(file).writerow([row[name] for name in self._names])
                 return
-            finite = {
-                name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in row.items()
-            }
-            file.write(json.dumps(finite, allow_nan=False) + "\n")
+            file.write(json.dumps(without_nan(row), allow_nan=False) + "\n")
 
     def _opened(self, mode: str) -> Any:
         try:
@@ -139,9 +135,9 @@ class _Lines:
 
 
 class Ending:
-    """How the evaluator hears that the training has ended, well or not: the chief tells it when its block is left.
+    """Tells the evaluator that the training has ended, well or not: the chief sends a message when it leaves the block.
 
-    comm: of all ranks, for this alone. chief, evaluator: their ranks there; evaluator None where there is none.
+    comm: of all ranks, for this alone. chief, evaluator: their ranks there; evaluator is None where there is none.
 
         with ending:
             if rank == evaluator:
@@ -170,5 +166,5 @@ class Ending:
             with waiting(self._comm, "tell the evaluator that the training has ended"):
                 self._comm.Send(np.empty(0, np.uint8), self._evaluator, END)
         if self._comm.rank == self._evaluator:
-            # What the evaluator met may not end before the training does.
+            # An error of the evaluator waits for the end of the training.
             wait_until(self.heard, pause=Pause(longest=LOOK_SECONDS))

@@ -5,7 +5,6 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple, TextIO
 
 from allreduce import Topology
@@ -25,141 +24,20 @@ from allreduce.transport import processes, ulfm
 from allreduce.transport.control import everywhere, known, raise_together, root_value, together
 from allreduce.transport.wait import waiting
 from trainers import datasets
-from trainers.cli import options, results, roles
-from trainers.cli import options as watching
+from trainers.cli import results, roles
 from trainers.cli.evaluator import Ending, Evaluator
+from trainers.cli.options import SERVERS, make_callbacks, make_trainer, parse
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.recovery.terminating import Terminated, Terminating
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.state.checkpoints import Checkpoint
 from trainers.trainer import Trainer
-from trainers.watching.history import History
 
 log = logging.getLogger("trainers")
 
-
-class Start(NamedTuple):
-    """What all ranks know before they divide."""
-
-    chosen: argparse.Namespace
-    roles: roles.Roles
-    data: datasets.Dataset
-
-
-class Trained(NamedTuple):
-    """The ranks that train, and this one's network."""
-
-    topology: Topology
-    network: NumpyNetwork
-
-
-def begin(arguments: Sequence[str] | None, world: Topology) -> tuple[Start, Trained | None] | None:
-    """What comes before the training. Collective.
-
-    None when a rank was lost meanwhile, and those that are left are to begin again: --on-failure continue.
-    """
-    begun, error, lost = None, None, None
-    try:
-        start = _prepare(arguments, world)
-        begun = start, None if start.chosen.spares else trained(start, world)  # spare ranks wait in that
-    except Exception as met:
-        error, lost = met, ulfm.lost(met)
-        if lost is not None:
-            world.revoke()
-        elif world.size > 1 and not everywhere(met, world.world):
-            raise
-    if world.finished(lost is None):
-        if error is not None:
-            raise error
-        return begun
-    if begun is not None and begun[1] is not None:
-        begun[1].topology.abandon()
-    if not _goes_on(arguments):
-        raise lost or RankLostError("a rank was lost before the training")
-    if world.rank == 0:
-        log.warning("trainers: a rank was lost before the training; the others begin it")
-    return None
-
-
-def _goes_on(arguments: Sequence[str] | None) -> bool:
-    """Whether the others are to go on, as far as the arguments can be read."""
-    try:
-        return options.parse(arguments, shown=False).on_failure == "continue"
-    except (Exception, SystemExit):
-        return False
-
-
-def _prepare(arguments: Sequence[str] | None, world: Topology) -> Start:
-    chosen = together(world.world, lambda: options.parse(arguments, shown=world.rank == 0))
-    assigned = roles.assign(world, options.servers(chosen), chosen.evaluator, chief=chosen.chief)
-    if chosen.strategy in options.with_option("servers"):
-        chosen.servers = len(assigned.servers)
-    together(world.world, lambda: check(chosen, assigned))
-    together(world.world, lambda: results.check_targets(chosen) if world.rank == assigned.chief else None)
-    return Start(chosen, assigned, together(world.world, lambda: datasets.load(chosen.data)))
-
-
-def trained(start: Start, world: Topology) -> Trained | None:
-    """Collective; None on a spare rank that was not needed."""
-    chosen, assigned, data = start
-    topology = _training(chosen, assigned, world)
-    if topology is None:
-        return None
-    network = together((topology if chosen.spares else world).world, lambda: _network(chosen, data, topology))
-    return Trained(topology, network)
-
-
-def _training(chosen: argparse.Namespace, assigned: roles.Roles, world: Topology) -> Topology | None:
-    """The ranks that train; spare ones wait here until they do, and None is for those that were not needed."""
-    if chosen.spares:
-        return standby.man(world, chosen.spares)
-    return roles.training(world, assigned, chosen.ranks_per_node)
-
-
-def _network(chosen: argparse.Namespace, data: datasets.Dataset, topology: Topology) -> NumpyNetwork:
-    if chosen.device == "cuda":
-        gpu.choose_device(topology.node_rank)
-    if chosen.load:
-        network = NumpyNetwork.load(chosen.load, chosen.device)
-        if "accuracy" not in network.metrics:
-            loss = network.config()["loss"]
-            raise ArgumentError(f"--load {chosen.load}: its loss is {loss}; this trains and tests classifiers only")
-        return network
-    network = NumpyNetwork(
-        [data.features, *chosen.hidden, len(data.classes)],
-        activation=chosen.activation,
-        optimizer=chosen.optimizer,
-        lr=chosen.lr,
-        seed=chosen.seed,
-        device=chosen.device,
-    )
-    network.scale_input(data.shift, data.scale)
-    return network
-
-
-def check(chosen: argparse.Namespace, assigned: roles.Roles) -> None:
-    """Find out before the training what the options ask of ranks that are not there. Raises ArgumentError."""
-    given, ranks = chosen.ranks_per_node, len(assigned.training)
-    if isinstance(given, int) and given > ranks:
-        raise ArgumentError(
-            f"--ranks-per-node {given}: this job has {ranks} rank{'s' * (ranks != 1)}, so no node has {given}; give at "
-            f"most {ranks}, or start more ranks (mpirun -n {2 * given})"
-        )
-    if chosen.on_failure == "continue" and (assigned.evaluator is not None or assigned.chief):
-        raise ArgumentError("--on-failure continue: not with an evaluator or another --chief, whom nobody replaces")
-    if chosen.spares and chosen.ranks_per_node:
-        raise ArgumentError(f"--spares {chosen.spares}: not with --ranks-per-node")
-    if chosen.spares and chosen.on_failure != "continue":
-        raise ArgumentError(f"--spares {chosen.spares} take the places of lost ranks: add --on-failure continue")
-    if assigned.evaluator is not None and not chosen.checkpoint:
-        raise ArgumentError("an evaluator evaluates checkpoints: add --checkpoint DIR")
-    if assigned.evaluator is None and chosen.evaluations:
-        raise ArgumentError(f"--evaluations {chosen.evaluations}: nobody evaluates; add --evaluator")
-
-
 ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # of a training
 FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, BrokenError, CommunicationError)
-FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; who starts again a job that has failed does so after 1
+FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; a job that exits with 1 may be started again
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -171,16 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_ARGUMENTS
     code = 0
     try:
-        with Terminating() as sigterm:  # also of ranks that don't train, and while data is loaded
-            while (begun := begin(arguments, world)) is None:
+        with Terminating() as sigterm:  # also on ranks that do not train, and while data is loaded
+            while (prepared := prepare(arguments, world)) is None:
                 world = world.survivors()
-            _run(*begun, world)
+            _run(*prepared, world)
             sigterm.heard = True  # too late: all is done
     except (AllReduceError, TrainerError) as error:
         if world.size > 1 and not everywhere(error, world.world):
-            raise  # the other ranks don't know: the hook of Topology shows the traceback and ends the job
+            raise  # the other ranks do not know: the hook of Topology shows the traceback and ends the job
         own = processes.world_ranks(world.world)
-        if processes.here()[0] == min(getattr(error, "ranks", None) or own) == own[0]:  # not one that has joined others
+        if processes.here()[0] == min(getattr(error, "ranks", None) or own) == own[0]:  # not a rank that joined others
             _say(world, f"error: {error}", sys.stderr)
             abort.write_down(str(error))
         code = FAILED if isinstance(error, FAULTS) else BAD_ARGUMENTS
@@ -194,114 +72,249 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(start: Start, ready: Trained | None, world: Topology) -> None:
-    chosen, assigned, data = start
-    ready = ready or trained(start, world)
-    if ready is None:
-        return
-    topology, network = ready
-    shown = sys.stderr if chosen.json == results.STANDARD_OUTPUT else sys.stdout  # what a program reads is alone there
-    job = _Job(chosen, assigned, data, network, shown)
-    if assigned.evaluator is None:
-        _train(job, topology)
-    else:
-        _train_and_evaluate(job, world, topology)
+# Before the training
 
 
-class _Job(NamedTuple):
-    """What a rank needs for its part."""
+class Job(NamedTuple):
+    """What all ranks know before they take their roles."""
 
-    chosen: argparse.Namespace
+    options: argparse.Namespace
     roles: roles.Roles
     data: datasets.Dataset
+
+    @property
+    def stream(self) -> TextIO:
+        """Where lines for people go: with --json - the standard output is for the results alone."""
+        return sys.stderr if self.options.json == results.STANDARD_OUTPUT else sys.stdout
+
+
+class Member(NamedTuple):
+    """A rank that trains: the topology of the ranks that train, and its network."""
+
+    topology: Topology
     network: NumpyNetwork
-    shown: TextIO
 
 
-def _train(job: _Job, topology: Topology) -> None:
-    """The part of the ranks that train. Collective over them."""
-    chosen, data, network, shown = job.chosen, job.data, job.network, job.shown
-    make = options.STRATEGIES[chosen.strategy].make
-    with make(chosen, network, topology, len(job.roles.servers)) as trainer:
-        if not isinstance(topology, standby.Joining):  # the others have said so
-            _introduce(job, trainer, topology)
+def prepare(arguments: Sequence[str] | None, world: Topology) -> tuple[Job, Member | None] | None:
+    """The job, and this rank's part in it. Collective.
+
+    Returns None when a rank was lost meanwhile and --on-failure continue is given: the remaining ranks begin again.
+    With --spares the part is None, since a spare rank may wait for it until the training ends.
+    """
+    prepared, error, lost = None, None, None
+    try:
+        job = _read(arguments, world)
+        prepared = job, None if job.options.spares else join(job, world)
+    except Exception as met:
+        error, lost = met, ulfm.lost(met)
+        if lost is not None:
+            world.revoke()
+        elif world.size > 1 and not everywhere(met, world.world):
+            raise
+    if world.finished(lost is None):
+        if error is not None:
+            raise error
+        return prepared
+    if prepared is not None and prepared[1] is not None:
+        prepared[1].topology.abandon()
+    if not _goes_on(arguments):
+        raise lost or RankLostError("a rank was lost before the training")
+    if world.rank == 0:
+        log.warning("trainers: a rank was lost before the training; the other ranks begin again without it")
+    return None
+
+
+def _goes_on(arguments: Sequence[str] | None) -> bool:
+    """Whether the arguments, as far as they can be read, say that the training goes on without lost ranks."""
+    try:
+        return parse(arguments, shown=False).on_failure == "continue"
+    except (Exception, SystemExit):
+        return False
+
+
+def _read(arguments: Sequence[str] | None, world: Topology) -> Job:
+    """Read the options, the roles and the data. Collective."""
+    options = together(world.world, lambda: parse(arguments, shown=world.rank == 0))
+    serves = options.strategy == SERVERS
+    assigned = roles.assign(world, options.servers if serves else 0, options.evaluator, chief=options.chief)
+    if serves:
+        options.servers = len(assigned.servers)
+    together(world.world, lambda: check(options, assigned))
+    together(world.world, lambda: results.check_targets(options) if world.rank == assigned.chief else None)
+    return Job(options, assigned, together(world.world, lambda: datasets.load(options.data)))
+
+
+def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
+    """Raise ArgumentError when the options do not go together with the roles of the ranks."""
+    given, ranks = options.ranks_per_node, len(assigned.training)
+    if isinstance(given, int) and given > ranks:
+        raise ArgumentError(
+            f"--ranks-per-node {given}: this job has {ranks} rank{'s' * (ranks != 1)}, so no node has {given}; give at "
+            f"most {ranks}, or start more ranks (mpirun -n {2 * given})"
+        )
+    if options.on_failure == "continue" and (assigned.evaluator is not None or assigned.chief):
+        raise ArgumentError("--on-failure continue: not with an evaluator or another --chief, whom nobody replaces")
+    if options.spares and options.ranks_per_node:
+        raise ArgumentError(f"--spares {options.spares}: not with --ranks-per-node")
+    if assigned.evaluator is not None and not options.checkpoint:
+        raise ArgumentError("an evaluator evaluates checkpoints: add --checkpoint DIR")
+    if assigned.evaluator is None and options.evaluations:
+        raise ArgumentError(f"--evaluations {options.evaluations}: there is no evaluator; add --evaluator")
+
+
+def join(job: Job, world: Topology) -> Member | None:
+    """The topology of the ranks that train, and this rank's network. Collective.
+
+    A spare rank waits here until it takes the place of a lost one; None when it was not needed.
+    """
+    options = job.options
+    if options.spares:
+        manned = standby.man(world, options.spares)
+        if manned is None:
+            return None
+        return Member(manned, together(manned.world, lambda: _network(job, manned)))
+    topology = roles.training(world, job.roles, options.ranks_per_node)
+    return Member(topology, together(world.world, lambda: _network(job, topology)))
+
+
+def _network(job: Job, topology: Topology) -> NumpyNetwork:
+    options, data = job.options, job.data
+    if options.device == "cuda":
+        gpu.choose_device(topology.node_rank)
+    if options.load:
+        network = NumpyNetwork.load(options.load, options.device)
+        if "accuracy" not in network.metrics:
+            loss = network.config()["loss"]
+            raise ArgumentError(f"--load {options.load}: its loss is {loss}; this trains and tests classifiers only")
+        return network
+    network = NumpyNetwork(
+        [data.features, *options.hidden, len(data.classes)],
+        activation=options.activation,
+        optimizer=options.optimizer,
+        lr=options.lr,
+        seed=options.seed,
+        device=options.device,
+    )
+    network.scale_input(data.shift, data.scale)
+    return network
+
+
+# The training, and the evaluator beside it
+
+
+def _run(job: Job, member: Member | None, world: Topology) -> None:
+    member = member or join(job, world)
+    if member is None:
+        return
+    if job.roles.evaluator is None:
+        _train(job, member)
+    else:
+        _train_and_evaluate(job, member, world)
+
+
+def _train(job: Job, member: Member) -> None:
+    """Train, test and write the results. Collective over the ranks that train."""
+    options, data, stream = job.options, job.data, job.stream
+    checkpoint = None
+    if options.checkpoint:
+        checkpoint = Checkpoint(options.checkpoint, options.checkpoint_every, same_data=not options.other_data)
+    with make_trainer(options, member.network, member.topology, len(job.roles.servers)) as trainer:
+        if not isinstance(member.topology, standby.Joining):  # the other ranks have printed it
+            _introduce(job, member, trainer)
         history = trainer.fit(
             data.x_train,
             data.y_train,
-            chosen.epochs,
-            chosen.batch_size,
-            seed=chosen.seed,
-            callbacks=watching.callbacks(chosen),
-            stream=shown,
-            checkpoint=_checkpoint(chosen),
-            resume=chosen.resume,
+            options.epochs,
+            options.batch_size,
+            seed=options.seed,
+            callbacks=make_callbacks(options),
+            stream=stream,
+            checkpoint=checkpoint,
+            resume=options.resume,
         )
         scores = trainer.evaluate(data.x_test, data.y_test)
         _check_loss(scores["loss"], trainer.topology)
-        if chosen.save:
-            trainer.save(chosen.save)
-            _say(trainer.topology, f"saved: {chosen.save}", shown)
-        if chosen.json:
+        if options.save:
+            trainer.save(options.save)
+            _say(trainer.topology, f"saved: {options.save}", stream)
+        if options.json:
             trainer.surviving(lambda: _write_results(job, trainer, history, scores))
-        _say(trainer.topology, f"test accuracy: {scores['accuracy']:.4f}", shown)
-    if chosen.spares:
-        trainer.topology.close()  # lets those go that wait
+        _say(trainer.topology, f"test accuracy: {scores['accuracy']:.4f}", stream)
+    if options.spares:
+        trainer.topology.close()  # the spare ranks stop waiting
 
 
-def _checkpoint(chosen: argparse.Namespace) -> Checkpoint | None:
-    if not chosen.checkpoint:
-        return None
-    return Checkpoint(chosen.checkpoint, chosen.checkpoint_every or "epoch", same_data=not chosen.other_data)
-
-
-def _introduce(job: _Job, trainer: Trainer[Any], topology: Topology) -> None:
-    """Say who trains what, and how. Collective."""
-    chosen, network, shown = job.chosen, job.network, job.shown
-    _say(topology, f"{topology}, on {network.device}", shown)
-    if chosen.spares:
-        _say(topology, f"spare ranks: {chosen.spares}, which wait", shown)
+def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
+    """Print who trains what, and how. Collective."""
+    options, data, (topology, network) = job.options, job.data, member
+    lines = [f"{topology}, on {network.device}"]
+    if options.spares:
+        lines.append(f"spare ranks: {options.spares}, which wait")
     if job.roles.servers or job.roles.evaluator is not None:
-        _say(topology, f"roles: {job.roles}", shown)
-    _say(topology, results.how(trainer, chosen), shown)
-    if ulfm.in_force() or chosen.on_failure:
-        _say(topology, f"if a rank is lost: {trainer.recovery}", shown)
-    _say(topology, f"data: {job.data}", shown)
-    _say(topology, f"rows of each class: {job.data.classes_in_words()}", shown)
-    for warning in job.data.warnings() if topology.rank == 0 else ():
+        lines.append(f"roles: {job.roles}")
+    lines.append(results.how(trainer, options))
+    if ulfm.in_force() or options.on_failure:
+        lines.append(f"if a rank is lost: {trainer.recovery}")
+    lines += [f"data: {data}", f"rows of each class: {data.classes_in_words()}"]
+    layers, optimizer = "-".join(map(str, network.sizes)), network.config()["optimizer"]
+    model = f"{layers}, {network.gradient_length:,} parameters"
+    lines.append(f"model: {model}; {optimizer}, learning rate {network.optimizer.lr:g}")
+    _say(topology, "\n".join(lines), job.stream)
+    for warning in data.warnings() if topology.rank == 0 else ():
         log.warning("trainers: %s", warning)
-    layers = "-".join(map(str, network.sizes))
-    _say(topology, f"model: {layers}, {network.gradient_length:,} parameters; {_optimizer(network)}", shown)
 
 
-def _write_results(job: _Job, trainer: Trainer[Any], history: History, scores: dict[str, float]) -> None:
-    """Collective over those who train."""
-    result = results.result(job.chosen, trainer, job.roles, job.network, history, scores)
-    written = partial(results.write_json, job.chosen.json, result)
-    together(trainer.topology.world, lambda: written() if trainer.rank == 0 else None)
+def _check_loss(loss: float, world: Topology) -> None:
+    """Raise DivergedError on all ranks when the last update of the training has ruined the model."""
+    if not math.isfinite(loss):
+        error = DivergedError(f"the loss of the test data is {loss}: lower the learning rate, or scale the features")
+        raise known(error, world.world)  # the ranks have measured it together
 
 
-def _train_and_evaluate(job: _Job, world: Topology, topology: Topology) -> None:
-    """The parts of all ranks, of which one evaluates. Collective; an error of either part is raised on all ranks."""
-    chosen, evaluates = job.chosen, world.rank == job.roles.evaluator
-    evaluator = together(world.world, lambda: _evaluator(job) if evaluates else None)
+def _write_results(job: Job, trainer: Trainer[Any], history: Any, scores: dict[str, float]) -> None:
+    """Collective over the ranks that train."""
+    result = results.result(job.options, trainer, job.roles, history, scores)
+    trainer.group.on_one(lambda: results.write_json(job.options.json, result))
+
+
+def _train_and_evaluate(job: Job, member: Member, world: Topology) -> None:
+    """Train on all ranks but one, which evaluates. Collective; an error of either part is raised on all ranks."""
+    options, evaluates = job.options, world.rank == job.roles.evaluator
+    evaluator = together(world.world, lambda: _evaluator(job, member.network) if evaluates else None)
     error: Exception | Terminated | None = None
     try:
         with Ending(world.private(), job.roles.chief, job.roles.evaluator) as end:
             if evaluator is not None:
                 evaluator.run(end.heard)
             else:
-                _train(job, topology)
+                _train(job, member)
     except (Exception, Terminated) as met:
-        if not (evaluates or everywhere(met, topology.world)):
-            raise  # the others who train don't know
+        if not (evaluates or everywhere(met, member.topology.world)):
+            raise  # the other ranks that train do not know
         error = met
     _end_together(job, world, error)
-    if chosen.evaluations:
-        _say(world, f"evaluations: {chosen.evaluations}", job.shown)
+    if options.evaluations:
+        _say(world, f"evaluations: {options.evaluations}", job.stream)
 
 
-def _end_together(job: _Job, world: Topology, error: Exception | Terminated | None) -> None:
-    """Raise on all ranks the error of those who train, which all of them bring, or else the evaluator's. Collective."""
+def _evaluator(job: Job, network: NumpyNetwork) -> Evaluator:
+    options, data = job.options, job.data
+    return Evaluator(
+        network,
+        options.checkpoint,
+        data.x_test,
+        data.y_test,
+        output=options.evaluations,
+        append=options.resume,
+        stream=job.stream,
+    )
+
+
+def _end_together(job: Job, world: Topology, error: Exception | Terminated | None) -> None:
+    """Raise the error of the training on all ranks, or else the evaluator's. Collective.
+
+    error: this rank's; all ranks that train have the same one.
+    """
     kind = next((number for number, each in enumerate(ENDS) if isinstance(error, each)), len(ENDS) - 1)
     told = None if error is None else (kind, str(error))
     failed = root_value(world.world, told, "hear how the training has ended", job.roles.chief)
@@ -315,30 +328,6 @@ def _end_together(job: _Job, world: Topology, error: Exception | Terminated | No
     raise known(error, world.world)
 
 
-def _evaluator(job: _Job) -> Evaluator:
-    chosen, data = job.chosen, job.data
-    return Evaluator(
-        job.network,
-        chosen.checkpoint,
-        data.x_test,
-        data.y_test,
-        output=chosen.evaluations,
-        append=chosen.resume,
-        stream=job.shown,
-    )
-
-
-def _optimizer(network: NumpyNetwork) -> str:
-    return f"{network.config()['optimizer']}, learning rate {network.optimizer.lr:g}"
-
-
-def _check_loss(loss: float, world: Topology) -> None:
-    """The last step's update may be the one that ruins the model, which no later step measures."""
-    if not math.isfinite(loss):
-        error = DivergedError(f"the loss of the test data is {loss}: lower the learning rate, or scale the features")
-        raise known(error, world.world)  # the ranks have measured it together
-
-
-def _say(world: Topology, text: str, stream: Any = None) -> None:
+def _say(world: Topology, text: str, stream: TextIO) -> None:
     if world.rank == 0:
-        print(text, file=stream or sys.stdout, flush=True)
+        print(text, file=stream, flush=True)

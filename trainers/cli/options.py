@@ -1,47 +1,45 @@
-"""The command line's options: what they mean, what they are when they are not given, and what is wrong with them."""
+"""The options of `python -m trainers`, each declared once in OPTIONS.
+
+The parser, --help, the checks, the arguments of the trainer and the callbacks all follow from the declarations.
+"""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import allreduce
-import trainers
 from allreduce.topology import Topology
 from allreduce.wrappers.compressed import SHORT
-from trainers import checks, datasets
+from trainers import callbacks, checks, datasets
 from trainers.backends import UPDATES
+from trainers.central_storage import CentralStorageTrainer
 from trainers.datasets.parser import Parser
 from trainers.errors import ArgumentError
+from trainers.mirrored import MirroredTrainer
+from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import CHOICES
 from trainers.replica import Replica
 from trainers.replicas.numpy.layers import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
+from trainers.spare_replicas import SpareReplicasTrainer
 from trainers.state.checkpoints import period
 from trainers.trainer import Trainer
 
+EXAMPLES = """examples:
+  mpirun -n 4 python -m trainers --data digits
+  mpirun -n 4 python -m trainers --data iris --allreduce ring --json result.json
+  python -m trainers.datasets make mnist/                                           (a small folder of such files)
+  mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --batch-size 512 --save model.npz
+  mpirun -n 4 python -m trainers --data mnist/ --load model.npz --epochs 0          (only test a saved model)
+  mpirun -n 4 python -m trainers --data mnist/ --checkpoint run --resume            (again after it was killed, say)
+  mpirun -n 4 python -m trainers --trace trace.json --tensorboard logs              (who waits for whom; curves)
+  mpirun -n 4 python -m trainers --allreduce hierarchical_copy --ranks-per-node 2   (two simulated nodes)
+  mpirun -n 5 python -m trainers --strategy parameter_server --servers 1 --updates async
+  mpirun -n 4 python -m trainers --strategy spare_replicas --spare 1
+"""
 
-class RankParser(Parser):
-    """Raises ArgumentError for bad arguments, and is silent on all ranks but one.
-
-    shown: whether this rank prints.
-    """
-
-    def __init__(self, shown: bool, **options: Any) -> None:
-        super().__init__(**options)
-        self._shown = shown
-
-    def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message} (--help shows all options)")
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        if self._shown:
-            super()._print_message(message, file)
-
-
-def flag(name: str) -> str:
-    """An option as the command line spells it: "--max-staleness" of "max_staleness"."""
-    return "--" + name.replace("_", "-")
+# What a value must look like
 
 
 def integer(least: int) -> Any:
@@ -65,20 +63,20 @@ def positive(text: str) -> float:
     return value
 
 
-def layer_sizes(text: str) -> tuple[int, ...]:
-    if text == "none":
-        return ()
+def _integers(text: str, expected: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f'must be a list of layer sizes such as 64,32, or "none", got {text!r}')
+        raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
     return tuple(map(int, parts))
 
 
+def layer_sizes(text: str) -> tuple[int, ...]:
+    return () if text == "none" else _integers(text, 'a list of layer sizes such as 64,32, or "none"')
+
+
 def ranks_per_node(text: str) -> int | tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"must be a number of ranks such as 2, or a list such as 3,1, got {text!r}")
-    return int(text) if len(parts) == 1 else tuple(map(int, parts))
+    sizes = _integers(text, "a number of ranks such as 2, or a list such as 3,1")
+    return sizes[0] if len(sizes) == 1 else sizes
 
 
 def table_file(text: str) -> str:
@@ -87,140 +85,7 @@ def table_file(text: str) -> str:
     return text
 
 
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "digits": {"epochs": 20, "batch_size": 100, "hidden": (64, 32), "lr": 0.002},
-    "iris": {"epochs": 50, "batch_size": 16, "hidden": (10, 10), "lr": 0.01},
-}
-FILE_DEFAULTS: dict[str, Any] = {"epochs": 10, "batch_size": 128, "hidden": (128, 64), "lr": 0.001}
-NETWORK = {"activation": "relu", "optimizer": "adam"}  # with the learning rates above; other optimizers have their own
-
-EXAMPLES = """examples:
-  mpirun -n 4 python -m trainers --data digits
-  mpirun -n 4 python -m trainers --data iris --allreduce ring --json result.json
-  python -m trainers.datasets make mnist/                                          (a small folder of such files)
-  mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --batch-size 512 --save model.npz
-  mpirun -n 4 python -m trainers --data mnist/ --load model.npz --epochs 0       (only test a saved model)
-  mpirun -n 4 python -m trainers --data mnist/ --checkpoint run --resume         (again after it was killed, say)
-  mpirun -n 4 python -m trainers --trace trace.json --tensorboard logs          (who waits for whom; curves)
-  mpirun -n 4 python -m trainers --allreduce hierarchical_copy --ranks-per-node 2  (two simulated nodes)
-  mpirun -n 5 python -m trainers --strategy parameter_server --servers 1 --updates async
-  mpirun -n 4 python -m trainers --strategy spare_replicas --spare 1
-"""
-
-
-def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
-    """The options, with the defaults of the chosen data set filled in. Raises ArgumentError; --help exits."""
-    options = _parser(shown).parse_args(arguments)
-    given = [name for name in ("hidden", "activation", "optimizer", "lr") if getattr(options, name) is not None]
-    if options.load and given:
-        names = ", ".join(f"--{name}" for name in given)
-        raise ArgumentError(f"--load takes the network and its optimizer from the file; leave out {names}")
-    for name in ("resume", "checkpoint_every"):
-        if getattr(options, name) and not options.checkpoint:
-            raise ArgumentError(f"--{name.replace('_', '-')} needs the folder of the checkpoints: --checkpoint DIR")
-    if options.other_data and not options.resume:
-        raise ArgumentError("--other-data is for a training that goes on: give --resume too")
-    settle(options)
-    settle_watching(options)
-    defaults = {**FILE_DEFAULTS, **NETWORK, **DEFAULTS.get(options.data, {})}
-    if options.optimizer not in (None, NETWORK["optimizer"]):
-        defaults["lr"] = OPTIMIZERS[options.optimizer].default_lr
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    return options
-
-
-def _parser(shown: bool) -> RankParser:
-    parser = RankParser(
-        shown,
-        prog="python -m trainers",
-        description="Train a small network on all ranks together, and test it.",
-        epilog=EXAMPLES,
-    )
-    _add_training(parser.add_argument_group("training"))
-    add_options(parser.add_argument_group("strategy: which ranks hold the parameters, and who waits for whom"))
-    _add_roles(parser.add_argument_group("roles, which TF_CONFIG may tell instead"))
-    _add_network(parser.add_argument_group("network"))
-    _add_machine(parser.add_argument_group("machine"))
-    _add_files(parser.add_argument_group("files"))
-    add_watching_options(parser.add_argument_group("watching"))
-    return parser
-
-
-def _add_training(group: Any) -> None:
-    add = group.add_argument
-    names = " or ".join(datasets.NAMES)
-    add(
-        "--data", default="digits", metavar="SET",
-        help=f"{names}, a folder of MNIST-format files, an .npz, or a .csv with the label in the last column "
-        "(default: digits)",
-    )  # fmt: skip
-    add("--epochs", type=integer(0), metavar="N", help=f"passes over the data ({_per_set('epochs')})")
-    add(
-        "--batch-size", type=integer(1), metavar="N",
-        help=f"samples in a global batch, divided among the ranks ({_per_set('batch_size')})",
-    )  # fmt: skip
-    add("--seed", type=integer(0), default=0, metavar="N", help="of the weights and of the shuffling (default: 0)")
-
-
-def _add_network(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--hidden", type=layer_sizes, metavar="N,N,...",
-        help=f'sizes of the hidden layers, or "none" ({_per_set("hidden")})',
-    )  # fmt: skip
-    add("--activation", choices=list(ACTIVATIONS), help="of the hidden layers (default: relu)")
-    add("--optimizer", choices=list(OPTIMIZERS), help="(default: adam)")
-    others = ", ".join(f"{name} {kind.default_lr}" for name, kind in OPTIMIZERS.items() if name != "adam")
-    add("--lr", type=positive, metavar="X", help=f"learning rate ({_per_set('lr')}; {others})")
-
-
-def _add_machine(group: Any) -> None:
-    add = group.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs CuPy (default: cpu)")
-    add(
-        "--ranks-per-node", type=ranks_per_node, metavar="N", help="simulate nodes of N ranks, or of N,N,... ranks"
-    )  # fmt: skip
-
-
-def _add_roles(group: Any) -> None:
-    add = group.add_argument
-    add("--chief", type=integer(0), metavar="R", help="the rank that prints and writes files (default: 0)")
-    add(
-        "--evaluator", action="store_true", default=None,
-        help="the last rank does not train: it evaluates each checkpoint as it comes (with --checkpoint)",
-    )  # fmt: skip
-    add(
-        "--evaluations", type=table_file, metavar="FILE",
-        help="where the evaluator writes its metrics: JSON lines in FILE.jsonl, a table in FILE.csv",
-    )  # fmt: skip
-
-
-def _add_files(group: Any) -> None:
-    add = group.add_argument
-    add("--save", metavar="FILE", help="write the trained model (.npz, no pickle)")
-    add("--load", metavar="FILE", help="begin with a saved model")
-    add("--checkpoint", metavar="DIR", help="write checkpoints of the training to this folder")
-    add(
-        "--checkpoint-every", type=_period, metavar="WHEN",
-        help='"epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", ... (default: epoch)',
-    )  # fmt: skip
-    add(
-        "--resume", action="store_true",
-        help="go on from the newest good checkpoint, if there is one; --epochs counts from the beginning of training",
-    )  # fmt: skip
-    add(
-        "--other-data", action="store_true",
-        help="with --resume: go on with other rows, or in another order, which is an error without this option",
-    )  # fmt: skip
-    add(
-        "--json", metavar="FILE",
-        help="write the results: test_accuracy, history, ...; - writes them to stdout, and all else to stderr",
-    )  # fmt: skip
-
-
-def _period(text: str) -> str:
+def checkpoint_period(text: str) -> str:
     try:
         period(text)
     except ArgumentError as error:
@@ -228,228 +93,373 @@ def _period(text: str) -> str:
     return text
 
 
-def _per_set(name: str) -> str:
-    """The defaults of one option: 20 for digits, 50 for iris, 10 for files."""
+# The declarations
 
-    def text(value: Any) -> str:
-        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
-    each = [f"{text(values[name])} for {data}" for data, values in DEFAULTS.items()]
-    return f"default: {', '.join(each)}, {text(FILE_DEFAULTS[name])} for files"
+class PerData(NamedTuple):
+    """A default that depends on the data set."""
+
+    digits: Any
+    iris: Any
+    files: Any
+
+    def of(self, data: str) -> Any:
+        return getattr(self, data) if data in datasets.NAMES else self.files
+
+    def __str__(self) -> str:
+        texts = [",".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in self]
+        return ", ".join(f"{text} for {name}" for name, text in zip(self._fields, texts, strict=True))
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of the command line.
+
+    name: of its value among the parsed options: "batch_size" for --batch-size.
+    metavar: stands for the value in --help. An option without metavar and choices is a flag.
+    type: converts the value, or raises argparse.ArgumentTypeError.
+    help: what the option does. --help adds the default, and what the option needs.
+    choices: the values, where there are few.
+    default: the value when the option is not given. default_text: the default in --help, where `default` is not enough.
+    strategies: the values of --strategy that take the option; none for an option that has nothing to do with them.
+    needs: the other options that must be given too, and their values; () for any value.
+    argument: the trainer's name of the option, where it is another one; "" when the trainer does not take it.
+    writes: whether the value names a file, which must be writable before the training begins.
+    callback: makes the callback that the option asks for, from all parsed options.
+    """
+
+    name: str
+    metavar: str = ""
+    type: Callable[[str], Any] = str
+    _: KW_ONLY
+    help: str
+    choices: Sequence[str] = ()
+    default: Any = None
+    default_text: str = ""
+    strategies: tuple[str, ...] = ()
+    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    argument: str | None = None
+    writes: bool = False
+    callback: Callable[[argparse.Namespace], Any] | None = None
+
+    @property
+    def flag(self) -> str:
+        """The option as the command line spells it."""
+        return "--" + self.name.replace("_", "-")
+
+    def given(self, value: Any) -> str:
+        """The option with its value, as it was given."""
+        return self.flag if value is True else f"{self.flag} {value}"
+
+    def add_to(self, group: Any) -> None:
+        """Add the option to a group of a parser, where its value is None when it is not given."""
+        told = []
+        if self.default_text or not (self.default is None or self.default is False):
+            told.append(f"default: {self.default_text or self.default}")
+        some = self.strategies if self.strategies != tuple(STRATEGIES) else ()
+        if needs := ({"strategy": some} if some else {}) | dict(self.needs):
+            told.append(f"with {' and '.join(_required(name, values) for name, values in needs.items())}")
+        text = f"{self.help} ({'; '.join(told)})" if told else self.help
+        if self.choices:
+            group.add_argument(self.flag, choices=list(self.choices), help=text)
+        elif self.metavar:
+            group.add_argument(self.flag, type=self.type, metavar=self.metavar, help=text)
+        else:
+            group.add_argument(self.flag, action="store_true", default=None, help=text)
 
 
 class Strategy(NamedTuple):
-    """trainer: the name of its class. help: in a few words. keywords: what the trainer calls an option, if otherwise.
+    """A value of --strategy. trainer: its class. help: what it does, in a few words."""
 
-    options: those that it has use for, with their defaults.
-    """
-
-    trainer: str
+    trainer: type[Trainer[Any]]
     help: str
-    options: dict[str, Any]
-    keywords: Mapping[str, str] = MappingProxyType({})
-
-    def make(self, chosen: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:
-        """The trainer. Collective over the ranks of `topology`, of which the last ones, so many, are servers."""
-        given = {self.keywords.get(name, name): getattr(chosen, name) for name in self.options if name != "spares"}
-        if "servers" in given:
-            given["servers"] = tuple(range(topology.size - servers, topology.size))
-        return getattr(trainers, self.trainer)(replica, topology=topology, **given)
 
 
-ASYNC_ONLY = {"stale": "keep", "max_staleness": None, "warm_up": 0, "lr_by_workers": "keep"}
-
+MIRRORED, CENTRAL, SERVERS, SPARE = "mirrored", "central_storage", "parameter_server", "spare_replicas"
 STRATEGIES = {
-    "mirrored": Strategy(
-        "MirroredTrainer",
-        "all ranks hold the model and average their gradients in every step",
-        {"allreduce": "auto", "update": "replicated", "compress": None, "copies": 1, "on_failure": None, "spares": 0},
+    MIRRORED: Strategy(MirroredTrainer, "all ranks hold the model and average their gradients in every step"),
+    CENTRAL: Strategy(CentralStorageTrainer, "one rank holds the parameters and updates them; all ranks compute"),
+    SERVERS: Strategy(
+        ParameterServerTrainer, "server ranks hold the parameters; worker ranks fetch them and send gradients"
     ),
-    "central_storage": Strategy(
-        "CentralStorageTrainer",
-        "one rank holds the parameters and updates them; all compute",
-        {"storage_rank": 0, "copies": 1, "on_failure": None, "spares": 0},
-        {"storage_rank": "storage"},
-    ),
-    "parameter_server": Strategy(
-        "ParameterServerTrainer",
-        "server ranks hold the parameters; workers fetch them and send gradients",
-        {"servers": None, "updates": "async", **ASYNC_ONLY, "on_failure": None},
-        {"lr_by_workers": "learning_rate"},
-    ),
-    "spare_replicas": Strategy(
-        "SpareReplicasTrainer",
-        "as mirrored, but a step takes the first gradients and drops those of the slowest ranks",
-        {"spare": 1, "on_failure": None},
+    SPARE: Strategy(
+        SpareReplicasTrainer, "as mirrored, but a step takes the first gradients and drops those of the slowest ranks"
     ),
 }
+ASYNC = {"updates": ("async",)}
+RATES = PerData(0.002, 0.01, 0.001)  # of Adam
+OTHER_RATES = ", ".join(f"{name} {kind.default_lr}" for name, kind in OPTIMIZERS.items() if name != "adam")
+
+# fmt: off
+OPTIONS: dict[str, tuple[Option, ...]] = {
+    "training": (
+        Option(
+            "data", "SET", default="digits",
+            help=f"{' or '.join(datasets.NAMES)}, a folder of MNIST-format files, an .npz file, or a .csv file with "
+            "the label in the last column",
+        ),
+        Option("epochs", "N", integer(0), default=PerData(20, 50, 10), help="number of passes over the data"),
+        Option(
+            "batch_size", "N", integer(1), default=PerData(100, 16, 128),
+            help="number of samples in a global batch, which is divided among the ranks",
+        ),
+        Option("seed", "N", integer(0), default=0, help="seed of the initial weights and of the order of the rows"),
+    ),
+    "strategy: which ranks hold the parameters, and which ranks wait for which": (
+        Option(
+            "strategy", choices=tuple(STRATEGIES), default=MIRRORED,
+            help="; ".join(f"{name}: {strategy.help}" for name, strategy in STRATEGIES.items()),
+        ),
+        Option(
+            "allreduce", "NAME", default="auto", strategies=(MIRRORED,),
+            help=f"the backend that averages the gradients: {', '.join(allreduce.NAMES)}",
+        ),
+        Option(
+            "update", choices=UPDATES, default="replicated", strategies=(MIRRORED,),
+            help="replicated: every rank updates all parameters; sharded: every rank updates its own slice, which "
+            "divides the work and the optimizer's memory",
+        ),
+        Option(
+            "compress", choices=SHORT, default_text="as they are", strategies=(MIRRORED,),
+            help="send gradients as 16-bit numbers, which rounds them; for slow networks between nodes",
+        ),
+        Option(
+            "storage_rank", "R", integer(0), default=0, strategies=(CENTRAL,), argument="storage",
+            help="the rank that holds the parameters",
+        ),
+        Option(
+            "copies", "N", integer(1), default=1, strategies=(MIRRORED, CENTRAL),
+            help="2: another rank has a backup of each slice (--update sharded) or of the storage (central_storage). "
+            "When a rank is lost, the training goes on without a checkpoint. Backups cost a message in every step",
+        ),
+        Option(
+            "servers", "N", integer(1), default_text="1", strategies=(SERVERS,),
+            help="number of servers; the last ranks are the servers",
+        ),
+        Option(
+            "updates", choices=("sync", "async"), default="async", strategies=(SERVERS,),
+            help="async: a server applies each gradient when it arrives; sync: a server waits for the gradients of all "
+            "workers",
+        ),
+        Option(
+            "stale", choices=("keep", "drop", "scale"), default="keep", strategies=(SERVERS,), needs=ASYNC,
+            help="what a server does with a gradient whose parameters were updated meanwhile. keep: it applies the "
+            "gradient; drop: it discards the gradient when that is more than --max-staleness updates behind; scale: it "
+            "divides the learning rate by 1 + the number of updates",
+        ),
+        Option(
+            "max_staleness", "N", integer(0), default_text="no bound", strategies=(SERVERS,), needs=ASYNC,
+            help="how many updates a gradient may be behind; with --stale keep or scale fast workers wait",
+        ),
+        Option(
+            "warm_up", "N", integer(0), default=0, strategies=(SERVERS,), needs=ASYNC,
+            help="one worker alone trains the first N epochs",
+        ),
+        Option(
+            "lr_by_workers", choices=("keep", "divide"), default="keep", strategies=(SERVERS,), needs=ASYNC,
+            argument="learning_rate", help="divide: the servers divide the learning rate by the number of workers",
+        ),
+        Option(
+            "spare", "N", integer(0), default=1, strategies=(SPARE,),
+            help="a step does not wait for the N slowest ranks",
+        ),
+        Option(
+            "on_failure", choices=CHOICES, default_text="stop", strategies=tuple(STRATEGIES),
+            help="what happens when a rank is lost, if the job was started with mpirun --with-ft ulfm. continue: the "
+            "other ranks go on; stop: they write a checkpoint, if --checkpoint is given, and the job ends",
+        ),
+        Option(
+            "spares", "N", integer(0), default=0, strategies=(MIRRORED, CENTRAL), needs={"on_failure": ("continue",)},
+            argument="", help="the last N ranks wait, and take the places of lost ranks",
+        ),
+    ),
+    "roles (TF_CONFIG can give them instead)": (
+        Option("chief", "R", integer(0), default_text="0", help="the rank that prints and writes files"),
+        Option(
+            "evaluator",
+            help="the last rank does not train: it evaluates each new checkpoint (with --checkpoint)",
+        ),
+        Option(
+            "evaluations", "FILE", table_file, writes=True,
+            help="the evaluator writes its metrics to this file: JSON lines to FILE.jsonl, a table to FILE.csv",
+        ),
+    ),
+    "network": (
+        Option(
+            "hidden", "N,N,...", layer_sizes, default=PerData((64, 32), (10, 10), (128, 64)),
+            help='sizes of the hidden layers, or "none"',
+        ),
+        Option("activation", choices=tuple(ACTIVATIONS), default="relu", help="the activation of the hidden layers"),
+        Option("optimizer", choices=tuple(OPTIMIZERS), default="adam", help="the optimizer"),
+        Option("lr", "X", positive, default=RATES, default_text=f"{RATES}; {OTHER_RATES}", help="the learning rate"),
+    ),
+    "machine": (
+        Option("device", choices=("cpu", "cuda"), default="cpu", help="where the network is; cuda needs CuPy"),
+        Option("ranks_per_node", "N", ranks_per_node, help="simulate nodes of N ranks, or of N,N,... ranks"),
+    ),
+    "files": (
+        Option("save", "FILE", writes=True, help="write the trained model (.npz, no pickle)"),
+        Option("load", "FILE", help="begin with a saved model"),
+        Option("checkpoint", "DIR", help="write checkpoints of the training to this folder"),
+        Option(
+            "checkpoint_every", "WHEN", checkpoint_period, default="epoch", needs={"checkpoint": ()},
+            help='when to write a checkpoint: "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", ...',
+        ),
+        Option(
+            "resume", default=False, needs={"checkpoint": ()},
+            help="go on from the newest good checkpoint, if there is one; --epochs counts from the beginning of the "
+            "training",
+        ),
+        Option(
+            "other_data", default=False, needs={"resume": ()},
+            help="resume with other rows, or with rows in another order, which is an error without this option",
+        ),
+        Option(
+            "json", "FILE", writes=True,
+            help="write the results (test_accuracy, history, ...); - writes them to stdout, and all else to stderr",
+        ),
+    ),
+    "watching": (
+        Option(
+            "trace", "FILE", writes=True, callback=lambda options: callbacks.Timeline(options.trace),
+            help="write what each rank does, and when, for https://ui.perfetto.dev and python -m benchmarks.timeline",
+        ),
+        Option(
+            "tensorboard", "DIR", callback=lambda options: callbacks.TensorBoard(options.tensorboard),
+            help='write events for TensorBoard (with the extra "tensorboard")',
+        ),
+        Option(
+            "csv", "FILE", writes=True,
+            callback=lambda options: callbacks.CSVLogger(options.csv, append=options.resume),
+            help="write a line for each epoch; with --resume, go on with the file",
+        ),
+        Option(
+            "early_stopping", "N", integer(1),
+            callback=lambda options: callbacks.EarlyStopping("loss", patience=options.early_stopping),
+            help="stop when the training loss has not improved for N epochs",
+        ),
+        Option(
+            "check_divergence", "N", integer(1),
+            callback=lambda options: callbacks.CheckDivergence(options.check_divergence, options.on_divergence),
+            help="check every N steps that all ranks have the same parameters, bit for bit",
+        ),
+        Option(
+            "on_divergence", choices=checks.DIVERGENCE_ANSWERS, default="raise", needs={"check_divergence": ()},
+            help="what happens when ranks differ. raise: the job ends with an error; copy: all ranks get the "
+            "parameters that most ranks have",
+        ),
+        Option(
+            "check_gradients", choices=checks.ANSWERS,
+            callback=lambda options: callbacks.CheckGradients(options.check_gradients),
+            help="check in every step that no rank has NaN or infinite gradients, and name the ranks that have. "
+            "raise: the job ends with an error; skip: all ranks leave the step out",
+        ),
+    ),
+}
+# fmt: on
+BY_NAME = {option.name: option for group in OPTIONS.values() for option in group}
 
 
-def add_options(group: Any) -> None:
-    """The options that choose a strategy, and those of single strategies; all of them are None when not given."""
-    add = group.add_argument
-    each = "; ".join(f"{name}: {strategy.help}" for name, strategy in STRATEGIES.items())
-    add("--strategy", choices=list(STRATEGIES), default="mirrored", help=f"{each} (default: mirrored)")
-    add(
-        "--allreduce", metavar="NAME",
-        help=f"how gradients are averaged: {', '.join(allreduce.NAMES)} (default: auto; {_of('allreduce')})",
-    )  # fmt: skip
-    add(
-        "--update", choices=UPDATES,
-        help="replicated: every rank updates all parameters; sharded: its own slice, which divides the work "
-        f"(default: replicated; {_of('update')})",
-    )  # fmt: skip
-    add(
-        "--compress", choices=SHORT,
-        help="gradients travel with 16 bits, which rounds them; for networks between nodes "
-        f"(default: with all of them; {_of('compress')})",
-    )  # fmt: skip
-    add(
-        "--copies", type=integer(1), metavar="N",
-        help="2: what one rank alone would have (a slice with --update sharded, the storage) another one keeps too, so "
-        f"that no checkpoint is needed when it is lost; costs a message a step (default: 1; {_of('copies')})",
-    )  # fmt: skip
-    add(
-        "--spares", type=integer(0), metavar="N",
-        help=f"the last N ranks wait, and take the places of lost ones; with --on-failure continue ({_of('spares')})",
-    )  # fmt: skip
-    add(
-        "--on-failure", choices=CHOICES,
-        help="when a rank is lost, and the job was started with mpirun --with-ft ulfm: continue: the others go on; "
-        f"stop: they write a checkpoint where --checkpoint asks for some, and stop ({_of('on_failure')})",
-    )  # fmt: skip
-    add(
-        "--storage-rank", type=integer(0), metavar="R",
-        help=f"the rank that holds the parameters (default: 0; {_of('storage_rank')})",
-    )  # fmt: skip
-    add(
-        "--servers", type=integer(1), metavar="N",
-        help=f"how many ranks, the last ones, are servers (default: 1; {_of('servers')})",
-    )  # fmt: skip
-    add(
-        "--updates", choices=["sync", "async"],
-        help="async: a server applies each gradient as it comes; sync: it waits for all workers' "
-        f"(default: async; {_of('updates')})",
-    )  # fmt: skip
-    add(
-        "--stale", choices=["keep", "drop", "scale"],
-        help="what becomes of a gradient whose parameters others have updated meanwhile: applied as it is, dropped "
-        "when more than --max-staleness updates behind, or applied with the learning rate divided by 1 + so many "
-        "(default: keep; with --updates async)",
-    )  # fmt: skip
-    add(
-        "--max-staleness", type=integer(0), metavar="N",
-        help="with --stale keep or scale no gradient is more than N updates behind: fast workers wait for slow ones "
-        "(default: no bound; with --updates async)",
-    )  # fmt: skip
-    add(
-        "--warm-up", type=integer(0), metavar="N",
-        help="the first N epochs are trained by one worker (default: 0; with --updates async)",
-    )  # fmt: skip
-    add(
-        "--lr-by-workers", choices=["keep", "divide"],
-        help="divide: each worker's gradients are applied with the learning rate divided by the number of workers "
-        "(default: keep; with --updates async)",
-    )  # fmt: skip
-    add(
-        "--spare", type=integer(0), metavar="N",
-        help=f"a step does not wait for the N slowest ranks (default: 1; {_of('spare')})",
-    )  # fmt: skip
+# What follows from them
 
 
-def settle(options: argparse.Namespace) -> None:
-    """Fill in the defaults of the chosen strategy. Raises ArgumentError for options that it has no use for."""
-    own = STRATEGIES[options.strategy].options
-    for name in dict.fromkeys(name for strategy in STRATEGIES.values() for name in strategy.options):
-        given = getattr(options, name)
-        if given is not None and name not in own:
+class RankParser(Parser):
+    """Raises ArgumentError for bad arguments, and is silent on all ranks but one.
+
+    shown: whether this rank prints.
+    """
+
+    def __init__(self, shown: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self._shown = shown
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} (--help shows all options)")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if self._shown:
+            super()._print_message(message, file)
+
+
+def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
+    """The checked options, with their defaults. Raises ArgumentError; --help exits. shown: whether this rank prints.
+
+    The options of other strategies stay None.
+    """
+    parser = RankParser(
+        shown,
+        prog="python -m trainers",
+        description="Train a small network on all ranks together, and test it.",
+        epilog=EXAMPLES,
+    )
+    for title, group in OPTIONS.items():
+        added = parser.add_argument_group(title)
+        for option in group:
+            option.add_to(added)
+    options = parser.parse_args(arguments)
+    options.strategy = options.strategy or MIRRORED
+    options.data = options.data or BY_NAME["data"].default
+    for option in BY_NAME.values():
+        if getattr(options, option.name) is not None:
+            _check_needs(option, options)
+    _check_values(options)
+    if options.lr is None and options.optimizer not in (None, "adam"):
+        options.lr = OPTIMIZERS[options.optimizer].default_lr
+    for option in BY_NAME.values():
+        if getattr(options, option.name) is None and options.strategy in (option.strategies or STRATEGIES):
+            default = option.default.of(options.data) if isinstance(option.default, PerData) else option.default
+            setattr(options, option.name, default)
+    return options
+
+
+def _check_needs(option: Option, options: argparse.Namespace) -> None:
+    """Raise ArgumentError when an option was given without what it needs."""
+    given = option.given(getattr(options, option.name))
+    needs = ({"strategy": option.strategies} if option.strategies else {}) | dict(option.needs)
+    for name, values in needs.items():
+        found = getattr(options, name) or (BY_NAME[name].default if values else None)
+        if found is None:
+            raise ArgumentError(f"{given} needs {_required(name, values)}")
+        if values and found not in values:
             raise ArgumentError(
-                f"{flag(name)} {given}: --strategy {options.strategy} has no use for it; leave it out, or take "
-                f"--strategy {' or '.join(with_option(name))}"
+                f"{given}: {BY_NAME[name].given(found)} has no use for it; leave it out, or take "
+                f"{_required(name, values)}"
             )
-    if options.updates == "sync":
-        for name in ASYNC_ONLY:
-            if getattr(options, name) is not None:
-                raise ArgumentError(
-                    f"{flag(name)} {getattr(options, name)}: with --updates sync no gradient is stale; leave it out, "
-                    "or take --updates async"
-                )
+
+
+def _required(name: str, values: Sequence[str]) -> str:
+    """An option that another one needs, as the command line spells it."""
+    return f"{BY_NAME[name].flag} {' or '.join(values) or BY_NAME[name].metavar}".rstrip()
+
+
+def _check_values(options: argparse.Namespace) -> None:
+    """Raise ArgumentError for values that do not go together."""
     if options.stale == "drop" and options.max_staleness is None:
         raise ArgumentError("--stale drop needs --max-staleness N: how many updates behind is too many")
-    for name, default in own.items():
-        if getattr(options, name) is None:
-            setattr(options, name, default)
-
-
-def servers(options: argparse.Namespace) -> int | None:
-    """How many servers the options ask for; None: those of TF_CONFIG, or else one."""
-    return options.servers if options.strategy in with_option("servers") else 0
+    given = [each.flag for each in OPTIONS["network"] if getattr(options, each.name) is not None]
+    if options.load and given:
+        raise ArgumentError(f"--load takes the network and its optimizer from the file; leave out {', '.join(given)}")
 
 
 def described(options: argparse.Namespace) -> dict[str, Any]:
-    """The strategy and its options, as --json has them."""
-    return {"strategy": options.strategy} | {
-        name: getattr(options, name) for name in STRATEGIES[options.strategy].options
+    """The strategy and its options, as --json writes them."""
+    own = [option.name for option in BY_NAME.values() if options.strategy in option.strategies]
+    return {name: getattr(options, name) for name in ("strategy", *own)}
+
+
+def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:
+    """The trainer that the options describe. servers: so many of the last ranks are servers. Collective."""
+    given = {
+        option.argument or option.name: getattr(options, option.name)
+        for option in BY_NAME.values()
+        if options.strategy in option.strategies and option.argument != ""
     }
+    if "servers" in given:
+        given["servers"] = tuple(range(topology.size - servers, topology.size))
+    return STRATEGIES[options.strategy].trainer(replica, topology=topology, **given)
 
 
-def with_option(name: str) -> list[str]:
-    """The strategies that have use for an option."""
-    return [each for each, strategy in STRATEGIES.items() if name in strategy.options]
-
-
-def _of(name: str) -> str:
-    return f"with {' or '.join(with_option(name))}"
-
-
-def add_watching_options(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--trace", metavar="FILE",
-        help="write what each rank does when, for https://ui.perfetto.dev and python -m benchmarks.timeline",
-    )  # fmt: skip
-    add("--tensorboard", metavar="DIR", help='write events for TensorBoard (with the extra "tensorboard")')
-    add("--csv", metavar="FILE", help="write a line for each epoch; with --resume, go on with the file")
-    add(
-        "--early-stopping", type=integer(1), metavar="N",
-        help="stop when the loss of the training has not become smaller for N epochs",
-    )  # fmt: skip
-    add(
-        "--check-divergence", type=integer(1), metavar="N",
-        help="every N steps see that all ranks still have the same parameters, in bits",
-    )  # fmt: skip
-    add(
-        "--on-divergence", choices=checks.DIVERGENCE_ANSWERS,
-        help="with --check-divergence: stop with an error, or copy those that most ranks have (default: raise)",
-    )  # fmt: skip
-    add(
-        "--check-gradients", choices=checks.ANSWERS,
-        help="see in every step that no rank brings NaN or infinite gradients, and say which one: stop with an error, "
-        "or leave the step out",
-    )  # fmt: skip
-
-
-def settle_watching(chosen: argparse.Namespace) -> None:
-    """Raises ArgumentError for options that have no use."""
-    if chosen.on_divergence and not chosen.check_divergence:
-        raise ArgumentError("--on-divergence needs --check-divergence N: how often the ranks compare")
-
-
-def callbacks(chosen: argparse.Namespace) -> list[Any]:
-    """The same on all ranks."""
-    from trainers.callbacks import CheckDivergence, CheckGradients, CSVLogger, EarlyStopping, TensorBoard, Timeline
-
-    made: list[Any] = []
-    if chosen.trace:
-        made.append(Timeline(chosen.trace))
-    if chosen.tensorboard:
-        made.append(TensorBoard(chosen.tensorboard))
-    if chosen.csv:
-        made.append(CSVLogger(chosen.csv, append=chosen.resume))
-    if chosen.early_stopping:
-        made.append(EarlyStopping("loss", patience=chosen.early_stopping))
-    if chosen.check_divergence:
-        made.append(CheckDivergence(chosen.check_divergence, chosen.on_divergence or "raise"))
-    if chosen.check_gradients:
-        made.append(CheckGradients(chosen.check_gradients))
-    return made
+def make_callbacks(options: argparse.Namespace) -> list[Any]:
+    """The callbacks that the options ask for, the same on all ranks."""
+    asked = [option for option in BY_NAME.values() if option.callback and getattr(options, option.name)]
+    return [option.callback(options) for option in asked if option.callback]

@@ -15,6 +15,7 @@ Ranks that train are numbered anew, whatever their ranks in the job: the chief i
 
 import json
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +32,9 @@ CHIEF, WORKER, SERVER, EVALUATOR = "chief", "worker", "ps", "evaluator"
 TYPES = (CHIEF, WORKER, SERVER, EVALUATOR)  # in the order in which tasks are given to ranks where no rank names its own
 MOST_CHARACTERS = 1 << 20
 MOST_TASKS = 1 << 16
-SHOWN = 60  # characters of what was given
+SHOWN = 60  # characters of a value in a message
+_SHORT = reprlib.Repr()  # of a JSON value, which may be nested as deep as Python's stack
+_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring = 2, 8, 8, SHOWN
 
 Task = tuple[str, int]  # its type, and its index among those
 
@@ -107,20 +110,9 @@ def _task(task: Any, tasks: dict[str, int]) -> Task:
 
 
 def shown(value: Any) -> str:
-    """What was given, in ASCII and cut short, so that it can be printed whatever it is."""
-    text = value if isinstance(value, str) else repr(value) if _is_small(value) else type(value).__name__
-    text = ascii(text[: SHOWN + 1]) if isinstance(value, str) else ascii(text)[1:-1]
+    """A value that was given, in ASCII and cut short, so that it can be printed whatever it is."""
+    text = ascii(value[: SHOWN + 1]) if isinstance(value, str) else ascii(_SHORT.repr(value))[1:-1]
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
-
-
-def _is_small(value: Any) -> bool:
-    """Whether repr() of it is: what was nested in a JSON text may be as deep as Python's stack."""
-    if isinstance(value, int | float | None):
-        return not isinstance(value, int) or abs(value) < 1 << 64
-    if isinstance(value, dict | list):
-        held = [*value, *value.values()] if isinstance(value, dict) else value
-        return len(value) <= 8 and all(not isinstance(each, dict | list) and _is_small(each) for each in held)
-    return isinstance(value, str) and len(value) < SHOWN
 
 
 class Roles(NamedTuple):

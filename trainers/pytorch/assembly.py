@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from mpi4py import MPI
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from allreduce import create, notices
 from allreduce.backend import AllReduce, Recipe, TwoPhase
@@ -27,9 +28,9 @@ from trainers.pytorch.report import TracedClock
 from trainers.pytorch.sharded import Kernels, ShardedOptimizer
 from trainers.pytorch.sparse import SparseGradients, sparse_parameters, warn_of_dense
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
-from trainers.pytorch.step_checks import Forwards, GradientCheck
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
+from trainers.replicas.pytorch.state import Buffers
 from trainers.state.backup import NOT_KEPT
 
 MIB = 1 << 20
@@ -42,8 +43,9 @@ class Assembly:
     collective, and raises on all ranks, before anything is changed.
 
     topology: the ranks. backend: reduces. reducer: averages gradients. sharded: updates slices; None where every rank
-    updates everything. kernels: fused ones of the plain optimizer. trained, frozen: its parameters by name. forwards:
-    what a step that is left out undoes, with check_gradients="skip". source: whose replica is copied when they differ.
+    updates everything. kernels: fused ones of the plain optimizer. trained, frozen: its parameters by name. buffers:
+    the model's, as they were before the step, with check_gradients="skip". source: whose replica is copied when they
+    differ.
     """
 
     topology: Topology
@@ -51,10 +53,10 @@ class Assembly:
     reducer: Reducer
     kernels: Kernels
     sharded: ShardedOptimizer | None
-    forwards: Forwards | None
 
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
         self.optimizer, self.model, self.options = optimizer, model, options
+        self.buffers = Buffers(model)
         self.closed = False
         self.slices_lost = False  # the last recovery has not found all slices of a sharded update
         self._whole: Whole | None = None  # the state of all slices, while a lost rank is recovered from
@@ -107,7 +109,8 @@ class Assembly:
         self.kernels, self.sharded = Kernels(optimizer, comm), None
         if options.update == "sharded" and self.reducer.parameters:
             self._shard(comm)
-        self._check_gradients()
+        if options.check_gradients == "skip":
+            self._hook(model.register_forward_pre_hook(Hook(self.buffers.before_forward)))
         self.reducer.take_over(self)
         group.members[number] = self
 
@@ -140,6 +143,7 @@ class Assembly:
             comm=comm,
             backend=self.backend,
             scatter=options.update == "sharded" and bool(dense),
+            check_gradients=options.check_gradients,
             group=group,
             number=number,
             guard=partial(surviving, group),
@@ -160,22 +164,12 @@ class Assembly:
         self._made.callback(self.sharded.close)
         self._local.callback(self.sharded.abandon)
         for module in self.model.modules():
-            hook = module.register_load_state_dict_post_hook(Hook(self.sharded.placement.accept))
-            self._made.callback(hook.remove)
-            self._local.callback(hook.remove)
+            self._hook(module.register_load_state_dict_post_hook(Hook(self.sharded.placement.accept)))
 
-    def _check_gradients(self) -> None:
-        """Have gradients looked at, where that is asked for. Local."""
-        reducer, asked = self.reducer, self.options.check_gradients
-        self.forwards = None
-        if asked is not None:
-            sent = self.backend.sent
-            reducer.check = GradientCheck(asked, reducer.names, reducer.buckets, reducer.sparse, reducer.owned, sent)
-        if asked == "skip":
-            self.forwards = Forwards(self.model)
-            hook = self.model.register_forward_pre_hook(Hook(self.forwards.begin))
-            self._made.callback(hook.remove)
-            self._local.callback(hook.remove)
+    def _hook(self, hook: RemovableHandle) -> None:
+        """Remove a hook of the model in the end."""
+        self._made.callback(hook.remove)
+        self._local.callback(hook.remove)
 
     # In use
 

@@ -15,12 +15,12 @@ from allreduce.errors import CopyError, OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values
 from trainers import malloc
+from trainers.checks import check_equal
 from trainers.pytorch.assembly import Assembly
 from trainers.pytorch.options import GROUP_ADDED, Options, with_options
 from trainers.pytorch.report import Report
 from trainers.pytorch.sharded import ShardedOptimizer
-from trainers.pytorch.state import broadcast_state, broadcast_tensors, load_of_root
-from trainers.pytorch.step_checks import compare_replicas
+from trainers.pytorch.state import broadcast_state, broadcast_tensors, comparable, load_of_root
 
 
 class MirroredOptimizer(Optimizer):
@@ -150,8 +150,10 @@ class MirroredOptimizer(Optimizer):
         parts, reducer, every = self._parts, self._parts.reducer, self._parts.options.check_every
         left_out = reducer.leaves_out()
         self._skipped += left_out
-        if parts.forwards is not None:
-            parts.forwards.stepped(left_out)
+        if left_out:
+            parts.buffers.restore()
+        else:
+            parts.buffers.forget()
         if left_out and parts.sharded is not None and parts.sharded.backup is not None:
             parts.sharded.backup.left_out()
         # Ranks that have run out of batches in join() get the parameters when it ends, so they differ now.
@@ -162,15 +164,20 @@ class MirroredOptimizer(Optimizer):
             reducer.together("compares the replicas", self._compare)
 
     def _compare(self) -> None:
-        """Runs in the queue."""
+        """Compare the replicas. Runs in the queue."""
         parts, options = self._parts, self._parts.options
         compared = stateful = parts.trained
-        if parts.sharded is not None:
+        if parts.sharded is not None:  # a rank has the state of its own slice alone
             stateful = parts.sharded.apart
             compared = stateful if parts.sharded.placement.one_memory else compared
-        comm, answer = parts.reducer.comm, (options.on_divergence, options.source)
-        if compare_replicas(comm, self.optimizer, parts.trained, compared, stateful, *answer):
+        read = partial(comparable, self.optimizer, compared, stateful)
+        if check_equal(parts.reducer.comm, read, options.on_divergence, options.source, self._take_on):
             parts.placed_again()
+
+    def _take_on(self, root: int) -> None:
+        """Give all ranks the parameters, hyperparameters and state of one. Collective, in the queue."""
+        broadcast_tensors(self._parts.reducer.comm, self._parts.trained.values(), root)
+        broadcast_state(self._parts.reducer.comm, self.optimizer, root)
 
     # Gradients
 
@@ -262,9 +269,7 @@ class MirroredOptimizer(Optimizer):
         comm = self._parts.reducer.comm
         steps = all_values(comm, mine, "learn who has done the most steps")
         if min(steps) < max(steps):
-            root = steps.index(max(steps))
-            broadcast_tensors(comm, self._parts.trained.values(), root)
-            broadcast_state(comm, self.optimizer, root)
+            self._take_on(steps.index(max(steps)))
 
     # Parameters and state
 

@@ -21,11 +21,14 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.nn import Parameter
 
+from allreduce.arrays import dtypes
 from allreduce.backend import AllReduce, TwoPhase
 from allreduce.engine.queue import Future, Queue
 from allreduce.transport import ulfm
 from allreduce.transport.control import raise_together
 from allreduce.transport.wait import waiting
+from trainers import checks
+from trainers.checks import GradientArray, GradientCheck, Span
 from trainers.errors import NotFiniteError
 from trainers.pytorch.buckets import GradientError, Marks, allocate, changed, plan, version_of
 from trainers.pytorch.hooks import CLOSED, refuse, take_over
@@ -33,9 +36,8 @@ from trainers.pytorch.optimizer_group import OptimizerGroup
 from trainers.pytorch.report import Clock, Report
 from trainers.pytorch.rows import Rows
 from trainers.pytorch.sparse import SparseGradients
-from trainers.pytorch.step_checks import GradientCheck
 from trainers.replicas.pytorch.devices import Host
-from trainers.replicas.pytorch.tensors import DTYPES, shaped
+from trainers.replicas.pytorch.tensors import DTYPES, numpy_dtype, shaped
 
 LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # what the buffers hold; see Reducer.state
 
@@ -64,7 +66,8 @@ class Reducer:
     bucket_bytes: the least size of the first bucket, and of the others.
     queue: runs the reductions, in one order on all ranks. during: while backward goes on. comm: used in its calls only.
     backend: allocates the buffers and reduces them. scatter: it leaves the averages of the part of each bucket that
-        this rank owns (state SCATTERED), and not of the whole bucket (AVERAGED).
+        this rank owns (state SCATTERED), and not of the whole bucket (AVERAGED). check_gradients: as of
+        MirroredOptimizer.
     group, number: the optimizers on these ranks, and which of them this is. guard: entered round what autograd calls,
         where a lost rank may be met. device: where the parameters are.
 
@@ -83,6 +86,7 @@ class Reducer:
         comm: MPI.Intracomm,
         backend: AllReduce,
         scatter: bool,
+        check_gradients: str | None,
         group: OptimizerGroup,
         number: int,
         guard: Callable[[], AbstractContextManager[None]],
@@ -114,7 +118,7 @@ class Reducer:
         self.enabled = True  # False inside of no_sync()
         # During a step with a closure, which can't be left out, and keeps its rows: a closure begins with zero_grad().
         self.in_closure = False
-        self.check: GradientCheck | None = None  # of NaN, where it is asked for
+        self.check = None if check_gradients is None else GradientCheck(check_gradients, self._gradient_arrays())
         self.clock = Clock()
         self.rows: Rows | None = None  # of the batches of this step, where they were told
         self._spent: Rows | None = None  # the rows of the last average
@@ -191,14 +195,34 @@ class Reducer:
         rows, check = self.rows, self.check
         if bucket >= len(self.buckets):
             weight = 1.0 if rows is None else rows.weight
-            look = None if check is None else check.look_at_rows
+            look = None if check is None else partial(check.look_at_rows, bucket)
             return self.sparse.average(bucket - len(self.buckets), weight, look)
         memory = self.buckets[bucket]
         if rows is not None:
             rows.weigh(memory.tensor)
         if check is not None:
-            check.look(bucket)
+            check.look(bucket, memory.fetched())
         memory.through(self._reduce, writes=self.owned(memory.array.size))
+
+    def _gradient_arrays(self) -> list[GradientArray]:
+        """What the check of gradients must know of each bucket."""
+        arrays = []
+        for bucket in self.plan:
+            slots = [(self.names[slot.parameter], slot) for slot in bucket.slots]
+            spans = [Span(name, slot.start - bucket.start, slot.stop - slot.start) for name, slot in slots]
+            own = dtypes.parse(bucket.dtype)
+            arrays.append(GradientArray(spans, own, self._backend.sent(own)))
+        tables = zip(self.sparse.names, self.sparse.parameters, strict=True)
+        return arrays + [checks.table(name, each.numel(), numpy_dtype(each.dtype)) for name, each in tables]
+
+    def overflowed(self, bucket: int) -> int:
+        """The first element of a bucket whose average is no number on any rank; -1 for none. Runs in the queue."""
+        if bucket >= len(self.buckets):
+            indices, values = self.sparse.averages[bucket - len(self.buckets)]
+            return checks.overflowed(self.comm, values.reshape(-1), partial(checks.element_of, indices, values))
+        array = self.buckets[bucket].array
+        owned = self.owned(array.size)
+        return checks.overflowed(self.comm, array[owned], owned.start.__add__)
 
     def finish(self, backward: "Backward") -> None:
         """Reduce what is left, wait for everything, and hand the averages to the parameters."""
@@ -540,7 +564,7 @@ class Backward:
             raise_together(reducer.comm, self._error)
         if reducer.check is not None:
             try:
-                reducer.check.finish(reducer.comm, may_leave_out=not reducer.in_closure)
+                reducer.check.finish(reducer.comm, reducer.overflowed, may_leave_out=not reducer.in_closure)
             except NotFiniteError:
                 reducer.group.failed()
                 raise

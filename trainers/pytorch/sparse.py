@@ -19,7 +19,7 @@ TAKES_SPARSE: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.SparseAdam, t
 
 Found = tuple[np.ndarray, np.ndarray]  # indices of rows, ascending or not, and the rows
 Reduce = Callable[[np.ndarray, np.ndarray, int], Found]
-Check = Callable[[int, np.ndarray, np.ndarray], object]  # of a parameter's number, indices and rows
+Check = Callable[[np.ndarray, np.ndarray], object]  # of indices and rows
 
 # Of tensors that are not coalesced too, for which PyTorch has no public name.
 _indices_of, _values_of = methodcaller("_indices"), methodcaller("_values")
@@ -105,7 +105,7 @@ class SparseGradients:
         elif weight != 1.0:
             values = values * values.dtype.type(weight)
         if check is not None:
-            check(number, indices, values)
+            check(indices, values)
         self.averages[number] = self._reduce(indices, values, self.shapes[number][0][0])
         self._mine[number] = _nothing(self.parameters[number])
 

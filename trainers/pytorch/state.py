@@ -1,18 +1,21 @@
-"""One rank's model and optimizer state become those of all ranks; ranks with different models are told."""
+"""Compare models and optimizers of all ranks, and make them equal: one rank's become those of all."""
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from allreduce.errors import DisagreementError, OptionError
 from allreduce.transport.chunked import broadcast
 from allreduce.transport.control import all_values, raise_together, root_value, together
+from trainers.checks import Compared
+from trainers.replicas.pytorch.optimizer import hyperparameters
 from trainers.replicas.pytorch.tensors import as_bytes
 
 
@@ -35,6 +38,36 @@ def compare(comm: MPI.Intracomm, lines: list[str]) -> None:
 
 def _line(lines: list[str], at: int) -> str:
     return lines[at] if at < len(lines) else "missing"
+
+
+def comparable(
+    optimizer: Optimizer, parameters: Mapping[str, Parameter], stateful: Mapping[str, Parameter]
+) -> Compared:
+    """These parameters, the optimizer's hyperparameters, and its state of `stateful`, for `checks.compare`. Local."""
+    held: dict[str, np.ndarray | str] = {f"group {at}": _text(group) for at, group in enumerate(optimizer.param_groups)}
+    held |= {name: _array(each) for name, each in parameters.items()}
+    states = ((name, optimizer.state.get(each, {})) for name, each in stateful.items())
+    return held | {f"the state of {name}": _state_text(state) for name, state in states}
+
+
+def _array(parameter: Parameter) -> np.ndarray:
+    whole = parameter.detach().cpu().contiguous()
+    return as_bytes(whole) if whole.dtype == torch.bfloat16 else whole.numpy()
+
+
+def _text(group: dict) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in sorted(hyperparameters(group).items()))
+
+
+def _state_text(state: Mapping[str, Any]) -> str:
+    """An optimizer's state of one parameter, its tensors by their CRC."""
+    return ", ".join(f"{key}={_digest(value)}" for key, value in sorted(state.items(), key=lambda pair: str(pair[0])))
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"crc {zlib.crc32(as_bytes(value.detach().contiguous()).data):08x}"
+    return repr(value) if isinstance(value, int | float | str | bool | None) else type(value).__name__
 
 
 def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[Tensor], root: int = 0) -> None:

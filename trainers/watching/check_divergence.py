@@ -1,14 +1,14 @@
-"""CheckDivergence: see every so many steps that the replicas still are equal, in bits."""
+"""CheckDivergence: compare the bits of the replicas every so many steps."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from allreduce import notices
-from allreduce.errors import DivergenceError
-from allreduce.transport.control import known, root_value, together
-from trainers.checks import LEARNING_RATES, MAJORITY, Divergence, Source, compare, refusal
+from allreduce.transport.control import root_value
+from trainers.checks import LEARNING_RATES, MAJORITY, Compared, Source, check_equal, refusal
 from trainers.errors import ArgumentError
 from trainers.state.adopt import mirror
 from trainers.watching.callback import Callback, Logs
@@ -39,7 +39,7 @@ class CheckDivergence(Callback):
         self.every, self.on_divergence, self.source = every, on_divergence, source
         self._source: Source | None = None  # in a fit
         self._joins = False  # this rank joins, and has not heard the others' source yet
-        self.copies = 0  # how often replicas were copied again
+        self.copies = 0  # how often replicas were made equal again
         self._steps = 1  # of an epoch
 
     def set_params(self, params: dict[str, Any]) -> None:
@@ -81,33 +81,24 @@ class CheckDivergence(Callback):
             self._check(f"after epoch {epoch + 1}")
 
     def _check(self, when: str) -> None:
-        """Compare, and do what is to be done. Collective."""
-        trainer = self.trainer
-        held = together(trainer.group.comm, lambda: _compared(trainer.replica, trainer.strategy.apart()))
-        found = compare(trainer.group.comm, held)
-        if found is None:
-            return
-        if self.on_divergence == "raise":
-            raise known(DivergenceError(f"{when} {found}"), trainer.group.comm)
-        self._copy(found, when)
-
-    def _copy(self, found: Divergence, when: str) -> None:
-        """Give all ranks the replica of one. Collective."""
+        """Compare the replicas, and do what `on_divergence` says. Collective."""
         assert self._source is not None
-        trainer, root = self.trainer, found.root(self._source.rank)
-        rates = root_value(
-            trainer.group.comm, [*map(float, trainer.replica.learning_rates)], "take on learning rates", root
-        )
+        trainer = self.trainer
+        read = partial(_compared, trainer.replica, trainer.strategy.apart())
+        answer = self.on_divergence, self._source.rank
+        self.copies += check_equal(trainer.group.comm, read, *answer, self._copy, f"{when} ")
+
+    def _copy(self, root: int) -> None:
+        """Give all ranks the replica of one. Collective."""
+        trainer = self.trainer
+        own = [*map(float, trainer.replica.learning_rates)]
+        rates = root_value(trainer.group.comm, own, "take on learning rates", root)
         if rates and trainer.rank != root:
             trainer.replica.learning_rates = rates
         mirror(trainer.strategy, root=root)
-        self.copies += 1
-        if trainer.rank == 0:
-            copied = f"  copied again to rank {', '.join(map(str, found.differing(root)))}: the replica of rank {root}"
-            notices.log.warning("allreduce: %s %s\n%s", when, found, copied)
 
 
-def _compared(replica: Any, apart: Mapping[str, str]) -> dict[str, np.ndarray | str]:
+def _compared(replica: Any, apart: Mapping[str, str]) -> Compared:
     """What must be equal on all ranks by name: the state, its parameters one by one, and the learning rates."""
     held: dict[str, np.ndarray | str] = {}
     for name, array in sorted(replica.state().items()):

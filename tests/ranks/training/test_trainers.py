@@ -14,7 +14,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import ClosedError, DisagreementError, OptionError, UnknownBackendError
 from trainers import MirroredTrainer, NumpyNetwork, datasets
-from trainers.cli.options import DEFAULTS
+from trainers.cli.options import parse
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DivergedError, ModelFileError
 from trainers.replica import Replica
@@ -286,11 +286,11 @@ def test_a_fit_after_a_failed_one_is_timed_anew(digits: datasets.Dataset, flat: 
 @pytest.mark.parametrize(("data", "accuracy", "backend"), [("iris", 0.967, "auto"), ("digits", 0.95, "ring")])
 def test_the_defaults_reach_the_accuracy(data: str, accuracy: float, backend: str, flat: allreduce.Topology) -> None:
     """Those of the command line. That all backends train alike is held above."""
-    chosen, loaded = DEFAULTS[data], datasets.load(data)
-    mine = NumpyNetwork([loaded.features, *chosen["hidden"], len(loaded.classes)], lr=chosen["lr"])
+    defaults, loaded = parse(["--data", data], shown=False), datasets.load(data)
+    mine = NumpyNetwork([loaded.features, *defaults.hidden, len(loaded.classes)], lr=defaults.lr)
     mine.scale_input(loaded.shift, loaded.scale)
     with MirroredTrainer(mine, backend, flat) as trainer:
-        trainer.fit(loaded.x_train, loaded.y_train, chosen["epochs"], chosen["batch_size"], progress=False)
+        trainer.fit(loaded.x_train, loaded.y_train, defaults.epochs, defaults.batch_size, progress=False)
         assert trainer.evaluate(loaded.x_test, loaded.y_test)["accuracy"] >= accuracy
 
 

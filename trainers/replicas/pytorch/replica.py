@@ -113,7 +113,7 @@ class TorchReplica(FlatReplica):
         for parameter in self._trained:
             parameter.grad = None  # so that autograd hands its gradient over, instead of adding to old ones
         if self.undoable:
-            self._before.keep()
+            self._before.save()
         self.module.train()
         output, target = self.module(self._input(x)), self._target(y)
         loss = self.loss(output, target)

@@ -116,23 +116,28 @@ def _number(value: float, like: Any) -> float | int:
 
 
 class Buffers:
-    """The buffers of a module (the running statistics of batch norm, say), as they were before a batch."""
+    """The buffers of a module (the running statistics of batch norm, say) as they were before a batch."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._kept: dict[str, Tensor] = {}
+        self._before: dict[str, Tensor] | None = None
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """A batch begins."""
-        self._kept = {name: each.detach().clone() for name, each in self._module.named_buffers()}
+        self._before = {name: each.detach().clone() for name, each in self._module.named_buffers()}
+
+    def before_forward(self, module: nn.Module, *_: object) -> None:
+        """Save the buffers before the first forward in training since the last `forget`. A hook of the module."""
+        if module.training and self._before is None:
+            self.save()
 
     def forget(self) -> None:
-        """The batch has come into the model."""
-        self._kept = {}
+        """The model has been updated from the batch."""
+        self._before = None
 
     @torch.no_grad()
     def restore(self) -> None:
-        """As before the last batch, unless that is forgotten."""
-        for name, kept in self._kept.items():
-            self._module.get_buffer(name).copy_(kept)
+        """Give the buffers their values before the batch, unless these are forgotten."""
+        for name, before in (self._before or {}).items():
+            self._module.get_buffer(name).copy_(before)
         self.forget()
