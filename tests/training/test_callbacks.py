@@ -301,7 +301,7 @@ def test_tensorboard_again_and_on_other_ranks(tmp_path: Path) -> None:
     fit(TensorBoard(tmp_path / "other"), losses(1), Trainer(rank=1, size=2))
     assert not (tmp_path / "other").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(ArgumentError, match="events can't be written"):
+    with pytest.raises(ArgumentError, match="train can't be written"):
         fit(TensorBoard(tmp_path / "file"), losses(1))
 
 

@@ -1,12 +1,21 @@
-"""Callbacks: what a fit tells those who watch it. The events are Keras'."""
+"""Callbacks: what a fit tells them, with the events of Keras, and what they see of it: `FitView`."""
 
+import csv
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+
+from allreduce.topology import Topology
+from allreduce.tracing.trace import Trace
+from trainers.errors import ArgumentError
+from trainers.group import RankGroup
+from trainers.replica import Replica
 
 Logs = Mapping[str, Any]
 Event = tuple[float, int]  # an epoch, -1 before the first and infinity after the last; BEGIN or END
@@ -14,11 +23,50 @@ BEGIN, END = 0, 1
 NO_EVENT = (-math.inf, BEGIN)
 
 
+class FitView(Protocol):
+    """What a callback sees of the trainer that fits. It sets nothing there but `stop_training`.
+
+    replica: this rank's copy of the model. strategy: holds the model's state, together with the other ranks.
+    group: the ranks, for messages to each other. rank, size, topology: new ones after a rank was lost; rank is -1 on a
+        rank that joins a fit, until `Callback.on_ranks_change`.
+    measured: the metrics of the last step on the replica's device, and behind them the flags of the ranks.
+    goes_on: whether the fit goes on without a rank that is lost. trace: where the fit is recorded, if it is.
+    stop_training: set on any rank, it ends the fit on all of them: after the next batch, or at the end of the epoch.
+    """
+
+    replica: Replica
+    strategy: Any
+    group: RankGroup
+    stop_training: bool
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def topology(self) -> Topology: ...
+
+    @property
+    def measured(self) -> Any: ...
+
+    @property
+    def goes_on(self) -> bool: ...
+
+    @property
+    def trace(self) -> Trace | None: ...
+
+    def record(self, trace: Trace | None) -> None: ...
+
+    def save(self, path: str) -> None: ...
+
+
 class Callback:
     """Base of what watches a fit; override what you need. Every rank calls its own callbacks.
 
-    trainer: the trainer, while it fits. Setting `trainer.stop_training` on any rank ends the fit on all of
-        them: after the next batch, or at the end of the epoch.
+    trainer: the trainer, while it fits; see FitView. Setting `trainer.stop_training` on any rank ends the fit on all
+        of them: after the next batch, or at the end of the epoch.
 
     epoch and batch count from 0. logs are numbers by name, the same on all ranks: "loss", "accuracy", ... of a
     batch or an epoch; at the end of an epoch also "val_loss", ... and "seconds", "samples_per_second",
@@ -26,14 +74,25 @@ class Callback:
     behind) and "dropped". An exception on any rank ends the fit on all ranks, with the same error.
     """
 
-    trainer: Any = None
+    trainer: FitView = None  # type: ignore[assignment]  # None outside of a fit, in which no event comes
     collective = False  # True: it communicates, when an epoch or the fit begins or ends; given on all ranks or on none
     reads_batches = True  # False: on_train_batch_end does not look at logs
     agrees = False  # True: before_update returns the same on all ranks, so the trainer sends no message for it
+    verbose = 0  # 1: `_say` prints
 
     def set_trainer(self, trainer: Any) -> None:
-        """The fit begins, or with None it is over."""
+        """The fit begins, or with None it is over, well or not."""
+        if trainer is None and self.trainer is not None:
+            self._let_go()
         self.trainer = trainer
+
+    def _let_go(self) -> None:
+        """The fit is over, well or not: give back what belongs to it. Local; `trainer` is there for the last time."""
+
+    def _say(self, text: str) -> None:
+        """Print a line on rank 0, where the user wants it."""
+        if self.verbose and self.trainer.rank == 0:
+            print(text, file=sys.stdout, flush=True)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """The fit begins. On a rank that joins a fit, trainer.rank is -1 here: it has no number yet.
@@ -78,13 +137,14 @@ class Callback:
         return False
 
     def on_ranks_change(self) -> None:
-        """A rank was lost and the fit goes on, in the middle of anything: trainer.rank, .size and .topology are new.
+        """A rank was lost, and the fit goes on: trainer.rank, .size and .topology are new.
 
-        Who is rank 0 now writes from here on what rank 0 writes. A batch that was not finished begins again.
+        It may come between any two other events. The new rank 0 takes over the files of rank 0. A batch that was not
+        finished begins again.
         """
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold of this callback: numbers, or arrays that are not changed any more."""
+        """The state of this callback for a checkpoint: numbers, or arrays that are not changed any more."""
         return {}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
@@ -94,15 +154,81 @@ class Callback:
         """
 
 
+class FileCallback(Callback):
+    """A callback whose files rank 0 writes. When rank 0 is lost, the next rank 0 goes on with them.
+
+    Every rank remembers the epochs of the fit, since the lost rank may not have written the last of them.
+    """
+
+    _epochs: list[tuple[int, Logs]] | None = None  # of this fit so far; None outside of a fit
+    _writes = False  # whether this rank does
+
+    def _open(self, append: bool) -> None:
+        """Open the files. append: go on with the files that another rank 0 has begun in this fit."""
+        raise NotImplementedError
+
+    def _write_epoch(self, epoch: int, logs: Logs) -> None:
+        """Write an epoch to the open files."""
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """Close the files, if any are open."""
+        raise NotImplementedError
+
+    def _unwritten(self, epochs: list[tuple[int, Logs]]) -> list[tuple[int, Logs]]:
+        """Of the epochs those that a lost rank 0 may not have written."""
+        return epochs[-1:]
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._epochs = []
+        if self.trainer.rank == 0:
+            self._open(append=False)
+            self._writes = True
+
+    def on_ranks_change(self) -> None:
+        if self._epochs is None or self._writes or self.trainer.rank:
+            return
+        self._open(append=True)
+        self._writes = True
+        for epoch, logs in self._unwritten(self._epochs):
+            self._write_epoch(epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if self._epochs is not None:
+            self._epochs.append((epoch, logs or {}))
+        if self._writes:
+            self._write_epoch(epoch, logs or {})
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._finish()
+
+    def _let_go(self) -> None:
+        with suppress(ArgumentError):  # the fit has ended in an error already
+            self._finish()
+
+    def _finish(self) -> None:
+        self._epochs, self._writes = None, False
+        self._close()
+
+
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Raise an error of the block as an ArgumentError, which says that this file or folder can't be written."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ArgumentError(f"{path} can't be written: {getattr(error, 'strerror', None) or error}") from error
+
+
 class Callbacks:
     """Several callbacks as one.
 
-    Keras' own are taken too, as far as they need no more of a model than `stop_training`.
+    Keras' own callbacks are taken too, if they need no more of a model than `stop_training`.
 
-    An event that a lost rank has interrupted can be told again: who has heard it does not hear it twice, but for those
-    that communicate, which hear it again together, with the attributes that they had before it.
+    When a rank is lost in the middle of an event, the event is told again. A callback that has heard it does not hear
+    it twice. But callbacks that communicate hear it again together, with the attributes that they had before it.
 
-    keeps: whether that may happen.
+    keeps: whether an event may be told again.
     """
 
     def __init__(
@@ -112,25 +238,26 @@ class Callbacks:
         for callback in self._all:
             if hasattr(callback, "set_params"):
                 callback.set_params({"epochs": epochs, "steps": steps, "verbose": 0})
-            _tell_trainer(callback, trainer)
-        self._batch_begin = [
-            each for each in self._all if _overrides_any(each, "on_train_batch_begin", "on_batch_begin")
-        ]
-        self._batch_end = [each for each in self._all if _overrides_any(each, "on_train_batch_end", "on_batch_end")]
-        ours = [each for each in self._all if isinstance(each, Callback)]  # Keras' own have no such events
-        asked = [each for each in ours if _overrides(each, "before_update")]
+            tell = getattr(callback, "set_trainer", None) or getattr(callback, "set_model", None)
+            if tell is not None:
+                tell(trainer)
+        self._batch_begin = self._with("on_train_batch_begin", "on_batch_begin")
+        self._batch_end = self._with("on_train_batch_end", "on_batch_end")
         # Callbacks that communicate come first, so that an error of another callback can't keep this rank from them.
-        self._before_update = sorted(asked, key=lambda each: not each.collective)
+        self._before_update = sorted(self._with("before_update"), key=lambda each: not each.collective)
         self.asks = any(not _agrees(each) for each in self._before_update)
-        self._between_steps = [each for each in ours if _overrides(each, "between_steps")]
-        self._unusable = [each for each in ours if _overrides(each, "unusable")]
+        self._between_steps, self._unusable = self._with("between_steps"), self._with("unusable")
         self._collective = [at for at, each in enumerate(self._all) if getattr(each, "collective", False)]
         self.collective = [type(self._all[at]).__name__ for at in self._collective]
         self.read_batches = any(getattr(each, "reads_batches", True) for each in self._batch_end)
         self._keeps = keeps
         self._event = NO_EVENT
-        self._heard: set[int] = set()  # who has heard it, by place
+        self._heard: set[int] = set()  # the callbacks that have heard it, by their order
         self._before: dict[int, dict[str, Any]] = {}  # the attributes of those that communicate, before the event
+
+    def _with(self, *events: str) -> list[Any]:
+        """The callbacks that have one of these events."""
+        return [callback for callback in self._all if any(_overrides(callback, event) for event in events)]
 
     def train_begin(self) -> None:
         self._tell((-1, BEGIN), lambda callback: callback.on_train_begin({}))
@@ -145,7 +272,7 @@ class Callbacks:
         self._tell((epoch, END), lambda callback: callback.on_epoch_end(epoch, logs))
 
     def _tell(self, event: Event, tell: Callable[[Any], object]) -> None:
-        """Tell an event to all who have not heard it yet."""
+        """Tell an event to the callbacks that have not heard it yet."""
         if event != self._event:
             self._event, self._heard, self._before = event, set(), {}
         for at, callback in enumerate(self._all):
@@ -164,11 +291,11 @@ class Callbacks:
         self._before[at] = {name: copy(value) if _changes(value) else value for name, value in held.items()}
 
     def heard(self) -> tuple[Event, list[int]]:
-        """The last event, and which of those that communicate have heard it, by their order."""
+        """The last event, and which of the callbacks that communicate have heard it, by their order among these."""
         return self._event, [order for order, at in enumerate(self._collective) if at in self._heard]
 
     def tell_again(self, sides: Iterable[tuple[Event, list[int]]]) -> None:
-        """Those that communicate hear an event again that not all ranks' have heard. sides: `heard` of all ranks."""
+        """Callbacks that communicate hear an event again when a rank has not heard it. sides: `heard` of all ranks."""
         for event, heard in sides:
             if event < self._event:
                 self._heard -= set(self._collective)
@@ -181,21 +308,21 @@ class Callbacks:
                 callback.on_ranks_change()
 
     def state(self) -> dict[str, np.ndarray]:
-        """What all of them have to remember, by kind of callback, and by place among those of a kind."""
+        """The state of all callbacks, by their kind, and by their number among the callbacks of that kind."""
         return {
-            f"{place}{name}": np.asarray(value)
-            for place, callback in self._places()
+            f"{prefix}{name}": np.asarray(value)
+            for prefix, callback in self._named()
             for name, value in callback.state().items()
         }
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Hand out what `state` returned."""
-        for place, callback in self._places():
-            own = {name.removeprefix(place): array for name, array in state.items() if name.startswith(place)}
+        for prefix, callback in self._named():
+            own = {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
             if own:
                 callback.load_state(own)
 
-    def _places(self) -> Iterator[tuple[str, Callback]]:
+    def _named(self) -> Iterator[tuple[str, Callback]]:
         seen: Counter[str] = Counter()
         for callback in self._all:
             if isinstance(callback, Callback):  # Keras' own have no state here
@@ -231,12 +358,6 @@ class Callbacks:
                 callback.set_trainer(None)
 
 
-def _tell_trainer(callback: Any, trainer: Any) -> None:
-    tell = getattr(callback, "set_trainer", None) or getattr(callback, "set_model", None)
-    if tell is not None:
-        tell(trainer)
-
-
 def _agrees(callback: Callback) -> bool:
     """Whether before_update returns the same on all ranks. An inherited `agrees` says nothing of an overridden one."""
     kinds = [vars(callback), *map(vars, type(callback).__mro__)]
@@ -247,10 +368,6 @@ def _agrees(callback: Callback) -> bool:
 def _changes(value: Any) -> bool:
     """Whether a value is one that callbacks change in place; arrays they replace."""
     return isinstance(value, list | dict | set)
-
-
-def _overrides_any(callback: Any, *events: str) -> bool:
-    return any(_overrides(callback, event) for event in events)
 
 
 def _overrides(callback: Any, event: str) -> bool:

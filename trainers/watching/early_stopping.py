@@ -2,7 +2,6 @@
 
 import math
 import numbers
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -110,14 +109,8 @@ class EarlyStopping(Callback):
         self._state, self.best_epoch = None, epoch  # one copy at a time
         self._state = adopt.copied(self.trainer.strategy, on_all=self.trainer.goes_on)
 
-    def _say(self, text: str) -> None:
-        if self.verbose and self.trainer.rank == 0:
-            print(text, file=sys.stdout, flush=True)
-
-    def set_trainer(self, trainer: Any) -> None:
-        super().set_trainer(trainer)
-        if trainer is None:
-            self._state = None
+    def _let_go(self) -> None:
+        self._state = None
 
 
 MODES = ("auto", "min", "max")

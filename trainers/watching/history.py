@@ -39,35 +39,25 @@ class Epoch:
 
     @classmethod
     def of_logs(cls, epoch: int, logs: Logs) -> "Epoch":
-        """Of what callbacks are told at the end of epoch number `epoch`, which counts from 0."""
+        """The epoch of the logs that callbacks get at the end of epoch number `epoch`, which counts from 0."""
         measured = dict(logs)
         names = [name for name in measured if name.startswith(VALIDATION)]
         return cls(
             epoch=epoch + 1,
+            loss=float(measured.pop("loss")),
             validation={name.removeprefix(VALIDATION): measured.pop(name) for name in names},
-            seconds=measured.pop("seconds"),
-            samples_per_second=measured.pop("samples_per_second"),
-            communication_share=measured.pop("communication_share"),
-            loss=measured.pop("loss"),
-            staleness=tuple(measured.pop("staleness", ())),
-            dropped=measured.pop("dropped", 0),
+            staleness=tuple(map(int, measured.pop("staleness", ()))),
+            dropped=int(measured.pop("dropped", 0)),
+            **{name: float(measured.pop(name)) for name in TIMES},
             metrics=measured,
         )
 
     @classmethod
     def of_dict(cls, given: Mapping[str, Any]) -> "Epoch":
-        """Of what `as_dict` gave, in a checkpoint say. Raises KeyError, TypeError or ValueError."""
-        named = {name: given[name] for name in ("epoch", "loss", *TIMES)}
-        others = {name: value for name, value in given.items() if name not in named}
-        validation = {name: others.pop(name) for name in list(others) if name.startswith(VALIDATED)}
-        return cls(
-            epoch=int(named.pop("epoch")),
-            staleness=tuple(map(int, others.pop("staleness", ()))),
-            dropped=int(others.pop("dropped", 0)),
-            metrics=others,
-            validation={name.removeprefix(VALIDATED): value for name, value in validation.items()},
-            **{name: float(value) for name, value in named.items()},
-        )
+        """The epoch that `as_dict` gave, in a checkpoint say. Raises KeyError, TypeError or ValueError."""
+        logs, names = dict(given), [name for name in given if name.startswith(VALIDATED)]
+        logs |= {VALIDATION + name.removeprefix(VALIDATED): logs.pop(name) for name in names}
+        return cls.of_logs(int(logs.pop("epoch")) - 1, logs)
 
     def as_dict(self) -> dict[str, Any]:
         """A flat object for JSON: loss, accuracy, ..., validation_loss, ..."""
@@ -96,9 +86,6 @@ class Epoch:
 
 class History(list[Epoch], Callback):
     """The epochs of one `fit`, in order; prints as a line for each."""
-
-    def set_trainer(self, trainer: Any) -> None:
-        """Nothing: a history needs none."""
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         self.append(Epoch.of_logs(epoch, logs or {}))

@@ -84,8 +84,7 @@ class LearningRateSchedule(Callback):
         self._rate = self._scheduled(epoch)
         self._epoch = epoch
         self._set(self._warmed(0))
-        if self.verbose and self.trainer.rank == 0:
-            print(f"epoch {epoch + 1}: learning rate {self.trainer.replica.learning_rates[0]:g}", flush=True)
+        self._say(f"epoch {epoch + 1}: learning rate {self.trainer.replica.learning_rates[0]:g}")
 
     def _scheduled(self, epoch: int) -> float:
         rate = self._rate if self.schedule is None else self.schedule(epoch, self._rate)
@@ -100,11 +99,10 @@ class LearningRateSchedule(Callback):
         if self._epoch < self._warm_up:
             self._set(self._warmed(batch))
 
-    def set_trainer(self, trainer: Any) -> None:
-        if trainer is None and self._before:
+    def _let_go(self) -> None:
+        if self._before:
             self.trainer.replica.learning_rates = self._before
             self._before = []
-        super().set_trainer(trainer)
 
     def _warmed(self, batch: int) -> float:
         """The part of the rate that the warm-up allows in a step."""

@@ -1,6 +1,4 @@
-"""The losses and metrics of an epoch's steps: kept where they were computed, looked at now and then."""
-
-from typing import Any
+"""The losses and metrics of an epoch: of the steps that all ranks take together, or summed by each rank alone."""
 
 import numpy as np
 from mpi4py import MPI
@@ -13,10 +11,18 @@ from trainers.watching.callback import Callback, Logs
 LOOK_EVERY = 32  # steps; looking makes the host wait for a GPU
 
 
+def diverged(what: str) -> DivergedError:
+    """The error of a training that has diverged. what: became NaN or infinite, and where."""
+    return DivergedError(
+        f"{what}: lower the learning rate, scale the features, or look for NaN and very large values in the data"
+    )
+
+
 class Meter(Callback):
     """One row of values a step, the loss first: the trainer's `measured` after each step.
 
-    A step that all ranks have left out does not count: its row is NaN in `values`, and in no mean.
+    The rows stay on the device where they were computed, and are looked at now and then. A step that all ranks have
+    left out does not count: its row is NaN in `values`, and in no mean.
 
     metrics: the names of the first columns of `measured`; behind them is whether the step was left out.
     sizes: the rows of each batch of an epoch.
@@ -40,9 +46,14 @@ class Meter(Callback):
         if self._done % LOOK_EVERY == 0:
             self.look()
 
+    def _host(self, first: int = 0) -> np.ndarray:
+        """The rows of the epoch so far, from `first` on, on the host."""
+        rows = self._rows[first : self._done]
+        return rows.get() if gpu.is_gpu_array(rows) else rows
+
     def last(self) -> np.ndarray:
         """The values of the last step of the epoch that was taken, on the host; NaN where none was."""
-        rows = self._host(self._rows[: self._done])
+        rows = self._host()
         taken = rows[rows[:, -1] == 0]
         return taken[-1, :-1] if len(taken) else np.full(len(self._metrics), np.nan)
 
@@ -51,19 +62,19 @@ class Meter(Callback):
 
         NaN is a step that was left out; a loss that became NaN is infinite here.
         """
-        rows = self._host(self._rows[: self._done])
+        rows = self._host()
         values, left_out = np.nan_to_num(rows[:, :-1], nan=np.inf, posinf=np.inf, neginf=-np.inf), rows[:, -1] > 0
         values[left_out] = np.nan
         return values
 
     def take_up(self, values: np.ndarray) -> None:
-        """The epoch has begun elsewhere, where its steps gave these `values`."""
+        """Go on with an epoch whose steps so far gave these `values`."""
         self._done = self._seen = len(values)
         rows = np.concatenate([values, np.isnan(values[:, :1])], axis=1).astype(self._rows.dtype)
         self._rows[: self._done] = rows if isinstance(self._rows, np.ndarray) else gpu.cupy().asarray(rows)
 
     def step_back(self) -> None:
-        """The last step is taken once more."""
+        """Forget the last step, which will be taken once more."""
         self._done -= 1
         self._seen = min(self._seen, self._done)
 
@@ -73,15 +84,13 @@ class Meter(Callback):
         self.look()
 
     def look(self) -> None:
-        """Raise DivergedError, on all ranks since all have the same values, when a new loss is no number."""
-        rows = self._host(self._rows[self._seen : self._done])
-        losses = rows[:, 0]
-        wrong = np.flatnonzero(~np.isfinite(losses) & (rows[:, -1] == 0))
+        """Raise DivergedError, on all ranks since all have the same values, when a new loss is not finite."""
+        rows = self._host(self._seen)
+        wrong = np.flatnonzero(~np.isfinite(rows[:, 0]) & (rows[:, -1] == 0))
         if wrong.size:
-            error = _diverged(float(losses[wrong[0]]), self._epoch, self._seen + int(wrong[0]) + 1)
-            raise known(
-                error, self.trainer.group.comm
-            )  # by the loss of the global batch: all ranks find it in this step
+            step = self._seen + int(wrong[0]) + 1
+            error = diverged(f"the loss became {float(rows[wrong[0], 0])} in epoch {self._epoch}, step {step}")
+            raise known(error, self.trainer.group.comm)  # it is the global batch's: all ranks find it in this step
         self._seen = self._done
 
     @property
@@ -91,22 +100,11 @@ class Meter(Callback):
 
     def means(self) -> dict[str, float]:
         """The means over this epoch's steps so far that were taken, weighted by their rows; NaN where none was."""
-        rows = self._host(self._rows[: self._done]).astype(np.float64)
+        rows = self._host().astype(np.float64)
         taken = rows[:, -1] == 0
         weights = self._sizes[: self._done][taken]
         values = weights @ rows[taken, :-1] / weights.sum() if taken.any() else np.full(len(self._metrics), np.nan)
         return dict(zip(self._metrics, values.tolist(), strict=True))
-
-    @staticmethod
-    def _host(array: Any) -> np.ndarray:
-        return array.get() if gpu.is_gpu_array(array) else array
-
-
-def _diverged(loss: float, epoch: int, step: int) -> DivergedError:
-    return DivergedError(
-        f"the loss became {loss} in epoch {epoch}, step {step}: lower the learning rate, scale the features, "
-        "or look for NaN and very large values in the data"
-    )
 
 
 class Tally(Callback):
@@ -130,19 +128,16 @@ class Tally(Callback):
         self._totals = self._sums
 
     def add(self, means: np.ndarray, rows: float, step: int) -> None:
-        """Means over some rows, of one batch or a part of it. Raises DivergedError when the loss is no number."""
+        """Add means over some rows, of a batch or a part of it. Raises DivergedError when the loss is not finite."""
         self._sums[:-1] += means * rows
         self._sums[-1] += rows
         if not np.isfinite(means[0]):
-            raise DivergedError(
-                f"the loss became {float(means[0])} in epoch {self._epoch}, step {step + 1}: lower the learning rate, "
-                "scale the features, or look for NaN and very large values in the data"
-            )
+            raise diverged(f"the loss became {float(means[0])} in epoch {self._epoch}, step {step + 1}")
 
     def collect(self, comm: MPI.Intracomm, finite: bool) -> None:
-        """Add up what the ranks have. Collective; DivergedError on all of them when one has lost its numbers.
+        """Add up the sums of all ranks. Collective; DivergedError on all ranks when one of them is not `finite`.
 
-        finite: whether the parameters that this rank has updated are numbers.
+        finite: whether the parameters that this rank has updated are finite.
         """
         together(comm, lambda: self._check(finite))
         totals = self._sums.copy()
@@ -151,19 +146,17 @@ class Tally(Callback):
 
     def _check(self, finite: bool) -> None:
         if not finite:
-            raise DivergedError(
-                f"parameters became NaN or infinite in epoch {self._epoch}: lower the learning rate, scale the "
-                "features, or look for NaN and very large values in the data"
-            )
+            raise diverged(f"parameters became NaN or infinite in epoch {self._epoch}")
 
     def look(self) -> None:
-        """Every loss is looked at when it is added."""
+        """Nothing: every loss is looked at when it is added."""
 
     def look_again(self) -> None:
-        """Its ranks are others now: who has seen a loss that is no number has kept the error."""
+        """Nothing: a rank that has seen a loss that is not finite has kept the error."""
 
     @property
     def rows(self) -> int:
+        """The rows of the epoch, of all ranks."""
         return round(self._totals[-1])
 
     def means(self) -> dict[str, float]:

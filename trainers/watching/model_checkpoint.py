@@ -1,7 +1,6 @@
 """ModelCheckpoint: the model as a file after each epoch, or after each one that was better than all before."""
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,8 +58,7 @@ class ModelCheckpoint(Callback):
             self.best = value
         path = self._path(epoch, logs or {})
         self.trainer.save(path)
-        if self.verbose and self.trainer.rank == 0:
-            print(f"epoch {epoch + 1}: saved {path}", file=sys.stdout, flush=True)
+        self._say(f"epoch {epoch + 1}: saved {path}")
 
     def state(self) -> dict[str, Any]:
         return {} if self.best is None else {"best": self.best}

@@ -4,17 +4,16 @@ import numbers
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from trainers.errors import ArgumentError
-from trainers.watching.callback import Callback, Logs
+from trainers.watching.callback import FileCallback, Logs, writing
 from trainers.watching.history import VALIDATION
 
 
-class TensorBoard(Callback):
+class TensorBoard(FileCallback):
     """Shows the training in TensorBoard: `tensorboard --logdir logs`. Rank 0 writes; on others it does nothing.
 
     log_dir: gets the folders "train" and, with validation data, "validation", as Keras writes them.
@@ -35,32 +34,20 @@ class TensorBoard(Callback):
         self.reads_batches = every > 0
         self._writers: dict[str, EventFile] = {}
         self._step = 0
-        self._told: tuple[int, Logs] | None = None  # the last epoch, on every rank
-        self._open = False  # while a fit goes on
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._step, self._told, self._open = 0, None, True
+        self._step = 0
         if self.trainer.goes_on:
-            _package()  # takes seconds, which the others would wait for when this rank becomes rank 0
-        if self.trainer.rank == 0:
-            self._writers = {"train": EventFile(os.path.join(self.log_dir, "train"))}
+            _package()  # takes seconds, for which the other ranks would wait when this rank becomes rank 0
+        super().on_train_begin(logs)
 
-    def on_ranks_change(self) -> None:
-        """Who has become rank 0 goes on, with the last epoch first, which the one before may not have written."""
-        if self._open and self.trainer.rank == 0 and not self._writers:
-            self._writers = {"train": EventFile(os.path.join(self.log_dir, "train"))}
-            if self._told is not None:
-                self._write_epoch(*self._told)
+    def _open(self, append: bool) -> None:
+        self._writers = {"train": EventFile(os.path.join(self.log_dir, "train"))}
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._step += 1
-        if self._writers and self._every and self._step % self._every == 0:
+        if self._writes and self._every and self._step % self._every == 0:
             self._write("train", {f"batch_{name}": value for name, value in (logs or {}).items()}, self._step)
-
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        self._told = epoch, logs or {}
-        if self._writers:
-            self._write_epoch(epoch, logs or {})
 
     def _write_epoch(self, epoch: int, logs: Logs) -> None:
         trained: dict[str, Any] = {}
@@ -78,15 +65,6 @@ class TensorBoard(Callback):
         for writer in self._writers.values():
             writer.flush()
 
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        self._close()
-
-    def set_trainer(self, trainer: Any) -> None:
-        super().set_trainer(trainer)
-        if trainer is None:
-            with suppress(ArgumentError):  # the fit has ended in an error already
-                self._close()
-
     def state(self) -> dict[str, Any]:
         return {"step": self._step}
 
@@ -101,7 +79,7 @@ class TensorBoard(Callback):
                 self._writers[side].histogram(tag, value, step)
 
     def _close(self) -> None:
-        writers, self._writers, self._open = self._writers, {}, False
+        writers, self._writers = self._writers, {}
         for writer in writers.values():
             writer.close()
 
@@ -112,11 +90,9 @@ class EventFile:
     def __init__(self, folder: str) -> None:
         self._summary, self._event, writer = _package()
         self._folder = folder
-        try:
+        with writing(folder):
             os.makedirs(folder, exist_ok=True)
             self._writer = writer(os.path.join(folder, "events"), f".{os.getpid()}.{time.time_ns()}")
-        except OSError as error:
-            raise self._refused(error) from error
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         self._add(self._summary.scalar(tag, value), step)
@@ -130,29 +106,20 @@ class EventFile:
         self._add(self._summary.histogram_raw(tag, 0, largest, number, *sums, limits, list(counts)), step)
 
     def flush(self) -> None:
-        try:
+        with writing(self._folder):
             self._writer.flush()
-        except OSError as error:
-            raise self._refused(error) from error
 
     def close(self) -> None:
-        try:
+        with writing(self._folder):
             self._writer.close()
-        except OSError as error:
-            raise self._refused(error) from error
 
-    def _add(self, made: Any, step: int) -> None:
-        try:
-            self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=made))
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def _refused(self, error: OSError) -> ArgumentError:
-        return ArgumentError(f"TensorBoard's events can't be written to {self._folder}: {error.strerror or error}")
+    def _add(self, summary: Any, step: int) -> None:
+        with writing(self._folder):
+            self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
 
 def _package() -> tuple[Any, Any, Any]:
-    """What of tensorboardX is used. Raises ArgumentError."""
+    """The parts of tensorboardX that are used. Raises ArgumentError."""
     try:
         from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter

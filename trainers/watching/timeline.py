@@ -28,7 +28,7 @@ class Timeline(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.trainer.group.enter("Timeline begins")
-        self._drop()
+        self._let_go()
         if self.trainer.trace is not None:
             raise ArgumentError(
                 f"{self.path}: this fit is recorded already, in {self.trainer.trace.path}; give one Timeline"
@@ -44,7 +44,7 @@ class Timeline(Callback):
         trainer, trace = self.trainer, self._trace
         trainer.group.enter("Timeline ends")
         if not all(all_values(trainer.group.comm, trace is not None and not trace.closed, "write a trace")):
-            self._drop()  # a rank was lost while it was collected
+            self._let_go()  # a rank was lost while it was collected
             return
         assert trace is not None
         trainer.record(None)
@@ -53,13 +53,8 @@ class Timeline(Callback):
         trace.close()
         self._trace = None
 
-    def set_trainer(self, trainer: object) -> None:
-        if trainer is None:  # if it still goes on, an error has ended the fit
-            self._drop()
-        super().set_trainer(trainer)
-
-    def _drop(self) -> None:
-        """Let go of a trace that can't be written. Local."""
+    def _let_go(self) -> None:
+        """An error has ended the fit if there is a trace still: it can't be written."""
         if self._trace is not None:
             self.trainer.record(None)
             self._trace.abandon()
