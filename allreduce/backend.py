@@ -177,7 +177,7 @@ class AllReduce(ABC):
         if self.check == "always":
             return partial(self, array, op)
         array = np.asarray(array) if isinstance(array, np.ndarray) else array
-        return self._engine.prepare(admitted, array.reshape(-1, order="A"))
+        return self._engine.bind(admitted, array.reshape(-1, order="A"))
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
         """The sums, over all ranks, of rows of a table of `rows` rows, of which each rank brings some. Collective.

@@ -99,6 +99,10 @@ class Admitted:
             self.word ^= zlib.crc32(f"{place}".encode()) << NUMBER_BITS
         self.rounds = () if slot is None else slot.rounds(self.word)
 
+    def __call__(self, flat: Any, _: Any) -> object:
+        """Do the work, as a part of another call."""
+        return self.work(flat, self.argument)
+
     def __str__(self) -> str:
         place = f", array {self.place[0]} from allocate() at byte {self.place[1]}" if self.place else ""
         tree = f", of {self.tree.text}" if self.tree else ""
@@ -211,26 +215,14 @@ class Engine:
         """Have `work` done on `flat`, when all ranks have come to the same call."""
         self.prepare(Admitted(self._slot, call, op, work))(flat)
 
-    def prepare(self, admitted: Admitted, bound: Any = None) -> Callable[..., None]:
+    def prepare(self, admitted: Admitted, bound: list[Any] | None = None) -> Callable[..., None]:
         """A function that does a call's work on a 1-D array, when all ranks have come to the same call. Local.
 
-        bound: the array on which it works; its caller gives none then. All that stays the same from call to call is at
-        hand in the function: it is all that stands between a user's small call and MPI.
+        bound: holds the array on which it works; its caller gives none then. All that stays the same from call to call
+        is at hand in the function: it is all that stands between a user's small call and MPI.
         """
         wait, slot, comparison, looks, ident = self.wait, self._slot, self._comparison, self._looks, get_ident
         place = 0 if slot is None else slot.place
-        if bound is not None and admitted.find is not None:  # the array stays where it is
-            moving, admitted = (
-                admitted,
-                Admitted(
-                    self._slot,
-                    admitted.call,
-                    admitted.argument,
-                    lambda flat, _: moving.work(flat, moving.argument),
-                    place=admitted.find(bound),
-                ),
-            )
-            admitted.settling = None
 
         def run(flat: Any = None, call: Admitted = admitted) -> None:
             if ident() != self._thread:
@@ -251,23 +243,32 @@ class Engine:
                         self._rendezvous(words, mine, call)
                 elif comparison is not None:
                     comparison.agree(call)
-                call.work(flat if bound is None else bound, call.argument)
+                call.work(flat if bound is None else bound[0], call.argument)
             except BaseException as error:
-                self._break_off(call, error, flat if bound is None else bound)
+                self._break_off(call, error, flat if bound is None else bound[0])
                 raise
             finally:
                 wait.call = None
 
-        def fix() -> None:
-            nonlocal bound
-            bound = bound if admitted.fixed is None else admitted.fixed(bound)
-
-        if bound is not None:
-            if admitted.settling is None:
-                fix()
-            else:
-                admitted.settling.append(fix)
         return run
+
+    def bind(self, admitted: Admitted, flat: Any) -> Callable[[], None]:
+        """A function without arguments that does a call's work on this array, as `prepare`. Local."""
+        bound = [flat]
+
+        def fix() -> None:
+            if admitted.fixed is not None:
+                bound[0] = admitted.fixed(flat)
+
+        if admitted.find is not None:  # the array stays where it is
+            place = admitted.find(flat)
+            standing = Admitted(self._slot, admitted.call, admitted.argument, admitted, place=place)
+            return self.prepare(standing, bound)
+        if admitted.settling is None:
+            fix()
+        else:
+            admitted.settling.append(fix)
+        return self.prepare(admitted, bound)
 
     @contextmanager
     def working_on(self, tree: Layout) -> Iterator[None]:
