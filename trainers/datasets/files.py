@@ -38,7 +38,7 @@ def opened(path: str) -> Iterator[tuple[IO[bytes], int]]:
 
 @contextmanager
 def seekable(path: str) -> Iterator[tuple[IO[bytes], int]]:
-    """As `opened`, for who reads here and there: what was gzipped is unpacked in memory. With the bytes it holds."""
+    """As `opened`, for random access: a gzipped file is unpacked into memory. Also gives the size of the file."""
     with opened(path) as (file, most):
         if most == 0:
             raise DataError(f"{path} is empty")

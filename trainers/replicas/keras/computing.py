@@ -1,4 +1,4 @@
-"""What Keras leaves to its backends: gradients, and functions that are compiled."""
+"""Gradients and compiled functions, which Keras leaves to its backends."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
