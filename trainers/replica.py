@@ -137,7 +137,7 @@ class Replica(ABC):
     def learning_rates(self, rates: Sequence[float]) -> None:
         raise ArgumentError(f"{type(self).__name__} has no learning rate that can be set")
 
-    def twin(self) -> "Replica":
+    def copy(self) -> "Replica":
         """A copy that computes gradients while this one is updated; it is bound to other memory before it is used.
 
         Raises ArgumentError when there can be none.

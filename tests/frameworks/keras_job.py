@@ -310,7 +310,7 @@ def check_parts() -> None:
 
 
 def check_replica(folder: Path) -> None:
-    """Gradients are weighted; batches can be undone; files, twins, rates and what is refused."""
+    """Gradients are weighted; batches can be undone; files, copies, rates and what is refused."""
     ours, other = replica(0, norm=True), replica(1, norm=True)
     buffer = np.full(ours.gradient_length, np.nan, "float32")
     ours.bind(buffer)
@@ -329,10 +329,10 @@ def check_replica(folder: Path) -> None:
     path = str(folder / f"replica{rank}.npz")
     ours.save(path)
     other.restore(path)
-    for each in (other, ours.twin()):
+    for each in (other, ours.copy()):
         for name, array in ours.state().items():
             np.testing.assert_array_equal(array, each.state()[name])
-    np.testing.assert_allclose(ours.evaluate(X, Y) / len(X), ours.twin().evaluate(X, Y) / len(X), rtol=1e-5)
+    np.testing.assert_allclose(ours.evaluate(X, Y) / len(X), ours.copy().evaluate(X, Y) / len(X), rtol=1e-5)
     assert ours.gradients(X[:0], Y[:0], 0.0) == [0.0, 0.0]
     assert not buffer.any()
     assert ours.predict(X[:0]).shape == (0, 4)

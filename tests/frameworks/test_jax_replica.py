@@ -158,11 +158,11 @@ def test_what_was_given_and_handed_out_is_not_touched() -> None:
     given = params()
     ours = JaxReplica(apply, loss, given, optax.adam(0.1))
     before, handed = given["out"][0] + 0, ours.params
-    twin = ours.twin()
+    copied = ours.copy()
     for _ in range(2):
         ours.gradients(X, Y, 1.0)
         ours.update()
-    for each in (given, handed, twin.params):
+    for each in (given, handed, copied.params):
         np.testing.assert_array_equal(each["out"][0], before)
     assert abs(ours.params["out"][0] - before).max() > 0.01
 

@@ -63,7 +63,7 @@ TORCH_ROOTS = {
     "torch.cuda": "torch.cuda",
     "self.api": "torch.cuda",
     "api": "torch.cuda",
-    "self._place.api": "torch.cuda",
+    "self._cuda.api": "torch.cuda",
     "stream": "torch.cuda.Stream",
     "event": "torch.cuda.Event",
 }

@@ -35,7 +35,7 @@ def a_replica_has_one_trainer() -> None:
     with MirroredTrainer(replica, "ring", update="sharded") as trainer:
         for make in (MirroredTrainer, ParameterServerTrainer):
             raised(lambda make=make: make(replica), ArgumentError)
-        with MirroredTrainer(replica.twin()) as other:  # which nobody has
+        with MirroredTrainer(replica.copy()) as other:  # which nobody has
             other.fit(x, y, 1, 2, progress=False)
         before = trainer.parameters_sha256()
         trainer.fit(x, y, 1, 2, progress=False)

@@ -337,31 +337,31 @@ def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
-def test_a_twin_computes_the_same_and_leaves_the_model_alone(optimizer: str) -> None:
+def test_a_copy_computes_the_same_and_leaves_the_model_alone(optimizer: str) -> None:
     replica = NumpyNetwork([4, 6, 3], optimizer=optimizer)
     replica.scale_input(0.5, 2.0)
     x, y = np.random.default_rng(1).normal(size=(9, 4)).astype(np.float32), np.arange(9) % 3
     buffers = [np.zeros(replica.gradient_length, np.float32) for _ in range(3)]
     replica.bind(buffers[0])
-    twin = replica.twin()
-    twin.bind_parameters(buffers[1])
-    twin.bind(buffers[2])
-    values = np.array(twin.gradients(x, y, 0.5))
+    copied = replica.copy()
+    copied.bind_parameters(buffers[1])
+    copied.bind(buffers[2])
+    values = np.array(copied.gradients(x, y, 0.5))
     assert not buffers[0].any()
     np.testing.assert_array_equal(replica.gradients(x, y, 0.5), values)
     np.testing.assert_array_equal(buffers[0], buffers[2])
     replica.update()
     assert not np.array_equal(buffers[1], replica.parameters)
-    np.testing.assert_array_equal(twin.gradients(x, y, 0.5), values)
+    np.testing.assert_array_equal(copied.gradients(x, y, 0.5), values)
     buffers[1][:] = replica.parameters
-    np.testing.assert_array_equal(twin.predict(x), replica.predict(x))
+    np.testing.assert_array_equal(copied.predict(x), replica.predict(x))
 
 
 def test_a_replica_that_can_not_be_copied_says_so() -> None:
     replica = NumpyNetwork([4, 6, 3])
     replica.lock = threading.Lock()  # type: ignore[attr-defined]
     with pytest.raises(ArgumentError, match="this NumpyNetwork can't be copied: TypeError"):
-        replica.twin()
+        replica.copy()
 
 
 def test_an_error_of_a_worker_ends_a_step() -> None:

@@ -21,7 +21,7 @@ from trainers.backends import backend_for, connected_nccl
 from trainers.pytorch.buckets import own_gpu
 from trainers.pytorch.hooks import Hook
 from trainers.pytorch.optimizer_group import DROPPED, OptimizerGroup, group_of
-from trainers.pytorch.options import Options, check_arguments, check_backups, check_still_fit, describe, sort
+from trainers.pytorch.options import Options, check_arguments, check_still_fit, describe, sort
 from trainers.pytorch.recovery import Commit, Whole, collect, newest_replica, recover, surviving, tell_policy
 from trainers.pytorch.reducer import Reducer
 from trainers.pytorch.report import TracedClock
@@ -30,7 +30,7 @@ from trainers.pytorch.sparse import SparseGradients, sparse_parameters, warn_of_
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
-from trainers.replicas.pytorch.state import Buffers
+from trainers.replicas.pytorch.replica import Buffers
 from trainers.state.backup import NOT_KEPT
 
 MIB = 1 << 20
@@ -155,7 +155,6 @@ class Assembly:
     def _shard(self, comm: MPI.Intracomm) -> None:
         """Divide the update by the ranks. Collective."""
         assert isinstance(self.backend, TwoPhase)
-        together(comm, partial(check_backups, self.options, self.reducer.sparse.names))
         copies = self.options.copies
         if copies == 2 and not ulfm.in_force():
             notices.once(comm.rank, NOT_KEPT)

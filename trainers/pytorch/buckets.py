@@ -1,7 +1,7 @@
 """Buckets: the layout of gradients in flat buffers, and the memory of these buffers.
 
-First pure arithmetic (where each gradient lies, how buffers fall into buckets, what of them a rank updates); then the
-memory, on the model's device and where the backend reduces it; then marks, which show edits of this memory.
+First pure arithmetic: where each gradient lies, how buffers are divided into buckets, which part a rank updates. Then
+the memory, on the model's device and where the backend reduces it. Then marks, which show edits of this memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ def changed(name: str, now: Tensor, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 class Slot(NamedTuple):
-    """The place of one parameter: elements [start, stop) of its dtype's buffer."""
+    """One parameter's gradient: elements [start, stop) of its dtype's buffer."""
 
     parameter: int  # its index in the order of the model
     start: int
@@ -140,9 +140,9 @@ ALL = slice(None)
 class Flat:
     """A part of flat memory.
 
-    array: for the backend, NumPy's or CuPy's. tensor: the same memory; or, where the backend works on the host and the
-        model is on a GPU, memory there, which is staged through the array. staged: that, as a tensor; else None.
-    alone: on one rank, whose backend changes nothing, so that nothing is staged for it.
+    array: for the backend, of NumPy or CuPy. tensor: the same memory. Where the backend works on the host and the model
+        is on a GPU, it is memory there, and is copied to and from the array. staged: then the array as a tensor, else
+        None. alone: there is one rank, so the backend changes nothing and nothing is copied.
     """
 
     array: Any
@@ -169,13 +169,6 @@ class Flat:
         if self.staged is not None:
             self.staged.copy_(self.tensor)
         return self.array
-
-
-@dataclass(frozen=True)
-class Memory(Flat):
-    """A bucket and its memory."""
-
-    bucket: Bucket
 
 
 def flat(backend: AllReduce, length: int, dtype: str, device: Host) -> Flat:
@@ -215,19 +208,6 @@ def _same_gpu(tensor: Tensor, device: Host, backend: AllReduce) -> None:
             f"the model is on {device.device}, and {backend.name!r} is on {tensor.device} already; call "
             f"torch.cuda.set_device({device.device.index}) first of all"
         )
-
-
-def allocate(
-    backend: AllReduce, buckets: list[Bucket], lengths: dict[str, int], device: Host
-) -> tuple[dict[str, Tensor], list[Memory]]:
-    """The buffers, flat tensors by dtype, and each bucket's part of one. As collective as the backend's `allocate`.
-
-    buckets, lengths: as `plan` gives them.
-    """
-    flats = {dtype: flat(backend, length, dtype, device) for dtype, length in lengths.items()}
-    parts = [(flats[each.dtype].part(each.start, each.stop), each) for each in buckets]
-    memories = [Memory(part.array, part.tensor, part.staged, bucket, alone=part.alone) for part, bucket in parts]
-    return {dtype: each.tensor for dtype, each in flats.items()}, memories
 
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes

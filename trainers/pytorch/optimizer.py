@@ -19,7 +19,6 @@ from trainers.checks import check_equal
 from trainers.pytorch.assembly import Assembly
 from trainers.pytorch.options import GROUP_ADDED, Options, with_options
 from trainers.pytorch.report import Report
-from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, comparable, load_of_root
 
 
@@ -99,33 +98,28 @@ class MirroredOptimizer(Optimizer):
         closure: as for any optimizer; what is returned is the mean of its losses over the ranks.
         """
         with self._parts.usable():
-            reducer, sharded = self._parts.reducer, self._parts.sharded
+            reducer = self._parts.reducer
             reducer.in_closure = closure is not None
             try:
-                loss = self._step_whole(closure) if sharded is None else self._step_slices(sharded, closure)
+                loss = self._update(closure)
             finally:
                 reducer.in_closure = False
             self._stepped()
             return loss
 
-    def _step_whole(self, closure: Callable[[], Any] | None) -> Any:
-        """Average, and update everything."""
-        parts, reducer = self._parts, self._parts.reducer
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
+        """Average, and update the parameters: all of them, or this rank's slice."""
+        parts, reducer, loss = self._parts, self._parts.reducer, None
         parts.kernels.replace_broken()
         if closure is not None:
-            return self.optimizer.step(partial(self._mean_loss, closure))
-        reducer.average()
-        return None if reducer.leaves_out() else reducer.clock.update(self.optimizer.step)
-
-    def _step_slices(self, sharded: ShardedOptimizer, closure: Callable[[], Any] | None) -> Any:
-        """Average, and update this rank's slice."""
-        reducer, loss = self._parts.reducer, None
-        if closure is not None:
+            closure = partial(self._mean_loss, closure)
+            if parts.sharded is None:
+                return self.optimizer.step(closure)
             with torch.enable_grad():
-                loss = self._mean_loss(closure)
+                loss = closure()
         reducer.average()
         if not reducer.leaves_out():
-            reducer.clock.update(sharded.update)
+            reducer.clock.update(self.optimizer.step if parts.sharded is None else parts.sharded.update)
         return loss
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Concatenate, ParamSpec
 
@@ -205,18 +205,6 @@ def describe(optimizer: Optimizer, model: Module) -> list[str]:
     return lines
 
 
-def check_backups(options: Options, sparse: Sequence[str]) -> None:
-    """Raise an OptionError where backups are asked for, and would not be of everything. Local.
-
-    sparse: the names of parameters with sparse gradients.
-    """
-    if options.copies == 2 and sparse:
-        raise OptionError(
-            f"copies=2: {sparse[0]} has sparse gradients, so every rank updates all of it after the slices, and a lost "
-            "rank may leave it a step ahead of them; leave out copies, or make it with sparse=False"
-        )
-
-
 def check_still_fit(optimizer: Optimizer, trained: dict[str, Parameter], frozen: dict[str, Parameter]) -> None:
     """Raise an OptionError when parameters are trained now that were not when the optimizer was made. Local."""
     for name, parameter in frozen.items():
@@ -245,7 +233,7 @@ def _problems(optimizer: Optimizer, model: Module, options: Options, ranks: int)
         yield OptionError("the optimizer is a MirroredOptimizer already; pass the plain optimizer")
     yield from _not_of_the_model(optimizer, model)
     yield from _bad_parameters(sort(optimizer, model)[0])
-    yield from _bad_update(optimizer, model, options.update)
+    yield from _bad_update(optimizer, model, options)
 
 
 def _not_of_the_model(optimizer: Optimizer, model: Module) -> Iterator[OptionError]:
@@ -287,13 +275,20 @@ def _bad_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceError]:
         yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it as well; close() that")
 
 
-def _bad_update(optimizer: Optimizer, model: Module, update: str) -> Iterator[OptionError]:
+def _bad_update(optimizer: Optimizer, model: Module, options: Options) -> Iterator[OptionError]:
     sparse = sparse_parameters(optimizer, model)
-    dense = [name for name, each in sort(optimizer, model)[0].items() if id(each) not in sparse]
+    trained = sort(optimizer, model)[0]
+    dense = [name for name, each in trained.items() if id(each) not in sparse]
+    rest = [name for name, each in trained.items() if id(each) in sparse]
     if dense and isinstance(optimizer, torch.optim.SparseAdam):
         yield OptionError(
             f"SparseAdam needs sparse gradients, and those of {dense[0]} are averaged as dense ones, as all but those "
             "of an nn.Embedding(sparse=True); use Adam, or an optimizer, and a MirroredOptimizer, for each kind"
         )
-    if dense and update == "sharded" and (reason := slice_refusal(optimizer)):
+    if dense and options.update == "sharded" and (reason := slice_refusal(optimizer)):
         yield OptionError(reason)
+    if dense and rest and options.copies == 2:
+        yield OptionError(
+            f"copies=2: {rest[0]} has sparse gradients, so every rank updates all of it after the slices, and a lost "
+            "rank may leave it a step ahead of them; leave out copies, or make it with sparse=False"
+        )

@@ -30,7 +30,7 @@ from allreduce.transport.wait import waiting
 from trainers import checks
 from trainers.checks import GradientArray, GradientCheck, Span
 from trainers.errors import NotFiniteError
-from trainers.pytorch.buckets import GradientError, Marks, allocate, changed, plan, version_of
+from trainers.pytorch.buckets import GradientError, Marks, changed, flat, plan, version_of
 from trainers.pytorch.hooks import CLOSED, refuse, take_over
 from trainers.pytorch.optimizer_group import OptimizerGroup
 from trainers.pytorch.report import Clock, Report
@@ -97,14 +97,17 @@ class Reducer:
         self._backend, self.guard, self.device = backend, guard, device
         self.ranks = comm.size  # also known after close()
         self._reduce: Callable[[np.ndarray], object] = partial(backend, op="mean")
-        self.owned: Callable[[int], slice] = partial(slice, 0)  # the part of a bucket of this length
         self._reduces_to = SCATTERED if scatter else AVERAGED
-        if scatter:
-            assert isinstance(backend, TwoPhase)
-            self._reduce, self.owned = partial(backend.reduce_scatter, op="mean"), backend.owned
         sizes = [(each.numel(), DTYPES[each.dtype], each.element_size()) for each in self.parameters]
         self.plan, lengths = plan(sizes, *(bucket_bytes if during else (math.inf, math.inf)))
-        self.flats, self.buckets = allocate(backend, self.plan, lengths, device)
+        memories = {dtype: flat(backend, length, dtype, device) for dtype, length in lengths.items()}
+        self.flats = {dtype: memory.tensor for dtype, memory in memories.items()}
+        self.buckets = [memories[bucket.dtype].part(bucket.start, bucket.stop) for bucket in self.plan]
+        self.owned = [slice(0, memory.array.size) for memory in self.buckets]  # of each bucket what is averaged here
+        if scatter:
+            assert isinstance(backend, TwoPhase)
+            self._reduce = partial(backend.reduce_scatter, op="mean")
+            self.owned = [backend.owned(whole.stop) for whole in self.owned]
         self.sizes = tuple(memory.array.nbytes for memory in self.buckets)
         self._slots = {slot.parameter: (at, slot) for at, bucket in enumerate(self.plan) for slot in bucket.slots}
         self.bucket_of = {parameter: at for parameter, (at, _) in self._slots.items()}
@@ -128,7 +131,7 @@ class Reducer:
         self._of_others: list[int] = []  # parameters that other ranks have used, and this one has not
         self._backward: Backward | None = None  # the one under way, or what remains of one that raised
         self._versions: list[int] = []
-        self._marks = Marks(self.flats, self.plan, [self.owned(each.array.size) for each in self.buckets], device)
+        self._marks = Marks(self.flats, self.plan, self.owned, device)
         self._hooks = [
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
             for index, each in enumerate(self._all)
@@ -202,7 +205,7 @@ class Reducer:
             rows.weigh(memory.tensor)
         if check is not None:
             check.look(bucket, memory.fetched())
-        memory.through(self._reduce, writes=self.owned(memory.array.size))
+        memory.through(self._reduce, writes=self.owned[bucket])
 
     def _gradient_arrays(self) -> list[GradientArray]:
         """What the check of gradients must know of each bucket."""
@@ -220,9 +223,8 @@ class Reducer:
         if bucket >= len(self.buckets):
             indices, values = self.sparse.averages[bucket - len(self.buckets)]
             return checks.overflowed(self.comm, values.reshape(-1), partial(checks.element_of, indices, values))
-        array = self.buckets[bucket].array
-        owned = self.owned(array.size)
-        return checks.overflowed(self.comm, array[owned], owned.start.__add__)
+        owned = self.owned[bucket]
+        return checks.overflowed(self.comm, self.buckets[bucket].array[owned], owned.start.__add__)
 
     def finish(self, backward: "Backward") -> None:
         """Reduce what is left, wait for everything, and hand the averages to the parameters."""
@@ -262,8 +264,8 @@ class Reducer:
         """Go from SCATTERED to AVERAGED. Runs in the queue. error: of this rank, raised on all of them."""
         raise_together(self.comm, error)
         assert isinstance(self._backend, TwoPhase)
-        for memory in self.buckets:
-            memory.through(self._backend.all_gather, reads=self.owned(memory.array.size))
+        for memory, owned in zip(self.buckets, self.owned, strict=True):
+            memory.through(self._backend.all_gather, reads=owned)
         self._become(AVERAGED)
 
     def join_in(self) -> Callable[[], None]:
@@ -478,7 +480,7 @@ class Backward:
     def __init__(self, reducer: Reducer, what: str) -> None:
         self.reducer, self._what = reducer, what
         dense = len(reducer.parameters)
-        self._missing = [{slot.parameter for slot in memory.bucket.slots} for memory in reducer.buckets]
+        self._missing = [{slot.parameter for slot in bucket.slots} for bucket in reducer.plan]
         self._missing += [{dense + number} for number in range(len(reducer.sparse.parameters))]
         self._crossings = [reducer.device.crossing() for _ in self._missing]
         self._launched = 0

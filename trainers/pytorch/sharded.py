@@ -89,7 +89,7 @@ class ShardedOptimizer:
         kernels.replace_broken()
         self._groups = _groups(plain, reducer)
         self.apart = dict(zip(reducer.sparse.names, reducer.sparse.parameters, strict=True))  # updated whole
-        owned = [backend.owned(memory.array.size) for memory in reducer.buckets]
+        owned = reducer.owned
         parts = all_values(comm, [[each.start, each.stop] for each in owned], "learn who updates what")
         self._owned = [[slice(*part) for part in of_rank] for of_rank in parts]  # of all ranks
         self.placement = Placement(reducer, backend, comm, owned)

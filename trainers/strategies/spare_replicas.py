@@ -90,27 +90,27 @@ class SpareReplicas(Served):
         assert mailbox is not None
         assert shard is not None
         assert queue is not None
-        twin = run.guarded(self._twin)
+        copied = run.guarded(self._copy)
         chief = Chief(mailbox, shard, self.group.size, self.spare, self._tally, self.span, self._counts)
         chiefing = queue.submit(partial(chief.run, run.batches.sizes().tolist(), self._taken))
         try:
             with ended(chiefing):
-                self._follow(run, number, twin or self.replica, self._own_parameters, self._own_gradients)
+                self._follow(run, number, copied or self.replica, self._own_parameters, self._own_gradients)
             self.clock.start()
             chiefing.wait()
             self.clock.stop()
         finally:
             self._taken = chief.done
         run.error = run.error or chief.error
-        if twin is not None:
-            run.guarded(lambda: self.replica.load_local_state(twin.local_state()))
+        if copied is not None:
+            run.guarded(lambda: self.replica.load_local_state(copied.local_state()))
 
-    def _twin(self) -> Replica:
+    def _copy(self) -> Replica:
         """A copy of the chief's replica on memory of its own."""
-        twin = self.replica.twin()
-        twin.bind_parameters(self._own_parameters)
-        twin.bind(self._own_gradients)
-        return twin
+        copied = self.replica.copy()
+        copied.bind_parameters(self._own_parameters)
+        copied.bind(self._own_gradients)
+        return copied
 
     def end_epoch(self) -> dict[str, Any]:
         self._collect_tally()
@@ -257,7 +257,7 @@ class Chief:
 def _copy_refusal(replica: Replica) -> ArgumentError | None:
     """Why a replica can't be copied."""
     try:
-        replica.twin()
+        replica.copy()
     except ArgumentError as error:
         return ArgumentError(f"the chief of spare replicas computes with a copy of the model, and {error}")
     return None

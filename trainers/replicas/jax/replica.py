@@ -122,10 +122,10 @@ class JaxReplica(FlatReplica):
         else:
             self._tree = jax.tree.map(own, self._layout.cut(parameters.astype(self._layout.dtype)))
 
-    def twin(self) -> Replica:
-        twin = JaxReplica(self._apply, self._loss, self.params, self._transformation, self._metrics)
-        twin.load_state(self.state())
-        return twin
+    def copy(self) -> Replica:
+        copied = JaxReplica(self._apply, self._loss, self.params, self._transformation, self._metrics)
+        copied.load_state(self.state())
+        return copied
 
     def check(self, x: np.ndarray, y: np.ndarray | None) -> None:
         model = self._model()

@@ -147,17 +147,17 @@ class KerasReplica(FlatReplica):
         for name, variable in self._random.items():
             assign(variable, state[name])
 
-    def twin(self) -> Replica:
+    def copy(self) -> Replica:
         try:
             model = keras.models.clone_model(self.model)
             optimizer = self._optimizer.remade()
         except Exception as error:  # whatever a model has no configuration of
             kind = type(self.model).__name__
             raise ArgumentError(f"this {kind} can't be cloned by Keras: {type(error).__name__}: {error}") from error
-        twin = KerasReplica(model, self._loss, optimizer, self._metrics)
-        twin.load_state(self.state())
-        twin.load_local_state(self.local_state())
-        return twin
+        copied = KerasReplica(model, self._loss, optimizer, self._metrics)
+        copied.load_state(self.state())
+        copied.load_local_state(self.local_state())
+        return copied
 
     def config(self) -> dict[str, Any]:
         return {"model": self.model.name, "optimizer": type(self._optimizer.whole.optimizer).__name__}

@@ -154,13 +154,13 @@ class _Streams(Crossing):
     """Of a CUDA device: by an event on each stream that has written, and one on the call's."""
 
     def __init__(self, cuda: Cuda) -> None:
-        self._place = cuda
+        self._cuda = cuda
         self._writers: dict[int, Any] = {}  # streams, by their pointers
         self._written: list[Any] = []
         self._done: Any = None
 
     def note(self) -> None:
-        stream = self._place.api.current_stream(self._place.device)
+        stream = self._cuda.api.current_stream(self._cuda.device)
         self._writers[stream.cuda_stream] = stream
 
     def leave(self) -> None:
@@ -169,12 +169,12 @@ class _Streams(Crossing):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        api, stream = self._place.api, self._place.stream
+        api, stream = self._cuda.api, self._cuda.stream
         with ExitStack() as entered:
-            entered.enter_context(api.device(self._place.device))
+            entered.enter_context(api.device(self._cuda.device))
             entered.enter_context(api.stream(stream))
             if "cupy" in sys.modules:  # without it the backend has no arrays of its
-                entered.enter_context(_as_cupys(stream, self._place.device))
+                entered.enter_context(_as_cupys(stream, self._cuda.device))
             for event in self._written:
                 stream.wait_event(event)
             try:
@@ -184,7 +184,7 @@ class _Streams(Crossing):
 
     def back(self) -> None:
         if self._done is not None:
-            self._place.api.current_stream(self._place.device).wait_event(self._done)
+            self._cuda.api.current_stream(self._cuda.device).wait_event(self._done)
 
 
 def places(tensors: Iterable[torch.Tensor]) -> list[torch.device]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, ModelFileError
 from trainers.replica import unfit
 
 try:
@@ -17,14 +17,15 @@ except ImportError as error:
     ) from error
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainers.replicas.flat import FlatReplica
-from trainers.replicas.pytorch import devices, parts
+from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
-from trainers.replicas.pytorch.state import Buffers, TorchState
-from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, views
+from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, flat_array, from_array, host_view, views
 
 changes_of = attrgetter("_version")  # how often a tensor was changed in place; PyTorch has no public name of it
+HYPERPARAMETER = "hyperparameter."  # begins their names in the state
 Metric = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -57,33 +58,32 @@ class TorchReplica(FlatReplica):
         metrics: Mapping[str, Metric] | None = None,
     ) -> None:
         self.module, self.loss, self.optimizer = module, loss, optimizer
-        self._trained = parts.trained_of(module, optimizer)
+        self._trained = _trained_of(module, optimizer)
         if getattr(loss, "reduction", "mean") != "mean":
             raise ArgumentError(f'the loss has reduction={loss.reduction!r}; rows are weighted here, so use "mean"')  # type: ignore[attr-defined]
-        self._metrics = ({"accuracy": parts.accuracy} if isinstance(loss, nn.CrossEntropyLoss) else {}) | dict(
-            metrics or {}
-        )
+        self._metrics = ({"accuracy": _accuracy} if isinstance(loss, nn.CrossEntropyLoss) else {}) | dict(metrics or {})
         self.metrics = ("loss", *self._metrics)
-        self._dtype, self._place = self._trained[0].dtype, devices.device_of(self._trained)
-        self.device = self._place.kind
+        self._dtype, self._device = self._trained[0].dtype, devices.device_of(self._trained)
+        self.device = self._device.kind
         self.gradient_dtype = DTYPES[self._dtype]
-        self._statistics = parts.statistics_of(module, self._dtype)
+        norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
+        running = [each for norm in norms for each in (norm.running_mean, norm.running_var)]
+        self._statistics = [each for each in running if each is not None and each.dtype == self._dtype]
         self._embeds = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in module.modules())
         self._optimizer = TorchOptimizer(optimizer, self._trained)
-        self._state = TorchState(module, optimizer, self._optimizer, self._trained, self._statistics)
         self._length = self._optimizer.layout.length
         self.gradient_length = self._length + sum(each.numel() for each in self._statistics)
-        self._before = Buffers(module)
+        self._buffers = Buffers(module)
         self._versions: dict[Tensor, int] = {}
-        self._parameters: Tensor | None = None  # what bind_parameters was given, and the parameters' places there
-        self._places: list[Tensor] = []
-        self._take(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._place.device))
+        self._parameters: Tensor | None = None  # the memory of bind_parameters, and the view of each parameter there
+        self._homes: list[Tensor] = []
+        self._take(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._device.device))
 
     # What a trainer calls
 
     def bind(self, buffer: Any) -> None:
         super().bind(buffer)
-        self._take(parts.same_place(as_tensor(buffer, self._dtype), self._place))
+        self._take(self._tensor(buffer))
 
     def _take(self, buffer: Tensor) -> None:
         self._buffer = buffer
@@ -91,29 +91,29 @@ class TorchReplica(FlatReplica):
 
     @torch.no_grad()
     def _move(self, buffer: Any) -> None:
-        self._parameters = flat = parts.same_place(as_tensor(buffer, self._dtype), self._place)
+        self._parameters = flat = self._tensor(buffer)
         pieces = flat[: self._length].split([each.numel() for each in self._trained])
-        self._places = [piece.view(each.shape) for each, piece in zip(self._trained, pieces, strict=True)]
-        with self._place.between():  # memory that is given back may be CuPy's again at once
-            for parameter, place in zip(self._trained, self._places, strict=True):
-                place.copy_(parameter)
-                parameter.data = place
+        self._homes = [piece.view(each.shape) for each, piece in zip(self._trained, pieces, strict=True)]
+        with self._device.between():  # memory that is given back may be CuPy's again at once
+            for parameter, home in zip(self._trained, self._homes, strict=True):
+                home.copy_(parameter)
+                parameter.data = home
             self._leave_statistics()
         self._lay_out()
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
-        with self._place.between():
+        with self._device.between():
             return self._gradients(x, y, share)
 
     def _gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
         if len(x) == 0:
             self._buffer.zero_()
             self._attach()
-            return self._place.numbers([torch.zeros(())] * len(self.metrics))
+            return self._device.numbers([torch.zeros(())] * len(self.metrics))
         for parameter in self._trained:
             parameter.grad = None  # so that autograd hands its gradient over, instead of adding to old ones
         if self.undoable:
-            self._before.save()
+            self._buffers.save()
         self.module.train()
         output, target = self.module(self._input(x)), self._target(y)
         loss = self.loss(output, target)
@@ -124,34 +124,38 @@ class TorchReplica(FlatReplica):
             for statistic, view in zip(self._statistics, self._views[len(self._trained) :], strict=True):
                 torch.mul(statistic, share, out=view)
             self._attach()
-            return self._place.numbers(self._values(loss, output, target))
+            return self._device.numbers(self._values(loss, output, target))
 
     def _attach(self) -> None:
         for parameter, view in zip(self._trained, self._views, strict=False):
             parameter.grad = view
 
     def undo(self) -> None:
-        self._before.restore()
+        self._buffers.restore()
 
     @torch.no_grad()
     def update(self, part: slice | None = None) -> None:
-        self._before.forget()
-        with self._place.between():
+        self._buffers.forget()
+        with self._device.between():
             if part is None:
                 self._take_statistics(self._buffer)
                 self._optimizer.step(None)
                 return
             if self._parameters is None:
                 raise ArgumentError("bind_parameters comes before an update of a slice")
-            parts.check_places(self.module, self._trained, self._places)
+            if any(each.data_ptr() != home.data_ptr() for each, home in zip(self._trained, self._homes, strict=True)):
+                raise ArgumentError(
+                    f"a parameter's .data was replaced, so this {type(self.module).__name__} would no longer be "
+                    "trained: copy into parameters (p.copy_) instead, or make the trainer afterwards"
+                )
             statistics = self._statistics_in(part)
             self._parameters[statistics] = self._buffer[statistics]
             self._optimizer.step(self._own(part))
 
     def refresh(self) -> None:
-        self._before.forget()
+        self._buffers.forget()
         if self._parameters is not None:
-            self._place.take_back()
+            self._device.take_back()
             self._take_statistics(self._parameters)
 
     def edited(self) -> str:
@@ -176,23 +180,55 @@ class TorchReplica(FlatReplica):
         return (output.float() if output.dtype == torch.bfloat16 else output).cpu().numpy()
 
     def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        return self._state.pack(memory, without)
+        held = {} if "parameters" in without else {"parameters": flat_array(self._trained, memory, "parameters")}
+        held |= {name: np.array(host_view(each)) for name, each in self._others().items()}
+        return held | self._optimizer.pack(memory, without) | _hyperparameters(self.optimizer)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         trained = {id(each) for each in self._trained}
         return {name: tuple(each.shape) for name, each in self.module.named_parameters() if id(each) in trained}
 
+    @torch.no_grad()
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        self._state.load(state)
+        here = self.snapshot({})
+        different = [
+            name for name in sorted({*here, *state}, key=lambda each: each != "parameters")
+            if name not in here or name not in state or here[name].shape != state[name].shape
+        ]  # fmt: skip
+        if different:
+            name = different[0]
+            sides = [f"{side[name].shape}" if name in side else "missing" for side in (state, here)]
+            raise ModelFileError(f"the saved model is another one: {name} is {sides[0]} there and {sides[1]} here")
+        for parameter, array in zip(self._trained, self._optimizer.layout.views(state["parameters"]), strict=True):
+            parameter.copy_(torch.from_numpy(np.array(array)))
+        for name, each in self._others().items():
+            each.copy_(torch.from_numpy(np.array(state[name])))
+        self._optimizer.load(state)
+        for name in state:
+            if name.startswith(HYPERPARAMETER):
+                key = name.removeprefix(HYPERPARAMETER)
+                for group, value in zip(self.optimizer.param_groups, state[name].tolist(), strict=True):
+                    group[key] = tuple(value) if isinstance(value, list) else _number(value, group[key])
         self._leave_statistics()
         self.accept_edits()
 
     def local_state(self) -> dict[str, np.ndarray]:
         """PyTorch's random state, and the buffers that are not averaged (those are rank 0's in `state`)."""
-        return self._state.pack_own(self._place)
+        own = {name: np.array(host_view(each)) for name, each in self._own_buffers().items()}
+        return self._device.random_states() | own
 
+    @torch.no_grad()
     def load_local_state(self, state: dict[str, np.ndarray]) -> None:
-        self._state.load_own(state, self._place)
+        here = self._own_buffers()
+        shapes = [
+            {name: tuple(each.shape) for name, each in side.items() if not name.startswith("random")}
+            for side in (state, here)
+        ]
+        if "random" not in state or shapes[0] != shapes[1]:
+            raise ModelFileError(f"the local state is of another model: {shapes[0]} there and {shapes[1]} here")
+        self._device.set_random_states(state)
+        for name, each in here.items():
+            each.copy_(torch.from_numpy(np.array(state[name])))
 
     def config(self) -> dict[str, Any]:
         return {"module": type(self.module).__name__, "optimizer": type(self.optimizer).__name__}
@@ -212,6 +248,27 @@ class TorchReplica(FlatReplica):
             self.module.train(training)
 
     # Inside
+
+    def _tensor(self, buffer: Any) -> Tensor:
+        """A trainer's buffer as a tensor. Raises ArgumentError when it is not on the model's device."""
+        tensor = as_tensor(buffer, self._dtype)
+        if tensor.device != self._device.device:
+            raise ArgumentError(
+                f"the model is on {self._device.device} and the memory of its gradients on {tensor.device}; on GPUs "
+                "call torch.cuda.set_device(rank on the node) first of all, and move the model there"
+            )
+        return tensor
+
+    def _others(self) -> dict[str, Tensor]:
+        """All tensors of the module that are not trained."""
+        trained = {id(each) for each in self._trained}
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return {f"module.{name}": each for name, each in named if id(each) not in trained}
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are not averaged."""
+        named, averaged = self.module.named_buffers(), {id(each) for each in self._statistics}
+        return {f"module.{name}": each for name, each in named if id(each) not in averaged}
 
     def _lay_out(self) -> None:
         """Cut the gradients' memory as the parameters lie in theirs."""
@@ -235,9 +292,87 @@ class TorchReplica(FlatReplica):
         return [loss, *(metric(output, target) for metric in self._metrics.values())]
 
     def _input(self, x: np.ndarray) -> Tensor:
-        tensor = from_array(x).to(self._place.device)
+        tensor = from_array(x).to(self._device.device)
         return tensor.long() if self._embeds and not tensor.is_floating_point() else tensor.to(self._dtype)
 
     def _target(self, y: np.ndarray) -> Tensor:
-        tensor = from_array(y).to(self._place.device)
+        tensor = from_array(y).to(self._device.device)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor.long()
+
+
+def _trained_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The trained parameters in the order of the module, or the reason why they can't be replicated."""
+    if not isinstance(module, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        given = " and ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in (module, optimizer))
+        raise ArgumentError(f"a torch.nn.Module and a torch.optim.Optimizer are needed, not {given}")
+    chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    inside = {id(each) for each in module.parameters()}
+    if not chosen <= inside:
+        raise ArgumentError(
+            f"the optimizer is of another model: {len(chosen - inside)} of its {len(chosen)} parameters are not in "
+            f"this {type(module).__name__}; make it from module.parameters()"
+        )
+    trained = [each for each in module.parameters() if id(each) in chosen and each.requires_grad]
+    kinds = {(each.dtype, each.device) for each in trained}
+    if len(kinds) != 1 or (kind := next(iter(kinds)))[1].type not in ("cpu", "cuda") or kind[0] not in DTYPES:
+        found = ", ".join(f"{dtype} on {device}" for dtype, device in sorted((str(a), str(b)) for a, b in kinds))
+        raise ArgumentError(
+            f"the trained parameters must have one dtype of {', '.join(DTYPES.values())} on the CPU or one GPU, and "
+            f"are {found or 'none'}; MirroredOptimizer of trainers.pytorch takes mixed dtypes"
+        )
+    return trained
+
+
+def _accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """The share of rows whose largest output is at the target; targets are class numbers, or one-hot."""
+    wanted = target if target.dim() < output.dim() else target.argmax(1)
+    return (output.argmax(1) == wanted).float().mean()
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    """The optimizer's own (not a schedule's notes) that are numbers, one row a group: a schedule changes them."""
+    found = {}
+    for key in optimizer.defaults:
+        values = [group.get(key) for group in optimizer.param_groups]
+        if all(map(_is_numeric, values)):
+            found[f"{HYPERPARAMETER}{key}"] = np.array(values, np.float64)
+    return found
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_numeric, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: float, like: Any) -> float | int:
+    """An int where there was one and it still is: a schedule turns lr=1 into 0.5."""
+    return int(value) if isinstance(like, int) and value.is_integer() else value
+
+
+class Buffers:
+    """The buffers of a module (the running statistics of batch norm, say) as they were before a batch."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before: dict[str, Tensor] | None = None
+
+    def save(self) -> None:
+        """A batch begins."""
+        self._before = {name: each.detach().clone() for name, each in self._module.named_buffers()}
+
+    def before_forward(self, module: nn.Module, *_: object) -> None:
+        """Save the buffers before the first forward in training since the last `forget`. A hook of the module."""
+        if module.training and self._before is None:
+            self.save()
+
+    def forget(self) -> None:
+        """The model has been updated from the batch."""
+        self._before = None
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the buffers their values before the batch, unless these are forgotten."""
+        for name, before in (self._before or {}).items():
+            self._module.get_buffer(name).copy_(before)
+        self.forget()
