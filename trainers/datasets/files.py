@@ -17,7 +17,7 @@ GZIP = b"\x1f\x8b"
 def opened(path: str) -> Iterator[tuple[IO[bytes], int]]:
     """A file to read from, unpacked when it is gzipped (whatever its name), and the most bytes that it may hold.
 
-    Raises DataError, also for what is found wrong in the block.
+    Raises DataError, also for errors of reading in the block.
     """
     try:
         with model_file.open_regular(path) as file:

@@ -25,7 +25,7 @@ class TreeLayout(Layout):
         if len(found) != 1 or not found <= set(DTYPES):
             raise ArgumentError(
                 f"params must be a tree of arrays of one dtype of {', '.join(DTYPES)}, and holds "
-                f"{', '.join(sorted(found)) or 'no array'}; what is not trained belongs into apply, not into params"
+                f"{', '.join(sorted(found)) or 'no array'}; put arrays that are not trained into apply"
             )
         self.dtype = np.dtype(found.pop())
         self.shapes = {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in paths}

@@ -142,7 +142,12 @@ def _is_rate(path: Sequence[Any]) -> bool:
 
 
 MOST = 3  # elements along each axis of the small arrays on which it is tried
-SCALES = (1.0, 1e-6, 1e6, 1.0)  # of the gradients of the steps: some change only what is large; the last has a NaN
+SCALES = (
+    1.0,
+    1e-6,
+    1e6,
+    1.0,
+)  # of the gradients in each step: some optimizers change only large ones
 
 
 def works_on_slices(transformation: Any, layout: TreeLayout) -> bool:
