@@ -10,8 +10,8 @@ from allreduce.transport.control import raise_together
 from trainers.errors import ArgumentError
 from trainers.keras.averaging import mirror_variables, wait_for_compiled
 from trainers.keras.optimizer import mirrored
+from trainers.watching.learning_rate import WARM_UP, is_positive, warmed
 
-WARM_UP = 5  # epochs
 STEERING = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.EarlyStopping,
@@ -106,9 +106,9 @@ class WarmUp(keras.callbacks.Callback):
 
     def __init__(self, epochs: float = WARM_UP, *, scale: float | None = None, verbose: int = 0) -> None:
         super().__init__()
-        if isinstance(epochs, bool) or not (isinstance(epochs, int | float) and epochs >= 0):
+        if epochs is False or not (epochs == 0 or is_positive(epochs)):
             raise ArgumentError(f"epochs must be a number >= 0, got {epochs!r}")
-        if scale is not None and (isinstance(scale, bool) or not (isinstance(scale, int | float) and scale > 0)):
+        if scale is not None and not is_positive(scale):
             raise ArgumentError(f"scale must be a number > 0, got {scale!r}")
         self.epochs, self.scale, self.verbose = epochs, scale, verbose
         self._rate = 0.0  # for one rank's batch; known when the first fit begins
@@ -146,9 +146,8 @@ class WarmUp(keras.callbacks.Callback):
             self._set(self._part(batch))
 
     def _part(self, batch: int) -> float:
-        steps = self.params.get("steps") or 1
-        done = (self._epoch + (batch + 1) / steps) / self.epochs if self.epochs else 1.0
-        return 1 + (self._scale - 1) * min(done, 1.0)
+        done = self._epoch + (batch + 1) / (self.params.get("steps") or 1)
+        return 1 + (self._scale - 1) * warmed(done, self.epochs)
 
     def _set(self, factor: float) -> None:
         mirrored(self.model).learning_rate = self._rate * factor

@@ -47,9 +47,9 @@ class LearningRateSchedule(Callback):
     ) -> None:
         if schedule is not None and not callable(schedule):
             raise ArgumentError(f"schedule must be a function of epoch and learning rate, got {schedule!r}")
-        if scale != "ranks" and not _positive(scale):
+        if scale != "ranks" and not is_positive(scale):
             raise ArgumentError(f'scale must be a number > 0, or "ranks", got {scale!r}')
-        if warmup_epochs is not None and not (warmup_epochs == 0 or _positive(warmup_epochs)):
+        if warmup_epochs is not None and not (warmup_epochs == 0 or is_positive(warmup_epochs)):
             raise ArgumentError(f"warmup_epochs must be a number >= 0, got {warmup_epochs!r}")
         self.schedule, self.scale, self.warmup_epochs, self.verbose = schedule, scale, warmup_epochs, verbose
         self._before: list[float] = []  # the rates of the groups before the fit
@@ -106,14 +106,19 @@ class LearningRateSchedule(Callback):
 
     def _warmed(self, batch: int) -> float:
         """The part of the scheduled rate for a step: less than 1 in the warm-up."""
-        done = (self._epoch + (batch + 1) / self._steps) / self._warm_up if self._warm_up else 1.0
         least = 1 / self._scale if self._scale > 1 else 0.0
-        return least + (1 - least) * min(done, 1.0)
+        return least + (1 - least) * warmed(self._epoch + (batch + 1) / self._steps, self._warm_up)
 
     def _set(self, part: float) -> None:
         factor = part * self._rate / self._before[0]
         self.trainer.replica.learning_rates = [rate * factor for rate in self._before]
 
 
-def _positive(value: Any) -> bool:
+def warmed(done: float, epochs: float) -> float:
+    """How far a warm-up of so many epochs is, from 0 to 1. done: the epochs that are done, in parts too."""
+    return min(done / epochs, 1.0) if epochs else 1.0
+
+
+def is_positive(value: Any) -> bool:
+    """Whether an argument is a finite number above 0."""
     return is_number(value) and value > 0
