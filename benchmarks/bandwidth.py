@@ -10,7 +10,6 @@ import datetime
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
@@ -219,7 +218,7 @@ def _write(comm: MPI.Intracomm, args: argparse.Namespace, run: Run) -> None:
     contents: dict[str, Callable[[], str | bytes]] = {  # what can be read again comes first
         "json": lambda: to_json(run, verdict(run), advice(run)),
         "csv": lambda: to_csv(run),
-        "plot": lambda: plot.draw(run, Path(args.plot).suffix.lstrip(".").lower()),
+        "plot": lambda: plot.draw(run, plot.kind_of(args.plot)),
         "html": lambda: report.page(run, verdict(run), advice(run)),
     }
 

@@ -130,10 +130,7 @@ def _run(topology: allreduce.Topology, options: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit code. Collective."""
-    return cli.run(_parser(), argv, _run)
-
+main = cli.command(_parser, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

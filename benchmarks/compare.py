@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
+from benchmarks.lib import cli
 from benchmarks.lib.results import TITLES, FileError, Result, Run, load
 from benchmarks.lib.sizes import show
 from trainers.datasets.parser import Parser
@@ -110,15 +111,16 @@ def report(found: Sequence[Ratio], threshold: float) -> tuple[list[str], list[st
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare two files; the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        before, after = load(args.before), load(args.after)
-    except FileError as error:
-        return _fail(str(error))
+    return cli.alone("benchmarks.compare", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    before, after = load(args.before), load(args.after)
     if (before.dtype, before.op) != (after.dtype, after.op):
-        return _fail(f"{before.dtype} {before.op} can't be compared with {after.dtype} {after.op}")
+        raise FileError(f"{before.dtype} {before.op} can't be compared with {after.dtype} {after.op}")
     found = ratios(before, after)
     if not found:
-        return _fail(f"{args.before} and {args.after} have no backend and size in common")
+        raise FileError(f"{args.before} and {args.after} have no backend and size in common")
     for difference in differences(before, after):
         print(f"warning: measured under other conditions: {difference}", file=sys.stderr)
     for path, lonely in ((args.before, only_in(before, after)), (args.after, only_in(after, before))):
@@ -141,11 +143,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(f"# no regression beyond {limit} in {len(found)} comparisons")
     return 0
-
-
-def _fail(text: str) -> int:
-    print(f"benchmarks.compare: error: {text}", file=sys.stderr)
-    return 2
 
 
 def _threshold(text: str) -> float:

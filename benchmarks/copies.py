@@ -9,7 +9,6 @@ that from its begin to the begin of the next, the slowest rank's. --framework to
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -80,10 +79,7 @@ def _run(topology: allreduce.Topology, options: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit code. Collective."""
-    return cli.run(_parser(), argv, _run)
-
+main = cli.command(_parser, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,7 +15,7 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -195,10 +195,7 @@ def _run(topology: Topology, options: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit code. Collective."""
-    return cli.run(_parser(), argv, _run)
-
+main = cli.command(_parser, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

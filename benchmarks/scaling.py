@@ -36,22 +36,14 @@ CAVEATS = (
 )
 
 
-class UsageError(Exception):
-    """Options that can't be used; the text says why."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what was asked for; the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        _check(args)
-        return _run(args)
-    except (UsageError, FileError, OSError) as error:
-        print(f"benchmarks.scaling: error: {error}", file=sys.stderr)
-        return 2
+    return cli.alone("benchmarks.scaling", lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
+    _check(args)
     if args.published:
         print("\n".join(published.report(Machine())))
         if args.json:
@@ -104,7 +96,7 @@ def _fit(args: argparse.Namespace, record: dict[str, Any]) -> tuple[Machine, lis
     more, rigs = fitting.read(args.fit_rig or [], one_machine=True, statistic=args.time)
     cores = {int(run.machine["cores"]) for run in runs + rigs if run.machine.get("cores")}
     if len(cores) > 1:
-        raise UsageError(
+        raise FileError(
             f"the files are of machines with {' and '.join(map(str, sorted(cores)))} cores; fit one at a time"
         )
     start = Machine(cores=cores.pop() if cores else Machine().cores, burst=fitting.RIG_BURST if rigs else 0)
@@ -177,18 +169,16 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for option in ("json", "plot"):
-        path = getattr(args, option)
-        problem = path and outputs.unwritable(path)
-        if problem:
-            raise UsageError(f"--{option} {path}: {problem}")
+    for option, path in (("json", args.json), ("plot", args.plot)):
+        if path and (problem := outputs.unwritable(path)):
+            raise FileError(f"--{option} {path}: {problem}")
     if (args.fit or args.fit_rig) and importlib.util.find_spec("scipy") is None:
-        raise UsageError('--fit needs SciPy; pip install ".[bench]" in the checkout')
+        raise FileError('--fit needs SciPy; pip install ".[bench]" in the checkout')
     if args.plot:
         if args.published:
-            raise UsageError("--plot draws predictions, and --published has none; leave one of them out")
+            raise FileError("--plot draws predictions, and --published has none; leave one of them out")
         if problem := plot.missing(args.plot):
-            raise UsageError(problem)
+            raise FileError(problem)
 
 
 def _link(text: str) -> tuple[float, float]:

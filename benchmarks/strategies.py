@@ -9,7 +9,6 @@ they exchange travels in messages, which are counted (an MPI_Allreduce as a ring
 """
 
 import argparse
-import io
 import platform
 import sys
 from collections.abc import Sequence
@@ -157,9 +156,7 @@ def draw(outcomes: Sequence[Outcome], title: str, kind: str = "png") -> bytes:
     figure.suptitle(title, fontsize=12)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-    content = io.BytesIO()
-    figure.savefig(content, format=kind, dpi=110)
-    return content.getvalue()
+    return plot.content(figure, kind)
 
 
 def _bars(axis: Any, outcomes: Sequence[Outcome], names: list[str], value: Any, text: str) -> None:
@@ -237,7 +234,7 @@ def _run(topology: Topology, args: argparse.Namespace) -> int:
             f"{args.data}, {args.hidden} hidden units, batch {args.batch_size}, {args.epochs} epochs, "
             f"{topology.size} ranks; {args.row_us:g} us a row, {args.slow_factor:g} times that on the slow rank"
         )
-        outputs.write(args.plot, draw(outcomes, title, args.plot.rpartition(".")[2].lower()))
+        outputs.write(args.plot, draw(outcomes, title, plot.kind_of(args.plot)))
     return 0
 
 
@@ -263,10 +260,7 @@ def _measure(
     return list(best.values())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit code. Collective."""
-    return cli.run(_parser(), argv, _run)
-
+main = cli.command(_parser, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

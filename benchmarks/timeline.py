@@ -18,10 +18,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, NamedTuple, TextIO
 
-from benchmarks.lib import outputs, plot
+from benchmarks.lib import cli, outputs, plot
 from benchmarks.lib.results import FileError
 from trainers.cli.options import Parser
 from trainers.files import model_file
@@ -241,9 +240,7 @@ def draw(slices: list[Slice], title: str, kind: str = "png") -> bytes:
     axes.set_xlabel("time (ms)")
     axes.set_title(title, parse_math=False)  # a file may have any name
     figure.legend(loc="outside lower center", ncols=len(kinds), frameon=False)
-    content = io.BytesIO()
-    figure.savefig(content, format=kind, dpi=110)
-    return content.getvalue()
+    return plot.content(figure, kind)
 
 
 def name(rank: int, row: int) -> str:
@@ -296,17 +293,16 @@ def _waits(found: Summary) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Sum up a file; the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        if args.plot and (problem := plot.missing(args.plot) or outputs.unwritable(args.plot)):
-            raise FileError(problem)
-        slices = load(args.trace)
-        print("\n".join(report(summary(slices))))
-        if args.plot:
-            picture = draw(slices, os.path.basename(args.trace), Path(args.plot).suffix[1:].lower())
-            outputs.write(args.plot, picture)
-    except (FileError, OSError) as error:
-        print(f"benchmarks.timeline: error: {error}", file=sys.stderr)
-        return 2
+    return cli.alone("benchmarks.timeline", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.plot and (problem := plot.missing(args.plot) or outputs.unwritable(args.plot)):
+        raise FileError(problem)
+    slices = load(args.trace)
+    print("\n".join(report(summary(slices))))
+    if args.plot:
+        outputs.write(args.plot, draw(slices, os.path.basename(args.trace), plot.kind_of(args.plot)))
     return 0
 
 

@@ -18,7 +18,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -279,10 +279,7 @@ def _run(topology: Topology, options: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit code. Collective."""
-    return cli.run(_parser(), argv, _run)
-
+main = cli.command(_parser, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,7 +11,7 @@ Sets up .venv-test (Open MPI) and .venv-mpich on first use; .venv, in which you 
 (ruff), types (mypy), layers (import-linter) and pytest: every serial test, and those in tests/ranks on 1 to 5 ranks
 under Open MPI and under MPICH, one job each. Beside the tests in tests/ranks run the others, file by file: as many
 files at a time as there are cores, 2 to 8.
-That takes less than 25 minutes on two cores; the end says where the time went.
+That takes less than 20 minutes on two cores; the end says where the time went.
 
   --quick   lint, types, layers, the serial tests that start no job of several ranks, and the heart of tests/ranks
             (the grid with three dtypes, errors, trainers) on 1 to 3 ranks under Open MPI alone: two or

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections import Counter
@@ -48,8 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """The driver's file, then those that start most jobs, so that no worker is left with a long one at the end."""
-    jobs = Counter(item.path for item in items if item.get_closest_marker("jobs"))
+    """The driver's file, then those whose jobs take longest, so that no worker is left with a long one at the end."""
+    jobs: Counter[Path] = Counter()
+    for item in items:
+        if item.get_closest_marker("jobs"):  # the import of a framework, on each rank, takes longer than most jobs
+            jobs[item.path] += 8 if re.search("torch|frameworks", str(item.path)) else 1
     drivers = {item.path for item in items if item.get_closest_marker("rank_driver")}
     items.sort(key=lambda item: (item.path not in drivers, -jobs[item.path]))
 

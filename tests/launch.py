@@ -19,11 +19,19 @@ LAUNCHERS = {
     "openmpi": ("mpirun", "--oversubscribe", "--bind-to", "none"),  # jobs of several tests share the cores
     "mpich": ("mpiexec",),
 }
-# MPICH polls while it waits; where ranks outnumber cores, the rank that has work must get a core. Its light yield, of
-# sched_yield, burns as much time again as the grid's work takes; this one sleeps, which leaves the cores to others.
-PATIENT_MPICH = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "50"}
-# Open MPI's transport for RDMA networks sleeps for a second when it finds none, in each job's start; no test needs it.
-os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # here, so that jobs that tests start by themselves inherit it
+# Here, so that jobs that tests start by themselves inherit them:
+PATIENT = {
+    # A rank that polls takes a core from the ranks that it waits for, of its own job or of the one that another file
+    # of tests runs at the same time. MPICH's light yield, of sched_yield, still burns as much time again as the grid's
+    # work takes; its heavy yield sleeps.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+    "MPIR_CVAR_POLLS_BEFORE_YIELD": "50",
+    # Open MPI's transport for RDMA networks sleeps for a second when it finds none, in each job's start.
+    "OMPI_MCA_btl": "^ofi",
+}
+for name, value in PATIENT.items():
+    os.environ.setdefault(name, value)
 MARK = "ALLREDUCE_TEST_JOB"  # in the environment of every process of a job, to find those that outlive it
 
 
@@ -72,7 +80,7 @@ def mpirun(
     started_by = [str(bin_folder / launcher), *options, "-n", str(ranks)] if ranks else []
     command = [*started_by, str(bin_folder / "python"), *map(str, args)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        with started(command, ranks, out, err, env, cwd) as process:
+        with started(command, out, err, env, cwd) as process:
             try:
                 code: int | None = process.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -86,7 +94,6 @@ def mpirun(
 @contextmanager
 def started(
     command: Sequence[str],
-    ranks: int,
     out: Any,  # files, not pipes: a process that outlives the job can't keep us waiting
     err: Any,
     env: Mapping[str, str] | None = None,
@@ -96,29 +103,30 @@ def started(
     mark = uuid.uuid4().hex
     # Open MPI names its folders by process numbers, which come again: what a killed job has left must not be there.
     with tempfile.TemporaryDirectory(prefix="job", ignore_cleanup_errors=True) as temporary:
-        variables = {**_variables(mark, ranks), "TMPDIR": temporary, **(env or {})}
+        given = {**variables(mark), "TMPDIR": temporary, **(env or {})}
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            env=variables,
+            env=given,
             cwd=cwd or ROOT,
             start_new_session=True,
         )
         try:
             yield process
         finally:
-            _end(process, mark)
+            end(process, mark)
 
 
 def child(code: str) -> "subprocess.CompletedProcess[str]":
     """Run a program of one rank, without a launcher, and return its end. The checkout's packages are importable."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60)
+    given = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=60)
 
 
-def _variables(mark: str, ranks: int) -> dict[str, str]:
+def variables(mark: str) -> dict[str, str]:
+    """The environment of a job whose processes `marked(mark)` finds."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_COMM", "PRTE"))}
     return {
         **inherited,
@@ -128,7 +136,6 @@ def _variables(mark: str, ranks: int) -> dict[str, str]:
         "XDG_CACHE_HOME": str(ROOT / ".pytest_cache" / "home"),  # no decision table of this machine's there
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         MARK: mark,
-        **(PATIENT_MPICH if ranks > len(os.sched_getaffinity(0)) else {}),
     }
 
 
@@ -137,7 +144,7 @@ def _text(file: object) -> str:
     return file.read()  # type: ignore[attr-defined, no-any-return]
 
 
-def _end(process: subprocess.Popen, mark: str) -> None:
+def end(process: subprocess.Popen, mark: str) -> None:
     """End what is left of a job: politely by its launcher, which knows its ranks, then for good."""
     if process.poll() is None:
         process.terminate()
@@ -147,7 +154,7 @@ def _end(process: subprocess.Popen, mark: str) -> None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     for _ in range(50):  # ranks form process groups of their own, so look for them by their mark
-        left = _marked(mark)
+        left = marked(mark)
         if not left:
             return
         for pid in left:
@@ -158,7 +165,7 @@ def _end(process: subprocess.Popen, mark: str) -> None:
         time.sleep(0.1)
 
 
-def _marked(mark: str) -> list[int]:
+def marked(mark: str) -> list[int]:
     wanted = f"{MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -34,6 +34,7 @@ def test_ranks(
     environment = {
         "ALLREDUCE_TEST_REPORTS": str(tmp_path),
         "ALLREDUCE_TEST_WORDS": f"{mpi} {ranks} {request.node.name}",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no test uses a plugin, and each rank would import them all
     }
     try:
         job = launch.mpirun(count, _pytest(request.config), mpi=mpi, timeout=_limit(), env=environment)

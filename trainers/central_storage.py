@@ -3,7 +3,7 @@
 from typing import Any
 
 from allreduce.backend import AllReduce
-from allreduce.elastic.standby import Joining
+from allreduce.elastic.standby import JoiningRank
 from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from trainers.replica import Replica
@@ -48,7 +48,7 @@ class CentralStorageTrainer(Trainer[CentralStorage]):
 
         Raises on all ranks, and leaves nothing behind: ArgumentError, DisagreementError (models that differ).
         """
-        if isinstance(topology, Joining):  # the others know where the storage is
+        if isinstance(topology, JoiningRank):  # the others know where the storage is
             storage = 0
         strategy = CentralStorage(replica, type(self).__name__, storage, device, copies)
         super().__init__(strategy, topology, on_failure)

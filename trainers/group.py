@@ -60,8 +60,8 @@ class RankGroup:
 
     @property
     def previous(self) -> tuple[int, ...]:
-        """The rank that each rank had before the last failure; NEWCOMER for those that have joined since."""
-        return self.topology.former
+        """The rank that each rank had before the last failure; JOINED for those that have joined since."""
+        return self.topology.previous_ranks
 
     # Agreement
 

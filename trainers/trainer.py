@@ -23,8 +23,7 @@ from trainers.fit.evaluation import evaluated, predicted
 from trainers.fit.loop import Fit
 from trainers.fit.prefetch import AHEAD, wanted
 from trainers.group import RankGroup, gather_rows
-from trainers.recovery.calls import EditCall, FitCall
-from trainers.recovery.recovery import Call, Failure, Recovery
+from trainers.recovery.recovery import Call, EditCall, Failure, FitCall, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
 from trainers.replica import Hold, Replica
 from trainers.state.adopt import mirror
@@ -226,7 +225,7 @@ class Trainer(Generic[StrategyT]):
         each node, while the others wait. An error of it is raised on all ranks. When a rank fails meanwhile, those
         that are left do it anew, on the parameters as they were. Trainers with servers have no edit.
         """
-        self._call(EditCall(self.recovery, self.strategy, change))
+        self._call(EditCall(self.strategy, change))
 
     def parameters_sha256(self) -> list[str]:
         """The SHA-256 of every rank's parameters, by rank, the same on all ranks; mirrored replicas have equal ones."""

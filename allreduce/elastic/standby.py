@@ -1,11 +1,12 @@
-"""Ranks that wait to take the place of those that are lost.
+"""Standby ranks wait until they take the places of failed ranks.
 
-The ranks of a pool are those that work, and behind them spare ones, which wait. When a rank is lost, those that are
-left of the pool (of both kinds) make it anew, and the first of them work: who worked before, in their order, and then
-the spare ranks for whom there is a place now. So a job can end with as many ranks at work as it began with.
+An elastic world has working ranks and, behind them, standby ranks. A topology of its own (`everyone`) has both kinds.
+When a rank fails, the ranks that are left form `everyone` anew, and its first ranks work: those that worked before, in
+their order, then as many standby ranks as there are free places. So a job can end with as many working ranks as it
+began with.
 
-Every pool ends for all of its ranks in the same way, which they agree on by its `finished`: either all of them are
-done, or a rank was lost and it is made anew.
+Every `everyone` ends for all its ranks in the same way, on which they agree by its `finished`: the work is done, or a
+rank has failed and they form the next one.
 """
 
 from functools import partial
@@ -13,55 +14,55 @@ from functools import partial
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.elastic.retry import attempt, retry
 from allreduce.errors import OptionError, RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import known
 from allreduce.transport.wait import Pause, wait_until, waiting
 
-WAIT_SECONDS = 0.005  # between two looks of a rank that waits
-NEWCOMER = -1  # in `former`
+POLL_SECONDS = 0.005  # between two polls of a rank that waits
+JOINED = -1  # in `previous_ranks`: this rank has joined
 DONE = 1  # a tag
 NOTHING = np.empty(0, np.uint8)
 
 
-class Manned(Topology):
-    """The ranks of a pool that work, the first `places` of it at most. Collective over these.
+class ElasticWorld(Topology):
+    """The working ranks: the first ranks of `everyone`, `places` at most. Collective over the working ranks.
 
-    Its `survivors` has spare ranks in the place of lost ones, and its `close` lets those go that still wait.
+    Its `survivors` has standby ranks in the places of failed ones, and its `close` releases the ranks that still wait.
     """
 
-    def __init__(self, pool: Topology, comm: MPI.Intracomm, places: int) -> None:
-        super().__init__(comm, None, pool.timeout, parent=pool)
-        self.pool, self.places = pool, places
-        self.admits = True  # whether spare ranks come in when one is lost, the same on all ranks
+    def __init__(self, everyone: Topology, comm: MPI.Intracomm, places: int) -> None:
+        super().__init__(comm, None, everyone.timeout, parent=everyone)
+        self.everyone, self.places = everyone, places
 
-    def survivors(self) -> Topology:
-        """The ranks that work from now on. Collective over those that are left, and over the spare ones that wait.
+    def survivors(self, admit: bool = True) -> Topology:
+        """The next working ranks. Collective over the working ranks that are left and the standby ranks.
 
-        Its `former` are the ranks that they had here, NEWCOMER for those that join.
+        Its `previous_ranks` are the ranks that they had here, JOINED for those that join.
         """
         self.check_open()
-        self.pool.revoke()
-        self.pool.finished(False)
-        _, made = _man(self.pool.survivors(), self.places, self.rank, admits=self.admits)
-        assert made is not None  # those who have worked come first
+        self.everyone.revoke()
+        self.everyone.finished(False)
+        _, made = _next_world(self.everyone, self.places, self.rank, admit=admit)
+        assert made is not None  # the ranks that worked before come first
         self.abandon()
         return made
 
     def close(self) -> None:
-        """Close it, let the ranks that wait go, and close the pool. Collective over the ranks that work."""
+        """Close it, release the ranks that wait, and close `everyone`. Collective over the working ranks."""
         if self.closed:
             return
         super().close()
-        pool = self.pool
-        while not _through(pool, done=True):
-            pool, _ = _man(pool.survivors(), self.places, self.rank, ends=True)
-        pool.close()
+        everyone = self.everyone
+        while not _all_done(everyone, done=True):
+            everyone, _ = _next_world(everyone, self.places, self.rank, done=True)
+        everyone.close()
 
 
-class Joining(Topology):
-    """What a spare rank has when it takes a place: itself alone, and as `survivors` the ranks that it joins.
+class JoiningRank(Topology):
+    """A standby rank that takes a place: this rank alone, and as its `survivors` the ranks that it joins.
 
     A trainer that is made on it takes on the state of the others in its first call.
     """
@@ -70,122 +71,126 @@ class Joining(Topology):
         super().__init__(MPI.COMM_SELF, timeout=joins.timeout)
         self.joins = joins
 
-    def survivors(self) -> Topology:
+    def survivors(self, admit: bool = True) -> Topology:
         """The ranks that this one joins. Local."""
         self.abandon()
         return self.joins
 
 
-def man(pool: Topology, spares: int) -> Topology | None:
-    """The topology of the ranks that work: all of `pool` but the last `spares`. Collective over the pool.
+def man(topology: Topology, spares: int) -> Topology | None:
+    """The topology of the working ranks: all of `topology` but the last `spares`. Collective over `topology`.
 
-    When a rank is lost meanwhile, there is one spare rank less.
+    When a rank fails meanwhile, there is one standby rank less.
 
-    On a spare rank this waits. It returns a `Joining` when the rank takes a place, and None when the others have closed
-    their topology, or left, and it was not needed.
+    On a standby rank this waits. It returns a `JoiningRank` when the rank takes a place, and None when the others have
+    closed their topology, or ended, and the rank was not needed.
 
     Raises OptionError when no rank would work, UnavailableError where no rank outlives another, on all ranks;
-    RankLostError on the spare ones when all others are lost.
+    RankLostError on the standby ranks when all others have failed.
     """
     error: Exception | None = None
-    if isinstance(spares, bool) or not isinstance(spares, int | np.integer) or not 0 < spares < pool.size:
+    if isinstance(spares, bool) or not isinstance(spares, int | np.integer) or not 0 < spares < topology.size:
         error = OptionError(
-            f"spares must be an integer >= 1 and below the number of ranks, {pool.size}, got {spares!r}"
+            f"spares must be an integer >= 1 and below the number of ranks, {topology.size}, got {spares!r}"
         )
     elif not ulfm.in_force():
         error = UnavailableError(
             "spare ranks take the place of lost ones, and in this job no rank outlives another: start it with Open "
             "MPI's mpirun --with-ft ulfm"
         )
-    places = pool.size - (0 if error else int(spares))
-    while True:
-        made, through = None, True
-        try:
-            pool.agree([], f"man(spares={spares!r})", error)
-            made = _part(pool, places, places)
-        except Exception as met:
-            if pool.watch.loss_of(met) is None:
-                raise
-            through = False
-        if pool.finished(through):
-            return made if made is not None else _wait(pool, places)
-        pool = pool.survivors()
+    places = topology.size - (0 if error else int(spares))
+
+    def form(everyone: Topology) -> tuple[Topology, ElasticWorld | None]:
+        with everyone.detector.hearing():
+            everyone.agree([], f"man(spares={spares!r})", error)
+        return everyone, _working(everyone, places, places)
+
+    everyone, made = retry(topology, form)
+    return made if made is not None else _stand_by(everyone, places)
 
 
-def _wait(pool: Topology, places: int) -> Topology | None:
-    """What a spare rank does until it has a place, or all are done."""
-    while not _through(pool, done=False):
-        if pool.closed:
+def _stand_by(everyone: Topology, places: int) -> Topology | None:
+    """Wait on a standby rank until it has a place, or until the work is done."""
+    while not _all_done(everyone, done=False):
+        if everyone.closed:
             return None
-        pool, made = _man(pool.survivors(), places, NEWCOMER)
+        everyone, made = _next_world(everyone, places, JOINED)
         if made is not None:
-            return Joining(made)
-    pool.close()
+            return JoiningRank(made)
+    everyone.close()
     return None
 
 
-def _man(
-    pool: Topology, places: int, formerly: int, admits: bool = False, ends: bool = False
-) -> tuple[Topology, Manned | None]:
-    """A pool that was made anew, and the ranks of it that work; None on others, and when all are done.
+def _next_world(
+    everyone: Topology, places: int, previous: int, admit: bool = False, done: bool = False
+) -> tuple[Topology, ElasticWorld | None]:
+    """Form the next `everyone` and its working ranks; None on other ranks, and when the work is done. Collective.
 
-    formerly: this rank among those that worked before, or NEWCOMER. Such ranks say whether spare ones come in now, and
-    whether all is done. Collective over the pool.
+    previous: this rank's number among the ranks that worked before, or JOINED. Ranks that worked say whether standby
+    ranks are admitted now, and whether the work is done.
     """
-    while True:
-        made, through = None, True
+
+    def form(everyone: Topology) -> tuple[Topology, ElasticWorld | None]:
+        states = np.empty((everyone.size, 3), np.int64)
+        with everyone.detector.hearing(), waiting(everyone.world, "learn which ranks work"):
+            everyone.world.Allgather(np.array([previous, admit, done], np.int64), states)
+        ranks, admitted, ended = states.T
+        if ranks.max() == JOINED:
+            text = "all working ranks have failed, and with them the state from which standby ranks would go on"
+            raise known(RankLostError(text), everyone.world)
+        if ended.any():
+            return everyone, None
+        made = _working(everyone, places if admitted.any() else int((ranks != JOINED).sum()), places)
+        if made is not None:
+            made.previous_ranks = tuple(ranks[: made.size].tolist())
+        return everyone, made
+
+    return retry(everyone.survivors(), form)
+
+
+def _working(everyone: Topology, working: int, places: int) -> ElasticWorld | None:
+    """The elastic world of the first `working` ranks; None on the others. Collective over `everyone`."""
+    with everyone.detector.hearing():
+        with waiting(everyone.world, "divide working and standby ranks"):
+            comm = everyone.own(everyone.world.Split(everyone.rank < working, everyone.rank))
         try:
-            states = np.empty((pool.size, 3), np.int64)
-            with pool.watch.hearing(), waiting(pool.world, "hear who works"):
-                pool.world.Allgather(np.array([formerly, admits, ends], np.int64), states)
-            former, admitted, done = states.T
-            if former.max() == NEWCOMER:
-                text = "all ranks that worked were lost, and with them the state that spare ranks would go on from"
-                raise known(RankLostError(text), pool.world)
-            if not done.any():
-                made = _part(pool, places if admitted.any() else int((former != NEWCOMER).sum()), places)
-            if made is not None:
-                made.former = tuple(former[: made.size].tolist())
-        except Exception as error:
-            if getattr(error, "ranks", None) is not None or pool.watch.loss_of(error) is None:
-                raise
-            through = False
-        if pool.finished(through):
-            return pool, made
-        pool = pool.survivors()
+            return ElasticWorld(everyone, comm, places) if everyone.rank < working else None
+        finally:
+            everyone.release(comm)
 
 
-def _part(pool: Topology, working: int, places: int) -> Manned | None:
-    """Who works, the first ranks; None on the others. Collective over the pool."""
-    with pool.watch.hearing(), waiting(pool.world, "come to the ranks that work"):
-        comm = pool.own(pool.world.Split(pool.rank < working, pool.rank))
-    try:
-        return Manned(pool, comm, places) if pool.rank < working else None
-    finally:
-        pool.release(comm)
+def _all_done(everyone: Topology, done: bool) -> bool:
+    """Whether the work is done on all ranks; false when a rank failed meanwhile. Collective over `everyone`.
 
-
-def _through(pool: Topology, done: bool) -> bool:
-    """Whether all of the pool are done; false when a rank was lost meanwhile. Collective over the pool.
-
-    done: this rank says so; the others wait until they hear it, or that the rest have left, when the pool is closed.
+    done: this rank has done its work. The others wait until they hear that, or that the working ranks have ended their
+    programs, when `everyone` is closed.
     """
-    through = True
-    try:
-        with pool.watch.hearing():
-            if done and pool.rank == 0:
-                with waiting(pool.world, "tell the spare ranks that all is done"):
-                    for rank in range(1, pool.size):
-                        pool.world.Send(NOTHING, rank, DONE)
-            if not done:
-                told, watch, pause = partial(pool.world.Iprobe, 0, DONE), pool.watch, Pause(longest=WAIT_SECONDS)
-                wait_until(lambda: told() or watch.notes.left, meanwhile=watch.check, pause=pause)
-                if not told():  # the others have ended their programs without a word
-                    pool.abandon()
-                    return False
-            if pool.rank:
-                with waiting(pool.world, "hear that all is done"):
-                    pool.world.Recv(NOTHING, 0, DONE)
-    except RankLostError:
-        through = False
-    return pool.finished(through)
+    outcome = attempt(everyone, partial(_tell_done if done else _hear_done, everyone))
+    return not everyone.closed and everyone.finished(outcome.failure is None)
+
+
+def _tell_done(everyone: Topology) -> None:
+    with everyone.detector.hearing():
+        if everyone.rank == 0:
+            with waiting(everyone.world, "tell the standby ranks that the work is done"):
+                for rank in range(1, everyone.size):
+                    everyone.world.Send(NOTHING, rank, DONE)
+        else:
+            _receive_done(everyone)
+
+
+def _hear_done(everyone: Topology) -> None:
+    detector, told = everyone.detector, partial(everyone.world.Iprobe, 0, DONE)
+    with detector.hearing():
+        wait_until(
+            lambda: told() or detector.messages.left, meanwhile=detector.check, pause=Pause(longest=POLL_SECONDS)
+        )
+        if told():
+            _receive_done(everyone)
+        else:  # the working ranks have ended their programs without a word
+            everyone.abandon()
+
+
+def _receive_done(everyone: Topology) -> None:
+    with waiting(everyone.world, "hear that the work is done"):
+        everyone.world.Recv(NOTHING, 0, DONE)

@@ -29,8 +29,8 @@ from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import Comparison, agree, combine, everywhere
-from allreduce.transport.deferred_free import keep
-from allreduce.transport.wait import LOOK_SECONDS, Said
+from allreduce.transport.deferred_free import free_later
+from allreduce.transport.wait import LOOK_SECONDS, NamedCall
 from allreduce.transport.wait import Call as Shown
 
 Work = Callable[[Any, Op], object]  # what a rank does with a 1-D array, in place, when all ranks have come
@@ -72,13 +72,13 @@ class Trial:
 class Admitted:
     """A call on whose arguments all ranks have agreed.
 
-    work: does it; its second argument is `argument`. word: its fingerprint. tree: whose arrays are in the buffer, if it
-    is one. find: tells where a buffer lies in memory from `allocate`, where the ranks must compare that too. place:
-    what it told. settling: called when `work` is what it stays; None from then on. fixed: as that of Quiet.
-    rounds: see FingerprintTable.
+    work: does it; its second argument is `argument`. fingerprint: of the call, the tree and the place. tree: whose
+    arrays are in the buffer, if it is one. find: tells where a buffer lies in memory from `allocate`, where the ranks
+    must compare that too. place: what it told. settling: called when `work` is what it stays; None from then on. fixed:
+    as that of Quiet. rounds: see Slot.
     """
 
-    __slots__ = ("argument", "call", "find", "fixed", "place", "rounds", "settling", "tree", "word", "work")
+    __slots__ = ("argument", "call", "find", "fingerprint", "fixed", "place", "rounds", "settling", "tree", "work")
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class Admitted:
         self.tree, self.find, self.place = tree, find, place
         self.fixed: Callable[[np.ndarray], Any] | None = None
         self.settling: list[Callable[[], None]] | None = []
-        self.word = fingerprint(call) ^ (tree.number << NUMBER_BITS if tree else 0)
+        self.fingerprint = fingerprint(call) ^ (tree.number << NUMBER_BITS if tree else 0)
         if place is not None:
-            self.word ^= zlib.crc32(f"{place}".encode()) << NUMBER_BITS
-        self.rounds = () if slot is None else slot.rounds(self.word)
+            self.fingerprint ^= zlib.crc32(f"{place}".encode()) << NUMBER_BITS
+        self.rounds = () if slot is None else slot.rounds(self.fingerprint)
 
     def __call__(self, flat: Any, _: Any) -> object:
         """Do the work, as a part of another call."""
@@ -126,7 +126,7 @@ class Engine:
         self.check = check
         self._topology, self._user = topology, user
         self.broken: BaseException | None = None  # what ended a call half-way
-        self.wait = topology.place()
+        self.wait = topology.wait_record()
         self._control = topology.private(wait=self.wait)
         self._compares = compare and topology.size > 1
         self._slot = topology.once(FingerprintTable).take() if compare else None
@@ -294,7 +294,7 @@ class Engine:
             return Admitted(self._slot, call.call, call.argument, call.work, tree, place=call.find(flat))
         if tree is None:
             return call
-        key = call.word, tree.number
+        key = call.fingerprint, tree.number
         if key not in self._parts:
             self._parts[key] = Admitted(self._slot, call.call, call.argument, call.work, tree)
         part = self._parts[key]
@@ -308,14 +308,14 @@ class Engine:
         messages have the same tag.
         """
         call = self.wait.call
-        return 0 if call is None or self._compares else ((call.word >> NUMBER_BITS) + self.wait.count) % TAGS
+        return 0 if call is None or self._compares else ((call.fingerprint >> NUMBER_BITS) + self.wait.count) % TAGS
 
     def agree(self, values: list[int], text: str, error: Exception | None = None) -> None:
         """Return when all ranks bring equal `values` and no error; otherwise raise on all of them.
 
         text: this rank's side in words.
         """
-        wait, said = self.wait, Said(text, AGREEING)
+        wait, said = self.wait, NamedCall(text, AGREEING)
         if get_ident() != self._thread:
             self._notice_thread()
         if wait.call is not None or self.broken is not None:
@@ -388,10 +388,10 @@ class Engine:
                     time.sleep(SLEEP_SECONDS)
                 elif now - begin >= self._spin:
                     os.sched_yield()
-                self._topology.watch.check()
+                self._topology.detector.check()
                 if now - looked > LOOK_SECONDS:
                     looked = now
-                    self._topology.watch.look(self.wait)
+                    self._topology.detector.look(self.wait)
         finally:
             self.wait.raises = False
 
@@ -399,13 +399,13 @@ class Engine:
         """A call has failed: what all ranks raise leaves them in step, anything else (a node's error) does not."""
         if everywhere(error, self._topology.world):
             return
-        keep(array)  # late ranks, and messages that are under way, may still write there
+        free_later(array)  # late ranks, and messages that are under way, may still write there
         self.stopped = True
-        if (lost := self._topology.watch.loss_of(error)) is not None:
+        if (lost := self._topology.detector.loss_of(error)) is not None:
             self.broken = lost
             raise lost from (None if isinstance(error, RankLostError) else error)
         self.broken = without_frames(error)
-        self._topology.watch.leave(f"its call failed ({type(error).__name__}: {error})", self.wait)
+        self._topology.detector.leave(f"its call failed ({type(error).__name__}: {error})", self.wait)
         if isinstance(error, MPI.Exception):
             raise CommunicationError(f"MPI reports an error in {call}: {error}") from error
 

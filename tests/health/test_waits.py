@@ -110,10 +110,9 @@ def test_a_rank_that_leaves(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: b
     assert "RankLeftError: rank 1 has left: it has ended its program" in job.stdout + job.stderr
 
 
-@BOTH
-def test_a_rank_that_is_late(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+def test_a_rank_that_is_late(mpirun: JobRunner, tmp_path: Path) -> None:
     """First it is told, later it ends; both say who has not come."""
-    text = run(mpirun, tmp_path, mpi, "time.sleep(50)", LATE)
+    text = run(mpirun, tmp_path, "mpich", "time.sleep(50)", LATE)
     assert "rank 0 has waited 1 s for other ranks in: all_reduce: length 50000" in text
     assert "rank 1: has not come" in text
     assert "CollectiveTimeoutError: waited" in text
@@ -138,8 +137,7 @@ def test_late_in_an_agreement(mpirun: JobRunner, tmp_path: Path) -> None:
     assert job.returncode == 0, job.stderr
 
 
-@BOTH
-def test_an_exception_in_a_thread(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+def test_an_exception_in_a_thread(mpirun: JobRunner) -> None:
     code = (
         "import allreduce, threading, numpy as np\n"
         "reduce = allreduce.create('ring')\n"
@@ -150,7 +148,7 @@ def test_an_exception_in_a_thread(mpirun: JobRunner, tmp_path: Path, mpi: str) -
         "thread = threading.Thread(target=work, name='mine'); thread.start(); thread.join()\n"
         "import time; time.sleep(100)\n"
     )
-    job = mpirun(3, ["-c", code], mpi=mpi, timeout=60)
+    job = mpirun(3, ["-c", code], timeout=60)
     assert job.returncode != 0
     assert "rank 1 of 3: ValueError in thread 'mine'" in job.stderr
     assert "ValueError: on purpose" in job.stderr
@@ -183,8 +181,7 @@ def test_seconds_that_are_no_number(mpirun: JobRunner) -> None:
         assert "got 'abc'" in job.stdout
 
 
-@BOTH
-def test_an_exception_in_one_part(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+def test_an_exception_in_one_part(mpirun: JobRunner, tmp_path: Path) -> None:
     """It ends the programs of its part; the other one goes on, here until the first has ended."""
     code = (
         "import allreduce, atexit, numpy as np, time\n"
@@ -201,7 +198,7 @@ def test_an_exception_in_one_part(mpirun: JobRunner, tmp_path: Path, mpi: str) -
         "part.close()\n"
         "print('went on', flush=True)\n"
     )
-    job = mpirun(4, ["-c", code], mpi=mpi, cwd=tmp_path, env=LIMITS)
+    job = mpirun(4, ["-c", code], cwd=tmp_path, env=LIMITS)
     assert job.returncode != 0
     assert job.stdout.count("went on") == 2, job.stderr
     assert job.stderr.count("Traceback") == 2, job.stderr

@@ -76,7 +76,7 @@ SKIPPED = {
     "mpirun --hostfile": "a cluster",
     "python3 -m venv": "installs",
     "srun": "a cluster",
-    "mpirun -n 5 python -m benchmarks.strategies --epochs": "minutes",
+    "mpirun -n 5 python -m benchmarks.strategies": "half a minute; benchmarks/test_strategies.py runs it",
     "for ": "minutes, and the rig",
     "mpirun --oversubscribe -n $n": "minutes, in a loop",
     "done": "the end of a loop",
@@ -88,7 +88,6 @@ SKIPPED = {
 SHORTER = {
     "mpirun -n 4 python -m benchmarks.bandwidth": "-b 1K -e 1K -n 1 -w 0",
     "mpirun -n 2 python -m benchmarks.bandwidth": "-b 1K -e 1K -n 1 -w 0",
-    "mpirun -n 5 python -m benchmarks.strategies": "--epochs 1 --row-us 0 --slow-factor 0",
     "mpirun -n 4 python -m benchmarks.tune": "--sizes 1K --dtypes float -n 1 -w 0 --output t.json",
 }
 
@@ -186,21 +185,51 @@ def test_messages_are_those_of_the_code(message: str) -> None:
     assert any(message in path.read_text() for path in paths)
 
 
-@pytest.mark.parametrize("program", blocks("python"), ids=lambda program: program.split()[1].rstrip(","))
-def test_program(mpirun: JobRunner, tmp_path: Path, program: str) -> None:
-    if "torch" in program:
-        pytest.importorskip("torch")
-    if "import jax" in program and not find_spec("jax"):
-        lacking("JAX is not installed")
-    name = program.split()[1].rstrip(",")
-    (tmp_path / name).write_text(program)
+def framework(program: str) -> str:
+    return "jax" if "import jax" in program else "torch" if "torch" in program else "numpy"
+
+
+# Each program of a job, in a process of its own but for MPI and what is imported already.
+ONE_AFTER_ANOTHER = """
+import os, runpy, sys
+from mpi4py import MPI
+shown = os.dup(1), os.dup(2)
+for name in sys.argv[1:]:
+    for number, kind in ((1, "out"), (2, "err")):
+        file = os.open(f"{name}.{MPI.COMM_WORLD.rank}.{kind}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, number)
+        os.close(file)
+    try:
+        runpy.run_path(name, run_name="__main__")
+    finally:
+        sys.stdout.flush()
+        for number in (1, 2):
+            os.dup2(shown[number - 1], number)
+    MPI.COMM_WORLD.Barrier()
+    print(name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("wanted", ["numpy", "torch", "jax"])
+def test_programs(mpirun: JobRunner, tmp_path: Path, wanted: str) -> None:
+    """Those of a framework in one job, because importing it takes longer than most of them."""
+    if not find_spec(wanted):
+        lacking(f"{wanted} is not installed")
+    programs = {text.split()[1].rstrip(","): text for text in blocks("python") if framework(text) == wanted}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # XLA complains of a compilation that takes long, on busy cores
-    job = mpirun(2, [name], cwd=tmp_path, timeout=120, env=quiet)
+    job = mpirun(2, ["-c", ONE_AFTER_ANOTHER, *programs], cwd=tmp_path, timeout=240, env=quiet)
     assert job.returncode == 0, job.stdout + job.stderr
-    assert re.search(PRINTS[name], job.stdout), job.stdout
-    # PyTorch's store has no names for addresses in a network of its own, in which scripts/test.sh runs.
-    said = [line for line in job.stderr.splitlines() if "hostname of the client socket" not in line]
-    assert said == [], job.stderr
+    assert job.stderr == ""
+    for name in programs:
+        out, err = (
+            "".join((tmp_path / f"{name}.{rank}.{kind}").read_text() for rank in "01") for kind in ("out", "err")
+        )
+        assert re.search(PRINTS[name], out), f"{name}: {out}"
+        # PyTorch's store has no names for addresses in a network of its own, in which scripts/test.sh runs.
+        said = [line for line in err.splitlines() if "hostname of the client socket" not in line]
+        assert said == [], f"{name}: {err}"
 
 
 @pytest.mark.jobs

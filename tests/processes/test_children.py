@@ -8,6 +8,7 @@ from tests import launch
 from tests.conftest import JobRunner
 
 METHODS = ("fork", "spawn", "forkserver")
+PLACES = pytest.mark.parametrize(("mpi", "ranks"), [("openmpi", 0), ("openmpi", 2), ("mpich", 2)])
 
 # `communicate` runs in a child, on what the child has: a copy of the parent's backend, or a fresh import.
 POOL = """
@@ -177,15 +178,13 @@ def run(mpirun: JobRunner, folder: Path, program: str, ranks: int, mpi: str, *ar
     assert job.stdout.count("finished") == max(ranks, 1)
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-@pytest.mark.parametrize("mpi", launch.MPIS)
+@PLACES
 def test_pools(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
     """One after the other, in one program."""
     run(mpirun, tmp_path, POOL, ranks, mpi, *METHODS)
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-@pytest.mark.parametrize("mpi", launch.MPIS)
+@PLACES
 def test_a_forked_child_ends_by_itself(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
     """It neither waits in the end of MPI, which is its parent's, nor ends the job with its exception."""
     run(mpirun, tmp_path, FORKED, ranks, mpi)
@@ -200,7 +199,7 @@ def test_programs_that_a_rank_starts(mpirun: JobRunner, tmp_path: Path, mpi: str
 
 
 def test_data_loaders(mpirun: JobRunner, tmp_path: Path) -> None:
-    run(mpirun, tmp_path, LOADER, 2, "openmpi", *METHODS)
+    run(mpirun, tmp_path, LOADER, 2, "openmpi", "fork", "spawn")
 
 
 def test_nothing_needs_mpi_while_it_is_imported(mpirun: JobRunner, tmp_path: Path) -> None:

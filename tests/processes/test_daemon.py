@@ -73,7 +73,7 @@ def test_ranks_end_with_their_daemon(mpi: str, options: list[str], wrapper: str,
     command = [str(bin_folder / name), *more, *options, "-n", "2", *WRAPPERS[wrapper], str(bin_folder / "python")]
     with tempfile.TemporaryDirectory(prefix="job", ignore_cleanup_errors=True) as temporary:
         job = subprocess.Popen(
-            [*command, script, ranks, where], env={**launch._variables(mark, 2), "TMPDIR": temporary},
+            [*command, script, ranks, where], env={**launch.variables(mark), "TMPDIR": temporary},
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
@@ -81,11 +81,11 @@ def test_ranks_end_with_their_daemon(mpi: str, options: list[str], wrapper: str,
             numbers = [int(path.name) for path in ranks.iterdir()]
             assert len(numbers) == 2
             until = time.monotonic() + 60
-            while left := [number for number in numbers if number in launch._marked(mark)]:
+            while left := [number for number in numbers if number in launch.marked(mark)]:
                 assert time.monotonic() < until, f"{left} of {numbers} live on"
                 time.sleep(0.1)
         finally:
-            launch._end(job, mark)
+            launch.end(job, mark)
 
 
 def test_a_program_without_a_launcher_outlives_its_shell(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_program_without_a_launcher_outlives_its_shell(tmp_path: Path) -> None
     script.write_text(ALONE)
     python = launch.environment("openmpi") / "bin" / "python"
     shell = subprocess.Popen(
-        ["bash", "-c", f"nohup {python} {script} {began} {done} & wait"], env=launch._variables("none", 1),
+        ["bash", "-c", f"nohup {python} {script} {began} {done} & wait"], env=launch.variables("none"),
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     appears(began)

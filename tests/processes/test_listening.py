@@ -103,7 +103,7 @@ def job(folder: Path, mpi: str, ranks: int, run: str, **variables: str) -> tuple
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_MCA", "SLURM"))}
     process = subprocess.Popen(
         ["bash", "-c", script, "job", environment, str(ranks), run, program, ready, done],
-        env={**inherited, "PYTHONPATH": str(launch.ROOT), launch.MARK: mark, **launch.PATIENT_MPICH, **variables},
+        env={**inherited, "PYTHONPATH": str(launch.ROOT), launch.MARK: mark, **variables},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -147,7 +147,7 @@ def test_ranks_in_a_network_of_their_own_may_start_others(tmp_path: Path) -> Non
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == ["3.0"] * 3
+    assert done.stdout.count("3.0") == 3
 
 
 def test_ranks_do_not_listen_where_there_are_no_namespaces(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_two_optimizers_closed_in_different_order(mpirun: JobRunner, tmp_path: P
         "for optimizer in made if made[0].topology.rank else reversed(made):\n"
         "    optimizer.close()\n"
     )
-    job = mpirun(2, [script], timeout=100, env={"ALLREDUCE_TIMEOUT_SECONDS": "6"})
+    job = mpirun(2, [script], timeout=100, env={"ALLREDUCE_TIMEOUT_SECONDS": "3"})
     assert job.returncode
     assert "closes the optimizer, after 0 steps and 0 averages of MirroredOptimizer" in job.stderr, job.stderr
 
@@ -145,10 +145,9 @@ def test_without_threads_gradients_are_reduced_after_backward(mpirun: JobRunner,
     assert job.stderr.count("gradients are reduced after backward, not during it: ") == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_three_lines_reach_the_accuracy_of_one_rank(mpirun: JobRunner, ranks: int) -> None:
+def test_three_lines_reach_the_accuracy_of_one_rank(mpirun: JobRunner) -> None:
     pytest.importorskip("torch")
-    job = mpirun(ranks, ["scripts/torch_three_lines.py"], timeout=60)
+    job = mpirun(2, ["scripts/torch_three_lines.py"], timeout=60)
     assert job.returncode == 0, job.stderr
     accuracy = float(job.stdout.split("test accuracy ")[1].split()[0])
     assert accuracy >= 0.97

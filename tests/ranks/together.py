@@ -19,6 +19,13 @@ def usable(name: str, topology: allreduce.Topology) -> AllReduce:
         pytest.skip(str(error))
 
 
+def raised(kind: type[Exception], call: Callable[[], Any]) -> str:
+    """The text of this rank's error."""
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
 def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
     """Every rank's call raises `kind` with the same text, which is returned. Collective."""
     try:

@@ -88,9 +88,9 @@ def test_autoloading_initialises_mpi_only_when_the_backend_is_used(mpirun: JobRu
         """),
     )
     assert job.returncode == 0, job.stderr
-    assert job.stdout.count("environment variable RANK expected, but not set\n") == 2 * 3, job.stdout
-    assert job.stdout.splitlines().count("[]") == 2
-    assert job.stdout.count("this process group has been aborted\n") == 2
+    assert job.stdout.count("environment variable RANK expected, but not set") == 2 * 3, job.stdout
+    assert job.stdout.count("[]") == 2
+    assert job.stdout.count("this process group has been aborted") == 2
     assert job.stdout.count("[4.0, 4.0, 4.0]") == 2
     said = [line for line in job.stderr.splitlines() if "hostname of the client socket" not in line]
     assert said == []  # PyTorch's store looks for names of addresses, which takes a name server
@@ -147,7 +147,7 @@ def test_without_multithreaded_mpi_operations_run_in_the_caller(mpirun: JobRunne
             dist.destroy_process_group()
         """),
     )
-    assert (job.returncode, job.stdout) == (0, "[4.0, 4.0, 4.0]\n" * 2), job.stderr
+    assert (job.returncode, job.stdout.count("[4.0, 4.0, 4.0]")) == (0, 2), job.stderr
     assert job.stderr.count("no MPI_THREAD_MULTIPLE") == 1
 
 
@@ -197,10 +197,10 @@ def test_a_rank_that_leaves_is_missed(mpirun: JobRunner) -> None:
                     thread.join()
                 dist.all_reduce(tensor)
             elif rank == 1:
-                time.sleep(4)
+                time.sleep(3)  # longer than a rank that has left is waited for
                 dist.send(tensor, 0, tag=9)
         """),
-        env={"ALLREDUCE_STALL_SECONDS": "2"},
+        env={"ALLREDUCE_STALL_SECONDS": "1"},
     )
     assert job.returncode != 0
     assert "received" in job.stdout
@@ -217,7 +217,9 @@ def test_messages_that_do_not_meet_are_in_the_stall_report(mpirun: JobRunner) ->
         2,
         code("""
             import allreduce.torch_backend
-            dist.init_process_group("allreduce", timeout=datetime.timedelta(seconds=8))
+            from allreduce.torch_backend import point_to_point
+            point_to_point.EXIT_SECONDS = 1
+            dist.init_process_group("allreduce", timeout=datetime.timedelta(seconds=4))
             rank = dist.get_rank()
             dist.isend(torch.ones(1), 1 - rank, tag=5)
             try:
@@ -225,7 +227,7 @@ def test_messages_that_do_not_meet_are_in_the_stall_report(mpirun: JobRunner) ->
             except RuntimeError as error:
                 print(error, flush=True)
         """),
-        env={"ALLREDUCE_STALL_SECONDS": "2"},
+        env={"ALLREDUCE_STALL_SECONDS": "1"},
     )
     assert job.returncode == 0, job.stderr
     places = [f"recv from rank {1 - rank} with tag {7 + rank} of process group 0" for rank in (0, 1)]
@@ -233,7 +235,7 @@ def test_messages_that_do_not_meet_are_in_the_stall_report(mpirun: JobRunner) ->
     for rank in (0, 1):
         assert f"  rank {rank}: waits in {places[rank]}" in job.stderr
         assert f"  rank {rank}: waits in {places[rank]}" in job.stdout
-        assert f"recv from rank {1 - rank} with tag {7 + rank} was not done within 8 s" in job.stdout
+        assert f"recv from rank {1 - rank} with tag {7 + rank} was not done within 4 s" in job.stdout
     assert "it computes" not in job.stdout + job.stderr
 
 
@@ -242,7 +244,8 @@ def test_destroying_a_group_that_another_rank_leaves_meanwhile_raises_nothing(mp
     job = mpirun(
         2,
         code("""
-            import allreduce.torch_backend
+            import allreduce.torch_backend.process_group as process_group
+            process_group.CLOSE_SECONDS = 2
             dist.init_process_group("allreduce")
             dist.all_reduce(torch.ones(3))
             if dist.get_rank() == 1:
@@ -363,13 +366,20 @@ def test_what_hangs_in_a_callback_is_an_error_and_ends_with_the_job(mpirun: JobR
 
 
 @needs_torch
-def test_ranks_that_mpi_did_not_start_are_refused() -> None:
+def test_an_older_pytorch_and_ranks_that_mpi_did_not_start_are_refused() -> None:
     program = code("""
+        version, torch.__version__ = torch.__version__, "2.6.0+cpu"
+        try:
+            import allreduce.torch_backend
+        except Exception as error:
+            print(error)
+        torch.__version__ = version
         import allreduce.torch_backend
         store = dist.HashStore()
         dist.init_process_group("allreduce", store=store, rank=1, world_size=2)
     """)
     job = subprocess.run([sys.executable, *program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert "needs PyTorch 2.7 or later, and this is 2.6.0+cpu" in job.stdout
     assert "PyTorch takes this process for rank 1 of 2 and MPI for rank 0 of 1" in job.stderr
     assert "mpirun -n 2" in job.stderr
 
@@ -381,20 +391,12 @@ def test_without_pytorch_the_error_names_the_extra() -> None:
     assert 'pip install ".[torch]" in the checkout' in job.stderr
 
 
-@needs_torch
-def test_an_older_pytorch_is_refused() -> None:
-    program = 'import torch; torch.__version__ = "2.6.0+cpu"; import allreduce.torch_backend'
-    job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert job.returncode != 0
-    assert "needs PyTorch 2.7 or later, and this is 2.6.0+cpu" in job.stderr
-
-
 def test_some_of_pytorchs_own_tests(mpirun: JobRunner) -> None:
     """pytorch_suite.py runs them all, in a minute or two."""
     names = ["DistributedDataParallelCPU", "all_reduce_coalesced_full_group_sum", "send_recv_any_source"]
-    names += ["barrier_timeout_full_group", "get_backend"]  # one whose group is given up, and one that LIMITS names
+    names += ["get_backend"]  # which LIMITS names
     job = mpirun(
         2, ["-m", "tests.torch_backend.pytorch_suite", "--only", *[f"test_{name}" for name in names]], timeout=120
     )
     assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.splitlines()[-1] == "{'passed': 4, 'failed': 1}, not as expected: none"
+    assert job.stdout.splitlines()[-1] == "{'passed': 3, 'failed': 1}, not as expected: none"

@@ -28,7 +28,7 @@ def kill_after(steps: int, args: list[str], folder: Path) -> None:
         job = subprocess.Popen(
             command,
             cwd=launch.ROOT,
-            env=launch._variables(mark, 2),
+            env=launch.variables(mark),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -40,11 +40,11 @@ def kill_after(steps: int, args: list[str], folder: Path) -> None:
             assert job.poll() is None, (folder.parent / "output").read_text()
             assert time.monotonic() < until
             time.sleep(0.001)
-        ranks = [pid for pid in launch._marked(mark) if b"trainers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        ranks = [pid for pid in launch.marked(mark) if b"trainers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         for pid in ranks:
             os.kill(pid, signal.SIGKILL)
     finally:
-        launch._end(job, mark)
+        launch.end(job, mark)
 
 
 def newest(folder: Path) -> int:

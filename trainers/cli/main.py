@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TextIO
 from allreduce import Topology
 from allreduce.arrays import gpu
 from allreduce.elastic import standby
+from allreduce.elastic.retry import attempt
 from allreduce.errors import (
     AllReduceError,
     BrokenError,
@@ -101,24 +102,16 @@ def prepare(arguments: Sequence[str] | None, world: Topology) -> tuple[Job, Memb
     Returns None when a rank was lost meanwhile and --on-failure continue is given: the remaining ranks begin again.
     With --spares the part is None, since a spare rank may wait for it until the training ends.
     """
-    prepared, error, lost = None, None, None
-    try:
+
+    def read_and_join() -> tuple[Job, Member | None]:
         job = _read(arguments, world)
-        prepared = job, None if job.options.spares else join(job, world)
-    except Exception as met:
-        error, lost = met, ulfm.lost(met)
-        if lost is not None:
-            world.revoke()
-        elif world.size > 1 and not everywhere(met, world.world):
-            raise
-    if world.finished(lost is None):
-        if error is not None:
-            raise error
-        return prepared
-    if prepared is not None and prepared[1] is not None:
-        prepared[1].topology.abandon()
+        return job, None if job.options.spares else join(job, world)
+
+    outcome = attempt(world, read_and_join)
+    if world.finished(outcome.failure is None):
+        return outcome.result()
     if not _goes_on(arguments):
-        raise lost or RankLostError("a rank was lost before the training")
+        raise outcome.failure or RankLostError("a rank was lost before the training")
     if world.rank == 0:
         log.warning("trainers: a rank was lost before the training; the other ranks begin again without it")
     return None
@@ -153,7 +146,9 @@ def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
             f"most {ranks}, or start more ranks (mpirun -n {2 * given})"
         )
     if options.on_failure == "continue" and (assigned.evaluator is not None or assigned.chief):
-        raise ArgumentError("--on-failure continue: not with an evaluator or another --chief, whom nobody replaces")
+        raise ArgumentError(
+            "--on-failure continue: not with an evaluator or another --chief, since no rank can replace them"
+        )
     if options.spares and options.ranks_per_node:
         raise ArgumentError(f"--spares {options.spares}: not with --ranks-per-node")
     if assigned.evaluator is not None and not options.checkpoint:
@@ -219,7 +214,7 @@ def _train(job: Job, member: Member) -> None:
     if options.checkpoint:
         checkpoint = Checkpoint(options.checkpoint, options.checkpoint_every, same_data=not options.other_data)
     with make_trainer(options, member.network, member.topology, len(job.roles.servers)) as trainer:
-        if not isinstance(member.topology, standby.Joining):  # the other ranks have printed it
+        if not isinstance(member.topology, standby.JoiningRank):  # the other ranks have printed it
             _introduce(job, member, trainer)
         history = trainer.fit(
             data.x_train,
@@ -245,7 +240,7 @@ def _train(job: Job, member: Member) -> None:
 
 
 def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
-    """Print who trains what, and how. Collective."""
+    """Print the ranks, the strategy, the data and the model. Collective."""
     options, data, (topology, network) = job.options, job.data, member
     lines = [f"{topology}, on {network.device}"]
     if options.spares:

@@ -66,7 +66,7 @@ class Fit:
     was, which may be in the middle of an epoch.
 
     What is done is noted in `place`, after each part that ranks do together: a step, an evaluation, an event. So `run`
-    can be called again when a rank has failed, and goes on there (see trainers.recovery.calls).
+    can be called again when a rank has failed, and goes on there (see trainers.recovery.recovery).
 
     batches: of the training, from which a strategy takes its rank's.
     watched: what callbacks get as their `trainer`. goes_on: whether the fit goes on when a rank fails.

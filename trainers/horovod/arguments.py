@@ -1,6 +1,7 @@
 """Checks and conversions of the arguments of collectives, before anything is sent."""
 
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,7 @@ _OPS = {
 }
 
 
+@functools.cache
 def reduction(op: Op, dtype: torch.dtype) -> Reduction:
     """How tensors of a dtype are reduced. Raises TypeError or NotImplementedError for those that can't be."""
     return resolve(_OPS[op], dtype)
@@ -69,15 +71,15 @@ def tensors(kind: str, given: Sequence[Any], rows: bool = False) -> None:
 
 def reduces(kind: str, op: Op, given: Sequence[torch.Tensor]) -> None:
     """Refuse an operation on tensors for which it has no meaning."""
-    for each in given:
+    for dtype in {each.dtype for each in given}:
         if op == Op.Adasum:
-            if each.dtype not in _ADASUM:
-                raise ArgumentError(f"{kind}: Adasum of {each.dtype}: it combines floating-point tensors")
+            if dtype not in _ADASUM:
+                raise ArgumentError(f"{kind}: Adasum of {dtype}: it combines floating-point tensors")
             continue
         try:
-            reduction(op, each.dtype)
+            reduction(op, dtype)
         except (TypeError, NotImplementedError) as error:
-            raise ArgumentError(f"{kind}: {op.name} of {each.dtype}: {error}") from None
+            raise ArgumentError(f"{kind}: {op.name} of {dtype}: {error}") from None
 
 
 def factors(kind: str, scales: tuple[Any, Any]) -> tuple[float, float]:

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -52,9 +53,9 @@ class Members:
         self._comm = made.private()
         self.reducer, self.mover = TensorReducer(made, self._comm, Options()), TensorMover(self._comm)
         names = topology.private()
-        self.lane = topology.once(Worker).add(
+        self.queue = topology.once(Worker).add(
             lambda worker, number: NamedQueue(
-                worker, names, number, "the calls of Horovod's API", self._join_proxy, fuse_bytes
+                worker, names, number, "the calls of Horovod's API", partial(join_proxy, self), fuse_bytes
             ),
             threaded=True,
         )
@@ -71,12 +72,9 @@ class Members:
         """Count calls without a name anew, on all ranks: those that had joined have made fewer. Local."""
         self._counts.clear()
 
-    def _join_proxy(self, same: Any) -> Callable[[Sides], object]:
-        return join_proxy(self, same)
-
     def close(self) -> None:
         """Close the topology and all that was made on it, when the calls have ended. Local when one has stalled."""
-        if self.lane.broken is not None:
+        if self.queue.broken is not None:
             self.topology.abandon()
             return
         try:
@@ -84,41 +82,46 @@ class Members:
         except AllReduceError:
             self.topology.abandon()
             raise
-        self.lane.abandon()
+        self.queue.abandon()
         self.reducer.close()
         self.topology.close()
 
 
-class Run:
-    """A call as the worker's thread runs it, in order with the caller's GPU streams.
+class Call:
+    """A call from its submission to its result. The worker's thread runs it, in order with the caller's GPU streams.
 
-    work: gets all ranks' sides and returns a list of results. record: called at the end, with the time of the begin.
-    Calls whose work is a Reducing with the same members, operation and scales can run as one.
+    work: gets all ranks' sides and returns a list of results. grouped: the result is a tuple. record: called at the
+    end, with the time of the begin. Calls whose work is a Reducing with the same members, operation and scales can run
+    as one.
     """
+
+    future: Future
 
     def __init__(
         self,
         work: Work,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor] = (),
+        grouped: bool = False,
         record: Callable[[float], object] | None = None,
     ) -> None:
-        self.work, self._record, self._streams = work, record, Streams(tensors)
+        self.work, self.grouped = work, grouped
+        self._record, self._streams = record, Streams(tensors)
         self.results: Sequence[Any] = ()
 
     def __call__(self, sides: Sides) -> None:
         with self.around():
             self.results = self.work(sides)
 
-    def together(self, others: "Sequence[Run]") -> None:
+    def together(self, others: "Sequence[Call]") -> None:
         """Run as one with these."""
-        runs = [self, *others]
-        works: list[Reducing] = [run.work for run in runs]  # type: ignore[misc]
+        calls = [self, *others]
+        works: list[Reducing] = [call.work for call in calls]  # type: ignore[misc]
         with ExitStack() as around:
-            for run in runs:
-                around.enter_context(run.around())
+            for call in calls:
+                around.enter_context(call.around())
             replace(works[0], tensors=[tensor for work in works for tensor in work.tensors])([])
-            for run, work in zip(runs, works, strict=True):
-                run.results = work.tensors
+            for call, work in zip(calls, works, strict=True):
+                call.results = work.tensors
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -129,18 +132,18 @@ class Run:
         if self._record is not None:
             self._record(begin)
 
-
-class Handle(NamedTuple):
-    """A call whose result nobody has asked for. grouped: its result is a tuple."""
-
-    pending: Future
-    run: Run
-    grouped: bool
+    def result(self) -> Any:
+        """Wait for the call; its result, or several. Raises HorovodInternalError when it failed."""
+        try:
+            self.future.wait()
+        except AllReduceError as error:
+            raise internal(error) from error
+        return tuple(self.results) if self.grouped else self.results[0]
 
 
 _numbers = itertools.count()
 _last = -1
-_open: dict[int, Handle] = {}
+_open: dict[int, Call] = {}  # by handle; nobody has asked for their results
 
 
 def submit(
@@ -158,19 +161,19 @@ def submit(
     """
     global _last
     full = members.name(kind, name)
-    run = Run(work, tensors, timeline.begin(full))
+    call = Call(work, tensors, grouped, timeline.begin(full))
     try:
-        pending = members.lane.call(full, side._replace(what=f"{full}: {side.what}"), run)
+        call.future = members.queue.call(full, side._replace(what=f"{full}: {side.what}"), call)
     except OptionError as error:
         raise DuplicateNameError(str(error)) from None
     _last = next(_numbers)
-    _open[_last] = Handle(pending, run, grouped)
+    _open[_last] = call
     return _last
 
 
 def poll(handle: int) -> bool:
     """Whether a call has ended, so that `synchronize` returns at once. Local."""
-    return handle not in _open or _open[handle].pending.done()
+    return handle not in _open or _open[handle].future.done()
 
 
 def synchronize(handle: int) -> Any:
@@ -178,20 +181,9 @@ def synchronize(handle: int) -> Any:
 
     Raises HorovodInternalError when the call failed.
     """
-    if _checked(handle) not in _open:
-        return None
-    pending, run, grouped = _open.pop(handle)
-    try:
-        pending.wait()
-    except AllReduceError as error:
-        raise internal(error) from error
-    return tuple(run.results) if grouped else run.results[0]
-
-
-def _checked(handle: int) -> int:
     if not isinstance(handle, int) or not 0 <= handle <= _last:
         raise ArgumentError(f"{handle!r} is no handle: asynchronous calls return them")
-    return handle
+    return _open.pop(handle).result() if handle in _open else None
 
 
 def forget() -> None:
@@ -273,7 +265,7 @@ def all_to_all(
     return output, received
 
 
-def join_proxy(members: Members, same: Any) -> Run:
+def join_proxy(members: Members, same: Any) -> Call:
     """The call of a rank that has joined, with tensors that do not change the others' result.
 
     same: the part of its Side that all ranks share; see `_allreduce` in module collectives.
@@ -283,7 +275,7 @@ def join_proxy(members: Members, same: Any) -> Run:
         torch.full(shape, _neutral(Op(op), getattr(torch, dtype)), dtype=getattr(torch, dtype))
         for shape, dtype in layouts
     ]
-    return Run(Reducing(members, tensors, Op(op), (scales[0], scales[1])), [])
+    return Call(Reducing(members, tensors, Op(op), (scales[0], scales[1])))
 
 
 def _neutral(op: Op, dtype: torch.dtype) -> float | int:

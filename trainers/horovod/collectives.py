@@ -386,7 +386,7 @@ def join(device: int = -1) -> int:
     came: list[int] = []
     members = session.members(global_process_set)
     try:
-        members.lane.join(came.append).wait()
+        members.queue.join(came.append).wait()
     except Exception as error:
         raise internal(error) from error
     members.begin_numbers()

@@ -1,13 +1,15 @@
-"""State that all ranks share: parameters and objects from one rank, and what hvd.elastic keeps of an epoch."""
+"""State that all ranks take from one rank, or exchange: parameters, the state of optimizers, objects."""
 
-import copy
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+import base64
+import json
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from trainers.horovod import objects, session
+from allreduce.torch_backend.tensors import as_bytes, readable
+from trainers.horovod.arguments import dtype_name, layout
 from trainers.horovod.calls import synchronize
 from trainers.horovod.collectives import allgather, broadcast_, broadcast_async_
 from trainers.horovod.errors import ArgumentError, NotSendableError
@@ -66,148 +68,121 @@ def broadcast_object(
     size_name, name = (None, None) if name is None else (f"{name}.size", f"{name}.bytes")
     packed, error = torch.empty(0, dtype=torch.uint8), None
     if rank() == root_rank:
-        packed, error = _packed(obj)
+        packed, error = pack(obj)
     length = broadcast_(torch.tensor([packed.numel()]), root_rank, size_name, process_set)
     if rank() != root_rank:
         packed = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(packed, root_rank, name, process_set)
     if error is not None:
         raise error
-    return obj if rank() == root_rank else objects.unpack(packed)[0]
+    return obj if rank() == root_rank else unpack(packed)[0]
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's object, by rank; as broadcast_object. Collective."""
-    packed, error = _packed(obj)
+    packed, error = pack(obj)
     everyone = allgather(packed, name, process_set)
     if error is not None:
         raise error
     values = []
     for _ in members(process_set).ranks:
-        value, length = objects.unpack(everyone)
+        value, length = unpack(everyone)
         values.append(value)
         everyone = everyone[length:]
     return values
 
 
-def _packed(obj: Any) -> tuple[torch.Tensor, NotSendableError | None]:
-    """An object's bytes, or those of the error that all ranks raise instead."""
+# Objects as bytes. To read them runs none of their contents, as it would with a pickle.
+
+_HEAD = 8  # bytes that hold the length of the text
+SENDABLE = "None, numbers, texts, bytes, tensors, NumPy arrays, and lists, tuples, sets and dicts of them"
+
+
+def pack(value: Any) -> tuple[torch.Tensor, NotSendableError | None]:
+    """`value` as a tensor of bytes; where it can't be sent, an error, and bytes by which `unpack` raises the error."""
+    tensors: list[torch.Tensor] = []
+    error = None
     try:
-        return objects.pack(obj), None
-    except NotSendableError as error:
-        return objects.pack_error(error), error
+        plain = _plain(value, tensors)
+    except NotSendableError as refused:
+        plain, tensors, error = {"error": str(refused)}, [], refused
+    text = json.dumps([plain, [layout(each) for each in tensors]]).encode()
+    head = np.frombuffer(len(text).to_bytes(_HEAD, "little") + text, np.uint8)
+    return torch.from_numpy(np.concatenate([head, *map(as_bytes, tensors)])), error
 
 
-class ElasticSampler(torch.utils.data.Sampler[int]):
-    """The rows that are left of this epoch, shared by the ranks that are left. As Horovod's.
-
-    dataset: its length is used. Every rank takes equally many; the first rows come again where they don't divide.
-    Call `record_batch` after each batch and `set_epoch` after each epoch. Put it into TorchState, which sends it round.
-    """
-
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
-        self.epoch = self.processed_num = 0
-        self.reset()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: all rows are there again, in another order."""
-        self.epoch, self.processed_num = epoch, 0
-        self.reset()
-
-    def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """This rank, and so each of them, has taken a batch. batch_idx: Horovod's; of no use here."""
-        self.processed_num += batch_size * self.num_replicas
-
-    def state_dict(self) -> dict[str, int]:
-        """Epoch and rows taken."""
-        return {"epoch": self.epoch, "processed_num": self.processed_num}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from there."""
-        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
-        self.reset()
-
-    def reset(self) -> None:
-        """Share what is left by the ranks that there are."""
-        self.num_replicas, self.rank = session.size(), session.rank()
-        rows = list(range(len(self.dataset)))
-        if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(rows)
-        self.remaining_indices = rows[self.processed_num :]
-        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
-
-    def __iter__(self) -> Iterator[int]:
-        left = self.remaining_indices
-        total = self.num_samples * self.num_replicas
-        padded = (left * (1 + total // max(1, len(left))))[:total]
-        return iter(padded[self.rank :: self.num_replicas])
-
-    def __len__(self) -> int:
-        return self.num_samples
+def unpack(packed: torch.Tensor) -> tuple[Any, int]:
+    """The value that some bytes begin with, and how many these are. Raises NotSendableError."""
+    memory = packed.numpy()
+    end = _HEAD + int.from_bytes(memory[:_HEAD].tobytes(), "little")
+    plain, layouts = json.loads(memory[_HEAD:end].tobytes())
+    tensors = []
+    for shape, dtype in layouts:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        as_bytes(tensor)[:] = memory[end : end + tensor.nbytes]
+        tensors.append(tensor)
+        end += tensor.nbytes
+    return _value(plain, tensors), end
 
 
-class TorchState:
-    """A model, an optimizer, and whatever else `hvd.elastic.run` shall keep, as attributes.
+def _refuse(text: str) -> None:
+    raise NotSendableError(text)
 
-    model, optimizer: of PyTorch. Further ones: modules, optimizers and ElasticSamplers by their state_dict; all else
-    (numbers of batches and epochs, lists ...) as it is, if broadcast_object can send it.
-    """
 
-    def __init__(
-        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **others: Any
-    ) -> None:
-        given = {"model": model, "optimizer": optimizer, **others}
-        self._held = {name for name, each in given.items() if hasattr(each, "state_dict")}
-        self._plain = set(given) - self._held
-        if clash := {name for name in given if hasattr(type(self), name)}:
-            raise ArgumentError(f"TorchState: {', '.join(sorted(clash))} is the name of a method; take another one")
-        self._callbacks: list[Callable[[], object]] = []
-        for name, each in given.items():
-            setattr(self, name, each)
-        self.save()
+_CONTAINERS = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
+_LEAVES: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {  # type, to JSON, from JSON
+    "array": (
+        np.ndarray,
+        lambda array: [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()],
+        lambda held: np.frombuffer(base64.b64decode(held[2]), np.dtype(held[0])).reshape(held[1]).copy(),
+    ),
+    "bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda held: complex(*held)),
+    "dtype": (torch.dtype, dtype_name, lambda held: getattr(torch, held)),
+    "device": (torch.device, str, torch.device),
+    "error": ((), str, _refuse),
+}
 
-    def register_reset_callbacks(self, callbacks: list[Callable[[], object]]) -> None:
-        """Have these called when ranks were lost, after the state was given back: to change the learning rate, say."""
-        self._callbacks.extend(callbacks)
 
-    def save(self) -> None:
-        """Keep the state in memory."""
-        self._saved = {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self._held}
-        self._saved_plain = {name: copy.deepcopy(getattr(self, name)) for name in self._plain}
+def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """`value` as JSON: containers, and what JSON does not know, as a dict of one kind; tensors go to the list."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        tensors.append(readable(value))
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, dict):
+        return {"dict": [[_plain(key, tensors), _plain(held, tensors)] for key, held in value.items()]}
+    for name, container in _CONTAINERS.items():
+        if isinstance(value, container):
+            return {name: [_plain(each, tensors) for each in value]}
+    return _leaf(value)
 
-    commit = save
-    """Horovod's name. No hosts are added while a job runs, so there is nothing to ask for."""
 
-    def check_host_updates(self) -> None:
-        """Nothing: MPI tells of lost ranks by itself, and none are added."""
+def _leaf(value: Any) -> Any:
+    if not (isinstance(value, np.ndarray) and (value.dtype.hasobject or value.dtype.names is not None)):
+        for name, (kind, write, _) in _LEAVES.items():
+            if isinstance(value, kind):
+                return {name: write(value)}
+    for number in (int, float, str):
+        if isinstance(value, number):  # an enumeration's member, say
+            return number(value)
+    raise NotSendableError(
+        f"a {type(value).__module__}.{type(value).__qualname__} can't be sent to other ranks, because no pickle is "
+        f"taken from the network; send {SENDABLE}"
+    )
 
-    def restore(self) -> None:
-        """Give back what was saved last."""
-        for name, state in self._saved.items():
-            getattr(self, name).load_state_dict(copy.deepcopy(state))
-        for name, value in self._saved_plain.items():
-            setattr(self, name, copy.deepcopy(value))
 
-    def sync(self) -> None:
-        """Take on rank 0's state, and save it. Collective."""
-        for name in sorted(self._held):
-            held = getattr(self, name)
-            if isinstance(held, torch.nn.Module):
-                broadcast_parameters(held.state_dict(), root_rank=0)
-            elif isinstance(held, torch.optim.Optimizer):
-                broadcast_optimizer_state(held, root_rank=0)
-            else:
-                held.load_state_dict(broadcast_object(held.state_dict()))
-        plain = broadcast_object({name: getattr(self, name) for name in sorted(self._plain)})
-        for name, value in plain.items():
-            setattr(self, name, value)
-        self.save()
-
-    def on_reset(self) -> None:
-        """Ranks were lost: share what is left of the data, and call the callbacks."""
-        for name in self._held:
-            if isinstance(getattr(self, name), ElasticSampler):
-                getattr(self, name).reset()
-        for callback in self._callbacks:
-            callback()
+def _value(plain: Any, tensors: list[torch.Tensor]) -> Any:
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, held),) = plain.items()
+    if kind == "tensor":
+        return tensors[held]
+    if kind == "dict":
+        return {_value(key, tensors): _value(entry, tensors) for key, entry in held}
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind](_value(each, tensors) for each in held)
+    return _LEAVES[kind][2](held)

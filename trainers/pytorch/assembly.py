@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from allreduce import create, notices
 from allreduce.backend import AllReduce, Recipe, TwoPhase
+from allreduce.elastic.retry import Commit
 from allreduce.errors import ClosedError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
@@ -22,7 +23,7 @@ from trainers.pytorch.buckets import own_gpu
 from trainers.pytorch.hooks import Hook
 from trainers.pytorch.optimizer_group import DROPPED, OptimizerGroup, group_of
 from trainers.pytorch.options import Options, check_arguments, check_still_fit, describe, sort
-from trainers.pytorch.recovery import Commit, Whole, collect, newest_replica, recover, surviving, tell_policy
+from trainers.pytorch.recovery import Whole, collect, newest_replica, regroup, surviving, tell_policy
 from trainers.pytorch.reducer import Reducer
 from trainers.pytorch.report import TracedClock
 from trainers.pytorch.sharded import Kernels, ShardedOptimizer
@@ -203,7 +204,7 @@ class Assembly:
                     raise
                 ok = False
             if ulfm.in_force() and not group.topology.finished(ok):
-                lost = recover(group)  # others have not done their last step; they do it, or it is done already
+                lost = regroup(group)  # others have not done their last step; they do it, or it is done already
                 if self.slices_lost:
                     raise lost
                 continue

@@ -20,12 +20,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from allreduce import notices
+from allreduce.elastic.retry import Commit, recover, retry
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
-from allreduce.transport import ulfm
+from allreduce.transport import processes, ulfm
 from allreduce.transport.chunked import broadcast, pieces
 from allreduce.transport.control import all_values, root_value
-from allreduce.transport.deferred_free import keep
+from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import wait_for
 from trainers.pytorch.buckets import Block
 from trainers.pytorch.optimizer_group import Member, OptimizerGroup
@@ -34,7 +35,6 @@ from trainers.replicas.pytorch.tensors import as_bytes, shaped
 from trainers.state.backup import KEEPS, NEVER, TAG, keepers
 
 ResultT = TypeVar("ResultT")
-Commit = Callable[[], object]  # takes on a state that has been received, locally
 Owned = Sequence[Sequence[slice]]  # of each rank for each bucket
 
 
@@ -51,7 +51,7 @@ def surviving(group: OptimizerGroup) -> Iterator[None]:
             raise
         group.revoke()  # so that all ranks that wait come out
         group.topology.finished(False)
-        raise recover(group) from error
+        raise regroup(group) from error
 
 
 def tell_policy(topology: Topology) -> None:
@@ -61,61 +61,40 @@ def tell_policy(topology: Topology) -> None:
         notices.once(topology.rank, text)
 
 
-def recover(group: OptimizerGroup) -> RankLostError:
-    """Make the optimizers of a group again on the ranks that are left. Returns the error that tells of it.
+def regroup(group: OptimizerGroup) -> RankLostError:
+    """Make the optimizers of a group again on the ranks that are left. Returns the error that tells of the failure.
 
-    Collective over all ranks that are left, which have agreed that a rank was lost (Topology.finished). When another
-    one is lost meanwhile, all of it begins again.
+    Collective over all ranks that are left, which have agreed that a rank has failed (Topology.finished).
     """
     members = {number: member for number, member in sorted(group.members.items()) if not member.closed}
-    left, former = group.topology, list(range(group.topology.size))
-    while True:
-        left = left.survivors()
-        former = [former[rank] for rank in left.former]
-        commits = _unless_lost(left, partial(_newest_states, left, members))
-        if not left.finished(commits is not None):
-            continue
-        for commit in commits or []:
-            commit()
-        heir = _unless_lost(left, partial(_rebuilt, left, members))
-        if left.finished(heir is not None):
-            break
-    assert heir is not None
+    newest = partial(recover, repair=partial(_newest_states, members))
+    heir = retry(newest(group.topology), partial(_rebuilt, members), newest)
+    before, left = group.topology, processes.world_ranks(heir.topology.world)
     group.replace(heir)
-    error = _error_of(group.topology.size, former, members)
+    lost = tuple(rank for rank, number in enumerate(processes.world_ranks(before.world)) if number not in left)
+    error = _error_of(lost, before.size, members)
     for member in members.values():
         member.recovered()
     return error
 
 
-def _unless_lost(topology: Topology, work: Callable[[], ResultT]) -> ResultT | None:
-    """The result of `work`; None when a rank was lost meanwhile."""
-    try:
-        return work()
-    except Exception as error:
-        if ulfm.lost(error) is None:
-            raise
-        topology.revoke()
-        return None
+def _newest_states(members: dict[int, Member], topology: Topology) -> Commit:
+    """Get the newest state of each optimizer; the result takes the states on. Collective.
 
-
-def _newest_states(topology: Topology, members: dict[int, Member]) -> list[Commit]:
-    """Get the newest state of each optimizer; the results take it on. Collective.
-
-    Nothing is changed yet: a rank that had taken half of it, and then lost the rank that it came from, would have
+    Nothing is changed yet: a rank that had taken half of a state, and then lost the rank that it came from, would have
     neither state.
     """
     comm = topology.private()
-    everyone = all_values(comm, sorted(members), "go on without a lost rank")
+    everyone = all_values(comm, sorted(members), "go on without a failed rank")
     commits: list[Commit] = []
     for number, member in sorted(members.items()):
         on_all = all(number in numbers for numbers in everyone)
         commits.append(member.newest_state(comm) if on_all else member.drop)
     topology.release(comm)
-    return commits
+    return lambda: [commit() for commit in commits]
 
 
-def _rebuilt(topology: Topology, members: dict[int, Member]) -> OptimizerGroup:
+def _rebuilt(members: dict[int, Member], topology: Topology) -> OptimizerGroup:
     """A new group, with all members made again. Collective; may be called again for the same members."""
     group = OptimizerGroup(topology)
     for _, member in sorted(members.items()):
@@ -124,12 +103,12 @@ def _rebuilt(topology: Topology, members: dict[int, Member]) -> OptimizerGroup:
     return group
 
 
-def _error_of(size: int, former: list[int], members: dict[int, Member]) -> RankLostError:
-    lost = tuple(rank for rank in range(size) if rank not in former)
+def _error_of(lost: tuple[int, ...], size: int, members: dict[int, Member]) -> RankLostError:
+    """The error that tells of the lost ranks, of `size` ranks before."""
     ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {size}"
-    be = "were" if len(lost) > 1 else "was"
+    be, left = "were" if len(lost) > 1 else "was", size - len(lost)
     steps = max((each.steps for each in members.values()), default=0)
-    text = f"{ranks} {be} lost; {len(former)} go{'es' * (len(former) == 1)} on, after step {steps}"
+    text = f"{ranks} {be} lost; {left} go{'es' * (left == 1)} on, after step {steps}"
     if any(each.slices_lost for each in members.values()):
         text += ". The lost slices of a sharded update are gone: load model and optimizer from the last checkpoint"
     error = RankLostError(text)
@@ -223,7 +202,7 @@ class Backup:
                 wait_for(self._comm, request, KEEPS)
         except BaseException:
             for request in requests:
-                keep(request)
+                free_later(request)
             raise
 
     def _packed(self, now: Kept) -> Copy:

@@ -1,39 +1,50 @@
-"""What a trainer does when a rank fails: it goes on with the ranks that are left, or stops in order.
+"""What a trainer does when a rank fails: it goes on with the ranks that are left, or the job stops in order.
 
-A call of a trainer is made by all ranks together, and left by all together: in the end the survivors agree whether all
-of them are through it. If not, they shrink to those that live, make again what depends on the ranks (topology, backend,
-buffers), take on the newest state that any of them has, and make the call again. A fit goes on where it was; other
-calls begin again. A rank that fails meanwhile begins this again. Calls inside of calls, as callbacks make them, are
-ended by a failure, and the outermost one goes on.
+All ranks make a call of a trainer together, and they agree at its end whether all of them have completed it. If not,
+the ranks that are left form the next topology, make backend and buffers again, take on the newest state that they have
+together, and make the call again. A fit goes on where it was; other calls begin again. A call inside of another one, as
+callbacks make them, is ended by a failure, and the outermost call goes on.
 """
 
+import json
 import logging
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from allreduce.elastic.standby import NEWCOMER, Joining, Manned
+import numpy as np
+
+from allreduce.elastic.retry import attempt, recover, retry
+from allreduce.elastic.standby import JOINED, ElasticWorld, JoiningRank
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
-from allreduce.transport.control import all_values, everywhere, known
-from trainers.errors import ArgumentError
-from trainers.group import Owner, RankGroup
+from allreduce.transport.control import all_values, everywhere, known, root_value
+from trainers.errors import ArgumentError, DivergedError
+from trainers.fit.loop import Fit
+from trainers.group import Owner, RankGroup, broadcast_arrays
+from trainers.state.pieces import EVENTS, STEPS, Begun, Piece, Place
 from trainers.strategies.interface import Strategy
+from trainers.watching.history import Epoch, History
 
 log = logging.getLogger("trainers")
 
 ResultT = TypeVar("ResultT")
 CHOICES = ("stop", "continue")
 MAKING = "the making of the trainer"
+HOW_FAR = "learn the positions of the ranks in a fit"
+HAND_OVER = "hand a fit to a joining rank"
+VALUES = "trainer.values"
 
 
 class Failure(NamedTuple):
-    """ranks: of MPI.COMM_WORLD, that have failed. left: how many went on.
+    """Ranks that have failed together.
 
-    during: the call in which they failed, "fit: epoch 3, step 17" say. seconds: until the others had begun again.
+    ranks: their ranks in MPI.COMM_WORLD. left: how many ranks went on. during: the call in which they failed, for
+    example "fit, epoch 3, step 17". seconds: until the ranks that are left had repaired.
     """
 
     ranks: tuple[int, ...]
@@ -47,7 +58,7 @@ class Failure(NamedTuple):
 
 
 class Call(Generic[ResultT]):
-    """A collective call of a trainer. run: makes it; on the ranks that are left once more when one has failed."""
+    """A collective call of a trainer. run: makes the call; after a failure the ranks that are left run it again."""
 
     admits_ranks = False  # whether standby ranks may join during this call
 
@@ -55,79 +66,86 @@ class Call(Generic[ResultT]):
         self.name, self.run = name, run
 
     def open(self) -> bool:
-        """Prepare to join this call, which other ranks are in the middle of; whether that can be. Local."""
+        """Prepare this rank to join a call that other ranks have begun. False where no rank can join it. Local."""
         return False
 
     def go_back(self) -> bool:
-        """No ranks have the whole state: have all of them take on an earlier one, if there is any. Collective."""
+        """The ranks do not have the whole state: take on an earlier one. False if there is none. Collective."""
         return False
 
     def rejoin(self) -> None:
-        """The ranks are others now, and have equal states: those after the strategy's `steps`. Collective."""
+        """Come to the call's position. The ranks have equal states, those after the strategy's `steps`. Collective."""
 
     def keep(self) -> None:
-        """The job stops after this: write down what it can go on from. Collective."""
+        """The job stops after this: write a checkpoint from which another job can go on. Collective."""
 
     def close(self) -> None:
-        """The call is over, however it has ended. Local."""
+        """The call has ended, in a result or an error. Local."""
 
     def __str__(self) -> str:
         return self.name
 
 
 class Recovery:
-    """How a trainer and its calls survive failed ranks.
+    """Makes a trainer and its calls survive failed ranks.
 
-    goes_on: whether the others go on; otherwise the job stops in order.
-    failures: that were survived so far, the same on all ranks. owns_topology: the topology was made here.
+    failures: those so far, the same on all ranks. owns_topology: the topology was made here.
     """
 
     def __init__(self, strategy: Strategy, on_failure: str | None) -> None:
         self._strategy, self._on_failure = strategy, on_failure
         self._continues = on_failure == "continue"
         self._active = False  # whether the ranks outlive a failed one
-        self._busy = self._known = False  # inside of a call; all ranks know that it is to be made again
-        self._again = False  # ranks that have waited could not find the call that these are in
+        self._busy = False  # inside of a call
+        self._again = False  # a call that admits standby ranks has ended; they could not find a later one
         self.failures: list[Failure] = []
         self.owns_topology = False
 
     @property
     def goes_on(self) -> bool:
+        """Whether the ranks that are left go on after a failure; otherwise the job stops in order."""
         return self._active and self._continues
 
     # The making of the trainer
 
     def make(self, topology: Topology | None, owner: Owner) -> RankGroup:
-        """Agree on the arguments, and connect the strategy; on the ranks that are left when one fails. Collective.
+        """Agree on the arguments, and connect the strategy. Collective over the ranks that are left when one fails.
 
         topology: given by the user, or None for all ranks. owner: the trainer.
         """
-        retries, begin = self._continues and ulfm.in_force(), time.monotonic()
+        strategy, begin = self._strategy, time.monotonic()
+        retries = self._continues and ulfm.in_force()
         self.owns_topology = topology is None
-        ranks = topology or (Topology.of_survivors() if retries else Topology())
-        retries &= not isinstance(ranks, Joining)  # the others are in the middle of a fit
-        first, before = ranks, processes.world_ranks(ranks.world)
-        while True:
-            made, error, failed = _attempt(ranks, partial(self._connected, ranks, owner))
-            if not retries or ranks.finished(failed is None):
-                break
-            self._strategy.abandon()
-            ranks = _next_topology(ranks, admits=False)
+        first = ranks = topology or (Topology.of_survivors() if retries else Topology())
+        before = processes.world_ranks(first.world)
+
+        def advance(topology: Topology) -> Topology:
+            nonlocal ranks
+            strategy.abandon()
+            ranks = topology.survivors(admit=False)
             self.owns_topology = True
-            self._strategy.renumber(ranks.former)
-        if error is not None:
-            if self.owns_topology and failed is None:  # all ranks come to this
+            strategy.renumber(ranks.previous_ranks)
+            return ranks
+
+        connect = partial(self._connected, owner)
+        try:
+            if retries and not isinstance(ranks, JoiningRank):  # the ranks that it joins are in the middle of a fit
+                group = retry(ranks, connect, advance)
+            else:
+                group = attempt(ranks, partial(connect, ranks)).result()
+        except Exception as error:
+            if self.owns_topology and everywhere(error, ranks.world):
                 ranks.close()
-            raise error
-        self._active = self._strategy.outlives_ranks and (ranks.size > 1 or isinstance(ranks, Joining | Manned))
+            raise
+        self._active = strategy.outlives_ranks and (ranks.size > 1 or isinstance(ranks, JoiningRank | ElasticWorld))
         if self._active:
-            self._strategy.recoverable = self._strategy.replica.undoable = True
+            strategy.recoverable = strategy.replica.undoable = True
         if ranks is not first:
             self._note(before, MAKING, time.monotonic() - begin)
-        return made[0]
+        return group
 
-    def _connected(self, ranks: Topology, owner: Owner) -> RankGroup:
-        """Raises on all ranks what is wrong with the arguments of any, and leaves nothing behind then. Collective."""
+    def _connected(self, owner: Owner, ranks: Topology) -> RankGroup:
+        """Connect the strategy. Raises an error in any rank's arguments on all ranks, and leaves nothing behind."""
         strategy = self._strategy
         group: RankGroup | None = None
         row = f"{strategy.describe()}, on_failure={self._on_failure!r}"
@@ -146,7 +164,7 @@ class Recovery:
         return group
 
     def _refusal(self, ranks: Topology) -> ArgumentError | None:
-        """What is wrong with on_failure=... here. Local."""
+        """Why on_failure=... can't be had on these ranks, if it can't. Local."""
         on_failure, replica = self._on_failure, self._strategy.replica
         if on_failure is not None and on_failure not in CHOICES:
             return ArgumentError(f"on_failure={on_failure!r} is unknown; use one of {', '.join(CHOICES)}, or None")
@@ -170,121 +188,90 @@ class Recovery:
     # Calls
 
     def run(self, call: Call[ResultT]) -> ResultT:
-        """What the call returns, or raises on all ranks. Collective.
+        """The result of a call; its error is raised on all ranks. Collective.
 
-        Raises RankLostError where the job stops, and where the ranks that are left don't have the newest state whole.
+        Raises RankLostError where the job stops, and where the ranks that are left do not have a whole state.
         """
         if not self._active or self._busy:
             return call.run()
         self._busy = True
         try:
             self._warn_of_empty_places(call)
-            if isinstance(self._strategy.group.topology, Joining) and call.open():
-                self._recover(call)
-            return self._made(call)
+            topology = self._strategy.group.topology
+            if isinstance(topology, JoiningRank) and call.open():
+                topology = self._recover(call, topology)
+            return retry(topology, lambda _: call.run(), partial(self._recover, call))
         finally:
             self._busy = False
             self._again |= call.admits_ranks
 
-    def _made(self, call: Call[ResultT]) -> ResultT:
-        while True:
-            topology = self._strategy.group.topology
-            results, error, failed = _attempt(topology, call.run)
-            if not self._known and topology.finished(failed is None):
-                if error is not None:
-                    raise error
-                return results[0]
-            self._known = False
-            self._recover(call)
-
     def _warn_of_empty_places(self, call: Call[ResultT]) -> None:
-        """Before a second fit: no standby rank takes the place of one that fails in it. Local."""
+        """Warn before a second fit, in which no standby rank takes the place of a failed rank. Local."""
         group = self._strategy.group
-        if call.admits_ranks and self._again and group.rank == 0 and isinstance(group.topology, Manned):
+        if call.admits_ranks and self._again and group.rank == 0 and isinstance(group.topology, ElasticWorld):
             log.warning(
                 "trainers: a rank that is lost in this fit leaves its place empty: ranks that wait take places in the "
                 "first fit only"
             )
 
-    def by_all(self, action: Callable[[], object]) -> None:
-        """Do a part of a call that no rank that is left may have done without the others. Collective.
+    def _recover(self, call: Call[ResultT], topology: Topology) -> Topology:
+        """Go on with the ranks that are left, and with those that join. Returns their topology. Collective."""
+        strategy, begin = self._strategy, time.monotonic()
+        joins, admit = isinstance(topology, JoiningRank), call.admits_ranks and not self._again
+        before, during = processes.world_ranks(topology.world), str(call)
 
-        Raises RankLostError on all of them when a rank fails meanwhile: then none of them counts it as done.
-        """
-        if not self._active:
-            action()
-            return
-        topology = self._strategy.group.topology
-        _, error, failed = _attempt(topology, action)
-        if not topology.finished(failed is None):
-            self._known = True
-            raise failed or RankLostError("a rank was lost before the others had done the same")
-        if error is not None:
-            raise error
+        def repair(topology: Topology) -> None:
+            nonlocal before, during
+            self._repair(call, topology, joins)
+            before, during = self._tell_joining(before, during)
+            if not self._continues:
+                call.keep()
 
-    def _recover(self, call: Call[ResultT]) -> None:
-        """Go on with the ranks that are left, whichever fail meanwhile. Collective over them."""
-        strategy, group, begin = self._strategy, self._strategy.group, time.monotonic()
-        before, during = processes.world_ranks(group.topology.world), str(call)
-        joins = isinstance(group.topology, Joining)
-        while True:
-            error: Exception | None = None
-            failed = None
-            group.abandon()
-            strategy.replica.undo()  # a batch of a step that was not taken
-            strategy.rescue()
-            topology = _next_topology(group.topology, call.admits_ranks and not self._again)
-            group.topology = topology
-            self.owns_topology = True
-            try:
-                self._find_joining(topology, joins)
-                group.replace(topology)
-                before, during = self._repair(call, before, during)
-            except Exception as met:
-                error = met
-                if not everywhere(met, topology.world):  # or else they know that the state is lost, say
-                    failed = ulfm.lost(met)
-                    if failed is None:
-                        raise
-                    topology.revoke()
-            if topology.finished(failed is None):
-                break
-        strategy.commit()
-        self._note(before, during, time.monotonic() - begin)
-        if error is not None:
-            raise error
+        try:
+            topology = recover(topology, repair, partial(self._advance, admit))
+        finally:
+            strategy.commit()
+            self._note(before, during, time.monotonic() - begin)
         if not self._continues:
             why = self.failures[-1] if self.failures else f"ranks did not come together in {during}, but none is lost"
             raise known(RankLostError(f'{why}; the job stops (on_failure="stop")'), topology.world)
+        return topology
 
-    def _repair(self, call: Call[ResultT], before: tuple[int, ...], during: str) -> tuple[tuple[int, ...], str]:
-        """Come to the newest state, and to where the call was; returns the last two arguments. Collective."""
-        strategy = self._strategy
+    def _advance(self, admit: bool, topology: Topology) -> Topology:
+        """Keep this rank's pieces of the state, and form the next topology. Collective."""
+        group, strategy = self._strategy.group, self._strategy
+        group.abandon()
+        strategy.replica.undo()  # a batch of a step that was not taken
+        strategy.rescue()
+        group.topology = topology.survivors(admit)
+        self.owns_topology = True
+        return group.topology
+
+    def _repair(self, call: Call[ResultT], topology: Topology, joins: bool) -> None:
+        """Take on the newest state, and come to the call's position. Collective.
+
+        joins: this rank has joined since the call began, so it has no state when another rank fails in the repair.
+        """
+        strategy, group = self._strategy, self._strategy.group
+        joined = all_values(topology.world, joins, "learn which ranks join")
+        topology.previous_ranks = tuple(JOINED if joined[r] else old for r, old in enumerate(topology.previous_ranks))
+        group.replace(topology)
         strategy.rebuild()
-        strategy.group.close_owner_first()
+        group.close_owner_first()
         if not strategy.restore() and not call.go_back():
             raise self._incomplete(call)
         strategy.divide()
         call.rejoin()
-        before, during = self._tell_joining(before, during)
-        if not self._continues:
-            call.keep()
-        return before, during
-
-    def _find_joining(self, topology: Topology, joins: bool) -> None:
-        """A rank that has joined, and had nothing when another one failed, has nothing now. Collective."""
-        new = all_values(topology.world, joins, "see who joins")
-        topology.former = tuple(NEWCOMER if new[rank] else old for rank, old in enumerate(topology.former))
 
     def _tell_joining(self, before: tuple[int, ...], during: str) -> tuple[tuple[int, ...], str]:
-        """Which ranks there were, and what they did: joining ranks hear it from the others. Collective."""
+        """The ranks before the failure and their call; joining ranks learn both from the others. Collective."""
         group = self._strategy.group
-        if NEWCOMER not in group.previous:
+        if JOINED not in group.previous:
             return before, during
-        sides = all_values(group.comm, [before, during, self.failures], "tell ranks that join what was lost")
-        ranks, during, failures = next(side for side, old in zip(sides, group.previous, strict=True) if old >= 0)
-        if group.previous[group.rank] == NEWCOMER:
-            self.failures = [Failure(tuple(gone), *rest) for gone, *rest in failures]
+        sides = all_values(group.comm, [before, during, self.failures], "tell joining ranks of the failures")
+        ranks, during, failures = next(side for side, old in zip(sides, group.previous, strict=True) if old != JOINED)
+        if group.previous[group.rank] == JOINED:
+            self.failures = [Failure(tuple(failed), *rest) for failed, *rest in failures]
         return tuple(ranks), during
 
     def _incomplete(self, call: Call[ResultT]) -> RankLostError:
@@ -298,7 +285,10 @@ class Recovery:
         return known(RankLostError(text), self._strategy.group.topology.world)
 
     def _note(self, before: tuple[int, ...], during: str, seconds: float) -> None:
-        """Note which of the ranks `before`, of MPI.COMM_WORLD, have failed; say so where the others go on. Local."""
+        """Add the failure to `failures`, and log it where the ranks that are left go on. Local.
+
+        before: the ranks before the failure, in MPI.COMM_WORLD. during: the call. seconds: that the repair took.
+        """
         group = self._strategy.group
         left = processes.world_ranks(group.topology.world)
         gone = tuple(rank for rank in before if rank not in left)
@@ -312,7 +302,7 @@ class Recovery:
                 log.warning("trainers: rank%s %s joined", "s" * (len(joined) > 1), ", ".join(map(str, joined)))
 
     def __str__(self) -> str:
-        """What happens when a rank fails, for the start of a program."""
+        """What happens when a rank fails, in words that the command line prints at the start."""
         if self._strategy.group.size == 1:
             return "there are no others to go on"
         if not ulfm.in_force():
@@ -323,24 +313,148 @@ class Recovery:
         return f"the others go on{back}"
 
 
-def _next_topology(old: Topology, admits: bool) -> Topology:
-    """The ranks with which a training goes on: those of `old` that live, and those that join. Collective over them."""
-    if isinstance(old, Manned):
-        old.admits = admits
-    return old.survivors()
+# The calls that a failure does not simply repeat
 
 
-Attempt = tuple[list[ResultT], Exception | None, RankLostError | None]
+class FitCall(Call[History]):
+    """A fit, which goes on where it was when a rank fails. begin: makes the fit; collective.
+
+    - The ranks do all parts of a step, and of the end of an epoch, together. So they are at most one part apart.
+    - A rank that is behind takes the logs and flags of the part from a rank that has done it, and calls its callbacks.
+    """
+
+    admits_ranks = True
+
+    def __init__(self, strategy: Strategy, begin: Callable[[], Fit]) -> None:
+        super().__init__("fit", self._run)
+        self._strategy, self._begin = strategy, begin
+        self._fit: Fit | None = None
+
+    def _run(self) -> History:
+        if self._fit is None:
+            self._fit = self._begin()
+        return self._fit.run()
+
+    def open(self) -> bool:
+        self._strategy.group.rank = JOINED  # until `replace` numbers it, so that callbacks do not take it for rank 0
+        self._fit = self._begin()
+        self._fit.open_to_join()
+        return True
+
+    def close(self) -> None:
+        if self._fit is not None:
+            self._fit.close()
+
+    def __str__(self) -> str:
+        if self._fit is None or not self._fit.place.epoch >= 0:
+            return "fit, before its first epoch"
+        return f"fit, epoch {self._fit.place.epoch + 1}, step {self._fit.place.step + 1}"
+
+    def rejoin(self) -> None:
+        """Come to the position of the rank that is ahead of all others. Collective."""
+        fit, strategy, group = self._fit, self._strategy, self._strategy.group
+        if not all(all_values(group.comm, fit is not None and fit.begun, HOW_FAR)):  # nothing was trained: begin again
+            self.close()
+            self._fit = None
+            return
+        assert fit is not None
+        fit.batches.divide(strategy.part, strategy.parts)
+        if group.previous[group.rank] != JOINED:
+            move(fit, strategy.steps - fit.taken)
+        fit.taken = strategy.steps
+        sides = all_values(group.comm, side_of(fit), HOW_FAR)
+        catch_up(fit, sides)
+        if JOINED in group.previous:
+            hand_over(fit, group.previous)
+        fit.guarded(fit.callbacks.ranks_change)
+        if fit.saver is not None:
+            fit.saver.rejoin([side["saver"] for side in sides])
+        fit.meter.look_again()
+
+    def go_back(self) -> bool:
+        fits = all_values(self._strategy.group.comm, self._fit is not None and self._fit.begun, HOW_FAR)
+        return all(fits) and self._fit is not None and self._fit.go_back()
+
+    def keep(self) -> None:
+        if self._fit is not None:
+            self._fit.save_now()
 
 
-def _attempt(ranks: Topology, action: Callable[[], ResultT]) -> Attempt[ResultT]:
-    """What a collective action returns, if it does; the error that it ends in; what this rank knows of a failure."""
-    try:
-        return [action()], None, None
-    except Exception as met:
-        failed = ulfm.lost(met)
-        if failed is not None:
-            ranks.revoke()
-        elif not everywhere(met, ranks.world):
-            raise  # the others don't know of it: it ends the job
-        return [], met, failed
+def side_of(fit: Fit) -> dict[str, Any]:
+    """What this rank tells the others of a fit, as JSON can hold it. Local."""
+    return {
+        "place": fit.place,
+        "logs": fit.logs,
+        "stop": [fit.stopped, fit.strategy.stop_training],
+        "heard": fit.callbacks.heard(),
+        "asks": fit.callbacks.asks,
+        "saver": None if fit.saver is None else fit.saver.side(),
+    }
+
+
+def move(fit: Fit, gained: int) -> None:
+    """Count `gained` more steps, of which this rank has the state and `measured` of the last one. Local."""
+    if gained > 0:
+        fit.hear_flags()
+        with suppress(DivergedError):  # which all ranks see together, at the end
+            fit.end_step()
+    elif gained < 0:
+        fit.step_back()
+
+
+def catch_up(fit: Fit, sides: list[dict[str, Any]]) -> None:
+    """Come to the position of the rank that is ahead. sides: `side_of` of all ranks. Local, the same on all ranks."""
+    ahead = max(sides, key=lambda side: side["place"])
+    place = Place(*ahead["place"])
+    if fit.place < place:
+        fit.place = place
+        if place.stage != STEPS:
+            fit.logs = ahead["logs"]
+        fit.stopped, fit.strategy.stop_training = ahead["stop"]
+    fit.asks = any(side["asks"] for side in sides)
+    fit.callbacks.tell_again((tuple(event), heard) for event, heard in (side["heard"] for side in sides))
+
+
+def hand_over(fit: Fit, previous: tuple[int, ...]) -> None:
+    """Give joining ranks the history and the callbacks' state of the other ranks. Collective.
+
+    previous: as of RankGroup.
+    """
+    comm = fit.strategy.group.comm
+    joins = previous[comm.rank] == JOINED
+    lead = next(rank for rank, old in enumerate(previous) if old != JOINED)
+    begun = fit.epoch_so_far()
+    epochs = (
+        [] if joins else json.loads(json.dumps([each.as_dict() for each in fit.history], default=np.ndarray.tolist))
+    )
+    told = [epochs, begun.seconds, begun.rows]
+    history, seconds, rows = root_value(comm, told, HAND_OVER, lead)
+    arrays = {} if joins else {VALUES: begun.measured, **fit.callbacks.state()}
+    arrays = broadcast_arrays(comm, arrays, lead, HAND_OVER)
+    if joins:
+        place, epochs = fit.place, [Epoch.of_dict(epoch) for epoch in history]
+        fit.history[:] = epochs[: place.epoch] if place.stage <= EVENTS else epochs  # or the event is told once more
+        fit.join(Begun(place.epoch, place.step, seconds, arrays.pop(VALUES), rows))
+        fit.guarded(lambda: fit.callbacks.load_state(arrays))
+
+
+class EditCall(Call[None]):
+    """A change of the parameters, made on all ranks that are left or on none. change: of the user's."""
+
+    def __init__(self, strategy: Strategy, change: Callable[[], object]) -> None:
+        super().__init__("edit", self._run)
+        self._strategy, self._change = strategy, change
+
+    def _run(self) -> None:
+        strategy, topology = self._strategy, self._strategy.group.topology
+        if not strategy.recoverable:
+            strategy.edit(self._change)
+            return
+        before: list[Piece] = []
+        outcome = attempt(topology, lambda: strategy.edit(self._change, before))
+        if topology.finished(outcome.failure is None):
+            outcome.result()
+            return
+        if before:
+            strategy.saved = before
+        raise outcome.failure or RankLostError("a rank failed before all ranks had made the change")

@@ -17,7 +17,7 @@ from allreduce import notices
 from allreduce.arrays import gpu
 from allreduce.backend import AllReduce, TwoPhase
 from allreduce.backends.central import Central
-from allreduce.elastic.standby import NEWCOMER
+from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Series, Trace, now
 from allreduce.transport.control import all_values, root_value, together
@@ -73,8 +73,8 @@ class CentralStorage(Mirrored):
         """The storage rank stays, where it is left; rank 0 takes its place."""
         previous = self.group.previous
         self.renumber(previous)
-        if NEWCOMER in previous:
-            old = next(rank for rank, before in enumerate(previous) if before != NEWCOMER)
+        if JOINED in previous:
+            old = next(rank for rank, before in enumerate(previous) if before != JOINED)
             self.storage = root_value(self.group.comm, self.storage, "hear where the storage is", old)
         super().rebuild()
 

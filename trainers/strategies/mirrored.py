@@ -8,7 +8,7 @@ import numpy as np
 from allreduce import create, notices
 from allreduce.arrays import dtypes
 from allreduce.backend import AllReduce, Recipe, TwoPhase
-from allreduce.elastic.standby import NEWCOMER
+from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import together
@@ -313,7 +313,7 @@ class Mirrored(Strategy):
         return self.replica.gradient_length + (0 if self._beside else self._last.size)
 
     def restore(self) -> bool:
-        if self.group.previous[self.group.rank] == NEWCOMER:
+        if self.group.previous[self.group.rank] == JOINED:
             self.saved = []  # a rank that joins has nothing of this training
         found = newest(self.group, self.saved or [], self.steps, self._length)
         if found.choice is None:

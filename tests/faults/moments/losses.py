@@ -131,7 +131,7 @@ def repaired(topology: Topology, text: str) -> Topology:
     name, moment = text.split(":")
     victim = len(text) % topology.size
     try:
-        with topology.watch.hearing():  # a part's error has the part's numbers
+        with topology.detector.hearing():  # a part's error has the part's numbers
             attempt(name, moment, topology, topology.rank == victim)
     except RankLostError as error:
         lost = error.lost
@@ -139,7 +139,7 @@ def repaired(topology: Topology, text: str) -> Topology:
     assert not topology.finished(False)
     left = topology.survivors()
     assert topology.closed
-    assert left.former == tuple(rank for rank in range(len(left.former) + 1) if rank != victim)
+    assert left.previous_ranks == tuple(rank for rank in range(len(left.previous_ranks) + 1) if rank != victim)
     with allreduce.create(name, left) as reduce:
         sums(reduce)
     if left.rank == 0:

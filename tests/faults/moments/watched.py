@@ -94,7 +94,7 @@ def main(way: str, dies: str, folder: str, *injected: str) -> None:
         ranks = standby.man(ranks, 1)
     if ranks is None:
         return
-    late = isinstance(ranks, standby.Joining)
+    late = isinstance(ranks, standby.JoiningRank)
     came = fitted(ranks, Path(folder), Story(int(dies), bool(injected)), "ranks", on_failure="continue")
     alone = Path(folder) / f"alone {processes.here()[0]}"
     alone.mkdir()

@@ -36,7 +36,7 @@ def dtypes_at(variant: str) -> tuple[str, ...]:
     """
     polls = MPI.get_vendor()[0] == "MPICH"
     if polls and SIZE > 3:
-        return ("bfloat16",) if SIZE == 4 else ("bfloat16", "float32")
+        return ("bfloat16",) if SIZE == 4 else ("float32",)
     if SIZE == 2 and "+" not in variant and not QUICK:
         return DTYPES
     other = SIZE == 3 and not polls and not QUICK

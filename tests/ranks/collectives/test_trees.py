@@ -1,11 +1,13 @@
-"""A job of test_trees.py: lists, tuples and dicts of arrays in the backends' calls."""
+"""Lists, tuples and dicts of arrays in the backends' calls."""
 
-import os
-import tempfile
 from collections import namedtuple
+from collections.abc import Callable, Generator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
+import pytest
+from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
@@ -13,10 +15,16 @@ from allreduce.backend import AllReduce
 from allreduce.tracing.trace import Trace
 from allreduce.wrappers.background import Background
 from allreduce.wrappers.traced import Traced
+from tests.ranks.together import raised
 
 Pair = namedtuple("Pair", "x y")
-topology = allreduce.Topology()
-rank, size = topology.rank, topology.size
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+@pytest.fixture(scope="module", params=["auto", "ring", "hierarchical_copy"])
+def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.Topology]) -> Generator[AllReduce]:
+    with allreduce.create(request.param, topology_of(None)) as made:
+        yield made
 
 
 def tree() -> dict:
@@ -27,7 +35,7 @@ def tree() -> dict:
     return dict(reversed(back.items())) if rank % 2 else back  # the order in which keys came is no matter
 
 
-def check(reduce: AllReduce) -> None:
+def test_values(reduce: AllReduce) -> None:
     for _ in range(2):
         given = tree()
         arrays = given["a"][0], given["b"]
@@ -57,16 +65,8 @@ def check(reduce: AllReduce) -> None:
     assert {key: id(value) for key, value in reduce.packed.items()} == held  # memory of the first call
 
 
-def raised(kind: type[Exception], call: object) -> str:
-    """Every rank raises `kind`."""
-    try:
-        call()  # type: ignore[operator]
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind.__name__} on rank {rank}")
-
-
-def check_errors(reduce: AllReduce) -> None:
+@pytest.mark.skipif(size == 1, reason="one rank can't disagree")
+def test_errors(reduce: AllReduce) -> None:
     shape = (3, 2) if rank == 0 else (2, 3)  # as many elements
     text = raised(errors.DisagreementError, lambda: reduce({"w": np.ones(shape)}, "sum"))
     assert "rank 0: a tree {'w': *} of float64[3, 2]" in text, text
@@ -86,16 +86,12 @@ def check_errors(reduce: AllReduce) -> None:
     reduce(known, "sum")
 
 
-for name in ("auto", "ring", "hierarchical_copy"):
-    with allreduce.create(name, topology) as reduce:
-        check(reduce)
-        if size > 1:
-            check_errors(reduce)
-        with tempfile.TemporaryDirectory() as folder, Trace(os.path.join(folder, "trace.json"), topology) as trace:
-            check(Traced(topology, inner=reduce, trace=trace))
-            assert trace.calls
-        if name == "ring":
-            with Background(topology, inner=reduce) as background:
-                check(background)
-topology.close()
-print(f"rank {rank} is done")
+def test_traced(reduce: AllReduce, tmp_path: Path) -> None:
+    with Trace(str(tmp_path / "trace.json"), reduce.topology) as trace:
+        test_values(Traced(reduce.topology, inner=reduce, trace=trace))
+        assert trace.calls
+
+
+def test_in_the_background(reduce: AllReduce) -> None:
+    with Background(reduce.topology, inner=reduce) as background:
+        test_values(background)

@@ -1,23 +1,24 @@
-"""A job of test_compressed.py: float32 and float64 that travel as 16 bits, with every backend and in training."""
+"""float32 and float64 that travel as 16 bits, with every backend and in training."""
 
 from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import torch
+import pytest
+from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
 from allreduce.backend import TwoPhase
 from allreduce.wrappers.compressed import Compressed
 from tests.ranks.counting import Counting
+from tests.ranks.together import raised
 from trainers import MirroredTrainer
-from trainers.pytorch import MirroredOptimizer
 from trainers.replicas.numpy.network import NumpyNetwork
 
-topology = allreduce.Topology()
-rank, size = topology.rank, topology.size
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+several = pytest.mark.skipif(size == 1, reason="one rank sends nothing")
 LENGTH = 12_000
 SHORT = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -32,25 +33,27 @@ def wanted(short: np.dtype, dtype: str) -> np.ndarray:
     return np.sum(sides, axis=0, dtype=np.float32).astype(short)
 
 
-def raised(kind: type[Exception], call: Any) -> str:
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind.__name__} on rank {rank}")
-
-
 def expect(found: np.ndarray, short: np.dtype, what: str) -> None:
     """The sums, but for the last bit, which the order of adding decides; of 16 bits, and the same everywhere."""
     right = wanted(short, str(found.dtype)).astype(np.float64)
     unit = 2.0 ** (-10 if short == np.float16 else -7)
     assert (np.abs(found - right) <= unit * np.abs(right) + 2.0**-20).all(), what
     assert (found == found.astype(short)).all(), f"{what}: not rounded"
-    assert len(set(topology.world.allgather(found.tobytes()))) == 1, f"{what}: ranks have different bits"
+    assert len(set(MPI.COMM_WORLD.allgather(found.tobytes()))) == 1, f"{what}: ranks have different bits"
 
 
-def sums(name: str, compress: str) -> None:
-    with allreduce.create(name, topology, compress=compress) as reduce:
+CASES = [
+    (name, compress)
+    for name in allreduce.NAMES
+    if name not in ("native", "nccl")
+    for compress in (SHORT if name in ("ring", "shared") else ("bfloat16",))
+]
+
+
+@several
+@pytest.mark.parametrize(("name", "compress"), CASES)
+def test_sums(name: str, compress: str, flat: allreduce.Topology) -> None:
+    with allreduce.create(name, flat, compress=compress) as reduce:
         assert isinstance(reduce, Compressed)
         short = SHORT[compress]
         for dtype in ("float32", "float64"):
@@ -111,7 +114,9 @@ def disagree(reduce: Any, compress: str) -> None:
     reduce(np.ones(7), "mean")
 
 
-def bad_input() -> None:
+@several
+def test_bad_input(flat: allreduce.Topology) -> None:
+    topology = flat
     assert 'use "float16"' in raised(errors.OptionError, partial(allreduce.create, "ring", topology, compress="int8"))
     assert "sums no 16-bit" in raised(
         errors.OptionError, partial(allreduce.create, "native", topology, compress="float16")
@@ -146,7 +151,8 @@ def sent(reduce: Any, dtype: str) -> int:
     return counting.sent.total()
 
 
-def bytes_across_nodes() -> None:
+@pytest.mark.skipif(size != 2, reason="counts what two ranks send")
+def test_bytes_across_nodes() -> None:
     with (
         allreduce.Topology(ranks_per_node=1) as nodes,
         allreduce.create("ring", nodes) as plain,
@@ -156,7 +162,7 @@ def bytes_across_nodes() -> None:
         assert 4 * sent(reduce, "float64") == sent(plain, "float64")
 
 
-def fitted(**options: Any) -> tuple[Any, np.ndarray]:
+def fitted(topology: allreduce.Topology, **options: Any) -> tuple[Any, np.ndarray]:
     """The history of a small training and its parameters."""
     rng = np.random.default_rng(3)
     x = rng.normal(size=(90, 8)).astype("float32")
@@ -166,25 +172,37 @@ def fitted(**options: Any) -> tuple[Any, np.ndarray]:
         return history, np.array(trainer.replica.state()["parameters"])
 
 
-def trainers() -> None:
+@several
+def test_trainers(flat: allreduce.Topology) -> None:
     """Losses come exact: those of the first step are the uncompressed ones. Parameters are equal on all ranks."""
-    plain, exact_parameters = fitted(allreduce="ring")
+    plain, exact_parameters = fitted(flat, allreduce="ring")
     for options in ({"allreduce": "ring"}, {"allreduce": "auto", "update": "sharded"}, {"allreduce": "shared"}):
-        history, parameters = fitted(compress="bfloat16", **options)
-        assert len(set(topology.world.allgather(parameters.tobytes()))) == 1
+        history, parameters = fitted(flat, compress="bfloat16", **options)
+        assert len(set(MPI.COMM_WORLD.allgather(parameters.tobytes()))) == 1
         assert not (parameters == exact_parameters).all()
         assert np.abs(parameters - exact_parameters).max() < 0.05
         assert abs(history[-1].loss - plain[-1].loss) < 0.01
 
 
-def one_step(**options: Any) -> float:
+def one_step(topology: allreduce.Topology, **options: Any) -> float:
     """The loss of a step, as the trainer tells it."""
     x, y = values(9, "float32", 8 * 30).reshape(30, 8), np.arange(30) % 2
     with MirroredTrainer(NumpyNetwork([8, 2], seed=1), "ring", topology, **options) as trainer:
         return trainer.fit(x, y, epochs=1, batch_size=30, progress=False)[0].loss
 
 
-def torch_optimizer() -> None:
+@several
+def test_the_loss_is_exact(flat: allreduce.Topology) -> None:
+    assert abs(one_step(flat, compress="bfloat16") - one_step(flat)) < 1e-6
+
+
+@several
+def test_torch_optimizer(flat: allreduce.Topology) -> None:
+    if size > 3:
+        pytest.skip("many ranks take long to import PyTorch")
+    torch = pytest.importorskip("torch")
+    from trainers.pytorch import MirroredOptimizer
+
     for update in ("replicated", "sharded"):
         torch.manual_seed(0)
         model = torch.nn.Linear(40, 5)
@@ -193,7 +211,7 @@ def torch_optimizer() -> None:
             torch.optim.SGD(model.parameters(), lr=1.0),
             model,
             "ring",
-            topology=topology,
+            topology=flat,
             update=update,
             compress="bfloat16",
         )
@@ -210,16 +228,3 @@ def torch_optimizer() -> None:
             model.weight.detach().numpy(), start.numpy() - grad, rtol=1e-6
         )  # parameters keep all their bits
         optimizer.close()
-
-
-for name in allreduce.NAMES:
-    for compress in SHORT if name in ("ring", "shared") else ("bfloat16",):
-        if name not in ("native", "nccl"):
-            sums(name, compress)
-bad_input()
-bytes_across_nodes()
-trainers()
-assert abs(one_step(compress="bfloat16") - one_step()) < 1e-6
-torch_optimizer()
-topology.close()
-print(f"rank {rank} is done")

@@ -1,24 +1,33 @@
-"""A job of test_adasum.py: the backend "adasum" against the same tree of pairs in NumPy."""
+"""The backend "adasum" against the same tree of pairs in NumPy."""
 
-import os
-import tempfile
+from collections.abc import Callable, Generator
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pytest
+from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
+from allreduce.backend import AllReduce
 from allreduce.tracing.trace import Trace
 from allreduce.wrappers.background import Background
 from allreduce.wrappers.compressed import Compressed
 from allreduce.wrappers.traced import Traced
+from tests.ranks.together import raised
 from trainers import MirroredTrainer, NumpyNetwork
 
-topology = allreduce.Topology()
-rank, size = topology.rank, topology.size
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 ROUNDED = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 0.0, "float64": 0.0}  # once, half a unit
+
+
+@pytest.fixture(scope="module")
+def reduce(topology_of: Callable[..., allreduce.Topology]) -> Generator[AllReduce]:
+    with allreduce.create("adasum", topology_of(None)) as made:
+        yield made
 
 
 def vector(number: int, length: int, dtype: object) -> np.ndarray:
@@ -48,11 +57,11 @@ def expect(found: np.ndarray, wanted: np.ndarray, dtype: str, what: str) -> None
     slack = 1e-14 if dtype == "float64" else 1e-6
     limits = ROUNDED[dtype] * 1.01 * np.abs(wanted) + slack * np.abs(wanted).max(initial=0)
     assert (np.abs(found.astype(np.float64) - wanted) <= limits).all(), (what, found[:4], wanted[:4])
-    everyone = topology.world.allgather(found.tobytes())
+    everyone = MPI.COMM_WORLD.allgather(found.tobytes())
     assert all(one == other for one, other in pairwise(everyone)), f"{what}: ranks have different bits"
 
 
-def values(reduce: allreduce.backend.AllReduce) -> None:
+def test_values(reduce: AllReduce) -> None:
     for name in ROUNDED:
         dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
         for length in (0, 1, size - 1, 5, 1000, 300_001):  # parts of none, one and several segments
@@ -66,7 +75,7 @@ def values(reduce: allreduce.backend.AllReduce) -> None:
     expect(table.reshape(-1), tree([vector(number, 12, "float32") for number in range(size)]), "float32", "2-D")
 
 
-def properties(reduce: allreduce.backend.AllReduce) -> None:
+def test_properties(reduce: AllReduce) -> None:
     same = np.array([3.0, -4.0])
     reduce(same, "adasum")
     np.testing.assert_allclose(same, [3, -4], rtol=1e-15)  # equal ones are averaged
@@ -85,7 +94,7 @@ def properties(reduce: allreduce.backend.AllReduce) -> None:
     assert np.isnan(spoilt).all()
 
 
-def layers(reduce: allreduce.backend.AllReduce) -> None:
+def test_layers(reduce: AllReduce) -> None:
     """Each array of a tree by itself, whatever its dtype, contiguous or not."""
     wide = np.zeros((5, 8), "float32")
     given = {"w": wide[:, ::2], "b": [vector(rank + 9, 3, "float32"), vector(rank, 3, "float64")]}
@@ -100,15 +109,8 @@ def layers(reduce: allreduce.backend.AllReduce) -> None:
     assert counts["n"].tolist() == [size - 1] * 2
 
 
-def raised(kind: type[Exception], call: partial) -> str:
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind.__name__} on rank {rank}")
-
-
-def bad_input(reduce: allreduce.backend.AllReduce) -> None:
+def test_bad_input(reduce: AllReduce) -> None:
+    topology = reduce.topology
     array = vector(rank, 4, "float64")
     for op in ("sum", "mean", "average", "max", None, ["adasum"]):
         assert "which makes no sums" in raised(errors.UnsupportedOpError, partial(reduce, array, op))
@@ -133,13 +135,14 @@ def bad_input(reduce: allreduce.backend.AllReduce) -> None:
     reduce(array, "adasum")
 
 
-def in_trainers(reduce: allreduce.backend.AllReduce) -> None:
-    """Refused when they are made, by whatever name and in whatever wrapper; PyTorch's: sparse_gradients_job.py."""
+def test_in_trainers(reduce: AllReduce, tmp_path: Path) -> None:
+    """Refused when they are made, by whatever name and in whatever wrapper; PyTorch's: test_sparse_gradients.py."""
+    topology = reduce.topology
     makes = [
         partial(MirroredTrainer, NumpyNetwork([4, 2])),
         partial(MirroredTrainer, NumpyNetwork([4, 2]), update="sharded"),
     ]
-    with tempfile.TemporaryDirectory() as folder, Trace(os.path.join(folder, "trace.json"), topology) as trace:
+    with Trace(str(tmp_path / "trace.json"), topology) as trace:
         traced = Traced(topology, inner=Compressed(topology, inner=reduce, compress="bfloat16"), trace=trace)
         for given in (reduce, Background(topology, inner=reduce), traced):
             for make in makes:
@@ -150,13 +153,11 @@ def in_trainers(reduce: allreduce.backend.AllReduce) -> None:
     reduce(vector(rank, 4, "float64"), "adasum")  # it is still open
 
 
-assert "adasum" not in (*allreduce.NAMES, *allreduce.available(topology))
-with allreduce.create("adasum", topology) as reduce:
+def test_its_name(reduce: AllReduce) -> None:
     assert reduce.name == "adasum"
-    in_trainers(reduce)
-    for check in (values, properties, layers, bad_input):
-        check(reduce)
-    with tempfile.TemporaryDirectory() as folder, Trace(os.path.join(folder, "trace.json"), topology) as trace:
-        layers(Traced(topology, inner=reduce, trace=trace))
-print(f"rank {rank} is done")
-topology.close()
+    assert "adasum" not in (*allreduce.NAMES, *allreduce.available(reduce.topology))
+
+
+def test_traced(reduce: AllReduce, tmp_path: Path) -> None:
+    with Trace(str(tmp_path / "trace.json"), reduce.topology) as trace:
+        test_layers(Traced(reduce.topology, inner=reduce, trace=trace))

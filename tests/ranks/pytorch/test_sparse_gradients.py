@@ -1,21 +1,24 @@
-"""Run by test_sparse_gradients.py on several ranks: embeddings with sparse gradients train as on one rank."""
+"""Embeddings with sparse gradients train as on one rank: MirroredOptimizer, trainers, all_reduce and DDP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
-import allreduce.torch_backend  # noqa: F401
-from allreduce import Topology
-from allreduce.errors import OptionError
-from allreduce.torch_backend import Options
-from trainers import (
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+import torch.distributed as dist  # noqa: E402
+from mpi4py import MPI  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+import allreduce.torch_backend  # noqa: E402, F401
+from allreduce import Topology  # noqa: E402
+from allreduce.errors import OptionError  # noqa: E402
+from allreduce.torch_backend import Options  # noqa: E402
+from trainers import (  # noqa: E402
     CentralStorageTrainer,
     EmbeddingNetwork,
     MirroredTrainer,
@@ -23,12 +26,13 @@ from trainers import (
     ParameterServerTrainer,
     SpareReplicasTrainer,
 )
-from trainers.errors import ArgumentError, NotFiniteError
-from trainers.pytorch import MirroredOptimizer
-from trainers.replica import Replica
+from trainers.errors import ArgumentError, NotFiniteError  # noqa: E402
+from trainers.pytorch import MirroredOptimizer  # noqa: E402
+from trainers.replica import Replica  # noqa: E402
 
-TOPOLOGY = Topology()
-RANK, RANKS = TOPOLOGY.rank, TOPOLOGY.size
+pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="one rank is what the others are compared with")
+both_updates = pytest.mark.parametrize("update", ["replicated", "sharded"])
+RANK, RANKS = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 ROWS, STEPS = 40, 4
 Make = Callable[[Any], torch.optim.Optimizer]
 MAKERS: dict[str, Make] = {
@@ -85,12 +89,15 @@ def same(model: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(here, there)
 
 
-def trains_as_one_rank(name: str, update: str, overlap: bool) -> None:
+@both_updates
+@pytest.mark.parametrize("name", MAKERS)
+def test_trains_as_one_rank(name: str, update: str, flat: Topology) -> None:
     """With shares of different size, one of them empty; accumulated in two parts, which a rank may not have."""
     model = Words()
     plain = MAKERS[name](model.parameters())
+    overlap = (name == "sgd") == (update == "replicated")
     with MirroredOptimizer(
-        plain, model, topology=TOPOLOGY, update=update, overlap=overlap, check_every=1, check_gradients="raise"
+        plain, model, topology=flat, update=update, overlap=overlap, check_every=1, check_gradients="raise"
     ) as optimizer:
         for step in range(STEPS):
             words, targets, mine = batch(step)
@@ -112,11 +119,12 @@ def trains_as_one_rank(name: str, update: str, overlap: bool) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-def joins(update: str) -> None:
+@both_updates
+def test_joins(update: str, flat: Topology) -> None:
     """Ranks with fewer batches take part in the others' steps."""
     model = Words()
     with MirroredOptimizer(
-        MAKERS["sgd"](model.parameters()), model, topology=TOPOLOGY, update=update, check_every=RANKS
+        MAKERS["sgd"](model.parameters()), model, topology=flat, update=update, check_every=RANKS
     ) as optimizer:
         with optimizer.join():
             for step in range(1, 1 + RANK):
@@ -128,7 +136,8 @@ def joins(update: str) -> None:
         optimizer.step()  # compares
 
 
-def sparse_adam(update: str) -> None:
+@both_updates
+def test_sparse_adam(update: str, flat: Topology) -> None:
     """Each kind of gradient with an optimizer of its own; rows that no rank has used keep their moments."""
     model, alone = Words(), Words()
 
@@ -136,7 +145,7 @@ def sparse_adam(update: str) -> None:
         tables = [model.words.weight, model.rare.weight]
         return torch.optim.SparseAdam(tables, lr=0.1), torch.optim.SGD(model.out.parameters(), lr=0.5)
 
-    mirrored = [MirroredOptimizer(each, model, topology=TOPOLOGY, update=update) for each in pair(model)]
+    mirrored = [MirroredOptimizer(each, model, topology=flat, update=update) for each in pair(model)]
     for trained, optimizers in ((model, mirrored), (alone, pair(alone))):
         for step in range(2, 2 + STEPS):
             words, targets, mine = batch(step)
@@ -153,11 +162,11 @@ def sparse_adam(update: str) -> None:
         optimizer.close()
 
 
-def other_gradients() -> None:
+def test_other_gradients(flat: Topology, caplog: pytest.LogCaptureFixture) -> None:
     """Dense ones of a sparse embedding, 16 bits, NaN, and optimizers that take no sparse ones."""
     table = nn.Embedding(6, 3, sparse=True).to(torch.bfloat16)
     before = table.weight.detach().clone()
-    with MirroredOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table, topology=TOPOLOGY) as optimizer:
+    with MirroredOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table, topology=flat) as optimizer:
         if RANK == 1:
             nn.functional.linear(torch.ones(1, 3, dtype=torch.bfloat16), table.weight).sum().backward()  # as weights
         elif RANK == 0:
@@ -170,7 +179,7 @@ def other_gradients() -> None:
 
     model = Words()
     sgd = MAKERS["sgd"](model.parameters())
-    with MirroredOptimizer(sgd, model, topology=TOPOLOGY, check_gradients="raise") as optimizer:
+    with MirroredOptimizer(sgd, model, topology=flat, check_gradients="raise") as optimizer:
         if RANK == 1:
             with torch.no_grad():
                 model.words.weight.register_hook(lambda grad: grad * float("nan"))
@@ -178,18 +187,28 @@ def other_gradients() -> None:
             model(torch.tensor([3 + RANK, 3])).sum().backward()
 
     model = Words()
-    with MirroredOptimizer(torch.optim.Adam(model.parameters()), model, topology=TOPOLOGY) as optimizer:
+    with MirroredOptimizer(torch.optim.Adam(model.parameters()), model, topology=flat) as optimizer:
         model(torch.tensor([RANK])).sum().backward()
         assert model.words.weight.grad is not None
         assert not model.words.weight.grad.is_sparse
         optimizer.step()
+    told = "the sparse gradients of words.weight, rare.weight are averaged as dense ones"
+    assert caplog.text.count(told) == (RANK == 0)
     with pytest.raises(OptionError, match=r"those of out.weight are averaged as dense ones"):
-        MirroredOptimizer(torch.optim.SparseAdam(model.parameters()), model, topology=TOPOLOGY)
+        MirroredOptimizer(torch.optim.SparseAdam(model.parameters()), model, topology=flat)
     with pytest.raises(OptionError, match="makes no sums of gradients"):
-        MirroredOptimizer(torch.optim.SGD(model.parameters()), model, "adasum", topology=TOPOLOGY)
+        MirroredOptimizer(torch.optim.SGD(model.parameters()), model, "adasum", topology=flat)
 
 
-def all_reduces() -> None:
+@pytest.fixture
+def group() -> Generator[None]:
+    dist.init_process_group("allreduce")
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_all_reduces() -> None:
     """Sparse tensors of torch.distributed, with any number of entries, become the sum of the dense ones."""
     for dtype in (torch.float32, torch.int64, torch.float16):
         for shape, dims in (((10, 3), 1), ((4, 5, 2), 2), ((6,), 1)):
@@ -211,7 +230,8 @@ def all_reduces() -> None:
         dist.all_reduce(torch.eye(3).to_sparse(), op=dist.ReduceOp.MAX)
 
 
-def under_ddp() -> None:
+@pytest.mark.usefixtures("group")
+def test_under_ddp() -> None:
     """As on gloo, with a comm hook too."""
     gloo = dist.new_group(backend="gloo")
     ring = dist.new_group(backend="allreduce", pg_options=Options("ring"))
@@ -236,7 +256,7 @@ def under_ddp() -> None:
     same(trained[1], trained[2])
 
 
-def numpy_network() -> None:
+def test_numpy_network(flat: Topology) -> None:
     """Any number of ranks trains the table as one rank does; the batch of 4 leaves some without a row at its end."""
     x = np.random.default_rng(0).integers(0, ROWS, size=(29, 6))
 
@@ -246,12 +266,12 @@ def numpy_network() -> None:
         bind_parameters = Replica.bind_parameters
 
     strategies: list[Callable[[EmbeddingNetwork], Any]] = [
-        lambda given: MirroredTrainer(given, "ring", TOPOLOGY.split(RANK)),
-        lambda given: MirroredTrainer(given, "ring", TOPOLOGY),
-        lambda given: MirroredTrainer(given, "ring", TOPOLOGY, update="sharded"),
-        lambda given: MirroredTrainer(given, "auto", TOPOLOGY, update="sharded", copies=2),
-        lambda given: CentralStorageTrainer(given, TOPOLOGY, storage=1),
-        lambda given: CentralStorageTrainer(given, TOPOLOGY),
+        lambda given: MirroredTrainer(given, "ring", flat.split(RANK)),
+        lambda given: MirroredTrainer(given, "ring", flat),
+        lambda given: MirroredTrainer(given, "ring", flat, update="sharded"),
+        lambda given: MirroredTrainer(given, "auto", flat, update="sharded", copies=2),
+        lambda given: CentralStorageTrainer(given, flat, storage=1),
+        lambda given: CentralStorageTrainer(given, flat),
     ]
     trained = []
     for make in strategies:
@@ -267,15 +287,15 @@ def numpy_network() -> None:
             trainer.edit(edit)
             trainer.fit(np.minimum(x, ROWS - 2), x[:, 0] % 2, epochs=1, batch_size=7, progress=False)
         assert (network.table[ROWS - 1] == untouched).all()
-        assert len(set(TOPOLOGY.world.allgather(network.table.tobytes()))) == 1
+        assert len(set(flat.world.allgather(network.table.tobytes()))) == 1
         trained.append(network)
         np.testing.assert_allclose(network.table, trained[0].table, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(network.parameters, trained[0].parameters, rtol=1e-4, atol=1e-5)
     assert np.abs(trained[0].table[1:] - EmbeddingNetwork([4, 8, 2], words=ROWS, seed=1).table[1:]).max() > 0.1
     other: Any = nn.Linear(2, 2) if RANK == 1 else NumpyNetwork([4, 2])
     refused: list[Callable[[Any], Any]] = [
-        lambda given: SpareReplicasTrainer(given, TOPOLOGY, spare=0),
-        lambda given: ParameterServerTrainer(given, TOPOLOGY),
+        lambda given: SpareReplicasTrainer(given, flat, spare=0),
+        lambda given: ParameterServerTrainer(given, flat),
     ]
     for make in refused:
         with pytest.raises(ArgumentError, match=r"has sparse gradients \(of its table\), .* use MirroredTrainer"):
@@ -283,24 +303,3 @@ def numpy_network() -> None:
     for make in (*strategies[2:5], *refused):
         with pytest.raises(ArgumentError, match="rank 1: a trainer takes a replica"):
             make(other)
-
-
-def main() -> None:
-    for name in MAKERS:
-        trains_as_one_rank(name, "replicated", overlap=name == "sgd")
-        trains_as_one_rank(name, "sharded", overlap=name == "adagrad")
-    for update in ("replicated", "sharded"):
-        joins(update)
-        sparse_adam(update)
-    other_gradients()
-    numpy_network()
-    dist.init_process_group("allreduce")
-    all_reduces()
-    under_ddp()
-    dist.destroy_process_group()
-    if RANK == 0:
-        print("done")
-
-
-if __name__ == "__main__":
-    main()
