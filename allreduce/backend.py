@@ -31,7 +31,7 @@ from allreduce.health import abort
 from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.transport import chunked
-from allreduce.transport.deferred_free import keep
+from allreduce.transport.deferred_free import free_later
 
 BackendT = TypeVar("BackendT", bound="AllReduce")
 
@@ -72,7 +72,7 @@ class AllReduce(ABC):
         self._known: dict[tuple, Admitted] = {}  # what __call__ looks up: plain arrays in C order
         self.packed: dict[Any, Any] = {}  # by dtype and device: the buffer of the arrays of trees
         self._layouts: dict[trees.Key, trees.Layout] = {}
-        with topology.watch.hearing():
+        with topology.detector.hearing():
             self._connect(topology)
 
     def _connect(self, topology: Topology) -> None:
@@ -334,7 +334,7 @@ class AllReduce(ABC):
         try:
             self._close_together()
         except Exception as error:
-            if self.topology.watch.loss_of(error) is None:
+            if self.topology.detector.loss_of(error) is None:
                 raise
             self.abandon()
         if self.owns_topology:
@@ -351,7 +351,7 @@ class AllReduce(ABC):
     def abandon(self) -> None:
         """Let go of everything without the other ranks, who may be lost. Local; what they share stays to the end."""
         self.closed = True
-        keep((self.workspace, self._pinned))  # messages that are still under way write there
+        free_later((self.workspace, self._pinned))  # messages that are still under way write there
         self.workspace, self._pinned = Workspace(), gpu.Pinned()
         self._engine.stop()
         self._forget()

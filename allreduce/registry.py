@@ -76,7 +76,7 @@ def create(
     row = f"create({name!r}, check={check!r}{sent}{traced}{shown})"
     try:
         topology.agree([zlib.crc32(row.encode())], row, error)
-        with topology.watch.hearing(), topology.trial():
+        with topology.detector.hearing(), topology.trial():
             backend = _constructed(backend_class, topology, arguments)
         backend.name = name
         if compress is not None:

@@ -14,14 +14,14 @@ from mpi4py import MPI
 from allreduce import machine, notices
 from allreduce.errors import ClosedError, CopyError, DisagreementError, OptionError, UnavailableError
 from allreduce.health import abort, status_dump
-from allreduce.health.stall import STALL, TIMEOUT, Watch, seconds
+from allreduce.health.stall import STALL, TIMEOUT, StallDetector, seconds
 from allreduce.health.status import FAR_ROWS, ROW_BYTES, StatusRows
 from allreduce.process import children, launcher
 from allreduce.transport import deferred_free, liveness, processes, ulfm
-from allreduce.transport.cma import Reach
+from allreduce.transport.cma import CMA
 from allreduce.transport.control import agree, all_values, everywhere, known, root_value
-from allreduce.transport.shared_segment import CommonWindow
-from allreduce.transport.wait import Said, WaitRecord, record_of, waiting, watched
+from allreduce.transport.shared_segment import CommonSegment
+from allreduce.transport.wait import NamedCall, WaitRecord, record_of, waiting, watched
 
 TAGS = 1 << 15  # every MPI has at least this many
 NodeSizes = int | Sequence[int] | None  # `ranks_per_node`
@@ -100,16 +100,16 @@ class Topology:
         try:
             with waiting(comm, asked):
                 first = self.own(comm.Dup())
-            revoke = weakref.WeakMethod(self.cut_off)  # MPI keeps the watch with `first`; a topology can be dropped
-            self.watch = Watch(first, self.timeout, revoke=lambda: (call := revoke()) and call())
-            watched(first, self.watch, self.place())
+            revoke = weakref.WeakMethod(self.cut_off)  # MPI keeps the detector with `first`; a topology can be dropped
+            self.detector = StallDetector(first, self.timeout, revoke=lambda: (call := revoke()) and call())
+            watched(first, self.detector, self.wait_record())
             with waiting(first, asked):
                 self._connect(first)
         except BaseException:
             self.closed = True
             self._leave_owned()
-            if self._revoked and "watch" in vars(self):  # without a failure others may still wait in it
-                self.watch.abandon()
+            if self._revoked and "detector" in vars(self):  # without a failure others may still wait in it
+                self.detector.abandon()
             raise
         if parent is not None:
             self.cores, self.sharing = parent.cores, parent.sharing  # whose ranks need them too
@@ -132,13 +132,13 @@ class Topology:
         return self._revoked
 
     def _connect(self, comm: MPI.Intracomm) -> None:
-        """Make all communicators but the watch's, which is `comm`. Collective."""
+        """Make all communicators but the detector's, which is `comm`. Collective."""
         self.world: MPI.Intracomm = self.own(comm.Dup(), watch=True)
         self._control = self.private()
-        self._finish = self.watch.place(self.number(), raises=True)  # where `finished` waits, and
+        self._finish = self.detector.wait_record(self.number(), raises=True)  # where `finished` waits, and
         if ulfm.in_force():  # ranks that leave say so on a communicator that no failure revokes
             self._unrevoked = self.own(self.world.Dup())
-            self.watch.notes.part_on(self._unrevoked, self._finish)
+            self.detector.messages.part_on(self._unrevoked, self._finish)
         self.previous_ranks = tuple(range(self.size))
         self.host: MPI.Intracomm = self.own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
         found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "learn what this node has")
@@ -151,15 +151,15 @@ class Topology:
         if self._ranks_per_node is not None:
             number = _simulated_node(self.rank, self._ranks_per_node)
             self.node = self.own(self.host.Split(number, key=self.rank), watch=True)
-        self.reach = Reach(self.node)
+        self.cma = CMA(self.node)
         nodes, self.node_index = self._number_nodes()
         self.node_sizes = tuple(map(len, nodes))
         here = {rank: liveness.of_json(process) for _, rank, process in found if process is not None}
         rows = _shared_rows(self.node)
-        # A topology that is dropped leaves its communicators, with which MPI keeps the watch, and so the rows.
-        self._release_rows = weakref.finalize(self, _leave_rows, self.watch, rows)
+        # A topology that is dropped leaves its communicators, with which MPI keeps the detector, and so the rows.
+        self._release_rows = weakref.finalize(self, _leave_rows, self.detector, rows)
         self._release_rows.atexit = False
-        self.watch.connect(nodes, self.node_index, rows, here)
+        self.detector.connect(nodes, self.node_index, rows, here)
         self.cross: MPI.Intracomm = self.own(self.world.Split(self.node.rank, self.node_index), watch=True)
 
     def _number_nodes(self) -> tuple[list[list[int]], int]:
@@ -313,7 +313,7 @@ class Topology:
             self._users.append(user)
         with waiting(self.world, "make a communicator"):
             comm = self.own(self.world.Dup())
-        watched(comm, self.watch, wait or self.watch.place(self.number(), raises=True))
+        watched(comm, self.detector, wait or self.detector.wait_record(self.number(), raises=True))
         return comm
 
     def use(self, user: Closeable) -> None:
@@ -325,9 +325,9 @@ class Topology:
         if user in self._users:
             self._users.remove(user)
 
-    def place(self) -> WaitRecord:
+    def wait_record(self) -> WaitRecord:
         """A place in which a user's calls wait for other ranks. All ranks ask for theirs in the same order."""
-        return self.watch.place(self.number())
+        return self.detector.wait_record(self.number())
 
     def own(self, comm: MPI.Comm, watch: bool = False) -> MPI.Intracomm:
         """Free a communicator in the end. Local. watch: waits on it are in a place of their own."""
@@ -337,7 +337,7 @@ class Topology:
             if self._revoked:  # while it was made; other ranks may not have it
                 ulfm.revoke(comm)
         if watch:
-            watched(comm, self.watch, self.place())
+            watched(comm, self.detector, self.wait_record())
         return comm
 
     def release(self, comm: MPI.Intracomm, user: Closeable | None = None) -> None:
@@ -347,7 +347,7 @@ class Topology:
         with self._guard:
             self._owned.remove(comm)
         if (place := record_of(comm)) is not None:
-            self.watch.forget(place)
+            self.detector.forget(place)
         comm.Free()
 
     def once(self, kind: Callable[["Topology"], KindT]) -> KindT:
@@ -402,10 +402,10 @@ class Topology:
         try:
             self._close_together()
         except Exception as error:
-            if self.watch.loss_of(error) is None:
+            if self.detector.loss_of(error) is None:
                 raise
             self.closed = False
-            self.watch.leave("it has closed the topology")
+            self.detector.leave("it has closed the topology")
             self.abandon()
 
     def _close_together(self) -> None:
@@ -418,7 +418,7 @@ class Topology:
         for made in [*reversed(self._made_once.values())]:
             made.close()
         if self.original is None:
-            self.watch.close()
+            self.detector.close()
             self._release_rows()
         for comm in reversed(list(self._owned)):
             self.release(comm)
@@ -434,14 +434,14 @@ class Topology:
             made.abandon()
         self._leave_owned()
         if self.original is None:
-            self.watch.abandon()  # it keeps the rows: other ranks may wait for this one, and must hear that it leaves
+            self.detector.abandon()  # it keeps the rows: others may wait for this rank, and must hear that it leaves
             self._release_rows.detach()
 
     def _leave_owned(self) -> None:
         """Leave all communicators as they are: other ranks may use them, if they were not revoked."""
         with self._guard:
             if self._revoked:
-                deferred_free.free_later(self._owned)
+                deferred_free.free_comms_later(self._owned)
                 self._owned = []
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -466,10 +466,10 @@ class Topology:
         was raised after this was done. Parts of `split(on_error="part")` go on. Without ULFM nothing happens.
         """
         if ulfm.in_force() and not self.closed:
-            self.watch.lose()
+            self.detector.lose()
 
     def cut_off(self) -> None:
-        """Revoke what this topology and its children communicate with. Local. For its watch, when a rank was lost."""
+        """Revoke what this topology and its children communicate with. Local. For its detector."""
         with self._guard:
             self._revoked = True
             for comm in self._owned:
@@ -478,8 +478,8 @@ class Topology:
         for child in list(self._children):
             if not (child.apart or child.closed):
                 child.cut_off()
-                if "watch" in vars(child):  # it is not still being made
-                    child.watch.lose()
+                if "detector" in vars(child):  # it is not still being made
+                    child.detector.lose()
 
     def finished(self, ok: bool = True) -> bool:
         """Whether all ranks that are left come here with `ok`: the same answer on all of them. Collective over those.
@@ -494,10 +494,10 @@ class Topology:
         self.check_open()
         if not ulfm.in_force():
             return ok
-        call = Said("finished: the end of what a lost rank may interrupt")
+        call = NamedCall("finished: the end of what a lost rank may interrupt")
         self._finish.begin(call)
         try:
-            return ulfm.agree(self.world, ok, lambda: self.watch.notes.look_at_end(call))
+            return ulfm.agree(self.world, ok, lambda: self.detector.messages.look_at_end(call))
         finally:
             self._finish.end()
 
@@ -563,10 +563,10 @@ children.guard(
 )
 
 
-def _leave_rows(watch: Watch, rows: StatusRows | None) -> None:
+def _leave_rows(detector: StallDetector, rows: StatusRows | None) -> None:
     """A topology was closed or dropped: other ranks that wait in it hear that this one leaves, then its rows go."""
     with contextlib.suppress(Exception):
-        watch.leave("it has dropped the topology")
+        detector.leave("it has dropped the topology")
     if rows is not None:
         rows.release()
 
@@ -576,7 +576,7 @@ def _shared_rows(node: MPI.Intracomm) -> StatusRows | None:
     if node.size == 1:
         return None
     try:
-        memory = CommonWindow(node, ROW_BYTES * (node.size + FAR_ROWS), np.dtype(np.uint8)).array
+        memory = CommonSegment(node, ROW_BYTES * (node.size + FAR_ROWS), np.dtype(np.uint8)).array
     except UnavailableError:
         return None
     return StatusRows(memory.reshape(-1, ROW_BYTES), node.rank)

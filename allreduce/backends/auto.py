@@ -43,7 +43,7 @@ def rule(topology: Topology, nbytes: int, dtype: np.dtype, memory: int) -> tuple
         return "native", f"below {_size(least)} the MPI library's latency wins"
     if memory == ALLOCATED:
         return "shared", "one node: the ranks reduce in the memory that they share"
-    if topology.reach.works:
+    if topology.cma.works:
         return "shared", "one node: the ranks reduce in each other's memory"
     if nbytes <= most:
         return "shared", f"arrays not from allocate(), up to {_size(most)}: staged in memory that the ranks share"

@@ -22,7 +22,7 @@ from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, together
 from allreduce.transport.point_to_point import Transfer
-from allreduce.transport.shared_segment import Window
+from allreduce.transport.shared_segment import SharedSegment
 
 ROOT = "learn where the root is"
 BLOCK_BYTES = 256 * 1024  # what a rank adds at a time, from each rank
@@ -42,7 +42,7 @@ class Central(TwoPhase):
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self._tag)
-        self._windows: list[Window] = []
+        self._windows: list[SharedSegment] = []
         self._made: list[Topology | AllReduce] = []
         self._inside: Central | None = None  # of this node, where nodes have several ranks
         self._across: Central | None = None  # of the ranks that have their nodes' sums
@@ -86,7 +86,7 @@ class Central(TwoPhase):
 
     def _window(self, length: int, dtype: np.dtype) -> np.ndarray:
         """Memory that all ranks of this one node reach. Raises UnavailableError on all of them."""
-        window = Window(self._comm, length * dtype.itemsize)
+        window = SharedSegment(self._comm, length * dtype.itemsize)
         self._windows = [*(each for each in self._windows if each.alive()), window]
         return window.give().view(dtype)
 
@@ -122,7 +122,7 @@ class Central(TwoPhase):
             return
         self._transfer.relay(buffer, *binomial(self.rank, self.root, self.size))
 
-    def _add_chunk(self, window: Window, buffer: np.ndarray, op: Op) -> None:
+    def _add_chunk(self, window: SharedSegment, buffer: np.ndarray, op: Op) -> None:
         """Add this rank's chunk of all ranks' arrays, each block of it in the cache, into the root's."""
         offset = MPI.Get_address(buffer) - window.address
         memory = window.ranks
@@ -139,7 +139,7 @@ class Central(TwoPhase):
             everyone[self.root, block] = total
         window.fence()
 
-    def _find(self, buffer: np.ndarray) -> Window | None:
+    def _find(self, buffer: np.ndarray) -> SharedSegment | None:
         """The window of the array from `allocate` that `buffer` lies in."""
         address = MPI.Get_address(buffer)
         for window in self._windows:

@@ -24,7 +24,7 @@ from allreduce.engine.engine import Place
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import agree
-from allreduce.transport.shared_segment import LEAST_BYTES, Stage, Staged, Window, wanted_bytes
+from allreduce.transport.shared_segment import LEAST_BYTES, SharedSegment, StagedArray, StagingBuffer, wanted_bytes
 
 WORD = np.dtype(np.int64)
 BLOCK_BYTES = 256 * 1024  # what a rank adds at a time, from each rank
@@ -50,15 +50,15 @@ class Shared(TwoPhase):
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
-        self._reach = topology.reach
+        self._reach = topology.cma
         self._reaches = self._reach.works and not self._staged_only
         self.copies_foreign = "" if self._reaches else STAGES
-        self._arrays: dict[int, Window] = {}  # what `allocate` gave, by number; numbers are not used again
+        self._arrays: dict[int, SharedSegment] = {}  # what `allocate` gave, by number; numbers are not used again
         self._numbers = itertools.count()
         self._meetings = 0
-        self._stage = Stage(self._comm, LEAST_BYTES)
+        self._stage = StagingBuffer(self._comm, LEAST_BYTES)
         self._may_grow = True
-        words = Window(self._comm, 4 * WORD.itemsize)
+        words = SharedSegment(self._comm, 4 * WORD.itemsize)
         assert words.ranks is not None
         # Of two calls, of all ranks: what it is, and where the memory is that others may reach.
         self._words, self._addresses = words.ranks.view(WORD).T.reshape(2, 2, self.size)
@@ -67,7 +67,7 @@ class Shared(TwoPhase):
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> np.ndarray:
         if device == "cuda":
             return super()._allocate(length, dtype, device)
-        new = {next(self._numbers): Window(self._comm, length * dtype.itemsize)}
+        new = {next(self._numbers): SharedSegment(self._comm, length * dtype.itemsize)}
         self._arrays = {number: window for number, window in self._arrays.items() if window.alive()} | new
         return next(iter(new.values())).give().view(dtype)
 
@@ -225,16 +225,16 @@ class Shared(TwoPhase):
             staged.put_own(turn + 1)
         staged.end()
 
-    def _staged(self, buffer: np.ndarray, call: str) -> Staged:
+    def _staged(self, buffer: np.ndarray, call: str) -> StagedArray:
         """`buffer` before its first turn. The stage grows with the arrays that come."""
         wanted = wanted_bytes(buffer.nbytes, self.size)
         if wanted > self._stage.nbytes and self._may_grow:
             self._meet(buffer, call, None)  # so all ranks make it
             try:
-                self._stage = Stage(self._comm, wanted)
+                self._stage = StagingBuffer(self._comm, wanted)
             except UnavailableError:  # on all ranks; the one that is there does it more slowly
                 self._may_grow = False
-        return Staged(self._stage, buffer)
+        return StagedArray(self._stage, buffer)
 
     # Both
 

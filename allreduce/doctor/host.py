@@ -266,7 +266,7 @@ def gather_memory(topology: Topology, first: str) -> dict[str, Any]:
         "shared_free": shared.free,
         "available": _available(),
         "malloc": _malloc(),
-        "reach": topology.reach.works,
+        "cma": topology.cma.works,
     }
 
 
@@ -312,15 +312,15 @@ def judge_memory(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     yield _memory(nodes, needs)
     kinds = grouped(ranks, lambda rank: rank.facts["malloc"])
     yield alike("malloc", kinds, "give all ranks the same environment (mpirun -x NAME exports NAME)")
-    apart = [here[0].host for here in nodes if len(here) > 1 and not here[0].facts["reach"]]
+    apart = [here[0].host for here in nodes if len(here) > 1 and not here[0].facts["cma"]]
     if apart:
         text = "ranks may not read each other's memory, so arrays not from allocate() cost two copies"
         advice = "docker run --cap-add SYS_PTRACE (or --ipc=host --pid=host); else sysctl kernel.yama.ptrace_scope=0"
-        yield warning("reach", f"{some(apart, ', ')}: {text}", advice)
+        yield warning("CMA", f"{some(apart, ', ')}: {text}", advice)
     elif all(len(here) == 1 for here in nodes):
-        yield ok("reach", "every rank is alone on its node")
+        yield ok("CMA", "every rank is alone on its node")
     else:
-        yield ok("reach", "ranks of a node copy straight from each other's memory (process_vm_readv)")
+        yield ok("CMA", "ranks of a node copy straight from each other's memory (process_vm_readv)")
 
 
 def _shared(nodes: Sequence[Sequence[Rank]], needs: Needs) -> Finding:

@@ -15,7 +15,7 @@ from allreduce.doctor.findings import Finding, Needs, Rank, count, ok, plural, p
 from allreduce.doctor.host import ELEMENT
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine
-from allreduce.transport.deferred_free import keep
+from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import wait_until
 
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
@@ -152,7 +152,7 @@ def _return(comm: MPI.Intracomm, other: int, message: np.ndarray) -> None:
 def _complete(request: MPI.Request) -> None:
     """Wait for one message without sleeping, which would be measured too. Raises SilentError when it does not come."""
     if not wait_until(request.Test, ANSWER_SECONDS, pause=lambda now: os.sched_yield()):
-        keep(request)
+        free_later(request)
         raise SilentError
 
 

@@ -101,7 +101,7 @@ def man(topology: Topology, spares: int) -> Topology | None:
     places = topology.size - (0 if error else int(spares))
 
     def form(everyone: Topology) -> tuple[Topology, ElasticWorld | None]:
-        with everyone.watch.hearing():
+        with everyone.detector.hearing():
             everyone.agree([], f"man(spares={spares!r})", error)
         return everyone, _working(everyone, places, places)
 
@@ -132,7 +132,7 @@ def _next_world(
 
     def form(everyone: Topology) -> tuple[Topology, ElasticWorld | None]:
         states = np.empty((everyone.size, 3), np.int64)
-        with everyone.watch.hearing(), waiting(everyone.world, "learn which ranks work"):
+        with everyone.detector.hearing(), waiting(everyone.world, "learn which ranks work"):
             everyone.world.Allgather(np.array([previous, admit, done], np.int64), states)
         ranks, admitted, ended = states.T
         if ranks.max() == JOINED:
@@ -150,7 +150,7 @@ def _next_world(
 
 def _working(everyone: Topology, working: int, places: int) -> ElasticWorld | None:
     """The elastic world of the first `working` ranks; None on the others. Collective over `everyone`."""
-    with everyone.watch.hearing():
+    with everyone.detector.hearing():
         with waiting(everyone.world, "divide working and standby ranks"):
             comm = everyone.own(everyone.world.Split(everyone.rank < working, everyone.rank))
         try:
@@ -170,7 +170,7 @@ def _all_done(everyone: Topology, done: bool) -> bool:
 
 
 def _tell_done(everyone: Topology) -> None:
-    with everyone.watch.hearing():
+    with everyone.detector.hearing():
         if everyone.rank == 0:
             with waiting(everyone.world, "tell the standby ranks that the work is done"):
                 for rank in range(1, everyone.size):
@@ -180,9 +180,11 @@ def _tell_done(everyone: Topology) -> None:
 
 
 def _hear_done(everyone: Topology) -> None:
-    watch, told = everyone.watch, partial(everyone.world.Iprobe, 0, DONE)
-    with watch.hearing():
-        wait_until(lambda: told() or watch.notes.left, meanwhile=watch.check, pause=Pause(longest=POLL_SECONDS))
+    detector, told = everyone.detector, partial(everyone.world.Iprobe, 0, DONE)
+    with detector.hearing():
+        wait_until(
+            lambda: told() or detector.messages.left, meanwhile=detector.check, pause=Pause(longest=POLL_SECONDS)
+        )
         if told():
             _receive_done(everyone)
         else:  # the working ranks have ended their programs without a word

@@ -13,7 +13,7 @@ import numpy as np
 from allreduce.engine.call import NUMBER
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
-from allreduce.transport.shared_segment import CommonWindow
+from allreduce.transport.shared_segment import CommonSegment
 
 USERS = 64  # of one topology at a time; any more do without
 TURNS = 2
@@ -42,11 +42,11 @@ class FingerprintTable:
     def __init__(self, topology: Topology) -> None:
         self._node = node = topology.host
         self.free = dict.fromkeys(range(USERS), 0)  # parts that no user has: how often ranks have met there
-        self._window: CommonWindow | None = None
+        self._window: CommonSegment | None = None
         self._words: memoryview | None = None
         if node.size == topology.size > 1 and topology.original is None:
             try:
-                self._window = CommonWindow(node, USERS * TURNS * node.size, np.dtype(np.int64))
+                self._window = CommonSegment(node, USERS * TURNS * node.size, np.dtype(np.int64))
                 self._words = memoryview(self._window.array)  # type: ignore[arg-type]
             except UnavailableError:  # on all ranks: their memory is full, and they do without
                 pass

@@ -29,8 +29,8 @@ from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import Comparison, agree, combine, everywhere
-from allreduce.transport.deferred_free import keep
-from allreduce.transport.wait import LOOK_SECONDS, Said
+from allreduce.transport.deferred_free import free_later
+from allreduce.transport.wait import LOOK_SECONDS, NamedCall
 from allreduce.transport.wait import Call as Shown
 
 Work = Callable[[Any, Op], object]  # what a rank does with a 1-D array, in place, when all ranks have come
@@ -75,16 +75,16 @@ class Admitted:
     bind: prepares the work for one array, once `work` is what it stays.
     """
 
-    __slots__ = ("bind", "call", "find", "op", "place", "tree", "word", "work")
+    __slots__ = ("bind", "call", "find", "fingerprint", "op", "place", "tree", "work")
 
     def __init__(
         self, call: Call, op: Op, tree: Layout | None = None, find: Find | None = None, place: Place | None = None
     ) -> None:
         self.call, self.op, self.tree, self.find, self.place = call, op, tree, find, place
         self.bind: Callable[[Any, Op], Callable[[], object]] | None = None
-        self.word = fingerprint(call) ^ (tree.number << NUMBER_BITS if tree else 0)
+        self.fingerprint = fingerprint(call) ^ (tree.number << NUMBER_BITS if tree else 0)
         if place is not None:
-            self.word ^= zlib.crc32(f"{place}".encode()) << NUMBER_BITS
+            self.fingerprint ^= zlib.crc32(f"{place}".encode()) << NUMBER_BITS
         self.work: Work
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Engine:
         self.check = check
         self._topology, self._user = topology, user
         self.broken: BaseException | None = None  # what ended a call half-way
-        self.wait = topology.place()
+        self.wait = topology.wait_record()
         self._control = topology.private(wait=self.wait)
         self._compares = compare and topology.size > 1
         self._slot = topology.once(FingerprintTable).take() if compare else None
@@ -203,7 +203,7 @@ class Engine:
             if (slot := self._slot) is not None:
                 met = self._met = self._met + 1
                 words = slot.turns[met & 1]
-                words[slot.place] = mine = call.word | (met & NUMBER)
+                words[slot.place] = mine = call.fingerprint | (met & NUMBER)
                 for _ in self._looks:
                     if words.tolist().count(mine) == slot.size:
                         break
@@ -238,7 +238,14 @@ class Engine:
 
     def _bound(self, call: Admitted, flat: Any, steps: list[Callable[[], object]]) -> Callable[[], None]:
         """As `run`, with all that stays the same from call to call at hand. steps: the work, one function."""
-        wait, slot, comparison, word, number, thread = self.wait, self._slot, self._comparison, call.word, NUMBER, 0
+        wait, slot, comparison, word, number, thread = (
+            self.wait,
+            self._slot,
+            self._comparison,
+            call.fingerprint,
+            NUMBER,
+            0,
+        )
         place, size, turns = (slot.place, slot.size, slot.turns) if slot is not None else (0, 0, ())
         looks, ident = self._looks, get_ident
 
@@ -295,7 +302,7 @@ class Engine:
             return Admitted(call.call, call.op, tree, place=call.find(flat))
         if tree is None:
             return call
-        key = call.word, tree.number
+        key = call.fingerprint, tree.number
         if key not in self._parts:
             self._parts[key] = Admitted(call.call, call.op, tree)
         return self._parts[key]
@@ -307,14 +314,14 @@ class Engine:
         messages have the same tag.
         """
         call = self.wait.call
-        return 0 if call is None or self._compares else ((call.word >> NUMBER_BITS) + self.wait.count) % TAGS
+        return 0 if call is None or self._compares else ((call.fingerprint >> NUMBER_BITS) + self.wait.count) % TAGS
 
     def agree(self, values: list[int], text: str, error: Exception | None = None) -> None:
         """Return when all ranks bring equal `values` and no error; otherwise raise on all of them.
 
         text: this rank's side in words.
         """
-        wait, said = self.wait, Said(text, AGREEING)
+        wait, said = self.wait, NamedCall(text, AGREEING)
         if get_ident() != self._thread:
             self._notice_thread()
         if wait.call is not None or self.broken is not None:
@@ -389,10 +396,10 @@ class Engine:
                     time.sleep(SLEEP_SECONDS)
                 elif now - begin >= self._spin:
                     os.sched_yield()
-                self._topology.watch.check()
+                self._topology.detector.check()
                 if now - looked > LOOK_SECONDS:
                     looked = now
-                    self._topology.watch.look(self.wait)
+                    self._topology.detector.look(self.wait)
         finally:
             self.wait.raises = False
 
@@ -400,13 +407,13 @@ class Engine:
         """A call has failed: what all ranks raise leaves them in step, anything else (a node's error) does not."""
         if everywhere(error, self._topology.world):
             return
-        keep(array)  # late ranks, and messages that are under way, may still write there
+        free_later(array)  # late ranks, and messages that are under way, may still write there
         self.stopped = True
-        if (lost := self._topology.watch.loss_of(error)) is not None:
+        if (lost := self._topology.detector.loss_of(error)) is not None:
             self.broken = lost
             raise lost from (None if isinstance(error, RankLostError) else error)
         self.broken = without_frames(error)
-        self._topology.watch.leave(f"its call failed ({type(error).__name__}: {error})", self.wait)
+        self._topology.detector.leave(f"its call failed ({type(error).__name__}: {error})", self.wait)
         if isinstance(error, MPI.Exception):
             raise CommunicationError(f"MPI reports an error in {call}: {error}") from error
 

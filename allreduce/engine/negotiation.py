@@ -24,7 +24,7 @@ from allreduce.arrays.chunks import binomial, subtree
 from allreduce.engine.queue import Future, Queue, Worker
 from allreduce.errors import AllReduceError, DisagreementError, OptionError
 from allreduce.transport.control import disagreement, known
-from allreduce.transport.wait import Said
+from allreduce.transport.wait import NamedCall
 
 Sides = list[Any]  # by rank; None of a rank that has joined
 
@@ -329,14 +329,14 @@ class NamedQueue(Queue):
             self.worker.fail(self, error)
 
     def _mind(self) -> None:
-        """The watch looks at the call that has waited longest."""
+        """The stall detector looks at the call that has waited longest."""
         first = next(iter(self._waiting.values()), None)
         if first is not self._first:
             self._first = first
             if first is None:
                 self.wait.end()
             else:
-                self.wait.begin(Said(first.what))
+                self.wait.begin(NamedCall(first.what))
 
     def _send(self, message: list[Any], ranks: Sequence[int]) -> None:
         """Begin to send to all of these ranks, and wait for nobody."""

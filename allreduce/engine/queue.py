@@ -28,7 +28,7 @@ from allreduce.health import abort
 from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.transport.control import agree, raise_together
-from allreduce.transport.wait import LOOK_SECONDS, Pause, Said
+from allreduce.transport.wait import LOOK_SECONDS, NamedCall, Pause
 
 ANNOUNCE, DECIDE = 1, 2  # tags
 RUN, REFUSE = 1, 2
@@ -103,7 +103,7 @@ class Queue:
 
     def __init__(self, worker: "Worker", number: int, name: str, alone: bool) -> None:
         self.worker, self.number, self.name, self.alone = worker, number, name, alone
-        self.wait = worker.watch.place(-((worker.number << 20) + number), raises=True)
+        self.wait = worker.detector.wait_record(-((worker.number << 20) + number), raises=True)
         self.broken: BaseException | None = None  # a call has failed before all ranks had come to it
         self.closed = False
         self.submitted = 0
@@ -142,7 +142,7 @@ class Queue:
     def announce(self, pending: Future) -> None:
         """Tell rank 0 that this rank has come to a call."""
         if not self.pending:
-            self.wait.begin(Said(pending.what))
+            self.wait.begin(NamedCall(pending.what))
         self.pending.append(pending)
         self.worker.announce(self.number, self.submitted, pending.digest)
 
@@ -168,7 +168,7 @@ class Worker:
     """The queues of one topology's ranks, `topology.once(Worker)`. Creating it, `queue` and `close` are collective."""
 
     def __init__(self, topology: Topology) -> None:
-        self.watch, self.number = topology.watch, topology.number()
+        self.detector, self.number = topology.detector, topology.number()
         self._comm, self._control = topology.private(), topology.private()  # for announcements; for agreements
         self.size = topology.size
         self._lanes: dict[int, Queue] = {}
@@ -211,9 +211,9 @@ class Worker:
 
     def submit(self, lane: Queue, pending: Future) -> Future:
         """Take a call on; see Queue.submit."""
-        self.watch.check()
+        self.detector.check()
         try:
-            with self.watch.hearing(), self._changed:
+            with self.detector.hearing(), self._changed:
                 self._take(lane, pending)
         except RankLostError as lost:
             self.fail(lane, lost)
@@ -263,7 +263,7 @@ class Worker:
         """Forget a queue. Local."""
         self.fail(lane, ClosedError(f"{lane.name} is closed"))
         self._lanes.pop(lane.number, None)
-        self.watch.forget(lane.wait)
+        self.detector.forget(lane.wait)
 
     def close(self) -> None:
         """End the thread. Collective in so far as all ranks' calls must have ended."""
@@ -281,7 +281,7 @@ class Worker:
             lane.abandon()
         if self._thread is not None:
             self._wake.put(False)
-            if self.watch.lost is not None and self._thread is not threading.current_thread():
+            if self.detector.lost is not None and self._thread is not threading.current_thread():
                 self._thread.join(EXIT_SECONDS)
         running.discard(self)
 
@@ -312,7 +312,7 @@ class Worker:
                 continue
             now = time.monotonic()
             pause(now)
-            if now - looked > LOOK_SECONDS or self.watch.lost is not None:
+            if now - looked > LOOK_SECONDS or self.detector.lost is not None:
                 looked = now
                 self._look()
             if deadline is not None and now > deadline:
@@ -320,8 +320,8 @@ class Worker:
 
     def _turn(self) -> bool:
         """Hear what the ranks have announced or rank 0 has decided, and run one call. True when there was one."""
-        if self.size > 1 and not self._ready and self.watch.lost is None:
-            with self.watch.hearing():
+        if self.size > 1 and not self._ready and self.detector.lost is None:
+            with self.detector.hearing():
                 self._listen()
         if not self._ready:
             return False
@@ -386,7 +386,7 @@ class Worker:
         self._ready.append((verb, lane, lane.pending.popleft()))
         lane.wait.end()
         if lane.pending:
-            lane.wait.begin(Said(lane.pending[0].what))
+            lane.wait.begin(NamedCall(lane.pending[0].what))
 
     def _refuse(self, lane: Queue, pending: Future) -> None:
         """All ranks came, with different calls."""
@@ -402,7 +402,7 @@ class Worker:
         """See whether what is waited for can still come."""
         for lane in list(self._lanes.values()):
             try:
-                self.watch.look(lane.wait)
+                self.detector.look(lane.wait)
             except AllReduceError as error:
                 self.fail(lane, error)
 

@@ -32,7 +32,7 @@ from mpi4py import MPI
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError, OptionError, RankLostError
 from allreduce.health import abort, stacks
 from allreduce.health.status import StatusRows
-from allreduce.health.status_messages import Notes
+from allreduce.health.status_messages import StatusMessages
 from allreduce.notices import log
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.liveness import Process
@@ -58,7 +58,7 @@ def seconds(variable: str, default: float) -> float:
     return value if value > 0 else float("inf")
 
 
-class Watch:
+class StallDetector:
     """The waits of one topology's ranks. Creating it and `close` are collective.
 
     comm: a communicator of its own; of this rank alone where the waits are for ranks that can't be told of them yet.
@@ -77,7 +77,7 @@ class Watch:
         self.timeout, self.stall = timeout, seconds(STALL, 30.0) if stall is None else stall
         self.lost: RankLostError | None = None  # a rank has died, or another one says so
         self._lonely, self._revoke = lonely, revoke
-        self.notes = Notes(comm)
+        self.messages = StatusMessages(comm)
         self._rank, ranks = processes.here() if lonely else (comm.rank, comm.size)
         self.active = ranks > 1
         self._waits: list[WaitRecord] = []
@@ -92,11 +92,11 @@ class Watch:
     def connect(
         self, nodes: Sequence[Sequence[int]], own: int, rows: StatusRows | None, found: Mapping[int, Process]
     ) -> None:
-        """See what other ranks tell, as Notes.connect. Local; on all ranks."""
+        """See what other ranks tell, as StatusMessages.connect. Local; on all ranks."""
         with self._lock:
-            self.notes.connect(nodes, own, rows, found)
+            self.messages.connect(nodes, own, rows, found)
 
-    def place(self, number: int, raises: bool = False) -> WaitRecord:
+    def wait_record(self, number: int, raises: bool = False) -> WaitRecord:
         """A new WaitRecord, looked at from now on."""
         wait = WaitRecord(number, raises)
         self._waits.append(wait)
@@ -112,39 +112,39 @@ class Watch:
         with self._lock:
             self.closed = True
             self._waits.clear()
-        self.notes.drain(self.timeout)
+        self.messages.drain(self.timeout)
 
     def abandon(self) -> None:
         """Stop watching. Local."""
         with self._lock:
             self.closed = True
             self._waits.clear()
-            self.notes.release()
+            self.messages.release()
 
     def listen(self) -> None:
         """Hear whether a rank was lost; then nothing of the topology's communicates any more. From any thread."""
-        if self.closed or self.notes.size == 1:
+        if self.closed or self.messages.size == 1:
             return
         try:
             with self._lock:
                 if self.lost is None and not self.closed:
-                    self.notes.comm.Iprobe()  # it raises when a rank has died, or when another one says so
+                    self.messages.comm.Iprobe()  # it raises when a rank has died, or when another one says so
                 if not self.closed:
-                    self.notes.exchange()
+                    self.messages.exchange()
         except MPI.Exception as error:
             if ulfm.lost(error) is None:
                 raise
             self.lose()
-        if self.notes.ended is not None:
-            self.notes.ends(self.notes.ended)  # its neighbours hear of it from this rank
-            abort.follow(self.notes.ended)
+        if self.messages.ended is not None:
+            self.messages.ends(self.messages.ended)  # its neighbours hear of it from this rank
+            abort.follow(self.messages.ended)
 
     def lose(self) -> RankLostError:
         """A rank is lost: every wait of the topology ends, on all ranks. Local."""
         with self._lock:
             first = self.lost is None
-            lost = self.lost = self.lost or ulfm.loss(None if self.closed else self.notes.comm)
-            self.notes.lost = True
+            lost = self.lost = self.lost or ulfm.loss(None if self.closed else self.messages.comm)
+            self.messages.lost = True
         if first:
             self._revoke()
         return lost
@@ -194,11 +194,11 @@ class Watch:
 
     def leave(self, why: str, wait: WaitRecord | None = None) -> None:
         """Tell the others that this rank comes to nothing any more, of one place or, when its program ends, of any."""
-        if self.closed or self.notes.size == 1 or (wait is not None and self.lost is not None):
+        if self.closed or self.messages.size == 1 or (wait is not None and self.lost is not None):
             return
         try:
             with self._lock:
-                self.notes.leaves(why, wait)
+                self.messages.leaves(why, wait)
         except MPI.Exception as error:  # the others hear of a lost rank by themselves
             if ulfm.lost(error) is None:
                 raise
@@ -207,7 +207,7 @@ class Watch:
         """Tell the others that this rank ends the job. From any thread, also while it looks."""
         if not self.closed and self.lost is None and self._lock.acquire(timeout=END_SECONDS):
             try:
-                self.notes.ends(code)
+                self.messages.ends(code)
             finally:
                 self._lock.release()
 
@@ -217,11 +217,11 @@ class Watch:
             call = wait.call
             if not wait.new(now) and call is not None and now - wait.since >= self._told_seconds:
                 long.append((wait, call))
-        self.notes.waits(long)
+        self.messages.waits(long)
         if may_communicate and self.lost is None:
-            self.notes.exchange()
+            self.messages.exchange()
         if long:
-            liveness.declare_gone() if self._lonely else self.notes.look_for_gone_processes()
+            liveness.declare_gone() if self._lonely else self.messages.look_for_gone_processes()
         for wait, call in long:
             self._judge(wait, call, now)
         if stacks.wanted():
@@ -233,15 +233,15 @@ class Watch:
         """Write this rank's down, and have all others do so."""
         log.warning("the stacks of all ranks are in %s", stacks.place())
         stacks.dump(f"waits in {wait}")
-        self.notes.asks_for_stacks(str(wait))
+        self.messages.asks_for_stacks(str(wait))
 
     def _give_stacks(self) -> None:
         """Write this rank's down, whatever it does, when another one asks."""
         stacks.put_off(self.stall)
-        for rank, text in self.notes.asked_for_stacks():
-            stacks.dump(f"rank {rank} waits in {text}; here {self.standing() or 'nothing is waited for'}")
+        for rank, text in self.messages.asked_for_stacks():
+            stacks.dump(f"rank {rank} waits in {text}; here {self.status() or 'nothing is waited for'}")
 
-    def standing(self) -> str:
+    def status(self) -> str:
         """Where this rank waits, then what it has called, newest first, on lines; "" before its first call. Local."""
         now, lines = time.monotonic(), []
         used = [wait for wait in self._waits if wait.call or wait.last]
@@ -258,10 +258,10 @@ class Watch:
         waited = now - wait.since
         error: AllReduceError | None = None
         patience = min(LEFT_SECONDS, self.timeout / 2)
-        left = self.notes.gone(wait, now - patience, call)
-        if self.notes.disagree(wait, call):
+        left = self.messages.gone(wait, now - patience, call)
+        if self.messages.disagree(wait, call):
             error = DisagreementError(
-                f"the ranks disagree about this call; it must be the same on all of them:\n{self.notes.table(call)}"
+                f"the ranks disagree about this call; it must be the same on all of them:\n{self.messages.table(call)}"
             )
         elif left is not None:
             error = left
@@ -279,9 +279,9 @@ class Watch:
                 self._ask_for_stacks(wait)
         if error is None or wait.call is not call:
             return
-        self.notes.gives_up(wait, call)
-        if self.notes.size > 1 and not abort.in_part():
-            error.teller = self.notes.teller(wait, call)
+        self.messages.gives_up(wait, call)
+        if self.messages.size > 1 and not abort.in_part():
+            error.teller = self.messages.teller(wait, call)
         if wait.raises:
             wait.error = error
         else:
@@ -290,23 +290,23 @@ class Watch:
 
     def _speaks(self, wait: WaitRecord, call: Call) -> bool:
         """Whether this rank reports a wait. Where ranks can't hear each other, few do: 0, 1, 2, 4, 8, ..."""
-        if self.notes.size > 1:
-            return self.notes.speaker(wait, call, SHOWN)
+        if self.messages.size > 1:
+            return self.messages.speaker(wait, call, SHOWN)
         return self._rank & (self._rank - 1) == 0
 
     def _where(self, call: Call) -> str:
         """Where all ranks are, on lines of their own, if anybody tells."""
-        return f"\n{self.notes.table(call)}" if self.notes.size > 1 else ""
+        return f"\n{self.messages.table(call)}" if self.messages.size > 1 else ""
 
 
 @functools.cache
-def lonely() -> Watch:
+def lonely() -> StallDetector:
     """Watches the waits on communicators of no topology, the first of a topology's too: of others nothing is known."""
     try:
         timeout, stall = seconds(TIMEOUT, 1800.0), seconds(STALL, 30.0)
     except OptionError:  # Topology tells it
         timeout, stall = 1800.0, 30.0
-    return Watch(MPI.COMM_SELF, timeout, stall, lonely=True)
+    return StallDetector(MPI.COMM_SELF, timeout, stall, lonely=True)
 
 
 default.append(lonely)
@@ -314,15 +314,15 @@ default.append(lonely)
 
 class _Watchdog:
     def __init__(self) -> None:
-        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._detectors: weakref.WeakSet[StallDetector] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def add(self, watch: Watch) -> None:
+    def add(self, detector: StallDetector) -> None:
         with self._lock:
-            self._watches.add(watch)
-        if self._thread is None and watch.active:
+            self._detectors.add(detector)
+        if self._thread is None and detector.active:
             self._thread = threading.Thread(target=self._run, name="allreduce watchdog", daemon=True)
             self._thread.start()
             abort.on_leaving(self._end)
@@ -336,21 +336,21 @@ class _Watchdog:
         while not self._stop.wait(ulfm.HEAR_SECONDS if listens else LOOK_SECONDS):
             due = not listens or time.monotonic() - looked > LOOK_SECONDS
             looked = time.monotonic() if due else looked
-            for watch in self.watches():
+            for detector in self.detectors():
                 if MPI.Is_finalized():  # the program goes on without it
                     return
                 try:
                     with ulfm.alone_for_now():
                         if listens:
-                            watch.listen()
+                            detector.listen()
                         if due:
-                            watch.look()
+                            detector.look()
                 except Exception:  # a watchdog that dies would leave hangs without a word
                     log.exception("the watchdog met an error, and goes on")
 
-    def watches(self) -> list[Watch]:
+    def detectors(self) -> list[StallDetector]:
         with self._lock:
-            return list(self._watches)
+            return list(self._detectors)
 
     def _end(self, why: str) -> None:
         """MPI ends after this."""
@@ -358,20 +358,20 @@ class _Watchdog:
         stacks.stop()
         if self._thread is not None:
             self._thread.join(timeout=5)
-        for watch in self.watches():
-            watch.leave(why)
+        for detector in self.detectors():
+            detector.leave(why)
 
     def _end_others(self, code: int) -> None:
         """With ULFM, Open MPI's MPI_Abort ends no other rank as long as none was lost; so they are told."""
         if ulfm.in_force():
-            for watch in self.watches():
-                watch.end(code)
+            for detector in self.detectors():
+                detector.end(code)
 
 
 _watchdog = _Watchdog()
 
 
-def standing() -> str:
-    """Where this rank stands, for people, by all watches. Local, from any thread."""
-    texts = [text for watch in _watchdog.watches() if (text := watch.standing())]
+def status() -> str:
+    """Where this rank waits and what it has called, by all detectors, for people. Local, from any thread."""
+    texts = [text for detector in _watchdog.detectors() if (text := detector.status())]
     return "\n  ".join(texts) or "it has made no call that took long"

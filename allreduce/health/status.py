@@ -27,9 +27,9 @@ OWN_BYTES, FAR_BYTES = ROW_BYTES - HEAD_BYTES, FAR_ROWS * ROW_BYTES - HEAD_BYTES
 class Fact(NamedTuple):
     """A fact about ranks.
 
-    WAITING: in the call `text`; number, turn: its place, and its count there; word: the call's fingerprint.
+    WAITING: in the call `text`; number, turn: its place, and its count there; fingerprint: the call's fingerprint.
     LEFT: for the reason `text`; number: of the place that they come to no more, 0: of any; turn: the exit code of
-        their program; word: how many agreements on what is finished they have passed.
+        their program; fingerprint: how many agreements on what is finished they have passed.
     STALLED: they ask for all stacks, for the turn-th time. ENDED: they end the job with the exit code `turn`.
     SILENT: nothing can be heard of them, for the reason `text`.
     """
@@ -37,17 +37,17 @@ class Fact(NamedTuple):
     kind: int
     number: int = 0
     turn: int = 0
-    word: int = 0
+    fingerprint: int = 0
     text: str = ""
 
 
 State = Mapping[Fact, Collection[int]]  # ranks, as numbers of the topology
 
 
-def fact(kind: int, number: int, turn: int, word: int, text: str) -> Fact:
+def fact(kind: int, number: int, turn: int, fingerprint: int, text: str) -> Fact:
     """A Fact whose text is no longer than a message takes."""
     cut = text.encode(errors="replace")[:TEXT_BYTES].decode(errors="ignore")
-    return Fact(kind, number, turn, word, "".join(filter(str.isprintable, cut)))
+    return Fact(kind, number, turn, fingerprint, "".join(filter(str.isprintable, cut)))
 
 
 def merged(states: Iterable[State]) -> dict[Fact, set[int]]:
@@ -97,10 +97,12 @@ def decode(message: bytes, ranks: int) -> dict[Fact, set[int]]:
     found: dict[Fact, set[int]] = {}
     for each in facts if isinstance(facts, list) else []:
         match each:
-            case [int(kind), int(number), int(turn), int(word), str(text), list(pairs)] if kind in range(SILENT + 1):
+            case [int(kind), int(number), int(turn), int(fingerprint), str(text), list(pairs)] if kind in range(
+                SILENT + 1
+            ):
                 members = {rank for pair in pairs for rank in _members(pair, ranks)}
                 if members:
-                    found.setdefault(fact(kind, number, turn, word, text), set()).update(members)
+                    found.setdefault(fact(kind, number, turn, fingerprint, text), set()).update(members)
     return found
 
 

@@ -15,7 +15,7 @@ import threading
 from typing import TextIO
 
 from allreduce.health import abort
-from allreduce.health.stall import standing
+from allreduce.health.stall import status
 from allreduce.process import children
 from allreduce.transport import processes
 
@@ -55,7 +55,7 @@ def install() -> None:
 def _listen(reader: int, stderr: TextIO) -> None:
     while received := os.read(reader, 64):
         if signal.SIGUSR1 in received and not children.forked():
-            abort.say(f"process {os.getpid()} on {socket.gethostname()}:\n  {standing()}\n")
+            abort.say(f"process {os.getpid()} on {socket.gethostname()}:\n  {status()}\n")
             faulthandler.dump_traceback(stderr)
 
 

@@ -23,7 +23,7 @@ from allreduce.health import status
 from allreduce.health.status import ENDED, FAR_BYTES, LEFT, OWN_BYTES, SILENT, STALLED, WAITING, Fact, State, StatusRows
 from allreduce.process import children
 from allreduce.transport import liveness, processes, ulfm
-from allreduce.transport.deferred_free import keep
+from allreduce.transport.deferred_free import free_later
 from allreduce.transport.liveness import Process
 from allreduce.transport.wait import SHORTEST_SLEEP, Call, Pause, WaitRecord, wait_until
 
@@ -76,7 +76,7 @@ def tree(nodes: Sequence[Sequence[int]], own: int) -> list[Neighbour]:
     return found
 
 
-class Notes:
+class StatusMessages:
     """What the ranks of one topology tell of themselves.
 
     comm: a communicator of their own. Until `connect` this rank knows of itself alone.
@@ -158,8 +158,8 @@ class Notes:
     def leaves(self, why: str, wait: WaitRecord | None) -> None:
         """This rank waits for nobody any more: in one place or, as its program ends, in any."""
         if wait is not None:
-            word = 0 if wait.call is None else wait.call.word
-            self._tell([], [status.fact(LEFT, wait.number, wait.count, word, why)])
+            fingerprint = 0 if wait.call is None else wait.call.fingerprint
+            self._tell([], [status.fact(LEFT, wait.number, wait.count, fingerprint, why)])
         else:
             passed = self._finish.count - (self._finish.call is not None)
             self._tell([WAITING], [status.fact(LEFT, 0, children.exit_code(), passed, why)])
@@ -366,7 +366,7 @@ class Notes:
         try:
             until(request.Test)
         except CollectiveTimeoutError:
-            keep(request)
+            free_later(request)
             raise
         self._sent.clear()
         self._last.clear()
@@ -394,7 +394,7 @@ class Notes:
         """The error of `call`, to whose place a rank comes no more, as was heard before a time, by time.monotonic()."""
         for fact, heard in list(self._left.items()):
             ranks = {*self.state.get(fact, ())} - {self.rank}
-            has_come = wait is self._finish and fact.number == 0 and fact.word >= wait.count
+            has_come = wait is self._finish and fact.number == 0 and fact.fingerprint >= wait.count
             if fact.number in (0, wait.number) and heard < before and not has_come and ranks:
                 error = RankLeftError(
                     f"rank {min(ranks)} has left: {fact.text}, while this rank waits for it in {call}"
@@ -406,19 +406,20 @@ class Notes:
     def disagree(self, wait: WaitRecord, call: Call) -> bool:
         """Whether another rank has come to this place with another call."""
         return any(
-            (each.kind, each.number, each.turn) == (WAITING, wait.number, wait.count) and each.word != call.word
+            (each.kind, each.number, each.turn) == (WAITING, wait.number, wait.count)
+            and call.fingerprint != each.fingerprint
             for each in self.state
         )
 
     def speaker(self, wait: WaitRecord, call: Call, most: int) -> bool:
         """Whether this rank reports a wait: the lowest one that waits in this call, of at most so many calls."""
         others = [each for each, ranks in self.state.items() if each.kind == WAITING and min(ranks) < self.rank]
-        here = wait.number, wait.count, call.word
-        return len(others) < most and here not in [(each.number, each.turn, each.word) for each in others]
+        here = wait.number, wait.count, call.fingerprint
+        return len(others) < most and here not in [(each.number, each.turn, each.fingerprint) for each in others]
 
     def teller(self, wait: WaitRecord, call: Call) -> int:
         """The number in the job of the rank that reports an error of this call: the lowest one that waits in it."""
-        here = WAITING, wait.number, wait.count, call.word
+        here = WAITING, wait.number, wait.count, call.fingerprint
         ranks = {rank for each, of in self.state.items() if each[:4] == here for rank in of}
         return processes.world_ranks(self.comm)[min({self.rank, *ranks})]
 
@@ -436,7 +437,7 @@ class Notes:
 def _keep_sent(sent: Mapping[int, Sent], last: Sequence[Sent]) -> None:
     """A topology was dropped while its messages were on their way."""
     for each in (*sent.values(), *last):
-        keep(each)
+        free_later(each)
 
 
 def _silence(leader: int) -> Fact:
@@ -446,4 +447,4 @@ def _silence(leader: int) -> Fact:
 
 
 def _waiting(wait: WaitRecord, call: Call) -> Fact:
-    return status.fact(WAITING, wait.number, wait.count, call.word, str(call))
+    return status.fact(WAITING, wait.number, wait.count, call.fingerprint, str(call))

@@ -18,7 +18,7 @@ from allreduce.torch_backend.move import whole
 from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
 from allreduce.torch_backend.work import TimedOut, Work, seconds, untraced
 from allreduce.transport import ulfm
-from allreduce.transport.wait import Said, wait_until
+from allreduce.transport.wait import NamedCall, wait_until
 
 SHORT_SECONDS = 0.5  # a wait as long as this gets into the stall report
 EXIT_SECONDS = 10.0  # how long the end of the program waits for sends that nobody has waited for
@@ -31,9 +31,9 @@ class MessageWaits:
     """
 
     def __init__(self, topology: Topology, group: str) -> None:
-        self._record = topology.place()
+        self._record = topology.wait_record()
         self._record.raises = True
-        self._notes = topology.watch.notes
+        self._messages = topology.detector.messages
         self._group = group
         self._taken = threading.Lock()
 
@@ -48,15 +48,15 @@ class MessageWaits:
             return
         table = ""
         if limit > SHORT_SECONDS:
-            call = Said(f"{message} of process group {self._group}")
+            call = NamedCall(f"{message} of process group {self._group}")
             with self._reported(call):
                 if wait_until(lambda: done() or self._has_left(message, peer), deadline - time.monotonic()):
                     return
-                table = f"\n{self._notes.table(call)}"
+                table = f"\n{self._messages.table(call)}"
         raise TimedOut(f"{message} was not done within {limit:g} s: the other rank did not do its part{table}")
 
     @contextmanager
-    def _reported(self, call: Said) -> Iterator[None]:
+    def _reported(self, call: NamedCall) -> Iterator[None]:
         """Show the wait in the stall report, unless it shows that of another thread."""
         if not self._taken.acquire(blocking=False):
             yield
@@ -70,7 +70,7 @@ class MessageWaits:
 
     def _has_left(self, message: str, peer: int) -> bool:
         """Raise RankLeftError when the peer has ended its program, and its last messages have had time to arrive."""
-        departure = self._notes.departure(peer)
+        departure = self._messages.departure(peer)
         if departure is not None and time.monotonic() - departure[1] > LEFT_SECONDS:
             fact = departure[0]
             error = RankLeftError(f"rank {peer} has left: {fact.text}, while this rank waits for it in {message}")

@@ -278,17 +278,17 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dest: int, tag: int) -> Work:
         message = self._message("send", f"send to rank {dest} with tag {tag}", tensors, tag, dest)
-        with self._topology.watch.hearing():
+        with self._topology.detector.hearing():
             return self._bracketed(message.send(self._messages, dest, tag))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         message = self._message("recv", f"recv from rank {source} with tag {tag}", tensors, tag, source)
-        with self._topology.watch.hearing():
+        with self._topology.detector.hearing():
             return self._bracketed(message.receive(self._messages, source, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         message = self._message("recv", f"recv from any rank with tag {tag}", tensors, tag)
-        with self._topology.watch.hearing():
+        with self._topology.detector.hearing():
             return self._bracketed(message.receive(self._messages, MPI.ANY_SOURCE, tag))
 
     def _message(self, kind: str, name: str, tensors: Tensors, tag: int, rank: int = 0) -> Message:
@@ -318,7 +318,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         """
         limit = self._timeout if timeout is None else exact_seconds(timeout)
         try:
-            with self._topology.watch.hearing():
+            with self._topology.detector.hearing():
                 self._monitored_barrier(limit if limit >= 0 else self._timeout, wait_all_ranks)
         except TimedOut:
             self._alone = True
@@ -352,7 +352,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     def _freed(self) -> bool:
         """Free what the group has made. A rank may have given up just before this one came, and is not waited for."""
-        self._topology.watch.timeout = min(self._topology.watch.timeout, CLOSE_SECONDS)
+        self._topology.detector.timeout = min(self._topology.detector.timeout, CLOSE_SECONDS)
         try:
             self._reducer.close()
             self._topology.close()

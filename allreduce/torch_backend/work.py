@@ -28,7 +28,7 @@ from allreduce.topology import Topology
 from allreduce.torch_backend.checks import NAME
 from allreduce.transport import ulfm
 from allreduce.transport.control import all_values, disagreement
-from allreduce.transport.wait import Said, wait_until
+from allreduce.transport.wait import NamedCall, wait_until
 
 DEADLINE_SECONDS = 0.5  # between two looks at the deadline; a time-out is noticed this much late at the most
 
@@ -208,8 +208,8 @@ class Executor:
     def __init__(self, topology: Topology, name: str, threaded: bool = True) -> None:
         self.broken: Exception | None = None  # set when an operation has timed out or the group is destroyed
         self.submitted = 0
-        self._watch, self._notes = topology.watch, topology.watch.notes
-        self._record = topology.place()
+        self._detector, self._messages = topology.detector, topology.detector.messages
+        self._record = topology.wait_record()
         self._record.raises = True
         self._comm = topology.private(wait=self._record)
         self._rendezvous: list[object] = []  # MPI may still write to it when this rank has given up
@@ -292,7 +292,7 @@ class Executor:
         outer, self._inside = self._inside, threading.get_ident()
         error: Exception | None = None
         try:
-            with self._watch.hearing():
+            with self._detector.hearing():
                 self._meet(work)
                 action()
         except Exception as raised:
@@ -314,7 +314,7 @@ class Executor:
         def over() -> bool:
             return request.Test() or self.broken is not None or self._record.error is not None
 
-        self._record.begin(Said(f"{work.call} of {self._queue.name}"))
+        self._record.begin(NamedCall(f"{work.call} of {self._queue.name}"))
         try:
             if not wait_until(over, work.limit):
                 self.fail(self._late(work))
@@ -343,7 +343,7 @@ class Executor:
             "late, hangs, or never called it. The group can't be used any more"
         )
         call = self._record.call
-        return TimedOut(text if call is None else f"{text}\n{self._notes.table(call)}")
+        return TimedOut(text if call is None else f"{text}\n{self._messages.table(call)}")
 
 
 children.guard(Executor, "submit")

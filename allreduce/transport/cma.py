@@ -36,7 +36,7 @@ def _call(name: str) -> Any:
 _read, _write = _call("process_vm_readv"), _call("process_vm_writev")
 
 
-class Reach:
+class CMA:
     """What ranks that share a node can do in each other's memory. Collective.
 
     works: whether all of them can; the same on all.

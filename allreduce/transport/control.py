@@ -82,12 +82,12 @@ class Comparison:
         self._low = np.zeros(2 * (AGREED_VALUES + 1), np.int64)
 
     def agree(self, call: Call) -> None:
-        """As the function `agree`, for the word of a call and no error. Collective."""
-        low, word = self._low, call.word
+        """As the function `agree`, for the fingerprint of a call and no error. Collective."""
+        low, fingerprint = self._low, call.fingerprint
         low[:] = 0
-        low[1], low[AGREED_VALUES + 2] = word, -word
+        low[1], low[AGREED_VALUES + 2] = fingerprint, -fingerprint
         wait_for(self._comm, self._comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), "compare a call")
-        if low.tolist() != [0, word, *_REST, 0, -word, *_REST]:
+        if low.tolist() != [0, fingerprint, *_REST, 0, -fingerprint, *_REST]:
             _raise_difference(self._comm, str(call), None)
 
 

@@ -36,7 +36,7 @@ _system.mmap.restype = ctypes.c_void_p
 _system.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-class Window:
+class SharedSegment:
     """`nbytes` zeroed bytes for each rank of a communicator whose ranks share a node. Collective.
 
     nbytes: the same on all ranks.
@@ -60,7 +60,7 @@ class Window:
         return None if memory is None else memory.reshape(self._comm.size, self._part)[:, : self._nbytes]
 
     def give(self) -> np.ndarray:
-        """This rank's bytes, for use outside. From now on the window lives on this rank as long as a view of them."""
+        """This rank's bytes, for use outside. From now on the segment lives on this rank as long as a view of them."""
         assert self._memory is not None
         given = self._memory.reshape(self._comm.size, self._part)[self._comm.rank, : self._nbytes]
         self._memory = None
@@ -71,14 +71,14 @@ class Window:
         return self._alive() is not None
 
     def fence(self) -> None:
-        """Everything written to the window before, by any rank, is seen by all ranks afterwards. Collective."""
+        """Everything written to the segment before, by any rank, is seen by all ranks afterwards. Collective."""
         _fence(self._comm)
 
 
-class CommonWindow:
+class CommonSegment:
     """One 1-D array of `length` zeros that all ranks of a communicator map as the same bytes. Collective.
 
-    The ranks of `comm` must share a node. A `Window` gives every rank memory of its own that others can
+    The ranks of `comm` must share a node. A `SharedSegment` gives every rank memory of its own that others can
     reach; here there is one memory, and what any rank writes is what all of them read after a `fence`.
 
     Raises UnavailableError on all ranks of `comm` where the memory can't be had.
@@ -207,7 +207,7 @@ def wanted_bytes(nbytes: int, ranks: int) -> int:
     return min(1 << max(nbytes * ranks - 1, 1).bit_length(), LARGEST_BYTES)
 
 
-class Stage:
+class StagingBuffer:
     """The table, in `nbytes` of shared memory in all. Collective.
 
     Raises UnavailableError on all ranks of `comm` where the memory can't be had.
@@ -218,16 +218,16 @@ class Stage:
         slots = 2 * self.size
         # Whole cache lines, so that no segment of any dtype is ever out of line.
         self.slot_bytes = max(nbytes // (self.size * slots * CACHE_LINE), 1) * CACHE_LINE
-        memory = Window(comm, OFFSET + slots * self.slot_bytes).ranks
+        memory = SharedSegment(comm, OFFSET + slots * self.slot_bytes).ranks
         assert memory is not None
         self.table = memory[:, OFFSET:].reshape(self.size, 2, self.size, self.slot_bytes)
         self.turn = 0  # of all calls so far
 
 
-class Staged:
+class StagedArray:
     """One 1-D array on its way through the table. Local."""
 
-    def __init__(self, stage: Stage, array: np.ndarray) -> None:
+    def __init__(self, stage: StagingBuffer, array: np.ndarray) -> None:
         self._stage, self._array = stage, array
         self._step = stage.slot_bytes // array.itemsize  # elements of a segment
         self.turns = -(-array.size // (self._step * stage.size))

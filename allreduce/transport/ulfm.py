@@ -17,7 +17,7 @@ from allreduce.errors import CommunicationError, RankLostError
 from allreduce.notices import log
 from allreduce.process.start import ULFM
 from allreduce.transport import processes
-from allreduce.transport.deferred_free import keep
+from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import SMALL, Pause, wait_until
 
 HEAR_SECONDS = 0.005  # how often the watchdog listens for losses
@@ -237,7 +237,7 @@ def _agreed(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object]) -> int:
     try:
         wait_until(request.Test, meanwhile=meanwhile, pause=Pause(*SMALL))
     except BaseException:
-        keep((request, bits))
+        free_later((request, bits))
         raise
     return int(bits[0])
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from mpi4py import MPI
 
 from allreduce.errors import AllReduceError, CollectiveTimeoutError
-from allreduce.transport.deferred_free import keep
+from allreduce.transport.deferred_free import free_later
 
 EAGER_SECONDS = 2e-5  # so long a wait does nothing but look
 SHORTEST_SLEEP, LONGEST_SLEEP = 2e-5, 2e-4  # seconds; TCP's buffers keep a link busy for as long
@@ -29,19 +29,19 @@ LOOK_SECONDS = 0.25  # how often a watcher looks at the waits
 
 
 class Call(Protocol):
-    """What a rank has called: its text for people, and a word that is alike on ranks that called the same."""
+    """What a rank has called: its text for people, and a fingerprint that is alike on ranks that called the same."""
 
     @property
-    def word(self) -> int: ...
+    def fingerprint(self) -> int: ...
 
     def __str__(self) -> str: ...
 
 
-class Said(NamedTuple):
+class NamedCall(NamedTuple):
     """A call that is known by its text."""
 
     text: str
-    word: int = 0
+    fingerprint: int = 0
 
     def __str__(self) -> str:
         return self.text
@@ -98,7 +98,7 @@ class Watcher(Protocol):
     RankLostError. check: raises it when a rank has failed, at no cost. look: at all records; raises `wait`'s error.
     """
 
-    def place(self, number: int, raises: bool = False) -> WaitRecord: ...
+    def wait_record(self, number: int, raises: bool = False) -> WaitRecord: ...
 
     def forget(self, wait: WaitRecord) -> None: ...
 
@@ -143,7 +143,7 @@ def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = mat
             if not (request.Test() or wait_until(request.Test, limit, looking(watcher, wait), Pause(*SMALL))):
                 raise CollectiveTimeoutError(f"waited {limit:.0f} s for other ranks in: {what}")
         except BaseException:
-            keep(request)  # and its buffer, into which MPI may still write
+            free_later(request)  # and its buffer, into which MPI may still write
             raise
 
 
@@ -165,10 +165,10 @@ def _recorded(comm: MPI.Comm, what: str, raises: bool) -> Iterator[tuple[Watcher
         watcher, wait = pair
     else:
         watcher = default[0]()
-        wait = watcher.place(0)
+        wait = watcher.wait_record(0)
     begins = wait.call is None
     if begins:
-        wait.begin(Said(what))
+        wait.begin(NamedCall(what))
     inside, wait.raises = wait.raises, raises
     try:
         with watcher.hearing():

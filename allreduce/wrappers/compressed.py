@@ -14,7 +14,7 @@ from allreduce.backend import AllReduce
 from allreduce.engine import call as records
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
-from allreduce.transport.deferred_free import keep
+from allreduce.transport.deferred_free import free_later
 from allreduce.wrappers.wrapper import Wrapper
 
 SHORT = ("float16", "bfloat16")
@@ -136,7 +136,7 @@ class Compressed(Wrapper):
         self._shorts.clear()
 
     def abandon(self) -> None:
-        keep(self._shorts)  # late ranks may still write there
+        free_later(self._shorts)  # late ranks may still write there
         self._shorts = {}
         super().abandon()
 

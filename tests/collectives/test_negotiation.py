@@ -50,7 +50,7 @@ class Worker:
     """Runs at once what is next."""
 
     def __init__(self) -> None:
-        self.number, self.watch = 1, SimpleNamespace(place=lambda number, raises: WaitRecord(number, raises))
+        self.number, self.detector = 1, SimpleNamespace(wait_record=lambda number, raises: WaitRecord(number, raises))
         self.ran: list[tuple[str, Any, BaseException | None]] = []
 
     def submit(self, lane: NamedQueue, pending: Named) -> Named:

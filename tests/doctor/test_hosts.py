@@ -82,7 +82,7 @@ def test_memory() -> None:
     assert "host1: 1 GiB available, 1.49 GiB wanted" in only(judged("memory", ranks)).text
     ranks = cluster(2, 2)
     for rank in ranks[2:]:
-        rank.facts["memory"] |= {"reach": False}
+        rank.facts["memory"] |= {"cma": False}
     assert "host1: ranks may not" in only(judged("memory", ranks)).text
     ranks[0].facts["memory"]["malloc"] = "jemalloc"
     assert "jemalloc on rank 0" in worse(judged("memory", ranks))[0].text

@@ -10,7 +10,7 @@ from allreduce.health.status import LEFT, Fact
 from allreduce.topology import nodes_left
 from allreduce.transport import ulfm
 from allreduce.transport.control import agree
-from allreduce.transport.wait import Said
+from allreduce.transport.wait import NamedCall
 from tests.conftest import JobRunner
 from tests.faults import job_of
 from tests.faults.moments import losses as driver
@@ -150,7 +150,7 @@ from allreduce.errors import RankLeftError
 topology = Topology()
 if topology.rank == 2:
     os.kill(os.getpid(), 9)
-while topology.watch.lost is None:
+while topology.detector.lost is None:
     time.sleep(0.01)
 if topology.rank == 0:
     if sys.argv[1] == "closes":
@@ -175,7 +175,7 @@ def test_a_rank_that_leaves_after_a_loss_is_not_waited_for(mpirun: JobRunner, wa
 def test_who_has_left_after_an_agreement_is_not_missed_in_it() -> None:
     """The word of its leaving may come before the answer."""
     with Topology(MPI.COMM_SELF) as topology:
-        notes, finish, call = topology.watch.notes, topology._finish, Said("finished")
+        notes, finish, call = topology.detector.messages, topology._finish, NamedCall("finished")
         notes.part_on(topology.world, finish)
         notes._heard[1] = {Fact(LEFT, 0, 0, 1, "it has ended its program"): {1}}
         notes._merge()
@@ -240,11 +240,11 @@ def test_what_a_loss_has_cut_off_in_the_making_is_freed_later(monkeypatch: pytes
         raise RankLostError("told")
 
     monkeypatch.setattr(Topology, "_connect", cut_off)
-    monkeypatch.setattr("allreduce.transport.deferred_free.free_later", left.extend)
+    monkeypatch.setattr("allreduce.transport.deferred_free.free_comms_later", left.extend)
     with pytest.raises(RankLostError):
         Topology(MPI.COMM_SELF)
     assert len(left) == 2
-    assert made[0].watch.closed
+    assert made[0].detector.closed
     for comm in left:
         comm.Free()
 

@@ -453,8 +453,8 @@ def never_comes() -> None:
     with pytest.raises(ProcessSetError, match="not in use"):
         old.size()
     if RANK == 0:
-        watch = session.world().watch  # short from here on: on a busy machine the others may be late in `init`
-        watch.timeout, watch.stall = 6.0, 2.0
+        detector = session.world().detector  # short from here on: on a busy machine the others may be late in `init`
+        detector.timeout, detector.stall = 6.0, 2.0
         with pytest.raises(
             StalledError, match=r"waited \d+ s for other ranks in: allreduce.never: float32 \[2\]"
         ) as met:

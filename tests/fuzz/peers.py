@@ -7,10 +7,10 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
-from allreduce.health.status_messages import Notes
+from allreduce.health.status_messages import StatusMessages
 from allreduce.tracing import trace
 from allreduce.transport import chunked as sizes
-from allreduce.transport.wait import Said
+from allreduce.transport.wait import NamedCall
 from trainers import group
 from trainers.strategies.servers.messages import BYE, PUSH, Head, Parcel
 from trainers.strategies.servers.progress import EpochLedger, Rule
@@ -63,9 +63,9 @@ class _Post:
 
 
 def read_notes(value: list[bytes], _: Path) -> str:
-    notes = Notes(_Post(value))  # type: ignore[arg-type]
+    notes = StatusMessages(_Post(value))  # type: ignore[arg-type]
     notes.listen()  # of ranks that are not connected, each may tell this one
-    return notes.table(Said("a call"))
+    return notes.table(NamedCall("a call"))
 
 
 MOST = 1 << 24  # bytes, in the place of what fits a machine

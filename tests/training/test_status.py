@@ -16,9 +16,9 @@ from mpi4py import MPI
 
 from allreduce.health import status
 from allreduce.health.status import FAR_ROWS, HEAD_BYTES, LEFT, ROW_BYTES, WAITING, Fact, StatusRows
-from allreduce.health.status_messages import Neighbour, Notes, tree
+from allreduce.health.status_messages import Neighbour, StatusMessages, tree
 from allreduce.transport import liveness, processes
-from allreduce.transport.wait import Said, WaitRecord
+from allreduce.transport.wait import NamedCall, WaitRecord
 from tests.conftest import JobRunner
 
 LATE = 777  # the rank that does not come
@@ -76,58 +76,60 @@ class Comm:
 
 
 @pytest.fixture(params=[(1024, 1), (4096, 64)], ids=str)
-def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Network, list[Notes]]:
+def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Network, list[StatusMessages]]:
     """Ranks on nodes of a size, whose memory is ordinary memory here."""
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     return make(*request.param)
 
 
-def make(ranks: int, of_node: int, shared: bool = True) -> tuple[Network, list[Notes]]:
+def make(ranks: int, of_node: int, shared: bool = True) -> tuple[Network, list[StatusMessages]]:
     network = Network(ranks)
     nodes = [list(range(first, min(first + of_node, ranks))) for first in range(0, ranks, of_node)]
     every = []
     for index, members in enumerate(nodes):
         memory = np.zeros((len(members) + FAR_ROWS, ROW_BYTES), np.uint8)
         for own, rank in enumerate(members):
-            notes = Notes(Comm(network, rank))  # type: ignore[arg-type]
-            notes.connect(nodes, index, StatusRows(memory, own) if shared and len(members) > 1 else None, {})
-            every.append(notes)
+            messages = StatusMessages(Comm(network, rank))  # type: ignore[arg-type]
+            messages.connect(nodes, index, StatusRows(memory, own) if shared and len(members) > 1 else None, {})
+            every.append(messages)
     return network, every
 
 
-def rounds(every: list[Notes], without: frozenset[int] = frozenset()) -> None:
+def rounds(every: list[StatusMessages], without: frozenset[int] = frozenset()) -> None:
     """Looks of the leaders, and of few other ranks, until nothing is new to any."""
-    few = [notes for notes in every if notes._neighbours or notes.rank % 64 > 61 or len(every) < 64]
-    looking = [notes for notes in few if notes.rank not in without]
+    few = [messages for messages in every if messages._neighbours or messages.rank % 64 > 61 or len(every) < 64]
+    looking = [messages for messages in few if messages.rank not in without]
     known = -1
-    while known != (known := sum(notes._version for notes in looking)):
-        for notes in looking:
-            notes.exchange()
+    while known != (known := sum(messages._version for messages in looking)):
+        for messages in looking:
+            messages.exchange()
 
 
-def all_wait(every: list[Notes], but: int, text: str = "all_reduce") -> WaitRecord:
+def all_wait(every: list[StatusMessages], but: int, text: str = "all_reduce") -> WaitRecord:
     wait = WaitRecord(7)
-    wait.begin(Said(text, 5))
-    for notes in every:
-        if notes.rank != but:
-            notes.waits([(wait, Said(text, 5))])
+    wait.begin(NamedCall(text, 5))
+    for messages in every:
+        if messages.rank != but:
+            messages.waits([(wait, NamedCall(text, 5))])
     return wait
 
 
-def test_all_ranks_hear_of_all_in_a_few_short_messages(job: tuple[Network, list[Notes]]) -> None:
+def test_all_ranks_hear_of_all_in_a_few_short_messages(job: tuple[Network, list[StatusMessages]]) -> None:
     network, every = job
     size = len(every)
     wait = all_wait(every, LATE)
     rounds(every)
-    leaders = [notes for notes in every if notes._neighbours]
-    for notes in (*leaders, every[-1]):
-        assert notes.state == {Fact(WAITING, 7, 1, 5, "all_reduce"): {*range(size)} - {LATE}}
+    leaders = [messages for messages in every if messages._neighbours]
+    for messages in (*leaders, every[-1]):
+        assert messages.state == {Fact(WAITING, 7, 1, 5, "all_reduce"): {*range(size)} - {LATE}}
     assert max(network.sent.values()) <= 4 * math.log2(size)
     assert max(Counter(rank for pair in network.pairs for rank in pair).values()) <= 3
     assert sum(network.sent.values()) <= 2 * math.log2(size) * len(leaders)
-    call = Said("all_reduce", 5)
-    assert [notes.rank for notes in (*leaders, every[-1]) if notes.rank != LATE and notes.speaker(wait, call, 8)] == [0]
-    assert {notes.teller(wait, call) for notes in (every[0], every[-1])} == {0}
+    call = NamedCall("all_reduce", 5)
+    assert [
+        messages.rank for messages in (*leaders, every[-1]) if messages.rank != LATE and messages.speaker(wait, call, 8)
+    ] == [0]
+    assert {messages.teller(wait, call) for messages in (every[0], every[-1])} == {0}
     assert every[-1].table(call).splitlines() == [
         f"  ranks 0-776, 778-{size - 1}: wait in all_reduce",
         f"  rank {LATE}: {status.NOT_COME}",
@@ -135,28 +137,28 @@ def test_all_ranks_hear_of_all_in_a_few_short_messages(job: tuple[Network, list[
 
 
 @pytest.mark.parametrize("job", [(800, 1)], indirect=True)
-def test_a_straggler_has_one_unread_message_of_each_neighbour(job: tuple[Network, list[Notes]]) -> None:
+def test_a_straggler_has_one_unread_message_of_each_neighbour(job: tuple[Network, list[StatusMessages]]) -> None:
     """It computes with Python's lock held, say, while the others wait for it in each of many steps."""
     network, every = job
     for step in range(5):
         all_wait(every, LATE, f"step {step}")
-        for notes in every:
-            if notes.rank != LATE:
-                notes.exchange()
+        for messages in every:
+            if messages.rank != LATE:
+                messages.exchange()
     assert 1 <= len(network.arrived[LATE]) <= 3
     assert max(map(len, network.arrived.values())) <= 3
 
 
-def test_ends_of_programs_are_told_in_a_few_messages(job: tuple[Network, list[Notes]]) -> None:
+def test_ends_of_programs_are_told_in_a_few_messages(job: tuple[Network, list[StatusMessages]]) -> None:
     """A rank that has left makes no further looks."""
     network, every = job
-    for notes in every:
-        notes.leaves("it has ended its program", None)
+    for messages in every:
+        messages.leaves("it has ended its program", None)
     assert max(network.sent.values(), default=0) <= 3
     network, every = make(1024, 64)
     every[100].leaves("it has ended its program", None)  # no leader
     rounds(every)
-    assert all(notes.left for notes in every if notes._neighbours or notes.rank % 64 > 61)
+    assert all(messages.left for messages in every if messages._neighbours or messages.rank % 64 > 61)
 
 
 def test_ranks_behind_one_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +169,7 @@ def test_ranks_behind_one_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     rounds(every, without=frozenset([2]))
-    lines = every[1].table(Said("all_reduce")).splitlines()
+    lines = every[1].table(NamedCall("all_reduce")).splitlines()
     assert lines == [
         "  ranks 0-1, 4-5, 10-13: wait in all_reduce",
         f"  rank 2: {status.NOT_COME}",
@@ -181,18 +183,20 @@ def test_ranks_of_a_node_whose_leader_is_stopped(monkeypatch: pytest.MonkeyPatch
     _, every = make(6, 2)
     all_wait(every, 2)
     rounds(every, without=frozenset([2]))
-    assert "  ranks 0-2, 4-5: have not come" in every[3].table(Said("all_reduce")), "not known yet"
+    assert "  ranks 0-2, 4-5: have not come" in every[3].table(NamedCall("all_reduce")), "not known yet"
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     rounds(every, without=frozenset([2]))
-    assert every[3].table(Said("all_reduce")).splitlines() == [
+    assert every[3].table(NamedCall("all_reduce")).splitlines() == [
         "  ranks 0-1, 4-5: can't be heard: rank 2, which passes their messages on, takes none",
         f"  rank 2: {status.NOT_COME}",
         "  rank 3: waits in all_reduce",
     ]
     lines = ["  ranks 0-1, 3-5: wait in all_reduce", f"  rank 2: {status.NOT_COME}"]
     rounds(every)  # it goes on
-    assert [notes.table(Said("all_reduce")).splitlines() for notes in (every[0], every[3], every[5])] == [lines] * 3
+    assert [messages.table(NamedCall("all_reduce")).splitlines() for messages in (every[0], every[3], every[5])] == [
+        lines
+    ] * 3
 
 
 def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,21 +204,21 @@ def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.Mon
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(3, 3)
     wait = all_wait(every, 1)
-    every[2].gives_up(wait, Said("all_reduce", 5))
+    every[2].gives_up(wait, NamedCall("all_reduce", 5))
     every[2].waits([])
     every[0].exchange()
-    assert "  ranks 0, 2: wait in all_reduce" in every[0].table(Said("all_reduce", 5))
+    assert "  ranks 0, 2: wait in all_reduce" in every[0].table(NamedCall("all_reduce", 5))
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     every[2].waits([])
     every[0].exchange()
-    assert "  ranks 1-2: have not come" in every[0].table(Said("all_reduce", 5))
+    assert "  ranks 1-2: have not come" in every[0].table(NamedCall("all_reduce", 5))
 
 
 def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI reads a message when its receiver takes it."""
     kept: list[Any] = []
-    monkeypatch.setattr("allreduce.health.status_messages.keep", kept.append)
+    monkeypatch.setattr("allreduce.health.status_messages.free_later", kept.append)
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(2, 1)
     all_wait(every, 1)
@@ -231,13 +235,13 @@ def test_every_rank_hears_which_one_has_left_and_which_differ(shared: bool, monk
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(10, 4, shared)
     wait = all_wait(every, 9)
-    other = Said("broadcast", 6)
+    other = NamedCall("broadcast", 6)
     every[9].waits([(wait, other)])
     every[3].leaves("it has ended its program", None)
     rounds(every)
-    for notes in every[:3] + every[4:]:
-        assert notes.disagree(wait, other if notes.rank == 9 else Said("all_reduce", 5))
-        error = notes.gone(wait, time.monotonic() + 1, Said("all_reduce"))
+    for messages in every[:3] + every[4:]:
+        assert messages.disagree(wait, other if messages.rank == 9 else NamedCall("all_reduce", 5))
+        error = messages.gone(wait, time.monotonic() + 1, NamedCall("all_reduce"))
         assert "rank 3 has left: it has ended its program" in str(error)
 
 
@@ -302,16 +306,16 @@ def test_a_rank_whose_process_has_ended_has_left(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     monkeypatch.setattr(liveness, "gone", lambda process: process.pid == 2)
     network = Network(3)
-    notes = Notes(Comm(network, 0))  # type: ignore[arg-type]
+    messages = StatusMessages(Comm(network, 0))  # type: ignore[arg-type]
     found = {rank: liveness.Process(rank, 0, "", None) for rank in range(3)}
-    notes.connect([[0, 1, 2]], 0, StatusRows(np.zeros((3 + FAR_ROWS, ROW_BYTES), np.uint8), 0), found)
-    notes.look_for_gone_processes()
-    assert not notes.left, "nobody waits"
+    messages.connect([[0, 1, 2]], 0, StatusRows(np.zeros((3 + FAR_ROWS, ROW_BYTES), np.uint8), 0), found)
+    messages.look_for_gone_processes()
+    assert not messages.left, "nobody waits"
     wait = WaitRecord(7)
-    wait.begin(Said("all_reduce"))
-    notes.waits([(wait, Said("all_reduce"))])
-    notes.look_for_gone_processes()
-    error = notes.gone(wait, time.monotonic() + 1, Said("all_reduce"))
+    wait.begin(NamedCall("all_reduce"))
+    messages.waits([(wait, NamedCall("all_reduce"))])
+    messages.look_for_gone_processes()
+    error = messages.gone(wait, time.monotonic() + 1, NamedCall("all_reduce"))
     assert "rank 2 has left: its process (2) has ended without a word" in str(error)
 
 

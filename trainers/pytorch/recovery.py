@@ -26,7 +26,7 @@ from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
 from allreduce.transport.chunked import broadcast, pieces
 from allreduce.transport.control import all_values, root_value
-from allreduce.transport.deferred_free import keep
+from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import wait_for
 from trainers.pytorch.buckets import Block
 from trainers.pytorch.optimizer_group import Member, OptimizerGroup
@@ -202,7 +202,7 @@ class Backup:
                 wait_for(self._comm, request, KEEPS)
         except BaseException:
             for request in requests:
-                keep(request)
+                free_later(request)
             raise
 
     def _packed(self, now: Kept) -> Copy:

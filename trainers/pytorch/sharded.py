@@ -21,7 +21,7 @@ from allreduce.arrays import dtypes
 from allreduce.backend import TwoPhase
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, combine, on_all, raise_together, together
-from allreduce.transport.shared_segment import CommonWindow
+from allreduce.transport.shared_segment import CommonSegment
 from allreduce.transport.wait import waiting
 from trainers.pytorch.buckets import Block, Flat, blocks, changed, flat, version_of
 from trainers.pytorch.recovery import Backup
@@ -296,7 +296,7 @@ class Placement:
 
     def __init__(self, reducer: Reducer, backend: TwoPhase, comm: MPI.Intracomm, owned: list[slice]) -> None:
         self._reducer, self._backend, self._comm = reducer, backend, comm
-        self._windows: list[CommonWindow] = []
+        self._windows: list[CommonSegment] = []
         self._owned = owned
         self._memory = self._allocate()
         self.flats = {dtype: memory.tensor for dtype, memory in self._memory.items()}
@@ -446,5 +446,5 @@ class Placement:
             window.fence()
 
 
-def _windows(node: MPI.Intracomm, lengths: dict[str, int]) -> dict[str, CommonWindow]:
-    return {dtype: CommonWindow(node, length, dtypes.parse(dtype)) for dtype, length in lengths.items()}
+def _windows(node: MPI.Intracomm, lengths: dict[str, int]) -> dict[str, CommonSegment]:
+    return {dtype: CommonSegment(node, length, dtypes.parse(dtype)) for dtype, length in lengths.items()}

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
 from allreduce.transport.control import all_values, together
-from allreduce.transport.deferred_free import keep
+from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import wait_for
 from trainers.errors import ArgumentError
 from trainers.replica import Replica
@@ -131,7 +131,7 @@ class Backup:
                 wait_for(self._comm, request, KEEPS)
         except BaseException:
             for request in requests:
-                keep(request)
+                free_later(request)
             raise
         now.first, now.last = step, None
 

@@ -21,7 +21,7 @@ from allreduce.backend import AllReduce, TwoPhase
 from allreduce.errors import UnavailableError
 from allreduce.tracing.trace import Series, Trace, now
 from allreduce.transport.control import combine, on_all, together
-from allreduce.transport.shared_segment import CommonWindow
+from allreduce.transport.shared_segment import CommonSegment
 from trainers.backends import own_memory
 from trainers.errors import ArgumentError
 from trainers.replica import Replica, reserved
@@ -62,7 +62,7 @@ class ShardedUpdate(Update):
         self._length = replica.gradient_length
         self._mine = backend.owned(buffer.size)
         self._part = slice(*self._mine.indices(self._length)[:2])
-        self._window: CommonWindow | None = None
+        self._window: CommonSegment | None = None
         self._array = self._allocate(str(replica.gradient_dtype))
         self._backup: Backup | None = None
         try:
@@ -81,7 +81,7 @@ class ShardedUpdate(Update):
         whole = device == "cpu" and owned[0] == self._buffer.size
         if on_all(self._comm, whole, "see whether each node owns everything"):
             try:
-                self._window = CommonWindow(node, self._buffer.size, dtypes.parse(dtype))
+                self._window = CommonSegment(node, self._buffer.size, dtypes.parse(dtype))
             except UnavailableError as error:  # on all ranks of this node, and perhaps of no other
                 notices.once(node.rank, f"each rank has parameters of its own: {error}")
             if on_all(self._comm, self._window is not None, "see whether each node has common memory"):

@@ -131,7 +131,7 @@ def repaired(topology: Topology, text: str) -> Topology:
     name, moment = text.split(":")
     victim = len(text) % topology.size
     try:
-        with topology.watch.hearing():  # a part's error has the part's numbers
+        with topology.detector.hearing():  # a part's error has the part's numbers
             attempt(name, moment, topology, topology.rank == victim)
     except RankLostError as error:
         lost = error.lost

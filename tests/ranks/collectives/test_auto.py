@@ -24,7 +24,7 @@ several = pytest.mark.skipif(SIZE == 1, reason="one rank has nothing to reduce")
 class _Nodes:
     def __init__(self, nodes: int, size: int, reaches: bool = True) -> None:
         self.nodes, self.size = nodes, size
-        self.reach = SimpleNamespace(works=reaches)
+        self.cma = SimpleNamespace(works=reaches)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_copies_are_told_to_who_has_chosen_them(
     name: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(notices, "_said", set())
-    monkeypatch.setattr(flat.reach, "works", False)
+    monkeypatch.setattr(flat.cma, "works", False)
     with caplog.at_level(logging.WARNING, "allreduce"), allreduce.create(name, flat) as reduce:
         reduce(np.zeros(1 << 18, "float32"), "sum")
     said = [record.message for record in caplog.records if "two more copies" in record.message]

@@ -17,7 +17,7 @@ from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.backend import AllReduce
 from allreduce.backends.shared import Shared
 from allreduce.errors import UnavailableError
-from allreduce.transport.shared_segment import LARGEST_BYTES, CommonWindow
+from allreduce.transport.shared_segment import LARGEST_BYTES, CommonSegment
 from tests.ranks.grid import expected, numpy_dtype, shapes, values
 from tests.ranks.together import usable
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork
@@ -126,7 +126,7 @@ def test_arrays_hold_no_file_descriptors(flat: allreduce.Topology) -> None:
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has no other")
 def test_memory_lives_as_long_as_the_last_array_of_any_rank(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    window = CommonWindow(flat.node, 1000, np.dtype("float64"))
+    window = CommonSegment(flat.node, 1000, np.dtype("float64"))
     array = window.array
     array[world.rank] = world.rank
     window.fence()

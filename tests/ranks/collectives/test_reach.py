@@ -16,7 +16,7 @@ from allreduce.arrays import float16
 from allreduce.backends import shared
 from allreduce.errors import CommunicationError
 from allreduce.transport import cma
-from allreduce.transport.cma import Reach
+from allreduce.transport.cma import CMA
 from tests.ranks.grid import expected, values
 
 SIZE = MPI.COMM_WORLD.size
@@ -25,7 +25,7 @@ several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
 
 @several
 def test_reads_and_writes(world: MPI.Intracomm) -> None:
-    reached = Reach(world)
+    reached = CMA(world)
     if not reached.works:
         pytest.skip("this system forbids it")
     mine = np.full(3, world.rank, np.int64)
@@ -43,7 +43,7 @@ def test_reads_and_writes(world: MPI.Intracomm) -> None:
 
 @several
 def test_memory_that_is_gone(world: MPI.Intracomm) -> None:
-    reached = Reach(world)
+    reached = CMA(world)
     if not reached.works:
         pytest.skip("this system forbids it")
     with pytest.raises(CommunicationError, match="can't be reached any more: Bad address"):
@@ -57,13 +57,13 @@ def test_forbidden(world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, lackin
     """Then nobody uses it."""
     if lacking == "everywhere" or world.rank == SIZE - 1:
         monkeypatch.setattr(cma, call, lambda *_: -1)
-    assert not Reach(world).works
+    assert not CMA(world).works
 
 
 @several
 def test_a_few_bytes_at_a_time(flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system moves at most 2 GiB in a call, and says how much it was."""
-    if not flat.reach.works:
+    if not flat.cma.works:
         pytest.skip("this system forbids it")
 
     def limited(function: Callable[..., int]) -> Callable[..., int]:
@@ -93,7 +93,7 @@ def test_memory_that_nobody_reaches(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Of a device, say, on one rank: the array goes through the stage on all of them, which is told."""
-    if not flat.reach.works:
+    if not flat.cma.works:
         pytest.skip("this system forbids it")
     monkeypatch.setattr(notices, "_said", set())
     with allreduce.create("shared", flat) as reduce:
@@ -103,7 +103,7 @@ def test_memory_that_nobody_reaches(
         assert not stage.any()
         with monkeypatch.context() as patch:
             if world.rank == SIZE - 1:
-                patch.setattr(flat.reach, "address", lambda _: 0)
+                patch.setattr(flat.cma, "address", lambda _: 0)
             again = values(np.dtype("float32"), 1000, world.rank, 0).copy()
             reduce(again, "sum")
         assert stage.any()
@@ -136,7 +136,7 @@ def test_foreign_memory(
 @several
 def test_float16_in_whole_words(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fast way of float16 takes nearly all elements, wherever in a word a rank's chunk begins."""
-    if not flat.reach.works:
+    if not flat.cma.works:
         pytest.skip("this system forbids it")
     ends = []
 

@@ -47,7 +47,7 @@ def test_memory_that_one_node_can_not_have(
         raise errors.UnavailableError("shared memory is too small")
 
     if world.rank == SIZE - 1:
-        monkeypatch.setattr(sharded, "CommonWindow", full)
+        monkeypatch.setattr(sharded, "CommonSegment", full)
     model = model_of(3, 2)
     make = lambda: MirroredOptimizer(sgd(model), model, topology=topology_of(1), update="sharded")  # noqa: E731
     assert "shared memory is too small" in raised_everywhere(world, errors.UnavailableError, make)

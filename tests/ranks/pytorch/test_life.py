@@ -337,7 +337,7 @@ def test_state_dict_says_nothing(
 ) -> None:
     """A sharded one has no notice of copies that no user caused; what a user causes has one."""
     model = network()
-    monkeypatch.setattr(flat.reach, "works", False)  # so that there are copies
+    monkeypatch.setattr(flat.cma, "works", False)  # so that there are copies
     with mirrored(sgd(model), model, "shared", topology=flat, update="sharded") as optimizer:
         train(model, optimizer, mine, steps=1)
         monkeypatch.setattr(notices, "_said", set())

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
 from allreduce.topology import Topology
-from allreduce.transport.wait import Said, all_done, looking, wait_until
+from allreduce.transport.wait import NamedCall, all_done, looking, wait_until
 from trainers.stopwatch import Stopwatch
 
 ASK, PUSH, REPLY, MEET = 1, 2, 3, 4  # tags
@@ -98,26 +98,26 @@ class Waits:
     """
 
     def __init__(self, topology: Topology, clock: Stopwatch) -> None:
-        self._watch, self._place = topology.watch, topology.place()
-        self._place.raises = True
+        self._detector, self._record = topology.detector, topology.wait_record()
+        self._record.raises = True
         self._clock = clock
 
     def until(self, done: Callable[[], bool], text: str) -> None:
         """Return when `done`, which is called again and again. text: what this rank waits for."""
         self._clock.start()
         try:
-            with self._watch.hearing():
+            with self._detector.hearing():
                 if not done():
                     self._wait(done, text)
         finally:
             self._clock.stop()
 
     def _wait(self, done: Callable[[], bool], text: str) -> None:
-        self._place.begin(Said(text))
+        self._record.begin(NamedCall(text))
         try:
-            wait_until(done, meanwhile=looking(self._watch, self._place))
+            wait_until(done, meanwhile=looking(self._detector, self._record))
         finally:
-            self._place.end()
+            self._record.end()
 
     def all_of(self, requests: Sequence[MPI.Request], text: str) -> None:
         """Return when all requests are complete."""
@@ -125,4 +125,4 @@ class Waits:
 
     def forget(self) -> None:
         """There are no more waits. Local."""
-        self._watch.forget(self._place)
+        self._detector.forget(self._record)

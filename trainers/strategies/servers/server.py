@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes
 from allreduce.errors import CommunicationError
-from allreduce.transport.deferred_free import keep
+from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import all_done
 from trainers.replica import Replica
 from trainers.strategies.servers.messages import (
@@ -131,7 +131,7 @@ class Mailbox:
 
     def abandon(self) -> None:
         """Let go, without anybody else: what was posted stays for a while, with its memory."""
-        keep(self)
+        free_later(self)
 
 
 class Round:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.transport.deferred_free import keep
+from allreduce.transport.deferred_free import free_later
 from trainers.data import Batch, Batches
 from trainers.strategies.servers.messages import AGAIN, ASK, BYE, PUSH, REPLY, WORK, Head, Parcel, Waits
 
@@ -113,7 +113,7 @@ class Client:
 
     def abandon(self) -> None:
         """Let go, without anybody else: what was posted stays for a while, with its memory."""
-        keep(self)
+        free_later(self)
 
 
 class Rows:
