@@ -1,4 +1,4 @@
-"""Which rows a rank sees: the same seeded permutation on every rank, and every rank's share of each batch.
+"""The rows that a rank sees: the same seeded permutation on every rank, and every rank's share of each batch.
 
 A batch is global. Batch s of an epoch is rows order[s * B : (s + 1) * B]; rank r takes the r-th chunk of
 it. So the batches do not depend on the number of ranks; the last may be short, and a rank may have no row.
@@ -59,13 +59,14 @@ class Samples:
         return f"{self.name} of {self._rows} rows, {sides}"
 
     def take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """x and y of these rows. Raises DataError, which names the data set and what it raised."""
+        """x and y of these rows. Raises DataError, which names the data set and quotes its error."""
         if rows.size == 0:
             return self._none
         try:
             x, y = (np.asarray(side) for side in self._fetch(rows))
         except Exception as error:
-            raise DataError(f"the {self.name} can't give rows {_shown(rows)}: {_reason(error)}") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(f"the {self.name} can't give rows {_shown(rows)}: {reason}") from error
         if not (x.ndim and y.ndim and len(x) == len(y) == rows.size):
             raise DataError(
                 f"the {self.name} gave x of shape {x.shape} and y of shape {y.shape} for {rows.size} rows; their first "
@@ -100,10 +101,6 @@ def _stack(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([np.asarray(x) for x, _ in rows]), np.stack([np.asarray(y) for _, y in rows])
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _shown(rows: np.ndarray) -> str:
     shown = ", ".join(map(str, rows[:5].tolist()))
     return f"{shown}, ... ({rows.size} of them)" if rows.size > 5 else shown
@@ -112,11 +109,11 @@ def _shown(rows: np.ndarray) -> str:
 OF_ARRAYS, OF_SAMPLES = 64, 16  # rows that are read, spread over all; a data set may take long for each
 SHOWN = 5  # rows that a message names
 
-Fingerprint = dict[str, dict[str, Any]]  # "x" and "y": "kind", dtype and shape of a row; "rows", the sampled ones' sums
+Fingerprint = dict[str, dict[str, Any]]  # of "x" and "y": "kind", dtype and shape of a row; "rows", sums of some rows
 
 
-def take(x: Any, y: Any) -> Fingerprint:
-    """The fingerprint of arrays x and y, or of Samples and None; something that JSON can hold. Raises DataError.
+def fingerprint(x: Any, y: Any) -> Fingerprint:
+    """The fingerprint of arrays x and y, or of Samples and None, to tell data sets apart. Raises DataError.
 
     Rows of arrays are read once. Rows of a data set are read twice, since it may augment them at random: x, or y, gets
     no checksums when the two readings differ. The caller restores the global random generators that a data set used.
@@ -132,7 +129,7 @@ def take(x: Any, y: Any) -> Fingerprint:
 
 
 def difference(before: Any, now: Fingerprint, count: int) -> str:
-    """What differs between the data of a checkpoint and the data of now, in words; "" for nothing.
+    """The difference between the data of a checkpoint and the data of now, in words; "" for none.
 
     before: the fingerprint in the checkpoint, not validated yet. count: the number of rows of now.
     """
@@ -184,8 +181,8 @@ class Batches:
 
     x, y: the whole data, the same on every rank (memory maps will do); or `Samples`, and None.
     batch_size: rows in a global batch.
-    part, parts: every batch is cut into so many, and the shares are that one; None for shares without rows.
-    ahead: how many batches may be fetched before they are asked for; so long a batch's arrays stay as they are.
+    part, parts: every batch is cut into `parts`, and the shares are that part; None for shares without rows.
+    ahead: how many batches may be fetched in advance; the arrays of a batch stay valid while these are fetched.
     """
 
     def __init__(
@@ -206,7 +203,7 @@ class Batches:
         self.divide(part, parts)
 
     def divide(self, part: int | None, parts: int) -> None:
-        """From now on every batch is cut into so many parts, and the shares are this one."""
+        """From now on every batch is cut into `parts`, and the shares are this part."""
         self._part, self._parts = part, parts
         most = -(-self.batch_size // parts)
         x = self._x
@@ -214,13 +211,13 @@ class Batches:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides which rows are in which batch."""
+        """The settings that decide which rows are in which batch."""
         rows, size = int(self.rows), int(self.batch_size)
         return {"rows": rows, "batch_size": size, "seed": int(self._seed), "shuffle": bool(self._shuffle)}
 
     def fingerprint(self) -> Fingerprint:
-        """What tells these data from others; see trainers.data. Raises DataError."""
-        return take(self._x, self._y)
+        """The fingerprint of the data. Raises DataError."""
+        return fingerprint(self._x, self._y)
 
     @property
     def steps(self) -> int:
@@ -252,10 +249,7 @@ class Batches:
 
 
 class _Arrays:
-    """Rows of arrays, copied into memory that is used again after `sets` calls.
-
-    most: rows that are taken at once.
-    """
+    """Rows of arrays, copied into memory that is used again after `sets` calls. most: rows in a call."""
 
     def __init__(self, x: np.ndarray, y: Any, most: int, sets: int) -> None:
         self._x, self._y = x, y

@@ -1,4 +1,4 @@
-"""What glibc's malloc does with the memory that a training step frees: by default it keeps it, here.
+"""Tells glibc's malloc to keep the memory that a training step frees.
 
 A framework that makes its activations and gradients anew in every step frees tens of megabytes at its end.
 glibc gives such blocks back to the system and takes them again in the next step, page by page: for an MLP of

@@ -63,7 +63,7 @@ def test_every_command_line_has_this_parser() -> None:
 
 def _code(path: Path) -> str:
     """Without annotations of parameters and results, which name the base class."""
-    return re.sub(r"(: |-> )argparse\.ArgumentParser\b", "", path.read_text())
+    return re.sub(r"(: |-> |\[\], )argparse\.ArgumentParser\b", "", path.read_text())
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ import pytest
 
 from tests import launch
 from trainers import datasets
-from trainers.datasets import Dataset, making
+from trainers.datasets import Dataset
 from trainers.datasets import __main__ as command_line
+from trainers.datasets import __main__ as making
 from trainers.datasets import idx as idx_format
 from trainers.errors import DataError
 

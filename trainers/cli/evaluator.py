@@ -19,6 +19,7 @@ from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint
 from trainers.fit import evaluation
 from trainers.replica import Replica
+from trainers.watching.callback import writing
 
 LOOK_SECONDS = 0.1  # between two looks at the folder
 FORMATS = (".jsonl", ".csv")
@@ -116,22 +117,16 @@ class _Lines:
         self._ending = os.path.splitext(path)[1]
         if self._ending not in FORMATS:
             raise ArgumentError(f"evaluations go to a file that ends in {' or '.join(FORMATS)}, not to {path!r}")
-        with self._opened("a" if append else "w") as file:
+        with writing(path), open(path, "a" if append else "w", newline="") as file:
             if self._ending == ".csv" and not file.tell():
                 csv.writer(file).writerow(names)
 
     def write(self, row: dict[str, Any]) -> None:
-        with self._opened("a") as file:
+        with writing(self._path), open(self._path, "a", newline="") as file:
             if self._ending == ".csv":
                 csv.writer(file).writerow([row[name] for name in self._names])
                 return
             file.write(json.dumps(without_nan(row), allow_nan=False) + "\n")
-
-    def _opened(self, mode: str) -> Any:
-        try:
-            return open(self._path, mode, newline="")
-        except OSError as error:
-            raise ArgumentError(f"{self._path} can't be written: {error.strerror or error}") from error
 
 
 class Ending:

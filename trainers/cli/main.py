@@ -146,7 +146,9 @@ def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
             f"most {ranks}, or start more ranks (mpirun -n {2 * given})"
         )
     if options.on_failure == "continue" and (assigned.evaluator is not None or assigned.chief):
-        raise ArgumentError("--on-failure continue: not with an evaluator or another --chief, whom nobody replaces")
+        raise ArgumentError(
+            "--on-failure continue: not with an evaluator or another --chief, since no rank can replace them"
+        )
     if options.spares and options.ranks_per_node:
         raise ArgumentError(f"--spares {options.spares}: not with --ranks-per-node")
     if assigned.evaluator is not None and not options.checkpoint:
@@ -238,7 +240,7 @@ def _train(job: Job, member: Member) -> None:
 
 
 def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
-    """Print who trains what, and how. Collective."""
+    """Print the ranks, the strategy, the data and the model. Collective."""
     options, data, (topology, network) = job.options, job.data, member
     lines = [f"{topology}, on {network.device}"]
     if options.spares:

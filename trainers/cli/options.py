@@ -20,7 +20,7 @@ from trainers.mirrored import MirroredTrainer
 from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import CHOICES
 from trainers.replica import Replica
-from trainers.replicas.numpy.layers import ACTIVATIONS
+from trainers.replicas.numpy.network import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
 from trainers.spare_replicas import SpareReplicasTrainer
 from trainers.state.checkpoints import period

@@ -1,16 +1,17 @@
-"""Who does what in a job: chief, workers, parameter servers, and an evaluator, each a rank of MPI.
+"""The roles of the ranks in a job: chief, workers, parameter servers, and an evaluator.
 
-Without TF_CONFIG roles go by rank: rank 0 is the chief, unless another is named, and of the others the last rank is the
-evaluator where there is one, the ranks before it are servers, and the rest workers. 6 ranks, 2 servers, an evaluator:
+Without TF_CONFIG roles go by rank. Rank 0 is the chief, unless another rank is named. Of the other ranks the last one
+is the evaluator, if there is one; the ranks before it are servers, and the rest are workers. With 6 ranks, 2 servers
+and an evaluator:
 
     rank    0      1       2       3     4     5
     role    chief  worker  worker  ps    ps    evaluator
 
-With TF_CONFIG a rank has the role that its task says; where no rank names a task, the chief, the workers, the ps and
-the evaluator of the cluster are ranks 0, 1, ... in this order. A cluster without a chief has worker 0 as its chief, as
-in TensorFlow. The chief trains like a worker; it also prints, and writes models and checkpoints.
+With TF_CONFIG a rank has the role of its task. When no rank names a task, the chief, the workers, the ps and the
+evaluator of the cluster are ranks 0, 1, ... in this order. In a cluster without a chief worker 0 is the chief, as in
+TensorFlow. The chief trains like a worker; it also prints, and writes models and checkpoints.
 
-Ranks that train are numbered anew, whatever their ranks in the job: the chief is 0, then come workers, then servers.
+The ranks that train get new numbers: the chief is 0, then come the workers, then the servers.
 """
 
 import json
@@ -50,7 +51,7 @@ class TFConfig(NamedTuple):
 
 
 def read(text: str | None) -> TFConfig | None:
-    """What TF_CONFIG says; None where it is not set, or empty as TensorFlow has it ("{}"). Raises RoleError."""
+    """The content of TF_CONFIG; None when it is not set, or empty ("{}" in TensorFlow). Raises RoleError."""
     if text is None or not text.strip():
         return None
     if len(text) > MOST_CHARACTERS:
@@ -71,7 +72,7 @@ def read(text: str | None) -> TFConfig | None:
 
 
 def _tasks(cluster: Any) -> dict[str, int]:
-    """How many tasks of each type a cluster has."""
+    """The number of tasks of each type in a cluster."""
     if not isinstance(cluster, dict) or not cluster:
         raise RoleError(
             f'{NAME} has no cluster such as {{"worker": ["host1:port", "host2:port"]}}; its cluster is {shown(cluster)}'
@@ -86,7 +87,7 @@ def _tasks(cluster: Any) -> dict[str, int]:
         if tasks[kind] > 1:
             raise RoleError(f"{NAME}: the cluster has {tasks[kind]} tasks {kind}, and there can be only one")
     if not tasks[CHIEF] + tasks[WORKER]:
-        raise RoleError(f"{NAME}: the cluster has neither a chief nor a worker, so nobody trains")
+        raise RoleError(f"{NAME}: the cluster has neither a chief nor a worker, so no rank trains")
     if sum(tasks.values()) > MOST_TASKS:
         raise RoleError(f"{NAME}: the cluster has {sum(tasks.values())} tasks; {MOST_TASKS} are the most")
     return tasks
@@ -158,8 +159,8 @@ def assign(
     environment: where TF_CONFIG is looked up.
     chief: the rank of the chief; None: that of TF_CONFIG, else 0.
 
-    Raises RoleError on all ranks when TF_CONFIG is damaged, does not describe these ranks or says something other than
-    the arguments; or when nobody is left to work. DisagreementError when ranks have different clusters.
+    Raises RoleError on all ranks when TF_CONFIG is damaged, does not describe these ranks or contradicts the arguments,
+    and when no rank is left as a worker; DisagreementError when ranks have different clusters.
     """
     config = together(topology.world, lambda: read(environment.get(NAME)))
     error = None
@@ -207,7 +208,7 @@ def training(topology: Topology, roles: Roles, ranks_per_node: int | Sequence[in
 
 
 def by_rank(ranks: int, servers: int = 0, evaluator: bool = False, chief: int = 0) -> Roles:
-    """The roles of so many ranks without TF_CONFIG. Raises RoleError when nobody is left to work."""
+    """The roles of so many ranks without TF_CONFIG. Raises RoleError when no rank is left as a worker."""
     trained = ranks - evaluator
     workers = trained - servers
     if workers < 1:
@@ -246,7 +247,7 @@ def by_task(config: TFConfig, named: Sequence[Task | None]) -> Roles:
 
 
 def _check_clash(roles: Roles, servers: int | None, evaluator: bool | None, chief: int | None) -> None:
-    """Raise RoleError when TF_CONFIG and the arguments say different things."""
+    """Raise RoleError when TF_CONFIG contradicts the arguments."""
     there = len(roles.servers)
     if chief not in (None, roles.chief):
         raise RoleError(

@@ -4,9 +4,10 @@ import difflib
 import os
 from pathlib import Path
 
-from trainers.datasets import archive, idx, table
+from trainers.datasets import dataset, files, idx, table
 from trainers.datasets.dataset import Dataset
 from trainers.errors import DataError
+from trainers.files import model_file
 
 NAMES = ("digits", "iris")
 _HERE = Path(__file__).parent
@@ -32,7 +33,26 @@ def load(source: str) -> Dataset:
             hint = f"; make a small one by: python -m trainers.datasets make {source}"
         raise DataError(f"there is no data set and no file {source!r}{hint}")
     if source.endswith(".npz"):
-        return archive.load(source)
+        return _archive(source)
     if source.endswith((".csv", ".csv.gz")):
         return table.load(source)
     raise DataError(f"{source} is none of the known formats, which are {_FORMATS}")
+
+
+SPLIT = ("x_train", "y_train", "x_test", "y_test")
+WHOLE = ("x", "y")
+
+
+def _archive(path: str) -> Dataset:
+    """An .npz archive. Arrays of Python objects are refused: reading them would run code from the file."""
+
+    def refusal(error: Exception) -> DataError:
+        return DataError(f"{path} is no .npz archive of numbers, or it is damaged: {error}")
+
+    with files.seekable(path) as (file, size), model_file.opened(file, size, refusal) as archive:
+        names = next((names for names in (SPLIT, WHOLE) if set(names) <= set(archive.names)), None)
+        if names is None:
+            held = ", ".join(archive.names) or "nothing"
+            raise DataError(f"{path} holds {held}; expected {', '.join(SPLIT)}, or {' and '.join(WHOLE)}")
+        arrays = [archive[name] for name in names]
+    return dataset.make(path, (arrays[0], arrays[1]), (arrays[2], arrays[3]) if len(arrays) == 4 else None)

@@ -1,4 +1,4 @@
-"""What a data set is, how it is split, and what every one is checked for."""
+"""A data set: how it is split, checked and scaled."""
 
 import difflib
 import unicodedata
@@ -62,61 +62,50 @@ class Dataset:
         """A sentence for each sign of mistyped labels: classes that differ only in case or spaces, classes of few rows,
         class numbers that no row has. Empty where there is none."""
         rows = self.rows_of_classes().tolist()
+        quoted = [f"{_short(name)!r} ({n} row{'s' * (n != 1)})" for name, n in zip(self.classes, rows, strict=True)]
         alike = self._alike()
-        return [
-            f"{self.name}: {text}"
-            for text in (*self._told_alike(alike, rows), *self._small(alike, rows), *self._empty(rows))
-        ]
+        found = [" and ".join(quoted[number] for number in group[:MOST_WARNED]) for group in alike[:MOST_WARNED]]
+        texts = [f"the classes {names} differ only in case or spaces; are they one class?" for names in found]
+        texts += self._small({number for group in alike for number in group}, rows, quoted)
+        if empty := [_short(name) for name, count in zip(self.classes, rows, strict=True) if not count]:
+            texts.append(f"no row has the label {_listed(empty)}; labels are class numbers, which count from 0")
+        return [f"{self.name}: {text}" for text in texts]
 
     def _alike(self) -> list[list[int]]:
-        """Classes whose names differ only in case or spaces."""
+        """The classes whose names differ only in case or spaces."""
         groups: dict[str, list[int]] = {}
         for number, name in enumerate(self.classes):
             groups.setdefault("".join(unicodedata.normalize("NFC", name).casefold().split()), []).append(number)
         return [group for group in groups.values() if len(group) > 1]
 
-    def _told_alike(self, alike: list[list[int]], rows: list[int]) -> list[str]:
-        found = [" and ".join(self._quoted(number, rows) for number in group[:MOST_WARNED]) for group in alike]
-        return [
-            f"the classes {names} differ only in case or spaces; are they one class?" for names in found[:MOST_WARNED]
-        ]
-
-    def _small(self, alike: list[list[int]], rows: list[int]) -> list[str]:
-        """One sentence for each class that may be mistyped, and one for all others, but for those of `alike`."""
-        told = {number for group in alike for number in group}
+    def _small(self, told: set[int], rows: list[int], quoted: list[str]) -> list[str]:
+        """A sentence for each small class that may be mistyped, and one for all others. told: classes to leave out."""
         small = [number for number, count in enumerate(rows) if 0 < count < FEW_ROWS and number not in told]
         named = self.classes != _numbers(len(self.classes))
         large = [_short(self.classes[number]) for number in np.argsort(rows)[-MOST_SHOWN:] if rows[number] >= FEW_ROWS]
-        near = {  # of few of them: where most classes are small, none is a typo
+        near = {  # of the first ones only: where most classes are small, none is a typo
             number: found[0]
             for number in small[:MOST_WARNED]
             if (found := difflib.get_close_matches(_short(self.classes[number]), large if named else [], n=1))
         }
-        others = [number for number in small if number not in near]
-        names = ", ".join(self._quoted(number, rows) for number in others[:MOST_WARNED])
-        more = f" and {len(others) - MOST_WARNED} more" * (len(others) > MOST_WARNED)
-        text = f"the class{'es' * (len(others) > 1)} {names}{more} {'are' if len(others) > 1 else 'is'} too small"
-        return [
-            *(f"the class {self._quoted(number, rows)}: is it a mistyped {name!r}?" for number, name in near.items()),
-            *[f"{text} to train and to test (fewer than {FEW_ROWS} rows)"][: len(others)],
-        ]
-
-    def _empty(self, rows: list[int]) -> list[str]:
-        empty = [name for name, count in zip(self.classes, rows, strict=True) if not count]
-        names = ", ".join(map(_short, empty[:MOST_WARNED]))
-        more = f" and {len(empty) - MOST_WARNED} more" * (len(empty) > MOST_WARNED)
-        return [f"no row has the label {names}{more}; labels are class numbers, which count from 0"] * (len(empty) > 0)
-
-    def _quoted(self, number: int, rows: list[int]) -> str:
-        return f"{_short(self.classes[number])!r} ({rows[number]} row{'s' * (rows[number] != 1)})"
+        texts = [f"the class {quoted[number]}: is it a mistyped {name!r}?" for number, name in near.items()]
+        if others := [quoted[number] for number in small if number not in near]:
+            these = f"the class {_listed(others)} is" if len(others) == 1 else f"the classes {_listed(others)} are"
+            texts.append(f"{these} too small to train and to test (fewer than {FEW_ROWS} rows)")
+        return texts
 
 
 def _short(name: str) -> str:
     return printable(name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}...")
 
 
+def _listed(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:MOST_WARNED]) + f" and {len(names) - MOST_WARNED} more" * (len(names) > MOST_WARNED)
+
+
 def _numbers(count: int) -> tuple[str, ...]:
-    """The names of classes that have none."""
+    """The names of classes that have only numbers."""
     return tuple(map(str, range(count)))
 
 
@@ -144,7 +133,7 @@ def make(
 
 
 def split(y: np.ndarray) -> np.ndarray:
-    """Which rows are for testing: a fifth of every class, the same rows at every call; (rows,) bool."""
+    """The rows that are for testing: a fifth of every class, the same rows at every call; (rows,) bool."""
     shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(y))
     by_class = shuffled[np.argsort(y[shuffled], kind="stable")]
     count = -(-len(y) // TEST_PART)

@@ -17,7 +17,7 @@ GZIP = b"\x1f\x8b"
 def opened(path: str) -> Iterator[tuple[IO[bytes], int]]:
     """A file to read from, unpacked when it is gzipped (whatever its name), and the most bytes that it may hold.
 
-    Raises DataError, also for what is found wrong in the block.
+    Raises DataError, also for errors of reading in the block.
     """
     try:
         with model_file.open_regular(path) as file:
@@ -38,7 +38,7 @@ def opened(path: str) -> Iterator[tuple[IO[bytes], int]]:
 
 @contextmanager
 def seekable(path: str) -> Iterator[tuple[IO[bytes], int]]:
-    """As `opened`, for who reads here and there: what was gzipped is unpacked in memory. With the bytes it holds."""
+    """As `opened`, for random access: a gzipped file is unpacked into memory. Also gives the size of the file."""
     with opened(path) as (file, most):
         if most == 0:
             raise DataError(f"{path} is empty")

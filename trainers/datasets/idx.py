@@ -52,7 +52,7 @@ def content(array: np.ndarray) -> bytes:
 
 
 def _header(path: str, file: IO[bytes], dimensions: str) -> tuple[np.dtype, tuple[int, ...]]:
-    """The dtype and the shape at the begin of an IDX file."""
+    """The dtype and the shape from the header of an IDX file."""
     magic = model_file.take(file, 4)
     if not magic:
         raise DataError(f"{path} is empty")

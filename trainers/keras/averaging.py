@@ -1,4 +1,4 @@
-"""How the gradients of Keras' backends get to the other ranks and back."""
+"""Averages of Keras' gradients over the ranks, with each of Keras' backends."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +15,7 @@ Average = Callable[[Sequence[Any]], list[Any]]
 class Averaging:
     """The mean over all ranks of a list of tensors of Keras' backend; None stays None. Collective.
 
-    Inside of `with averaging.done():` it gives back what it is given.
+    Inside of `with averaging.done():` gradients stay as they are, since they were averaged already.
     """
 
     def __init__(self, backend: AllReduce) -> None:
@@ -33,8 +33,8 @@ class Averaging:
             self._done = before
 
 
-def settle() -> None:
-    """Wait until what was compiled has come to its end: only then the backend's own calls may follow. Local."""
+def wait_for_compiled() -> None:
+    """Wait for compiled code that still runs: its collective calls come before the next ones. Local."""
     if keras.backend.backend() == "jax":
         import jax
 
@@ -42,7 +42,7 @@ def settle() -> None:
 
 
 def outside() -> Any:
-    """Inside of `with` variables have values, also where a function is being compiled around it."""
+    """A context in which variables have values, also while a function is compiled around it."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow
 
@@ -52,7 +52,7 @@ def outside() -> Any:
 
 def mirror_variables(variables: Sequence[Any], backend: AllReduce) -> None:
     """Overwrite Keras' variables with those of rank 0. Collective."""
-    settle()
+    wait_for_compiled()
     with outside():
         arrays = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
         backend.broadcast(arrays, root=0)
@@ -62,14 +62,14 @@ def mirror_variables(variables: Sequence[Any], backend: AllReduce) -> None:
 
 
 def _of_jax(backend: AllReduce) -> Average:
-    """Inside of what JAX compiles, too."""
+    """Works inside of functions that JAX compiles."""
     from allreduce.jax import pmean
 
     return lambda gradients: pmean(list(gradients), backend)
 
 
 def _of_torch(backend: AllReduce) -> Average:
-    """What comes back are views of the backend's memory, good until the next step."""
+    """The averages are views of the backend's memory, valid until the next step."""
     import torch
 
     from trainers.replicas.pytorch.tensors import as_array, as_tensor
@@ -87,7 +87,7 @@ def _of_torch(backend: AllReduce) -> Average:
 
 
 def _of_tensorflow(backend: AllReduce) -> Average:
-    """Inside of a tf.function, too, but not of what XLA compiles. Sparse gradients become dense ones."""
+    """Works inside of a tf.function that XLA does not compile. Sparse gradients become dense ones."""
     import tensorflow as tf
 
     @tf.autograph.experimental.do_not_convert

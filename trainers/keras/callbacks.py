@@ -8,10 +8,10 @@ import numpy as np
 
 from allreduce.transport.control import raise_together
 from trainers.errors import ArgumentError
-from trainers.keras.averaging import mirror_variables, settle
+from trainers.keras.averaging import mirror_variables, wait_for_compiled
 from trainers.keras.optimizer import mirrored
+from trainers.watching.learning_rate import WARM_UP, is_positive, warmed
 
-WARM_UP = 5  # epochs
 STEERING = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.EarlyStopping,
@@ -26,8 +26,8 @@ HOOKS = [name for name in vars(keras.callbacks.Callback) if name.startswith("on_
 class StartFromFirstRank(keras.callbacks.Callback):
     """When fit begins, the model's weights and the optimizer's state become those of rank 0. Collective.
 
-    So only rank 0 needs to have loaded weights; a model with its optimizer is loaded on all ranks, or on none. What
-    layers draw random numbers from stays each rank's own.
+    So only rank 0 needs to load weights. A model with its optimizer is loaded on all ranks, or on none. Each rank keeps
+    the random state of its own layers.
     Raises ArgumentError on all ranks when the model is not built: begin it with a keras.Input, or call model.build.
     """
 
@@ -45,25 +45,25 @@ class StartFromFirstRank(keras.callbacks.Callback):
 
 
 class AverageMetrics(keras.callbacks.Callback):
-    """The metrics of an epoch, those of the validation too, numbers or arrays, become means over the ranks. Collective.
+    """Averages the metrics of an epoch, numbers or arrays, over the ranks, those of the validation too. Collective.
 
-    Put it before callbacks that read them: then EarlyStopping, ReduceLROnPlateau and the history see the same on all
-    ranks. Ranks count alike, so give them equally many rows (`shard` does).
+    Put it before callbacks that read metrics: then EarlyStopping, ReduceLROnPlateau and the history see the same on all
+    ranks. All ranks have the same weight, so give them equally many rows (`shard` does).
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is None:
             return
-        settle()
+        wait_for_compiled()
         values = {name: np.array(value, np.float64) for name, value in logs.items()}
         mirrored(self.model).backend.exact(values, "mean")
         logs.update({name: value if value.ndim else float(value) for name, value in values.items()})
 
 
 class SaveOnFirstRank(keras.callbacks.Callback):
-    """Another callback that rank 0 alone calls: ModelCheckpoint, TensorBoard, CSVLogger.
+    """Wraps a callback that only rank 0 calls: ModelCheckpoint, TensorBoard, CSVLogger.
 
-    For callbacks that change nothing in training, since they would on rank 0 alone; those of STEERING are refused.
+    The callback must not change the training, which would change on rank 0 alone; those of STEERING are refused.
     """
 
     def __init__(self, callback: keras.callbacks.Callback) -> None:
@@ -96,19 +96,19 @@ class SaveOnFirstRank(keras.callbacks.Callback):
 
 
 class WarmUp(keras.callbacks.Callback):
-    """The learning rate times the number of ranks, come to in equal steps over the first epochs (Goyal et al. 2017).
+    """Multiplies the learning rate by the number of ranks, in equal steps over the first epochs (Goyal et al. 2017).
 
-    The optimizer is given the rate for one rank's batch. After the warm-up other callbacks may change the rate.
+    The optimizer is made with the rate for one rank's batch. After the warm-up other callbacks may change the rate.
 
-    epochs: so long it goes up. scale: by how much; the number of ranks when None is given. verbose: 1 to print it.
-    Raises ArgumentError: no such numbers; in fit, the optimizer's rate is a schedule.
+    epochs: of the warm-up. scale: the factor at its end; None: the number of ranks. verbose: 1 to print the rate.
+    Raises ArgumentError for other numbers, and in fit when the optimizer's rate is a schedule.
     """
 
     def __init__(self, epochs: float = WARM_UP, *, scale: float | None = None, verbose: int = 0) -> None:
         super().__init__()
-        if isinstance(epochs, bool) or not (isinstance(epochs, int | float) and epochs >= 0):
+        if epochs is False or not (epochs == 0 or is_positive(epochs)):
             raise ArgumentError(f"epochs must be a number >= 0, got {epochs!r}")
-        if scale is not None and (isinstance(scale, bool) or not (isinstance(scale, int | float) and scale > 0)):
+        if scale is not None and not is_positive(scale):
             raise ArgumentError(f"scale must be a number > 0, got {scale!r}")
         self.epochs, self.scale, self.verbose = epochs, scale, verbose
         self._rate = 0.0  # for one rank's batch; known when the first fit begins
@@ -146,9 +146,8 @@ class WarmUp(keras.callbacks.Callback):
             self._set(self._part(batch))
 
     def _part(self, batch: int) -> float:
-        steps = self.params.get("steps") or 1
-        done = (self._epoch + (batch + 1) / steps) / self.epochs if self.epochs else 1.0
-        return 1 + (self._scale - 1) * min(done, 1.0)
+        done = self._epoch + (batch + 1) / (self.params.get("steps") or 1)
+        return 1 + (self._scale - 1) * warmed(done, self.epochs)
 
     def _set(self, factor: float) -> None:
         mirrored(self.model).learning_rate = self._rate * factor

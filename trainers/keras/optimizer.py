@@ -12,7 +12,7 @@ from allreduce.topology import Topology
 from allreduce.transport.control import everywhere
 from trainers import malloc
 from trainers.backends import backend_for
-from trainers.keras.averaging import MAKERS, Averaging, mirror_variables, settle
+from trainers.keras.averaging import MAKERS, Averaging, mirror_variables, wait_for_compiled
 
 _SCALED = (
     "compile() has put a LossScaleOptimizer around a MirroredOptimizer (mixed_float16 asks for one): a rank whose own "
@@ -34,7 +34,7 @@ class Mirrored:
     _owns_backend: bool
 
     def mirror(self, backend: AllReduce, owns_backend: bool) -> None:
-        """Average by this backend from now on. Collective where the optimizer has variables, which become rank 0's."""
+        """Average with this backend from now on. Collective if there are variables, which become those of rank 0."""
         self.backend, self._averaging, self._owns_backend = backend, Averaging(backend), owns_backend
         if self.built:
             mirror_variables(self.variables, backend)
@@ -59,8 +59,8 @@ class Mirrored:
             return super().stateless_apply(optimizer_variables, averages, trainable_variables)  # type: ignore[misc]
 
     def close(self) -> None:
-        """Free the backend, where it was made here; the optimizer steps no more. Collective."""
-        settle()
+        """Free the backend, if this optimizer has made it. The optimizer takes no more steps. Collective."""
+        wait_for_compiled()
         if self._owns_backend:
             self.backend.close()
 
@@ -77,18 +77,18 @@ def MirroredOptimizer(  # noqa: N802 - a class to its users, as for PyTorch
 
         model.compile(optimizer=MirroredOptimizer(keras.optimizers.Adam(1e-3)), loss="mse")
 
-    optimizer: a keras.optimizers.Optimizer or the name of one. It is changed, and returned: of a class of the same name
-        that is derived from its own, which is saved with the model as the plain one.
-    allreduce: a backend's name, or a backend, which then belongs to the caller.
-    topology: the ranks; all of MPI.COMM_WORLD when none is given, the backend's when that is given.
+    optimizer: a keras.optimizers.Optimizer or the name of one. It is changed and returned. Its class becomes a subclass
+        of the same name, so that a model is saved with the plain optimizer.
+    allreduce: the name of a backend, or a backend, which the caller closes.
+    topology: the ranks; by default all ranks, or those of the given backend.
 
-    Has `backend`, `topology` and `close()` besides. The variables that it is built with become those of rank 0; see
+    It also has `backend`, `topology` and `close()`. The variables that it is built with become those of rank 0; see
     StartFromFirstRank for the rest of the model.
 
-    All ranks apply as many gradients of the same shapes, in the same order: a rank that brings others makes all ranks
-    raise a DisagreementError. Errors come out of what JAX or TensorFlow has compiled as theirs, with our names in them.
+    All ranks must apply the same number of gradients, of the same shapes in the same order, or all raise a
+    DisagreementError. JAX and TensorFlow raise the errors of compiled code as their own, with our names in the text.
 
-    Raises on all ranks: OptionError (no optimizer of Keras', one that is mirrored already, Keras' backend has no
+    Raises on all ranks: OptionError (no optimizer of Keras', one that is mirrored already, a backend of Keras' without
     gradients, a backend that makes no sums), UnknownBackendError, UnavailableError.
     """
     if isinstance(allreduce, AllReduce):
@@ -138,7 +138,7 @@ def _plain(optimizer: Any) -> Any:
 
 
 def _derived(plain: type) -> type:
-    """A class that files take for `plain`, which is what they are to make again."""
+    """A subclass of `plain` and Mirrored that is saved under the name of `plain`, and loaded as `plain`."""
 
     def from_config(cls: type, config: dict[str, Any], custom_objects: Any = None) -> Any:
         return plain.from_config(config, custom_objects)  # type: ignore[attr-defined]

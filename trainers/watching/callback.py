@@ -124,8 +124,8 @@ class Callback:
 
         A step that is left out does not count in the means of its epoch, which are NaN where no step was taken.
 
-        This and `between_steps` are called on all ranks, where these take every step together, also on one that has
-        met an error, so a callback that is `collective` may communicate in them; what it raises, all ranks raise.
+        Where ranks take every step together, this and `between_steps` are called on all ranks, also on one that has met
+        an error. So a callback that is `collective` may communicate in them; its errors must be raised on all ranks.
         """
         return False
 
@@ -133,7 +133,7 @@ class Callback:
         """All ranks have taken a step."""
 
     def unusable(self, gradients: Any) -> bool:
-        """Whether this rank does not bring what it has computed, where steps are not taken together. Local."""
+        """Whether this rank leaves its gradients out, where ranks do not take steps together. Local."""
         return False
 
     def on_ranks_change(self) -> None:
@@ -176,7 +176,7 @@ class FileCallback(Callback):
         raise NotImplementedError
 
     def _unwritten(self, epochs: list[tuple[int, Logs]]) -> list[tuple[int, Logs]]:
-        """Of the epochs those that a lost rank 0 may not have written."""
+        """The epochs that a lost rank 0 may not have written. epochs: all of this fit, on a new rank 0."""
         return epochs[-1:]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -352,7 +352,7 @@ class Callbacks:
         return any(callback.unusable(gradients) for callback in self._unusable)
 
     def let_go(self) -> None:
-        """The callbacks outlive the fit; its trainer and its memory must not."""
+        """The fit is over: the callbacks let go of its trainer and memory. Local."""
         for callback in self._all:
             if hasattr(callback, "set_trainer"):
                 callback.set_trainer(None)

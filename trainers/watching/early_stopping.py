@@ -21,10 +21,10 @@ class EarlyStopping(Callback):
     patience: epochs to wait for one.
     verbose: 1 to say on rank 0 when it stops.
     mode: "min", "max", or "auto", which goes by the name of the metric.
-    baseline: what the metric has to be better than, or else it stops too.
-    restore_best_weights: in the end the model is that of the best epoch, with the optimizer's state. It is given on
-        all ranks or on none then, because ranks restore together, and rank 0 keeps a copy of the state.
-    start_from_epoch: epochs before it do not count.
+    baseline: an improvement counts only when the metric is better than this, too.
+    restore_best_weights: at the end the model becomes that of the best epoch, with the optimizer's state. Give the
+        callback on all ranks or on none then: the ranks restore together. Rank 0 keeps a copy of the state.
+    start_from_epoch: epochs before this one do not count.
 
     Raises ArgumentError, in the fit on all ranks when `monitor` is not measured there.
     """

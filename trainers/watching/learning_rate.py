@@ -24,13 +24,13 @@ class LearningRateSchedule(Callback):
     schedule: schedule(epoch, rate) -> rate, as Keras' LearningRateScheduler takes it: asked at the beginning of each
         epoch (0, 1, ...) with the rate so far, of an optimizer's first group of parameters; other groups keep their
         ratio to it. None for a constant rate.
-    scale: by how much the global batch is larger than the one for which the rate was chosen; or "ranks": the rate was
-        chosen for one rank's share of a batch, by the ranks with which the fit begins.
-    warmup_epochs: so long the rate goes up to what the schedule says, after every step: from rate / scale, or from
+    scale: how many times larger the global batch is than the batch for which the rate was chosen; or "ranks": the rate
+        was chosen for one rank's share of a batch, and scale is the number of ranks with which the fit begins.
+    warmup_epochs: the epochs in which the rate rises, step by step, to that of the schedule: from rate / scale, or from
         0 when scale is 1. By default 5 when there is a scale, else 0.
     verbose: 1 to print the rate of each epoch on rank 0.
 
-    When the fit is over the rates are as they were before it; a fit that is resumed goes on with those that it had.
+    After the fit the rates are as they were before it. A fit that is resumed goes on with the rates that it had.
     Raises ArgumentError, in the fit on all ranks.
     """
 
@@ -47,13 +47,13 @@ class LearningRateSchedule(Callback):
     ) -> None:
         if schedule is not None and not callable(schedule):
             raise ArgumentError(f"schedule must be a function of epoch and learning rate, got {schedule!r}")
-        if scale != "ranks" and not _positive(scale):
+        if scale != "ranks" and not is_positive(scale):
             raise ArgumentError(f'scale must be a number > 0, or "ranks", got {scale!r}')
-        if warmup_epochs is not None and not (warmup_epochs == 0 or _positive(warmup_epochs)):
+        if warmup_epochs is not None and not (warmup_epochs == 0 or is_positive(warmup_epochs)):
             raise ArgumentError(f"warmup_epochs must be a number >= 0, got {warmup_epochs!r}")
         self.schedule, self.scale, self.warmup_epochs, self.verbose = schedule, scale, warmup_epochs, verbose
         self._before: list[float] = []  # the rates of the groups before the fit
-        self._last = 0.0  # what the schedule is given when this epoch begins again
+        self._last = 0.0  # the rate before this epoch, which may begin again
         self._steps = 1
 
     def set_params(self, params: dict[str, Any]) -> None:
@@ -105,15 +105,20 @@ class LearningRateSchedule(Callback):
             self._before = []
 
     def _warmed(self, batch: int) -> float:
-        """The part of the rate that the warm-up allows in a step."""
-        done = (self._epoch + (batch + 1) / self._steps) / self._warm_up if self._warm_up else 1.0
+        """The part of the scheduled rate for a step: less than 1 in the warm-up."""
         least = 1 / self._scale if self._scale > 1 else 0.0
-        return least + (1 - least) * min(done, 1.0)
+        return least + (1 - least) * warmed(self._epoch + (batch + 1) / self._steps, self._warm_up)
 
     def _set(self, part: float) -> None:
         factor = part * self._rate / self._before[0]
         self.trainer.replica.learning_rates = [rate * factor for rate in self._before]
 
 
-def _positive(value: Any) -> bool:
+def warmed(done: float, epochs: float) -> float:
+    """How far a warm-up of so many epochs is, from 0 to 1. done: the epochs that are done, in parts too."""
+    return min(done / epochs, 1.0) if epochs else 1.0
+
+
+def is_positive(value: Any) -> bool:
+    """Whether an argument is a finite number above 0."""
     return is_number(value) and value > 0

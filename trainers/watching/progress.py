@@ -1,4 +1,4 @@
-"""What a user sees of the training: on a terminal a bar that moves, and one line per epoch; on rank 0 only."""
+"""The progress of a fit for a user, on rank 0: a line per epoch, and on a terminal a bar."""
 
 import sys
 from typing import Any, TextIO
@@ -11,7 +11,7 @@ BAR_DELAY = 0.5  # seconds; shorter epochs get their line and no bar
 
 
 class Progress(Callback):
-    """wanted: false where a user wants no output. stream: where the lines go."""
+    """wanted: False for no output. stream: where the lines go."""
 
     reads_batches = False
 
@@ -48,12 +48,12 @@ class Progress(Callback):
             print(Epoch.of_logs(epoch, logs or {}), file=self._stream, flush=True)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         if self._shown:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

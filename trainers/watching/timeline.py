@@ -1,4 +1,4 @@
-"""Timeline: what each rank does when, as a file for https://ui.perfetto.dev."""
+"""Timeline: a trace of what each rank does at what time, as a file for https://ui.perfetto.dev."""
 
 import os
 
@@ -13,8 +13,8 @@ class Timeline(Callback):
 
     path: of the file, which rank 0 writes. most: spans that each rank keeps.
 
-    Given on all ranks or on none. `python -m benchmarks.timeline FILE` says who waits for whom. A fit that ends in an
-    error writes nothing, and what a lost rank did is lost. What is shown of a GPU is what the host spends on it.
+    Given on all ranks or on none. `python -m benchmarks.timeline FILE` shows which ranks wait for which. A fit that
+    ends in an error writes nothing, and the spans of a lost rank are lost. For a GPU the trace shows the host's time.
     """
 
     collective = True

@@ -1,4 +1,4 @@
-"""A tree of parameters in flat memory; between JAX's arrays and NumPy's."""
+"""A tree of parameters in flat memory, and conversions between JAX's arrays and NumPy's."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class TreeLayout(Layout):
         if len(found) != 1 or not found <= set(DTYPES):
             raise ArgumentError(
                 f"params must be a tree of arrays of one dtype of {', '.join(DTYPES)}, and holds "
-                f"{', '.join(sorted(found)) or 'no array'}; what is not trained belongs into apply, not into params"
+                f"{', '.join(sorted(found)) or 'no array'}; put arrays that are not trained into apply"
             )
         self.dtype = np.dtype(found.pop())
         self.shapes = {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in paths}
@@ -37,7 +37,7 @@ class TreeLayout(Layout):
 
 
 def _dtype(leaf: Any) -> str:
-    """What JAX makes of it: of NumPy's float64 its float32, unless it was told to use 64 bits."""
+    """The dtype that JAX gives a leaf: float32 for NumPy's float64, unless JAX uses 64 bits."""
     if isinstance(leaf, np.ndarray | np.generic):
         return str(jax.dtypes.canonicalize_dtype(leaf.dtype))
     return str(getattr(leaf, "dtype", type(leaf).__name__))
@@ -54,7 +54,7 @@ def alias(array: np.ndarray) -> jax.Array:
 
 
 def own(array: Any) -> jax.Array:
-    """A JAX array with memory of its own, which stays on the CPU: beside one that may move, all is compiled twice."""
+    """A JAX array with memory of its own, committed to the CPU: beside uncommitted ones, JAX compiles all twice."""
     cpu = jax.local_devices(backend="cpu")[0]
     with jax.default_device(cpu):
         return jax.device_put(jnp.array(array, copy=True), cpu)
@@ -69,7 +69,7 @@ def on_host(leaf: Any) -> np.ndarray:
 
 
 def like(array: np.ndarray, leaf: Any) -> jax.Array:
-    """What `on_host` gave, as the kind of array that `leaf` is."""
+    """The inverse of `on_host`: a JAX array of the kind of `leaf`."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(own(array), impl=jax.random.key_impl(leaf))
     return own(np.asarray(array, leaf.dtype))

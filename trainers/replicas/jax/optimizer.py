@@ -122,7 +122,7 @@ def _check(transformation: Any, params: Any) -> None:
 
 
 def _flat_pattern(transformation: Any, layout: TreeLayout, state: Any) -> Any:
-    """The state (its shapes) for the flat parameters, of which `state` is the same with trees; None where it is not."""
+    """The shapes of the state for flat parameters; None when `state` is not the same with trees for arrays."""
     try:
         flat = jax.eval_shape(transformation.init, jax.ShapeDtypeStruct((layout.length,), layout.dtype))
         leaves, structure = jax.tree.flatten(flat)
@@ -142,13 +142,18 @@ def _is_rate(path: Sequence[Any]) -> bool:
 
 
 MOST = 3  # elements along each axis of the small arrays on which it is tried
-SCALES = (1.0, 1e-6, 1e6, 1.0)  # of the gradients of the steps: some change only what is large; the last has a NaN
+SCALES = (
+    1.0,
+    1e-6,
+    1e6,
+    1.0,
+)  # of the gradients in each step: some optimizers change only large ones
 
 
 def works_on_slices(transformation: Any, layout: TreeLayout) -> bool:
-    """True when two slices by themselves are updated as the tree is, which optax does not say: it is tried out.
+    """Whether the optimizer updates two slices as it updates the whole tree.
 
-    The trial takes small arrays with the names and axes of this tree.
+    Optax does not say, so it is tried out, on small arrays with the names and axes of this tree.
     """
     shapes = [tuple(min(size, MOST) for size in shape) for shape in layout.shapes.values()]
     random = np.random.default_rng(0)
@@ -170,7 +175,7 @@ def works_on_slices(transformation: Any, layout: TreeLayout) -> bool:
 
 
 def _changes(transformation: Any, params: Any, steps: Any) -> jax.Array:
-    """What the optimizer makes of the gradients of each step, flat: (steps, elements)."""
+    """The changes by the gradients of each step, flat: (steps, elements)."""
 
     def step(state: Any, gradients: Any) -> tuple[Any, jax.Array]:
         changes, state = transformation.update(gradients, state, params)

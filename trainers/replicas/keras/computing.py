@@ -1,4 +1,4 @@
-"""What Keras leaves to its backends: gradients, and functions that are compiled."""
+"""Gradients and compiled functions, which Keras leaves to its backends."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ Step = Callable[[list[np.ndarray]], None]
 
 
 class Computing(ABC):
-    """A model in training and in use.
+    """The gradients and the output of a model, with one of Keras' backends.
 
     measured: measured(y, output, losses of layers) -> (loss, metrics as one tensor, the loss first).
     """
@@ -40,8 +40,14 @@ class Computing(ABC):
     def output(self, x: np.ndarray) -> np.ndarray:
         """The output of a model in use."""
 
+    def _measures_of(self, x: Any, y: Any) -> Any:
+        return self.measured(y, self._output_of(x), self.model.losses)[1]
+
+    def _output_of(self, x: Any) -> Any:
+        return self.model(x, **self.using)
+
     def random_state(self) -> dict[str, np.ndarray]:
-        """What random numbers are drawn from besides the model's own variables."""
+        """The state of random generators besides the model's own variables."""
         return {}
 
     def load_random_state(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027, nothing to do where there is none
@@ -69,14 +75,13 @@ class TorchComputing(Computing):
         import torch
 
         with torch.no_grad():
-            output = self.model(x, **self.using)
-            return _array(self.measured(y, output, self.model.losses)[1])
+            return _array(self._measures_of(x, y))
 
     def output(self, x: np.ndarray) -> np.ndarray:
         import torch
 
         with torch.no_grad():
-            return keras.ops.convert_to_numpy(self.model(x, **self.using))  # bfloat16 as float32
+            return keras.ops.convert_to_numpy(self._output_of(x))  # bfloat16 as float32
 
     def random_state(self) -> dict[str, np.ndarray]:
         import torch
@@ -106,7 +111,9 @@ class JaxComputing(Computing):
     def compile(self) -> None:
         import jax
 
-        self._slopes, self._measures, self._output = map(jax.jit, (self._slopes_of, self._measures_of, self._output_of))
+        self._slopes, self._measures, self._output = map(
+            jax.jit, (self._traced_slopes, self._traced_measures, self._traced_output)
+        )
 
     def _values(self) -> tuple[list[Any], list[Any]]:
         return [variable.value for variable in self.trained], [variable.value for variable in self.others]
@@ -117,7 +124,7 @@ class JaxComputing(Computing):
             variable.assign(value)
         return np.asarray(values), [np.asarray(slope) for slope in slopes]
 
-    def _slopes_of(self, trained: Any, others: Any, x: Any, y: Any, share: Any) -> Any:
+    def _traced_slopes(self, trained: Any, others: Any, x: Any, y: Any, share: Any) -> Any:
         import jax
 
         def shared(trained: Any) -> Any:
@@ -130,14 +137,14 @@ class JaxComputing(Computing):
     def measures(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return np.asarray(self._measures(*self._values(), x, y))
 
-    def _measures_of(self, trained: Any, others: Any, x: Any, y: Any) -> Any:
+    def _traced_measures(self, trained: Any, others: Any, x: Any, y: Any) -> Any:
         output, _, losses = self.model.stateless_call(trained, others, x, return_losses=True, **self.using)
         return self.measured(y, output, losses)[1]
 
     def output(self, x: np.ndarray) -> np.ndarray:
         return np.array(self._output(*self._values(), x))
 
-    def _output_of(self, trained: Any, others: Any, x: Any) -> Any:
+    def _traced_output(self, trained: Any, others: Any, x: Any) -> Any:
         return self.model.stateless_call(trained, others, x, **self.using)[0]
 
     @staticmethod
@@ -187,15 +194,8 @@ class TensorflowComputing(Computing):
     def measures(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return self._measures(x, y).numpy()
 
-    def _measures_of(self, x: Any, y: Any) -> Any:
-        output = self.model(x, **self.using)
-        return self.measured(y, output, self.model.losses)[1]
-
     def output(self, x: np.ndarray) -> np.ndarray:
         return self._output(x).numpy()
-
-    def _output_of(self, x: Any) -> Any:
-        return self.model(x, **self.using)
 
     @staticmethod
     def stepper(optimizer: Any, variables: list[Any]) -> Step:

@@ -15,10 +15,10 @@ ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lion",
 
 
 class State:
-    """An optimizer and what it keeps for some variables.
+    """An optimizer of some variables, and the optimizer's own variables by name.
 
-    slots: by name, what has one number for each element of `variables`: variables, in their order.
-    others: by name, the rest: step, learning rate.
+    slots: those with one number for each element of `variables`, in the order of these.
+    others: the rest, such as the step and the learning rate.
     """
 
     def __init__(self, optimizer: Any, variables: list[Any]) -> None:
@@ -138,7 +138,7 @@ def _slots(optimizer: Any, variables: list[Any]) -> dict[str, list[Any]]:
 
 
 def _named(optimizer: Any, variables: list[Any]) -> dict[str, Any]:
-    """By the attributes of the optimizer that hold them: the names of variables are numbered by Keras."""
+    """Variables by the optimizer's attribute that holds them, since Keras numbers their own names."""
     held = {}
     for name, value in vars(optimizer).items():
         if isinstance(value, keras.Variable):

@@ -20,14 +20,14 @@ class KerasReplica(FlatReplica):
     """A Keras model, its loss and its optimizer, with Keras' backend JAX, PyTorch or TensorFlow.
 
     model: a built keras.Model whose trained variables have one dtype of float32, float64 and float16.
-    loss: one of Keras', or its name, or loss(y, output); the mean over the rows is taken. What layers add comes to it.
+    loss: one of Keras', or its name, or loss(y, output); its mean over the rows is taken. Losses of layers are added.
     optimizer: one of Keras', or its name. Where ranks divide the update (update="sharded", servers, spare replicas) it
         has to be elementwise, as Adam is (trainers.replicas.keras.optimizer.ELEMENTWISE), without clipnorm.
-    metrics: by name, metric(y, output), functions of Keras' (keras.metrics.sparse_categorical_accuracy), means of which
-        are shown beside the loss.
+    metrics: by name, metric(y, output), such as keras.metrics.sparse_categorical_accuracy; their means are shown beside
+        the loss.
 
     x and y arrive in the dtype of the variables where they are floating. The moving means and variances of batch norm
-    are averaged over the ranks, by rows, with the gradients; what layers draw random numbers from is each rank's own.
+    are averaged over the ranks, by rows, with the gradients; the random state of layers is each rank's own.
     Raises ArgumentError.
     """
 
@@ -136,7 +136,7 @@ class KerasReplica(FlatReplica):
             self._leave(self._memory)
 
     def local_state(self) -> dict[str, np.ndarray]:
-        """What layers draw random numbers from."""
+        """The random state of layers."""
         own = {name: np.array(array_of(each)) for name, each in self._random.items()}
         return own | self._computing.random_state()
 
@@ -173,7 +173,7 @@ class KerasReplica(FlatReplica):
     # Inside
 
     def _take(self) -> None:
-        """Have the parameters that lie in memory which a trainer gave, and which others have written, in the model."""
+        """Copy the parameters from the trainer's memory, where other ranks may have changed them, into the model."""
         if self._memory is not None:
             self._set(self._trained, self._layout.views(self._memory)[: len(self._trained)])
 
@@ -181,7 +181,7 @@ class KerasReplica(FlatReplica):
         self._set(self._statistics, self._layout.views(flat)[len(self._trained) :])
 
     def _leave(self, buffer: np.ndarray) -> None:
-        """Leave parameters and statistics in memory which a trainer gave."""
+        """Copy parameters and statistics to the trainer's memory."""
         self._layout.write(map(array_of, [*self._trained, *self._statistics]), buffer)
 
     def _input(self, array: np.ndarray) -> np.ndarray:

@@ -5,20 +5,64 @@ layers hold views. A step writes gradients where they are reduced, and the optim
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.replica import Replica
-from trainers.replicas.numpy.layers import ACTIVATIONS, INITIALISATIONS
 from trainers.replicas.numpy.losses import LOSSES
 from trainers.replicas.numpy.optimizers import OPTIMIZERS, Optimizer
-from trainers.replicas.numpy.options import array_module, checked_sizes, choose, length_of, make_optimizer
 
 FLOAT = np.dtype(np.float32)
+
+
+class Activation(NamedTuple):
+    """apply: overwrites z with the activation. derive: overwrites activations with the derivative there."""
+
+    apply: Callable[[Any, Any], None]
+    derive: Callable[[Any, Any], None]
+    init: str  # the initialisation that suits it
+
+
+def _relu(xp: Any, z: Any) -> None:
+    xp.maximum(z, 0, out=z)
+
+
+def _relu_derivative(xp: Any, a: Any) -> None:
+    xp.sign(a, out=a)  # activations are never negative, so this is 0 or 1
+
+
+def _tanh(xp: Any, z: Any) -> None:
+    xp.tanh(z, out=z)
+
+
+def _tanh_derivative(xp: Any, a: Any) -> None:
+    xp.multiply(a, a, out=a)
+    xp.subtract(1, a, out=a)
+
+
+ACTIVATIONS = {
+    "relu": Activation(_relu, _relu_derivative, "he"),
+    "tanh": Activation(_tanh, _tanh_derivative, "glorot"),
+}
+
+
+def he(random: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    """Normal with variance 2 / fan_in. K. He et al.: Delving deep into rectifiers, 2015."""
+    return random.normal(0.0, np.sqrt(2.0 / rows), (rows, columns))
+
+
+def glorot(random: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    """Uniform with variance 2 / (fan_in + fan_out). X. Glorot, Y. Bengio: Understanding the difficulty of
+    training deep feedforward neural networks, 2010."""
+    limit = np.sqrt(6.0 / (rows + columns))
+    return random.uniform(-limit, limit, (rows, columns))
+
+
+INITIALISATIONS = {"he": he, "glorot": glorot}
 
 
 class NumpyNetwork(Replica):
@@ -291,3 +335,56 @@ class NumpyNetwork(Replica):
 
     def _per_feature(self, given: Any) -> Any:
         return self._xp.asarray(np.broadcast_to(np.asarray(given, FLOAT), (self.sizes[0],)).copy())
+
+
+# The constructor's arguments
+
+
+def checked_sizes(sizes: Sequence[int]) -> list[int]:
+    checked = list(sizes) if isinstance(sizes, Sequence | np.ndarray) else []
+    if len(checked) < 2 or not all(
+        isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 1 for size in checked
+    ):
+        raise ArgumentError(f"sizes={sizes!r} describes no network: give features, hidden layers and outputs, >= 1")
+    return [int(size) for size in checked]
+
+
+def length_of(sizes: Sequence[int]) -> int:
+    """The number of parameters: weights and biases of each layer."""
+    return sum((inputs + 1) * outputs for inputs, outputs in itertools.pairwise(sizes))
+
+
+def choose(what: str, name: str, table: dict[str, Any]) -> Any:
+    if name not in table:
+        raise ArgumentError(f"{what}={name!r} is unknown; use one of {', '.join(table)}")
+    return table[name]
+
+
+def make_optimizer(optimizer: str | Optimizer, lr: float | None) -> Optimizer:
+    if isinstance(optimizer, str):
+        return choose("optimizer", optimizer, OPTIMIZERS)(lr)
+    if not isinstance(optimizer, Optimizer):
+        found = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise ArgumentError(
+            f"optimizer: give {', '.join(OPTIMIZERS)}, or an optimizer of trainers.replicas.numpy.optimizers, not "
+            f"{found.__module__}.{found.__qualname__}"
+        )
+    if lr is not None:
+        raise ArgumentError(
+            f"lr={lr} belongs to an optimizer's name; {type(optimizer).__name__} has its own, {optimizer.lr}"
+        )
+    return optimizer
+
+
+def array_module(device: str) -> Any:
+    if device == "cpu":
+        return np
+    if device != "cuda":
+        raise ArgumentError(f'device={device!r} is unknown; use "cpu" or "cuda"')
+    try:
+        import cupy
+    except ImportError as error:
+        raise ArgumentError(
+            f'device="cuda" needs CuPy ({error}); pip install ".[cuda12]" or ".[cuda13]" in the checkout'
+        ) from error
+    return cupy
