@@ -1,8 +1,9 @@
 """The status dump: at SIGUSR1 a rank prints where it waits and the stacks of its threads, and goes on.
 
-faulthandler prints the stack of the main thread at once, also while C code holds Python's lock. A thread, which a byte from Python's own signal handler wakes, prints where the rank waits, and the stacks of all
-threads: with the lock, because stacks that run on while they are read crash the program. Both work while the main
-thread is inside of MPI. A handler that the program has set, or sets later, stays.
+- faulthandler prints the stack of the main thread at once, also while C code holds Python's lock.
+- A thread, which a byte from Python's own signal handler wakes, prints where the rank waits, and the stacks of all
+  threads. It holds the lock: stacks that change while they are read crash the program.
+- Both work while the main thread is inside of MPI. A handler that the program has set, or sets later, stays.
 """
 
 import faulthandler
