@@ -283,7 +283,7 @@ class Callbacks:
                 self._heard.add(at)
 
     def _prepare(self, at: int) -> None:
-        """Give a callback the attributes that it had before it was told this event the first time."""
+        """Give a callback the attributes that it had before it heard this event for the first time."""
         held = vars(self._all[at])
         if at in self._before:
             held.clear()

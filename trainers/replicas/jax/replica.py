@@ -147,7 +147,7 @@ class JaxReplica(FlatReplica):
             flat[:] = self._memory
 
     def _model(self) -> tuple[bool, Any]:
-        """The parameters as the compiled functions take them: a tree, or flat in the memory that a trainer gave."""
+        """The parameters for the compiled functions: whether they are flat, and the tree or the trainer's flat memory."""
         return (False, self._tree) if self._memory is None else (True, alias(self._memory))
 
     def _input(self, array: np.ndarray) -> np.ndarray:
