@@ -292,7 +292,7 @@ class NumpyNetwork(Replica):
         self._derive_input(delta)
 
     def _derive_input(self, delta: Any) -> None:
-        """For layers below the first one, of which there are none here. delta: the derivative by the first layer's output."""
+        """Hook for layers below the first one, of whose output `delta` is the derivative."""
 
     def _input(self, x: np.ndarray) -> Any:
         flat = self._xp.asarray(x.reshape(len(x), -1))
