@@ -121,8 +121,8 @@ class Auto(AllReduce):
         part = self._part(name)
         if part is not None:
             try:
-                array = part._allocate(length, dtype, device)
-                self._memory = part._memory  # type: ignore[method-assign]  # the part knows its arrays
+                array = part.hooks.allocate(length, dtype, device)
+                self._memory = part.hooks.memory  # type: ignore[method-assign,assignment]  # the part knows its arrays
                 return array
             except UnavailableError as error:
                 notices.once(self.rank, f'"auto" allocates ordinary memory, so "{name}" will copy: {error}')
@@ -135,7 +135,7 @@ class Auto(AllReduce):
         if call.memory == GPU and name == LAST_RESORT:
             return super()._reduce_gpu  # by way of the host, where _reduce decides again
         part = self._parts[name]
-        return Trial(partial(self._try, part, part._route(call), call))
+        return Trial(partial(self._try, part, part.hooks.route(call), call))
 
     def _try(self, part: AllReduce, work: Work | Trial, call: Call, buffer: Any, op: Op) -> Work | Trial:
         """Do `work` of `part`, and select another backend should it tell that it can't work here after all."""
@@ -152,7 +152,7 @@ class Auto(AllReduce):
         if call.length == 0 or self.size == 1 or call.memory == GPU:
             return None
         name, _ = self._decide(call.length * call.dtype.itemsize, call.dtype, call.memory, self._part)
-        return self._parts[name]._finding(call)
+        return self._parts[name].hooks.finding(call)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         self._route(Call("all_reduce", buffer.size, buffer.dtype, op.name, self._memory(buffer)))(buffer, op)

@@ -1,22 +1,18 @@
-"""Watches the waits of a rank: says who waits where and who has not come, and ends what would wait for ever.
+"""The stall detector: says which rank waits where and which has not come, and ends waits that would last for ever.
 
-A rank that has waited for a second tells where it is (notes.py); a rank that tells nothing is not waiting. So every
-rank that waits knows where all of them are, without any of them having to answer. That costs nothing while all is
-well, because nobody waits for a second. One rank of those that wait in a call reports it.
-
-A rank whose process has ended without a word counts as lost where ranks may be lost, and else as one that has left.
-
-Waits in loops of ours (agreements, lanes of the worker) end in an error that is raised there. A wait inside of
-MPI can't be left: its error is printed, and the job ends.
-
-Ranks that wait in different places, one in a backend's call and one in an agreement, say, end by the time-out, and are
-told long before where all of them are. That they wait for ever is never certain: a rank may come to a call by another
-thread than the one that waits, also by one that Python does not know (XLA's, autograd's). Not every call needs all
-ranks, so a rank may be behind in one that others have left, for a message that a bad link holds back. And where ranks
-have roles (servers) they come to a place unequally often, so that counts don't tell who is behind.
-
-Where ranks may die while others go on (messages/losses.py) it also listens for that, in `losses.HEAR_SECONDS`: what
-a topology communicates with is revoked then, so that waits inside of MPI come out, and `lost` tells our own loops.
+- A rank that has waited for a second tells the others where (status_messages.py). A rank that tells nothing does not
+  wait. So every waiting rank knows where all ranks are, and no rank has to answer. Nothing is sent while all is well.
+- Of the ranks that wait in a call, one reports it.
+- A rank whose process has ended without telling MPI counts as lost where ranks may be lost, and else as one that left.
+- A wait in a loop of ours (agreements, queues of the worker) ends in an error that is raised there. A wait inside of
+  MPI can't be left: its error is printed, and the job ends.
+- Ranks that wait in different calls, one in a backend's and one in an agreement, say, end by the time-out, and are told
+  long before where all ranks are. That they wait for ever is never certain: a rank may come to a call by another
+  thread, also by one that Python does not know (XLA's, autograd's); not every call needs all ranks, so a rank may be
+  behind in a call that others have left; and ranks with roles (servers) call a backend unequally often, so counts
+  don't tell which rank is behind.
+- Where ranks may fail while others go on (transport/ulfm.py), the watchdog also listens for failures. It revokes the
+  topology's communicators then, so that waits inside of MPI return, and sets `lost` for loops of ours.
 """
 
 import functools
@@ -39,10 +35,10 @@ from allreduce.transport.liveness import Process
 from allreduce.transport.wait import LOOK_SECONDS, Call, Pause, WaitRecord, default, wait_until
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
-NOTE_SECONDS = 1.0  # a wait as long as this is told to the other ranks
+TELL_SECONDS = 1.0  # after which a wait is told to the other ranks
 SOON_SECONDS = 1.0  # by then MPI has told of a rank that has died
-SHOWN = 8  # places in a report
-END_SECONDS = 1.0  # for another thread that looks while this one ends the job
+SHOWN = 8  # calls in a report
+END_SECONDS = 1.0  # to wait for a thread that looks at waits while this one ends the job
 LEFT_SECONDS = 2.0  # the last messages of a rank that has left may still be on their way
 
 
@@ -61,9 +57,9 @@ def seconds(variable: str, default: float) -> float:
 class StallDetector:
     """The waits of one topology's ranks. Creating it and `close` are collective.
 
-    comm: a communicator of its own; of this rank alone where the waits are for ranks that can't be told of them yet.
-    timeout, stall: seconds after which a wait ends in a CollectiveTimeoutError, and after which it is first told.
-    revoke: ends all that the topology communicates with, when a rank is lost; called in any thread.
+    comm: a communicator of its own; of this rank alone before the ranks can send each other status messages.
+    timeout, stall: seconds after which a wait ends in a CollectiveTimeoutError, and after which it is reported.
+    revoke: revokes the topology's communicators when a rank is lost; called in any thread.
     """
 
     def __init__(
@@ -81,7 +77,7 @@ class StallDetector:
         self._rank, ranks = processes.here() if lonely else (comm.rank, comm.size)
         self.active = ranks > 1
         self._waits: list[WaitRecord] = []
-        self._told_seconds = min(NOTE_SECONDS, self.stall / 2)
+        self._told_seconds = min(TELL_SECONDS, self.stall / 2)
         self._lock = threading.RLock()  # a rank may end the job while it looks
         self._from_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.closed = False
@@ -92,43 +88,43 @@ class StallDetector:
     def connect(
         self, nodes: Sequence[Sequence[int]], own: int, rows: StatusRows | None, found: Mapping[int, Process]
     ) -> None:
-        """See what other ranks tell, as StatusMessages.connect. Local; on all ranks."""
+        """Exchange status messages with the other ranks; see StatusMessages.connect. Local; on all ranks."""
         with self._lock:
             self.messages.connect(nodes, own, rows, found)
 
     def wait_record(self, number: int, raises: bool = False) -> WaitRecord:
-        """A new WaitRecord, looked at from now on."""
+        """A new WaitRecord, which is looked at from now on."""
         wait = WaitRecord(number, raises)
         self._waits.append(wait)
         return wait
 
     def forget(self, wait: WaitRecord) -> None:
-        """Look at it no more."""
+        """Look at a record no more."""
         if wait in self._waits:
             self._waits.remove(wait)
 
     def close(self) -> None:
-        """Stop watching, and take what others have sent, so that the communicator can be freed. Collective."""
+        """Stop, and receive what others have sent, so that the communicator can be freed. Collective."""
         with self._lock:
             self.closed = True
             self._waits.clear()
         self.messages.drain(self.timeout)
 
     def abandon(self) -> None:
-        """Stop watching. Local."""
+        """Stop. Local."""
         with self._lock:
             self.closed = True
             self._waits.clear()
             self.messages.release()
 
     def listen(self) -> None:
-        """Hear whether a rank was lost; then nothing of the topology's communicates any more. From any thread."""
+        """Ask MPI whether a rank was lost; then the topology's communicators are revoked. From any thread."""
         if self.closed or self.messages.size == 1:
             return
         try:
             with self._lock:
                 if self.lost is None and not self.closed:
-                    self.messages.comm.Iprobe()  # it raises when a rank has died, or when another one says so
+                    self.messages.comm.Iprobe()  # it raises when a rank has failed, or has revoked the communicator
                 if not self.closed:
                     self.messages.exchange()
         except MPI.Exception as error:
@@ -136,11 +132,11 @@ class StallDetector:
                 raise
             self.lose()
         if self.messages.ended is not None:
-            self.messages.ends(self.messages.ended)  # its neighbours hear of it from this rank
+            self.messages.ends(self.messages.ended)  # this rank passes it on to its neighbours
             abort.follow(self.messages.ended)
 
     def lose(self) -> RankLostError:
-        """A rank is lost: every wait of the topology ends, on all ranks. Local."""
+        """A rank is lost: end every wait of the topology, on all ranks. Local."""
         with self._lock:
             first = self.lost is None
             lost = self.lost = self.lost or ulfm.loss(None if self.closed else self.messages.comm)
@@ -150,20 +146,20 @@ class StallDetector:
         return lost
 
     def loss_of(self, error: BaseException) -> RankLostError | None:
-        """The error to raise instead when `error` comes from a lost rank; every wait ends then. Local."""
+        """The RankLostError in place of `error` when that comes from a lost rank; every wait ends then. Local."""
         if not ulfm.in_force():
             return None
         told = ulfm.lost(error)
         if self._lonely:
             return told
-        if told is None and ulfm.may_be(error):  # MPI may tell soon that it comes from a rank that has died
+        if told is None and ulfm.may_be(error):  # MPI may report a failed rank as its cause soon
             wait_until(lambda: self.lost is not None, SOON_SECONDS, pause=Pause(longest=ulfm.HEAR_SECONDS))
             told = self.lost
         return None if told is None else ulfm.again(self.lose())
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
-        """What MPI raises inside when a rank was lost becomes a RankLostError, and every wait ends."""
+        """Turn what MPI raises inside when a rank was lost into a RankLostError, and end every wait."""
         try:
             yield
         except Exception as error:
@@ -175,12 +171,12 @@ class StallDetector:
             raise lost from (None if isinstance(error, RankLostError) else error)
 
     def check(self) -> None:
-        """Raise RankLostError when a rank was lost. Costs nothing; for loops that wait."""
+        """Raise RankLostError when a rank was lost. For loops that wait: it costs nothing."""
         if self.lost is not None:
             raise ulfm.again(self.lost)
 
     def look(self, wait: WaitRecord | None = None) -> None:
-        """Look at all waits, tell and hear, and judge them. Raises the error of `wait`. From any thread."""
+        """Exchange status messages, and judge all waits. Raises the error of `wait`. From any thread."""
         if wait is not None:
             self.check()
         if not self.closed and self.active and self._lock.acquire(blocking=False):
@@ -193,13 +189,13 @@ class StallDetector:
             raise wait.error
 
     def leave(self, why: str, wait: WaitRecord | None = None) -> None:
-        """Tell the others that this rank comes to nothing any more, of one place or, when its program ends, of any."""
+        """Tell the others that this rank makes no further calls: of one user or, when its program ends, of any."""
         if self.closed or self.messages.size == 1 or (wait is not None and self.lost is not None):
             return
         try:
             with self._lock:
                 self.messages.leaves(why, wait)
-        except MPI.Exception as error:  # the others hear of a lost rank by themselves
+        except MPI.Exception as error:  # the others notice a lost rank by themselves
             if ulfm.lost(error) is None:
                 raise
 
@@ -230,19 +226,19 @@ class StallDetector:
     # Stacks
 
     def _ask_for_stacks(self, wait: WaitRecord) -> None:
-        """Write this rank's down, and have all others do so."""
+        """Write the stacks of this rank to its file, and have all other ranks do so."""
         log.warning("the stacks of all ranks are in %s", stacks.place())
         stacks.dump(f"waits in {wait}")
         self.messages.asks_for_stacks(str(wait))
 
     def _give_stacks(self) -> None:
-        """Write this rank's down, whatever it does, when another one asks."""
+        """Write the stacks of this rank to its file, whatever it does, when another rank asks."""
         stacks.put_off(self.stall)
         for rank, text in self.messages.asked_for_stacks():
             stacks.dump(f"rank {rank} waits in {text}; here {self.status() or 'nothing is waited for'}")
 
     def status(self) -> str:
-        """Where this rank waits, then what it has called, newest first, on lines; "" before its first call. Local."""
+        """Where this rank waits, then its last calls, newest first, on lines; "" before its first call. Local."""
         now, lines = time.monotonic(), []
         used = [wait for wait in self._waits if wait.call or wait.last]
         for wait in sorted(used, key=lambda wait: (wait.call is None, -wait.since))[:SHOWN]:
@@ -289,22 +285,22 @@ class StallDetector:
             abort.end_job(f"{type(error).__name__}: {error}\n", abort.code_of(error))
 
     def _speaks(self, wait: WaitRecord, call: Call) -> bool:
-        """Whether this rank reports a wait. Where ranks can't hear each other, few do: 0, 1, 2, 4, 8, ..."""
+        """Whether this rank reports a wait. Before ranks exchange status messages, few ranks do: 0, 1, 2, 4, 8, ..."""
         if self.messages.size > 1:
             return self.messages.speaker(wait, call, SHOWN)
         return self._rank & (self._rank - 1) == 0
 
     def _where(self, call: Call) -> str:
-        """Where all ranks are, on lines of their own, if anybody tells."""
+        """Where all ranks are, on lines of their own; "" where ranks exchange no status messages."""
         return f"\n{self.messages.table(call)}" if self.messages.size > 1 else ""
 
 
 @functools.cache
 def lonely() -> StallDetector:
-    """Watches the waits on communicators of no topology, the first of a topology's too: of others nothing is known."""
+    """The detector of communicators that belong to no topology yet: it knows nothing of other ranks."""
     try:
         timeout, stall = seconds(TIMEOUT, 1800.0), seconds(STALL, 30.0)
-    except OptionError:  # Topology tells it
+    except OptionError:  # Topology raises it
         timeout, stall = 1800.0, 30.0
     return StallDetector(MPI.COMM_SELF, timeout, stall, lonely=True)
 
@@ -345,7 +341,7 @@ class _Watchdog:
                             detector.listen()
                         if due:
                             detector.look()
-                except Exception:  # a watchdog that dies would leave hangs without a word
+                except Exception:  # without the watchdog hangs would go unreported
                     log.exception("the watchdog met an error, and goes on")
 
     def detectors(self) -> list[StallDetector]:
@@ -353,7 +349,7 @@ class _Watchdog:
             return list(self._detectors)
 
     def _end(self, why: str) -> None:
-        """MPI ends after this."""
+        """The program ends, and MPI after this."""
         self._stop.set()
         stacks.stop()
         if self._thread is not None:

@@ -1,4 +1,4 @@
-"""What ranks tell of themselves when a wait is long: facts, each with the ranks that it holds for. No MPI here.
+"""The state of a job, as ranks tell it when a wait is long: facts, each with the ranks that it holds for. No MPI here.
 
 Ranks that wait in the same call bring the same fact, so the state of a whole job is a few facts with ranges of ranks,
 however many ranks it has.
@@ -15,21 +15,21 @@ WAITING, LEFT, STALLED, ENDED, SILENT = range(5)
 NOT_COME = "has not come: it computes, is stopped, or waits for something else"
 SEVERAL = {NOT_COME: "have not come: they compute, are stopped, or wait for something else"}
 TEXT_BYTES = 300
-MOST_FACTS = 40  # in a message; calls of few ranks are put together beyond
+MOST_FACTS = 40  # in a message; beyond, calls of few ranks become OTHERS
 OTHERS = "other calls"
-MOST_BYTES = 1 << 20  # of a message; no state has as many
+MOST_BYTES = 1 << 20  # of a message that is decoded; states are smaller
 LINES, RANGES = 18, 10  # of a table
 ROW_BYTES, HEAD_BYTES = 4096, 24
-FAR_ROWS = 8  # of memory, for what is heard of other nodes
+FAR_ROWS = 8  # for facts of other nodes
 OWN_BYTES, FAR_BYTES = ROW_BYTES - HEAD_BYTES, FAR_ROWS * ROW_BYTES - HEAD_BYTES  # of content, at most
 
 
 class Fact(NamedTuple):
     """A fact about ranks.
 
-    WAITING: in the call `text`; number, turn: its place, and its count there; fingerprint: the call's fingerprint.
-    LEFT: for the reason `text`; number: of the place that they come to no more, 0: of any; turn: the exit code of
-        their program; fingerprint: how many agreements on what is finished they have passed.
+    WAITING: in the call `text`; number, turn: those of its WaitRecord; fingerprint: the call's.
+    LEFT: for the reason `text`; number: of the WaitRecord whose calls they make no more, 0: of any; turn: the exit code
+        of their program; fingerprint: how many agreements on what is finished they have passed.
     STALLED: they ask for all stacks, for the turn-th time. ENDED: they end the job with the exit code `turn`.
     SILENT: nothing can be heard of them, for the reason `text`.
     """
@@ -75,7 +75,7 @@ def limited(state: State) -> State:
 
 
 def fitting(state: State, nbytes: int) -> bytes:
-    """A state as a message of at most so many bytes, without its last facts where that is necessary."""
+    """A state as a message of at most `nbytes`, without its last facts where that is necessary."""
     facts = list(state)
     while len(message := encode({each: state[each] for each in facts})) > nbytes:
         facts.pop()
@@ -89,7 +89,7 @@ def encode(state: State) -> bytes:
 
 
 def decode(message: bytes, ranks: int) -> dict[Fact, set[int]]:
-    """The state in a message, of `ranks` ranks; empty where no rank of this version has sent it."""
+    """The state of `ranks` ranks in a message; empty when the message is not in the format of this version."""
     try:
         facts = json.loads(message) if len(message) <= MOST_BYTES else None
     except (ValueError, RecursionError):
@@ -137,7 +137,7 @@ def listed(ranks: Collection[int]) -> str:
 
 
 def table(state: State, size: int, rank: int, call: str) -> str:
-    """Where all ranks are, as this `rank` knows, which is in `call`: at most 20 lines, one for ranks in one place."""
+    """Where all ranks are, as this `rank` knows, which waits in `call`: at most 20 lines, one for ranks in one call."""
     waits: dict[int, list[str]] = {rank: [call]}
     left, silent = {}, {}
     for each, ranks in sorted(state.items()):
@@ -172,10 +172,10 @@ def _line(ranks: list[int], where: str) -> str:
 class StatusRows:
     """The status of the ranks of a node, in memory that they share: each rank writes its own row and reads all rows.
 
-    The leader writes another, longer one: what it has heard of other nodes. Reading needs nothing of the rank that has
-    written: it may compute, be stopped, or have ended. A row has a length and a checksum before its content, so a row
-    that is being written is not taken for one that is there. The row also counts the looks of its rank: a leader whose
-    count stands still passes on nothing of other nodes.
+    The leader writes another, longer row: the facts of other nodes. The rank that has written a row may compute, be
+    stopped, or have ended when others read it. A row has a length and a checksum before its content, so a reader
+    recognizes a row that is being written. A row also counts the looks of its rank: a leader whose count stands still
+    passes on no facts of other nodes.
 
     memory: of shape (ranks + FAR_ROWS, ROW_BYTES), dtype uint8, zero at first. own: the index of this rank.
     """
@@ -191,7 +191,7 @@ class StatusRows:
         self._heads, self._looks = heads[:, :2], heads[:, 2]  # length and checksum; looks
 
     def release(self) -> None:
-        """Let go of the shared memory; a copy takes its place. Local, from any thread, at any time."""
+        """Release the shared memory; a copy takes its place. Local, from any thread, at any time."""
         self._use(self._bytes.reshape(-1, ROW_BYTES).copy())
 
     def write(self, content: bytes, far: bool = False) -> None:
@@ -203,7 +203,7 @@ class StatusRows:
             self._heads[index] = head
 
     def count_look(self) -> None:
-        """This rank looks."""
+        """Count a look of this rank."""
         self._looks[self.own] += 1
 
     def looks(self, index: int) -> int:
@@ -211,7 +211,7 @@ class StatusRows:
         return int(self._looks[index])
 
     def changed(self) -> list[tuple[int, bytes]]:
-        """The rows that have another content than at the last call: (index, content)."""
+        """The rows that have changed since the last call: (index, content)."""
         heads = self._heads.copy()
         news = []
         for index in np.flatnonzero((heads != self._seen).any(axis=1)).tolist():

@@ -1,13 +1,12 @@
 """Status messages: what the ranks of a topology tell each other of themselves when a wait is long.
 
-A rank that has waited for a second writes in its row of a table in its node's memory where it waits (status.py).
-The leaders of the nodes form a binary tree, and tell their neighbours in it what is known on their side of it, when
-that has changed. So every rank knows where all ranks are, without any of them having to answer. A rank sends at most
-three messages for a change, and none where one node has all ranks. One message is on its way between two ranks at a
-time, so none pile up before a rank that reads none.
-
-A loss revokes the topology's communicators. Where ranks may be lost, status messages travel on one that no loss
-revokes: ranks that leave are then told of to all others, which agree who is left (`Topology.finished`).
+- A rank that has waited for a second writes where it waits in its row of a table in its node's memory (status.py).
+- The leaders of the nodes form a binary tree. When what is known on a leader's side of the tree changes, the leader
+  sends it to its neighbours. So every rank knows where all ranks are, and no rank has to answer.
+- A rank sends at most three messages for a change, and none where one node has all ranks. One message is on its way
+  between two ranks at a time, so none pile up at a rank that receives none.
+- A lost rank revokes the topology's communicators. Where ranks may be lost, status messages travel on a communicator
+  that is never revoked. Ranks that leave then tell all others, which agree who is left (`Topology.finished`).
 """
 
 import time
@@ -27,10 +26,10 @@ from allreduce.transport.deferred_free import free_later
 from allreduce.transport.liveness import Process
 from allreduce.transport.wait import SHORTEST_SLEEP, Call, Pause, WaitRecord, wait_until
 
-SILENT_SECONDS = 5.0  # after which a rank that passes no messages on is told of
-GIVEN_UP_SECONDS = 5.0  # for which a wait that has ended in an error is still told of
+SILENT_SECONDS = 5.0  # after which a leader that passes no messages on is reported
+GIVEN_UP_SECONDS = 5.0  # a wait that has ended in an error is told for so long
 GONE_SECONDS = 1.0  # how often a long wait looks whether the processes of the node live
-LAST_SECONDS = 0.3  # for the last messages of a rank that leaves
+LAST_SECONDS = 0.3  # a rank that leaves waits so long for its last messages to be received
 NOTHING = status.encode({})
 
 
@@ -50,7 +49,7 @@ class Sent(NamedTuple):
 
 
 class Neighbour(NamedTuple):
-    """A rank that this one tells what it knows, usually the leader of a node, and the ranks heard of through it."""
+    """A rank that this one exchanges messages with, usually the leader of a node, and the ranks it speaks for."""
 
     leader: int
     ranks: tuple[int, ...]
@@ -84,10 +83,10 @@ class StatusMessages:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self.state: State = {}  # all that is known
+        self.state: State = {}  # all facts that this rank knows
         self.ended: int | None = None  # the exit code of a rank that ends the job
-        self.lost = False  # a rank was lost: only who leaves is told, to all ranks
-        self._own: dict[Fact, set[int]] = {}  # what this rank tells
+        self.lost = False  # a rank was lost: only facts about ranks that leave are sent, to all ranks
+        self._own: dict[Fact, set[int]] = {}  # the facts that this rank tells
         self._connected = False
         self._given_up: dict[Fact, float] = {}  # waits of this rank that have ended in an error, and when
         self._rows: StatusRows | None = None
@@ -101,9 +100,8 @@ class StatusMessages:
         self._heard: dict[int, State] = {}  # by the rank that has sent it
         self._version = 0  # of what is known
         self._told: dict[int, tuple[int, bytes]] = {}  # the version that was told, and the message
-        self._sent: dict[int, Sent] = {}  # on their way
-        self._last: list[Sent] = []  # sent although others were on their way
-        weakref.finalize(self, _keep_sent, self._sent, self._last).atexit = False
+        self._sent: dict[int, list[Sent]] = {}  # on their way, by receiver: one, or another one when this rank leaves
+        weakref.finalize(self, _hold_sent, self._sent).atexit = False
         self._left: dict[Fact, float] = {}  # since when it is known
         self._asks: set[tuple[int, int]] = set()  # for stacks, which were heard
         self._partings: MPI.Intracomm | None = None
@@ -112,10 +110,11 @@ class StatusMessages:
     def connect(
         self, nodes: Sequence[Sequence[int]], own: int, rows: StatusRows | None, found: Mapping[int, Process]
     ) -> None:
-        """Share what is told with the other ranks. Local; on all ranks.
+        """Exchange facts with the other ranks from now on. Local; on all ranks.
 
-        nodes: the ranks of each node, the leader first; own: this one's index. rows: of this node, or None where its
-        ranks share no memory: they tell their leader by messages. found: the processes of ranks of this machine.
+        nodes: the ranks of each node, the leader first; own: the index of this rank's node. rows: of this node, or None
+        where its ranks share no memory: then they send messages to their leader. found: the processes of ranks of this
+        machine.
         """
         members, self._connected = nodes[own], True
         self._of_node.clear()
@@ -133,9 +132,9 @@ class StatusMessages:
         self._write()
 
     def part_on(self, comm: MPI.Intracomm, finish: WaitRecord) -> None:
-        """Have messages travel on `comm`, which no loss revokes. Local.
+        """Send messages on `comm`, which is never revoked. Local.
 
-        finish: where ranks agree on what is done. Who has left after an agreement is not missed in it.
+        finish: the record of the agreements on what is done. A rank that leaves after an agreement is not missed in it.
         """
         self._partings, self._finish = comm, finish
 
@@ -152,11 +151,11 @@ class StatusMessages:
             self._tell([WAITING], facts)
 
     def gives_up(self, wait: WaitRecord, call: Call) -> None:
-        """A wait ends in an error. Others, who come to theirs a moment later, still see that this rank had come."""
+        """A wait ends in an error. Ranks that come to the call a moment later still see that this rank had come."""
         self._given_up[_waiting(wait, call)] = time.monotonic()
 
     def leaves(self, why: str, wait: WaitRecord | None) -> None:
-        """This rank waits for nobody any more: in one place or, as its program ends, in any."""
+        """This rank makes no further calls: of one user or, as its program ends, of any."""
         if wait is not None:
             fingerprint = 0 if wait.call is None else wait.call.fingerprint
             self._tell([], [status.fact(LEFT, wait.number, wait.count, fingerprint, why)])
@@ -172,12 +171,12 @@ class StatusMessages:
         self._spread_last()
 
     def asks_for_stacks(self, text: str) -> None:
-        """All ranks are to write their stacks down."""
+        """Have all ranks write their stacks to files."""
         asked = max((each.turn for each in self._own if each.kind == STALLED), default=0)
         self._tell([STALLED], [status.fact(STALLED, 0, asked + 1, 0, text)])
 
     def _tell(self, instead: Collection[int], facts: Iterable[Fact], ranks: Collection[int] | None = None) -> None:
-        """Facts of this rank, or of `ranks`, take the place of those of these kinds."""
+        """Replace the facts of the kinds `instead` by these, about this rank or about `ranks`."""
         own = {each: of for each, of in self._own.items() if each.kind not in instead}
         self._own = {**own, **{each: {*(ranks or [self.rank])} for each in facts}}
         self._write()
@@ -193,7 +192,7 @@ class StatusMessages:
     # What is heard
 
     def exchange(self) -> None:
-        """Take what others tell, and tell the neighbours what has changed."""
+        """Receive facts, and send the neighbours what has changed."""
         if self._rows is not None:
             self._rows.count_look()
         self.listen()
@@ -201,10 +200,10 @@ class StatusMessages:
         self._spread()
 
     def listen(self) -> None:
-        """Take what others tell."""
+        """Receive facts."""
         changed = self._read()
         if self._neighbours or self.lost or not self._connected:
-            with suppress(MPI.Exception):  # another one is lost just now; so they are taken the next time
+            with suppress(MPI.Exception):  # another rank is lost just now; the messages are received the next time
                 if self._partings is not None:
                     ulfm.acknowledge(self._partings)
                 if self._take(self._channel):
@@ -214,14 +213,14 @@ class StatusMessages:
             self._merge()
 
     def _read(self) -> bool:
-        """See what the ranks of this node have written. True: something has changed."""
+        """Read the rows of this node. True: one has changed."""
         news = self._rows.changed() if self._rows is not None else []
         for index, content in news:
             self._of_node[index] = status.decode(content, self.size)
         return bool(news)
 
     def _pass_on(self) -> None:
-        """Show the other ranks of this node what was heard of other nodes."""
+        """Write what was received of other nodes in the long row, for the other ranks of this node."""
         if self._rows is not None and not self.lost:
             heard = status.limited(status.merged(self._heard.values()))
             self._rows.write(status.fitting(heard, FAR_BYTES), far=True)
@@ -260,7 +259,7 @@ class StatusMessages:
         return found
 
     def look_for_gone_processes(self) -> None:
-        """While any rank waits long: a process of this node that has ended is a rank that is lost, or has left."""
+        """While any rank waits long: report a rank of this node whose process has ended as lost, or as left."""
         now = time.monotonic()
         if now - self._looked < GONE_SECONDS or not any(each.kind == WAITING for each in self.state):
             return
@@ -276,16 +275,16 @@ class StatusMessages:
     # Messages
 
     def _spread(self) -> None:
-        """Tell each neighbour what is known on this side, if that has changed and it has taken what it was told."""
+        """Send each neighbour what this side of the tree knows, if that has changed and no message is on its way."""
         for neighbour in self._told_to() if self._connected else []:
             self._send(neighbour, False)
 
     def _spread_last(self) -> None:
-        """The same, also where a message is on its way; and give them time to leave."""
+        """The same, also where a message is on its way; then wait a moment until the messages are received."""
         neighbours = self._told_to()
         for neighbour in neighbours:
             self._send(neighbour, True)
-        if neighbours and ulfm.in_force():  # otherwise the end of MPI waits for all ranks, and passes them on
+        if neighbours and ulfm.in_force():  # otherwise the end of MPI waits for all ranks, and delivers them
             wait_until(self._all_taken, LAST_SECONDS)
 
     def _told_to(self) -> list[int]:
@@ -295,9 +294,8 @@ class StatusMessages:
         return [rank for rank in range(self.size) if rank != self.rank] if leaves else []
 
     def _send(self, neighbour: int, last: bool) -> None:
-        if neighbour in self._sent and self._sent[neighbour].taken():
-            del self._sent[neighbour]
-        if neighbour in self._sent and not last:
+        under_way = self._sent[neighbour] = [sent for sent in self._sent.get(neighbour, ()) if not sent.taken()]
+        if under_way and not last:
             return
         version, before = self._told.get(neighbour, (-1, NOTHING))
         if version == self._version:
@@ -314,21 +312,16 @@ class StatusMessages:
             return
         with suppress(MPI.Exception):  # it is lost
             buffer = bytearray(message)
-            sent = Sent(self._channel.Issend([buffer, MPI.BYTE], neighbour), buffer, time.monotonic())
-            if neighbour not in self._sent:
-                self._sent[neighbour] = sent
-            else:
-                self._last.append(sent)
+            under_way.append(Sent(self._channel.Issend([buffer, MPI.BYTE], neighbour), buffer, time.monotonic()))
 
     def _all_taken(self) -> bool:
-        return all(sent.taken() for sent in [*self._sent.values(), *self._last])
+        return all(sent.taken() for under_way in self._sent.values() for sent in under_way)
 
     def _see_silence(self) -> None:
-        """Say which ranks can't be heard, because the one that passes their messages on does not."""
+        """Tell which ranks can't be heard, because their leader receives no messages."""
         now, silent = time.monotonic(), {}
         for leader, ranks in self._neighbours:
-            sent = self._sent.get(leader)
-            if sent is not None and now - sent.since > SILENT_SECONDS and not sent.taken():
+            if any(now - sent.since > SILENT_SECONDS and not sent.taken() for sent in self._sent.get(leader, ())):
                 silent[_silence(leader)] = {*ranks} - {leader}
         silent = {each: ranks for each, ranks in silent.items() if ranks}
         if silent != {each: ranks for each, ranks in self._own.items() if each.kind == SILENT}:
@@ -351,7 +344,7 @@ class StatusMessages:
         return {_silence(leader): {*range(self.size)} - {*self._node}}
 
     def drain(self, limit: float) -> None:
-        """Take all messages, so that the communicators can be freed. Collective.
+        """Receive all messages, so that the communicators can be freed. Collective.
 
         limit: seconds after which a CollectiveTimeoutError is raised, when ranks don't come.
         """
@@ -369,11 +362,10 @@ class StatusMessages:
             free_later(request)
             raise
         self._sent.clear()
-        self._last.clear()
         self.release()
 
     def release(self) -> None:
-        """Let go of the memory that the node shares. Local."""
+        """Release the memory that the node shares. Local."""
         self._rows = None
 
     # Judgement
@@ -384,14 +376,14 @@ class StatusMessages:
         return bool(self._left)
 
     def departure(self, rank: int) -> tuple[Fact, float] | None:
-        """That a rank has ended its program, or closed the topology, and since when this is known here. Local."""
+        """The fact that a rank has ended its program, or closed the topology, and since when it is known here."""
         for fact, heard in list(self._left.items()):
             if fact.number == 0 and rank in self.state.get(fact, ()):
                 return fact, heard
         return None
 
     def gone(self, wait: WaitRecord, before: float, call: Call) -> RankLeftError | None:
-        """The error of `call`, to whose place a rank comes no more, as was heard before a time, by time.monotonic()."""
+        """The error of `call` when a rank that it needs has left, as was heard before a time, by time.monotonic()."""
         for fact, heard in list(self._left.items()):
             ranks = {*self.state.get(fact, ())} - {self.rank}
             has_come = wait is self._finish and fact.number == 0 and fact.fingerprint >= wait.count
@@ -404,7 +396,7 @@ class StatusMessages:
         return None
 
     def disagree(self, wait: WaitRecord, call: Call) -> bool:
-        """Whether another rank has come to this place with another call."""
+        """Whether another rank makes another call in place of this one."""
         return any(
             (each.kind, each.number, each.turn) == (WAITING, wait.number, wait.count)
             and call.fingerprint != each.fingerprint
@@ -424,20 +416,21 @@ class StatusMessages:
         return processes.world_ranks(self.comm)[min({self.rank, *ranks})]
 
     def look_at_end(self, call: Call) -> None:
-        """Raise what ends `call`, in which ranks agree on what is done, also after a loss. Costs little."""
+        """Raise the error that ends `call`, an agreement on what is done, also after a rank was lost. Costs little."""
         error = self._finish.error or self.gone(self._finish, time.monotonic(), call)
         if error is not None:
             raise error
 
     def table(self, call: Call) -> str:
-        """Where all ranks are, as far as this one knows, which is in `call`. At most 20 lines."""
+        """Where all ranks are, as far as this rank knows, which waits in `call`. At most 20 lines."""
         return status.table(self.state, self.size, self.rank, str(call))
 
 
-def _keep_sent(sent: Mapping[int, Sent], last: Sequence[Sent]) -> None:
-    """A topology was dropped while its messages were on their way."""
-    for each in (*sent.values(), *last):
-        free_later(each)
+def _hold_sent(sent: Mapping[int, Sequence[Sent]]) -> None:
+    """Hold the messages of a topology that was dropped while they were on their way."""
+    for under_way in sent.values():
+        for each in under_way:
+            free_later(each)
 
 
 def _silence(leader: int) -> Fact:

@@ -225,7 +225,7 @@ def test_messages_that_do_not_meet_are_in_the_stall_report(mpirun: JobRunner) ->
             try:
                 dist.recv(torch.ones(1), 1 - rank, tag=7 + rank)
             except RuntimeError as error:
-                sys.stdout.write(f"{error}\\n")
+                print(error, flush=True)
         """),
         env={"ALLREDUCE_STALL_SECONDS": "1"},
     )
@@ -251,7 +251,7 @@ def test_destroying_a_group_that_another_rank_leaves_meanwhile_raises_nothing(mp
             if dist.get_rank() == 1:
                 dist.group.WORLD._freed = lambda: sys.exit(0)
             dist.destroy_process_group()
-            sys.stdout.write("goes on\n")
+            print("goes on", flush=True)
         """),
     )
     assert job.returncode == 0, job.stderr
