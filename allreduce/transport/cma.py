@@ -74,7 +74,7 @@ class CMA:
             moved = _move(function, self._pids[rank], address + done, memory[done:])
             if moved <= 0:
                 reason = os.strerror(ctypes.get_errno())
-                raise CommunicationError(f"the memory of rank {rank} of this node can't be accessed any more: {reason}")
+                raise CommunicationError(f"the memory of rank {rank} of this node can't be reached any more: {reason}")
             done += moved
 
     def _sees(self, rank: int, address: int, secret: int) -> bool:
