@@ -74,7 +74,7 @@ def rendezvous(url: str, timeout: timedelta, original: Handler) -> Iterator[Foun
         numbers = (topology.rank, topology.size, topology.node_rank, topology.node_size)
         for name, number in zip(_LAUNCHERS, numbers, strict=True):
             os.environ.setdefault(name, str(number))
-        store = None if all(name in os.environ for name in _STORE) else _meet(topology, timeout)
+        store = None if all(name in os.environ for name in _STORE) else store_of_rank_0(topology, timeout)
     if store is None:
         yield from original(url, timeout=timeout)
         return
@@ -83,7 +83,7 @@ def rendezvous(url: str, timeout: timedelta, original: Handler) -> Iterator[Foun
     raise RuntimeError("ranks of one mpirun can't meet again: start the program anew")
 
 
-def _meet(topology: Topology, timeout: timedelta) -> dist.Store:
+def store_of_rank_0(topology: Topology, timeout: timedelta) -> dist.Store:
     """The store of rank 0, a TCPStore on the first of its addresses that every node reaches. Collective."""
     world = topology.world
     listeners = together(world, lambda: _listeners(topology.nodes == 1) if topology.rank == 0 else [])
