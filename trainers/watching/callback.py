@@ -16,7 +16,7 @@ from allreduce.tracing.trace import Trace
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica, Rows
-from trainers.state.adopt import Holder
+from trainers.state.adopt import Target
 
 Logs = Mapping[str, Any]
 Event = tuple[float, int]  # an epoch, -1 before the first and infinity after the last; BEGIN or END
@@ -24,7 +24,7 @@ BEGIN, END = 0, 1
 NO_EVENT = (-math.inf, BEGIN)
 
 
-class StrategyView(Holder, Protocol):
+class StrategyView(Target, Protocol):
     """What a callback sees of the strategy of a fit; see trainers.strategies.interface.Strategy."""
 
     mirrors: str
