@@ -92,8 +92,8 @@ def _units(size: int) -> int:
 class Waits:
     """The waits of one thread of this rank. All ranks make theirs in the same order.
 
-    They sleep between looks, so that ranks that compute have the cores, and raise what the topology's stall detector finds:
-    RankLostError, RankLeftError, CollectiveTimeoutError. clock: runs meanwhile.
+    They sleep between looks, so that ranks that compute have the cores, and raise what the topology's stall detector
+    finds: RankLostError, RankLeftError, CollectiveTimeoutError. clock: runs meanwhile.
     """
 
     def __init__(self, topology: Topology, clock: Stopwatch) -> None:
