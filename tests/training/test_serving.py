@@ -247,7 +247,7 @@ class Script(Mailbox):
 
     def next(self, text: str) -> Arrival:
         worker, head = self.messages.pop(0)
-        parcel = Parcel(0, 0, np.dtype(np.float32), MPI.BYTE)
+        parcel = Parcel(0, 0, np.dtype(np.float32))
         parcel.head = head
         return Arrival(worker, PUSH, parcel)
 
@@ -277,7 +277,7 @@ class Counter(Mailbox):
         return Arrival(worker, tag, parcel)
 
     def parcel(self) -> Parcel:
-        return Parcel(0, 0, np.dtype(np.float32), MPI.BYTE)
+        return Parcel(0, 0, np.dtype(np.float32))
 
     def reply(self, parcel: Parcel, worker: int, whole: bool) -> None:
         self.answers.append((worker, parcel.head.kind))
