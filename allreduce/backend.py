@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -43,6 +43,29 @@ class Recipe(NamedTuple):
     options: dict[str, Any]
 
 
+class Hooks(NamedTuple):
+    """What a backend does inside of a call, for backends that are made of it and wrappers around it.
+
+    Nothing is checked or agreed on here: the call that goes on has done that. Each is a method that an algorithm
+    writes, or has from AllReduce, where it is described.
+    """
+
+    allocate: Callable[[int, np.dtype, str | None], Any]
+    memory: Callable[[Any], int]
+    place: Callable[[Any], Place | None]
+    resolve: Callable[[str, np.dtype], Op]
+    route: Callable[[Call], Work | Trial]
+    finding: Callable[[Call], Find | None]
+    reduce: Callable[[np.ndarray, Op], None]
+
+
+class Phases(NamedTuple):
+    """The two phases of an algorithm inside of a call, as `Hooks`."""
+
+    reduce_scatter: Callable[[np.ndarray, Op], None]
+    all_gather: Callable[[np.ndarray], None]
+
+
 class AllReduce(ABC):
     """An AllReduce algorithm on the ranks of a topology.
 
@@ -69,7 +92,7 @@ class AllReduce(ABC):
         self.part_of: AllReduce | None = None  # set by the backend that made this one for its own calls
         self.workspace = Workspace()
         self._pinned = gpu.Pinned()
-        self._known: dict[tuple, Admitted] = {}  # what __call__ looks up: plain arrays in C order
+        self._known: dict[tuple, Callable[[Any], None]] = {}  # what __call__ looks up: plain arrays in C order
         self.packed: dict[Any, Any] = {}  # by dtype and device: the buffer of the arrays of trees
         self._layouts: dict[trees.Key, trees.Layout] = {}
         with topology.detector.hearing():
@@ -127,19 +150,20 @@ class AllReduce(ABC):
         Raises a named AllReduceError on all ranks, before anything is changed, when an array can't be
         reduced or the ranks disagree.
         """
-        call = None
+        run = None
         if type(buffer) is np.ndarray and buffer.flags.carray:  # the usual case, at the cost of one look-up
+            memory = FOREIGN if buffer.base is None else self._memory(buffer)
             try:  # noqa: SIM105, suppress() would cost as much as the look-up
-                call = self._known.get((buffer.shape, buffer.dtype, op, self._memory(buffer)))
+                run = self._known.get((buffer.shape, buffer.dtype, op, memory))
             except TypeError:  # an op that can't be a key; _admit refuses it by name
                 pass
-        if call is None:
+        if run is None:
             if isinstance(buffer, trees.KINDS):
                 self.reduce_tree(buffer, op)
                 return
-            call = self._admit_reduction(buffer, op)
+            run = self._admit_reduction(buffer, op)[1]
             buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
-        self._engine.run(call, call.work, buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
+        run(buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
 
     def bind(self, array: Any, op: str = "mean") -> Callable[[], None]:
         """A function that reduces `array` as a call does, each time in fewer steps. Collective.
@@ -149,7 +173,7 @@ class AllReduce(ABC):
         array's memory, and works until the backend is closed.
         """
         self.check_open()
-        admitted = self._admit_reduction(array, op)
+        admitted, _ = self._admit_reduction(array, op)
         if self.check == "always":
             return partial(self, array, op)
         array = np.asarray(array) if isinstance(array, np.ndarray) else array
@@ -185,7 +209,7 @@ class AllReduce(ABC):
             found, sums = self._add_rows(*mine, op)
             results.append((found, sums.astype(values.dtype, copy=False).reshape(found.size, *values.shape[1:])))
 
-        self._engine.run(Admitted(call, resolved), self._engine.quiet(add), mine[1])
+        self._engine.run(call, resolved, self._engine.quiet(add), mine[1])
         found, sums = results[0]
         return (gpu.cupy().asarray(found), gpu.cupy().asarray(sums)) if gpu.is_gpu_array(values) else (found, sums)
 
@@ -204,7 +228,7 @@ class AllReduce(ABC):
         call, op = self._admit("broadcast", array, root=root)
         flat = array.reshape(-1, order="A")
         host = flat.get() if call.memory == GPU else flat
-        self._engine.run(Admitted(call, op), lambda buffer, _: chunked.overwrite(self._comm, buffer, root), host)
+        self._engine.run(call, op, lambda buffer, _: chunked.overwrite(self._comm, buffer, root), host)
         if host is not flat:
             flat.set(host)
 
@@ -225,7 +249,7 @@ class AllReduce(ABC):
             table[self.rank] = mine
         call, op = self._admit("stack", table)
         parts = [table[rank : rank + 1].reshape(-1) for rank in range(self.size)]
-        self._engine.run(Admitted(call, op), lambda *_: self._hand_round(parts), table)
+        self._engine.run(call, op, lambda *_: self._hand_round(parts), table)
         return table
 
     def all_gather(self, buffer: np.ndarray) -> None:
@@ -236,8 +260,7 @@ class AllReduce(ABC):
         """
         call, op = self._admit("all_gather", buffer)
         work = NOTHING if not call.length or self.size == 1 else self._gathering(call)
-        admitted = self._prepared(call, op, work)
-        self._engine.run(admitted, admitted.work, buffer)
+        self._engine.prepare(self._prepared(call, op, work))(buffer)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """The slice of a buffer of `length` elements that `rank` finishes, this rank when none is given."""
@@ -301,6 +324,16 @@ class AllReduce(ABC):
     def sent(self, dtype: np.dtype) -> np.dtype:
         """The dtype in which arrays of `dtype` reach the other ranks: another one where fewer bits are sent. Local."""
         return dtype
+
+    @cached_property
+    def hooks(self) -> Hooks:
+        """For backends and wrappers around this one."""
+        methods = self._allocate, self._memory, self._place, self._resolve, self._route, self._finding, self._reduce
+        return Hooks(*methods)
+
+    def tag(self) -> int:
+        """The tag of the messages of the call that is under way. Local."""
+        return self._engine.tag() if self.part_of is None else self.part_of.tag()
 
     def check_dtype(self, dtype: np.dtype) -> None:
         """Raise UnsupportedDtypeError where this backend reduces no arrays of `dtype`. Local."""
@@ -389,7 +422,10 @@ class AllReduce(ABC):
         return gpu.cupy().zeros(length, dtype)
 
     def _memory(self, buffer: np.ndarray) -> int:
-        """ALLOCATED for an array, or a slice of one, that `_allocate` gave and that is reduced where it is."""
+        """ALLOCATED for an array, or a slice of one, that `_allocate` gave and that is reduced where it is.
+
+        Asked for each array that is a view of other memory; an array that owns its memory is FOREIGN.
+        """
         return FOREIGN
 
     def _place(self, buffer: np.ndarray) -> Place | None:
@@ -415,10 +451,6 @@ class AllReduce(ABC):
     def _gathering(self, call: Call) -> Work:
         """What gathers the ranks' slices of such arrays."""
         return lambda buffer, _: self._hand_round([buffer[self.owned(buffer.size, rank)] for rank in range(self.size)])
-
-    def _tag(self) -> int:
-        """Of the messages of the call that is under way."""
-        return self._engine.tag() if self.part_of is None else self.part_of._tag()
 
     def _close(self) -> None:  # noqa: B027, most hold nothing else
         """Free what the algorithm holds besides `_comm` and `workspace`. Collective."""
@@ -462,24 +494,24 @@ class AllReduce(ABC):
         assert call is not None
         return call, resolved
 
-    def _admit_reduction(self, buffer: Any, op: str) -> Admitted:
-        """The all-reduce of `buffer`, ready to run; kept where __call__ looks it up."""
+    def _admit_reduction(self, buffer: Any, op: str) -> tuple[Admitted, Callable[[Any], None]]:
+        """The all-reduce of `buffer`, and what runs it, which is kept where __call__ looks it up."""
         call, resolved = self._admit("all_reduce", buffer, op)
         admitted = self._prepared(call, resolved, self._route(call))
+        run = self._engine.prepare(admitted)
         if self.check != "always" and call.layout == "C":
             for name in (op, resolved.name):
-                self._known[call.shape, call.dtype, name, call.memory] = admitted
-        return admitted
+                self._known[call.shape, call.dtype, name, call.memory] = run
+        return admitted, run
 
     def _prepared(self, call: Call, op: Op, work: Work | Trial) -> Admitted:
-        admitted = Admitted(call, op, find=self._finding(call))
-        return self._engine.admit(admitted, work, self._same_data.look_at(call, op))
+        return self._engine.admit(call, op, work, self._same_data.look_at(call, op), self._finding(call))
 
     def _where(self, buffer: Any) -> int:
         if gpu.is_gpu_array(buffer):
             return GPU
-        contiguous = isinstance(buffer, np.ndarray) and buffer.flags.forc
-        return self._memory(buffer) if contiguous else FOREIGN
+        view = isinstance(buffer, np.ndarray) and buffer.flags.forc and buffer.base is not None
+        return self._memory(buffer) if view else FOREIGN
 
     def _admit_tree(self, kind: str, structure: str, arrays: Sequence[Any], op: str, changes: bool) -> trees.Layout:
         """How the arrays lie in buffers, after the ranks have agreed on it where that is due. Collective."""
@@ -576,9 +608,14 @@ class TwoPhase(AllReduce):
         """
         call, resolved = self._admit("reduce_scatter", buffer, op)
         work: Work = self._scatter_gpu if call.memory == GPU else self._scatter_rounded
-        admitted = self._prepared(call, resolved, work if call.length and self.size > 1 else NOTHING)
-        self._engine.run(admitted, admitted.work, buffer)
+        work = work if call.length and self.size > 1 else NOTHING
+        self._engine.prepare(self._prepared(call, resolved, work))(buffer)
         return buffer[self.owned(buffer.size)]
+
+    @cached_property
+    def phases(self) -> Phases:
+        """For backends around this one."""
+        return Phases(self._reduce_scatter, self._all_gather)
 
     def _gathering(self, call: Call) -> Work:
         self._say_copies(call)

@@ -146,14 +146,15 @@ def _load(name: str) -> type[AllReduce]:
 
 def _arguments(name: str, backend_class: type[AllReduce], check: str, options: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of a constructor; a backend composed of others is given the means to make them."""
-    known = [each for each in inspect.signature(backend_class).parameters if each != "topology"]
+    given = {"make": _part, "names": tuple(BACKENDS)}
+    taken = [each for each in inspect.signature(backend_class).parameters if each != "topology"]
+    offered = [each for each in taken if each not in given]
     for option in options:
-        if option not in known or option == "make":
-            offered = [each for each in known if each != "make"] + ["compress", "trace"]
+        if option not in offered:
+            offered += ["compress", "trace"]
             hint = keywords.near(option, [*offered, "topology"]) or "."
             raise OptionError(f"backend {name!r} has no option {option!r}{hint} Its options are: {', '.join(offered)}")
-    parts = {"make": _part} if "make" in known else {}
-    return {"check": check, **parts, **options}
+    return {"check": check, **{each: value for each, value in given.items() if each in taken}, **options}
 
 
 def _part(name: str, topology: Topology) -> AllReduce:

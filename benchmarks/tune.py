@@ -40,6 +40,7 @@ from allreduce.backends.decision_table import (
 from allreduce.errors import AllReduceError, OptionError, UnavailableError
 from allreduce.machine import identify
 from allreduce.notices import on_terminal
+from allreduce.registry import BACKENDS
 from allreduce.transport.control import raise_together, root_value
 from benchmarks.lib import cli, machine, outputs, sizes
 from benchmarks.lib.contenders import ALL, Contender, gather
@@ -199,7 +200,7 @@ def _existing(comm: MPI.Intracomm, path: Path) -> Entries:
     error: AllReduceError | None = None
     if comm.rank == 0 and path.exists():
         try:
-            entries = loads(read_text(path), identify())
+            entries = loads(read_text(path), identify(), BACKENDS)
         except (OSError, TableError, UnicodeDecodeError) as failed:
             error = OptionError(f"{path} is in the way: {failed}; remove it or give another --output")
     raise_together(comm, error)

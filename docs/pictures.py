@@ -29,7 +29,7 @@ YOURS = "your program"
 CALL = [
     Box(YOURS, 'reduce(grads, op="mean")', "", "On every rank. The backend has chosen the memory: reduce.allocate(n)."),
     Box("allreduce", "AllReduce.__call__", "allreduce/backend.py", "Looks up the call's record: dtype, length, op."),
-    Box("allreduce", "Engine.run", "allreduce/engine/engine.py", "The ranks compare their records, and wait for all."),
+    Box("allreduce", "Engine.prepare", "allreduce/engine/engine.py", "The ranks compare records, and wait for all."),
     Box("allreduce", "Ring._reduce", "allreduce/backends/ring.py", "The algorithm, in place. A backend writes this."),
     Box("allreduce", "Transfer", "allreduce/transport/point_to_point.py", "Sends and receives chunks, and adds them."),
     Box("allreduce", "wait", "allreduce/transport/wait.py", "The stall detector (health/stall.py) sees every wait."),

@@ -1,12 +1,14 @@
-"""Writes the API reference from the docstrings: python scripts/api_pages.py FOLDER (scripts/docs.sh installs pdoc).
+"""Writes the pages of the site: python scripts/api_pages.py FOLDER (scripts/docs.sh installs pdoc).
 
-pdoc does it, and guide_pages.py the guides. Here is which modules there are, and how the docstrings of this project
-become Markdown: a line "name: what it is" with what belongs to it indented becomes an item of a list.
+pdoc writes the API reference from the docstrings, as Markdown: in them a line "name: what it is" becomes an item of a
+list. The guides (README.md and those beside the code) become pages among those: the front page is index.html, and
+pdoc's list of modules modules.html.
 """
 
 import inspect
 import os
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,16 +16,33 @@ from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras' own choice may not be installed
 
-import guide_pages
 import keras  # noqa: F401 - it starts a process, which pdoc would not let it do
+import markdown2
 import pdoc
 import pdoc.docstrings
+import pdoc.render_helpers
 
 import allreduce
 import trainers
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("allreduce", "trainers", "benchmarks")
+PAGE = """
+{% extends "frame.html.jinja2" %}
+{% block title %}{{ title }}{% endblock %}
+{% block style %}{{ super() | safe }}<style>main.pdoc, main.pdoc section { max-width: 70rem; }</style>{% endblock %}
+{% block nav %}
+    <h2>Guides</h2>
+    <ul>{% for name, link in guides %}<li><a href="{{ link }}">{{ name }}</a></li>{% endfor %}</ul>
+    <h2>Reference</h2>
+    <ul><li><a href="{{ modules }}">All modules</a></li></ul>
+    <footer>{{ footer_text }}</footer>
+{% endblock %}
+{% block content %}
+    <main class="pdoc"><section class="module-info"><div class="docstring">{{ html | safe }}</div></section></main>
+{% endblock %}
+"""
+LINK = re.compile(r'(href|src)="(?!\w+:|#)([^"#]*)(#[^"]*)?"')
 ITEM = re.compile(r"[\w.`*\[\]]+(, [\w.`*\[\]]+)*: \S")
 
 
@@ -59,6 +78,41 @@ def as_markdown(docstring: str) -> str:
     return "\n".join(lines)
 
 
+def page_of(path: Path) -> Path:
+    """The page that a file of the checkout becomes, both relative to their roots: itself, where it becomes none."""
+    if path == Path("README.md"):
+        return Path("index.html")
+    return path.with_suffix(".html") if path.suffix in (".md", ".py") else path
+
+
+def write_guides(root: Path, paths: list[Path], folder: Path) -> None:
+    """paths: the guides, relative to root. folder: where pdoc has written its pages."""
+    (folder / "index.html").rename(folder / "modules.html")
+    titles = {path: (root / path).read_text().partition("\n")[0].lstrip("# ") for path in paths}
+    template = pdoc.render.env.from_string(PAGE)
+    extras = {**pdoc.render_helpers.markdown_extensions, "toc": None}
+    extras.pop("link-patterns")  # what is to be a link is written as one
+    for path in paths:
+        up = "../" * len(path.parent.parts)
+        html = markdown2.markdown((root / path).read_text(), extras=extras)
+        html = LINK.sub(lambda link, path=path: _linked(root, path, folder, link), html)
+        guides = [(title, up + page_of(other).as_posix()) for other, title in titles.items()]
+        page = folder / page_of(path)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(template.render(title=titles[path], guides=guides, modules=f"{up}modules.html", html=html))
+
+
+def _linked(root: Path, path: Path, folder: Path, link: "re.Match[str]") -> str:
+    """A link to a page instead of to a guide; what is no page, a picture or the licence, is copied beside it."""
+    target = (root / path.parent / link[2]).resolve().relative_to(root)
+    page = page_of(target)
+    if page == target:
+        (folder / target).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(root / target, folder / target)
+    up = "../" * len(path.parent.parts)
+    return f'{link[1]}="{up}{page.as_posix()}{link[3] or ""}"'
+
+
 def main(folder: str) -> None:
     for name in trainers.__all__:  # imported when first used, which pdoc does not know
         setattr(trainers, name, getattr(trainers, name))
@@ -69,7 +123,7 @@ def main(folder: str) -> None:
     pdoc.docstrings.convert = lambda text, style, source: convert(as_markdown(text), style, source)
     pdoc.render.configure(docformat="markdown", show_source=False, footer_text=f"allreduce {allreduce.__version__}")
     pdoc.pdoc(*modules(), output_directory=Path(folder))
-    guide_pages.write(ROOT, guides(), Path(folder))
+    write_guides(ROOT, guides(), Path(folder))
     print(f"{folder}/index.html")
 
 

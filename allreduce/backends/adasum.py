@@ -43,7 +43,7 @@ class Adasum(AllReduce):
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
-        self._transfer = Transfer(self._comm, self.workspace, self._tag)
+        self._transfer = Transfer(self._comm, self.workspace, self.tag)
         self._power, self._extras = chunks.power_of_two(self.size)
 
     def _resolve(self, op: str, dtype: np.dtype) -> Op:

@@ -1,7 +1,7 @@
 """Auto: picks a backend for each call, by a measured table where this machine has one, else by one rule."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,7 @@ class Auto(AllReduce):
     A backend that turns out not to work here is replaced, which is said once: on the GPU by staging
     through the host, elsewhere by LAST_RESORT.
 
-    make: creates a backend from its name and a topology (given by `create`).
+    make: creates a backend from its name and a topology; names: of the backends that there are (given by `create`).
     table: the path of a decision table from `python -m benchmarks.tune`; by default the one in
         $ALLREDUCE_TABLE, else this machine's in the user's cache folder. "" for none.
     choose: a rule to use instead of any table.
@@ -76,20 +76,21 @@ class Auto(AllReduce):
         topology: Topology,
         *,
         make: Callable[[str, Topology], AllReduce],
+        names: Collection[str] = (),
         table: str | os.PathLike[str] | None = None,
         choose: Rule | None = None,
         check: str = "first",
     ) -> None:
         if choose is not None and not callable(choose):
             raise OptionError(f"choose must be a function of (topology, nbytes, dtype, memory), got {choose!r}")
-        self._make, self._rule, self._table = make, choose, table
+        self._make, self._names, self._rule, self._table = make, names, choose, table
         self._parts: dict[str, AllReduce] = {}
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self._ground = topology.duplicate()  # parts are made in the middle of calls, in whichever thread those run
-        self._choose = self._rule or rule_for(self._comm, topology, self._table, rule)
+        self._choose = self._rule or rule_for(self._comm, topology, self._table, rule, self._names)
         self._parts = {}
         self._lacking: dict[str, str] = {}
 
@@ -121,8 +122,8 @@ class Auto(AllReduce):
         part = self._part(name)
         if part is not None:
             try:
-                array = part._allocate(length, dtype, device)
-                self._memory = part._memory  # type: ignore[method-assign]  # the part knows its arrays
+                array = part.hooks.allocate(length, dtype, device)
+                self._memory = part.hooks.memory  # type: ignore[method-assign,assignment]  # the part knows its arrays
                 return array
             except UnavailableError as error:
                 notices.once(self.rank, f'"auto" allocates ordinary memory, so "{name}" will copy: {error}')
@@ -135,7 +136,7 @@ class Auto(AllReduce):
         if call.memory == GPU and name == LAST_RESORT:
             return super()._reduce_gpu  # by way of the host, where _reduce decides again
         part = self._parts[name]
-        return Trial(partial(self._try, part, part._route(call), call))
+        return Trial(partial(self._try, part, part.hooks.route(call), call))
 
     def _try(self, part: AllReduce, work: Work | Trial, call: Call, buffer: Any, op: Op) -> Work | Trial:
         """Do `work` of `part`, and select another backend should it tell that it can't work here after all."""
@@ -152,7 +153,7 @@ class Auto(AllReduce):
         if call.length == 0 or self.size == 1 or call.memory == GPU:
             return None
         name, _ = self._decide(call.length * call.dtype.itemsize, call.dtype, call.memory, self._part)
-        return self._parts[name]._finding(call)
+        return self._parts[name].hooks.finding(call)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         self._route(Call("all_reduce", buffer.size, buffer.dtype, op.name, self._memory(buffer)))(buffer, op)

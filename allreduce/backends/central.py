@@ -41,7 +41,7 @@ class Central(TwoPhase):
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
-        self._transfer = Transfer(self._comm, self.workspace, self._tag)
+        self._transfer = Transfer(self._comm, self.workspace, self.tag)
         self._windows: list[SharedSegment] = []
         self._made: list[Topology | AllReduce] = []
         self._inside: Central | None = None  # of this node, where nodes have several ranks
@@ -79,19 +79,19 @@ class Central(TwoPhase):
             return super()._allocate(length, dtype, device)
         node = self._inside or self
         try:
-            return together(self._comm, lambda: node._window(length, dtype))
+            return together(self._comm, lambda: node.window(length, dtype))
         except UnavailableError as error:
             notices.once(self.rank, f"gradients are sent in messages: {error}")
             return super()._allocate(length, dtype, device)
 
-    def _window(self, length: int, dtype: np.dtype) -> np.ndarray:
+    def window(self, length: int, dtype: np.dtype) -> np.ndarray:
         """Memory that all ranks of this one node reach. Raises UnavailableError on all of them."""
         window = SharedSegment(self._comm, length * dtype.itemsize)
         self._windows = [*(each for each in self._windows if each.alive()), window]
         return window.give().view(dtype)
 
     def _memory(self, buffer: np.ndarray) -> int:
-        return FOREIGN if (self._inside or self)._find(buffer) is None else ALLOCATED
+        return FOREIGN if (self._inside or self).find(buffer) is None else ALLOCATED
 
     def _close(self) -> None:
         """Let go of the memory; an array that is still in use keeps its own."""
@@ -100,12 +100,12 @@ class Central(TwoPhase):
             part.close()
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        window = self._find(buffer)
+        window = self.find(buffer)
         if self._inside is not None:
             if self._inside.size > 1:
-                self._inside._reduce_scatter(buffer, op.unscaled())
+                self._inside.phases.reduce_scatter(buffer, op.unscaled())
             if self._across is not None:
-                self._across._reduce_scatter(buffer, op)
+                self._across.phases.reduce_scatter(buffer, op)
         elif window is not None:
             self._add_chunk(window, buffer, op)
         elif self.rank == self.root:
@@ -118,7 +118,7 @@ class Central(TwoPhase):
         if self._inside is not None:
             for part in (self._across, self._inside):
                 if part is not None:
-                    part._all_gather(buffer)
+                    part.phases.all_gather(buffer)
             return
         self._transfer.relay(buffer, *binomial(self.rank, self.root, self.size))
 
@@ -139,7 +139,7 @@ class Central(TwoPhase):
             everyone[self.root, block] = total
         window.fence()
 
-    def _find(self, buffer: np.ndarray) -> SharedSegment | None:
+    def find(self, buffer: np.ndarray) -> SharedSegment | None:
         """The window of the array from `allocate` that `buffer` lies in."""
         address = MPI.Get_address(buffer)
         for window in self._windows:

@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from mpi4py import MPI
 from allreduce import notices
 from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN
 from allreduce.machine import Machine, identify
-from allreduce.registry import BACKENDS
 from allreduce.topology import Topology
 from allreduce.transport.control import root_value
 
@@ -83,8 +82,8 @@ def dumps(entries: Entries) -> str:
     return json.dumps({"format": FORMAT, "version": VERSION, "machine": identify(), "entries": listed}, indent=1) + "\n"
 
 
-def loads(text: str, machine: Machine) -> Entries:
-    """The entries of a table's text; TableError says what is wrong with it."""
+def loads(text: str, machine: Machine, names: Collection[str]) -> Entries:
+    """The entries of a table's text; TableError says what is wrong with it. names: of the backends that it may name."""
     try:
         table = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -98,18 +97,24 @@ def loads(text: str, machine: Machine) -> Entries:
     if table.get("machine") != machine:
         raise TableError(f"it was measured on another machine ({_words(table.get('machine'))}; here {_words(machine)})")
     try:
-        return {_key(entry): _steps(entry["ranges"]) for entry in table["entries"]}
+        return {_key(entry): _steps(entry["ranges"], names) for entry in table["entries"]}
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise TableError(f"an entry is malformed ({type(error).__name__}: {notices.shown(str(error), 200)})") from None
 
 
-def rule_for(comm: MPI.Intracomm, topology: Topology, given: str | os.PathLike[str] | None, builtin: Rule) -> Rule:
+def rule_for(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    given: str | os.PathLike[str] | None,
+    builtin: Rule,
+    names: Collection[str],
+) -> Rule:
     """The rule of this machine's table for `topology`, or `builtin` when there is none. Collective.
 
     Rank 0 reads and says once which table it is, or why one can't be used; that there is none is no news (a line at
     debug level). Calls that the table has no entry for (other dtypes, GPU arrays) are left to `builtin`.
     """
-    read, said = _read(topology, given) if comm.rank == 0 else ({}, "")
+    read, said = _read(topology, given, names) if comm.rank == 0 else ({}, "")
     told = [[*key, steps] for key, steps in read.items()], said
     listed, said = root_value(comm, told, "learn how to choose a backend")
     entries = {(dtype, memory): [Step(*step) for step in steps] for dtype, memory, steps in listed}
@@ -137,7 +142,9 @@ def _bounds(steps: list[Step], index: int) -> str:
     return f"for sizes above {steps[index - 1].up_to} bytes" if index else "for all sizes"
 
 
-def _read(topology: Topology, given: str | os.PathLike[str] | None) -> tuple[dict[tuple[str, str], list[Step]], str]:
+def _read(
+    topology: Topology, given: str | os.PathLike[str] | None, names: Collection[str]
+) -> tuple[dict[tuple[str, str], list[Step]], str]:
     """The entries for this topology, by dtype and memory, and what to say about them."""
     rule = '"auto" decides by its built-in rule'
     path = None
@@ -145,7 +152,7 @@ def _read(topology: Topology, given: str | os.PathLike[str] | None) -> tuple[dic
         path = table_path(given)
         if path is None:
             return {}, rule
-        entries = loads(read_text(path), identify())
+        entries = loads(read_text(path), identify(), names)
     except FileNotFoundError:
         tune = f"mpirun -n {topology.size} python -m benchmarks.tune measures one"
         notices.log.debug("allreduce: %s: there is no table %s (%s)", rule, path, tune)
@@ -189,7 +196,7 @@ def _key(entry: dict[str, Any]) -> Key:
     return Key(tuple(node_sizes), simulated, dtype, memory)
 
 
-def _steps(ranges: list[dict[str, Any]]) -> list[Step]:
+def _steps(ranges: list[dict[str, Any]], names: Collection[str]) -> list[Step]:
     steps = [Step(each["up_to_bytes"], each["backend"]) for each in ranges]
     bounds = [step.up_to for step in steps]
     if not bounds or bounds[-1] is not None or any(type(bound) is not int for bound in bounds[:-1]):
@@ -197,7 +204,7 @@ def _steps(ranges: list[dict[str, Any]]) -> list[Step]:
     if bounds[:-1] != sorted(set(bounds[:-1])):  # type: ignore[type-var]
         raise ValueError(f"the ranges are not in order: {bounds}")
     for step in steps:
-        if step.backend not in BACKENDS or step.backend == "auto":
+        if step.backend not in names or step.backend == "auto":
             raise ValueError(f"backend {step.backend!r} can't be chosen")
     return steps
 

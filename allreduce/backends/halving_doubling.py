@@ -25,7 +25,7 @@ class HalvingDoubling(TwoPhase):
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
-        self._transfer = Transfer(self._comm, self.workspace, self._tag)
+        self._transfer = Transfer(self._comm, self.workspace, self.tag)
         self._power, self._extras = chunks.power_of_two(self.size)
 
     def owned(self, length: int, rank: int | None = None) -> slice:

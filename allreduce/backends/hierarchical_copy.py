@@ -22,7 +22,7 @@ from allreduce.engine.call import Call
 from allreduce.engine.engine import Find
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
-from allreduce.transport.control import together
+from allreduce.transport.control import all_values, together
 from allreduce.transport.point_to_point import Transfer
 
 
@@ -60,7 +60,8 @@ class HierarchicalCopy(TwoPhase):
             raise
         self.copies_foreign = self._node.copies_foreign
         self._leaders_only = topology.leaders_only
-        self._transfer = Transfer(self._node._comm, self.workspace, self._tag)
+        self._ranks_inside = all_values(inside.world, self.rank, "learn the ranks of this node")
+        self._transfer = Transfer(self._comm, self.workspace, self.tag)
 
     def abandon(self) -> None:
         super().abandon()
@@ -77,15 +78,15 @@ class HierarchicalCopy(TwoPhase):
         return self._node.owned(length, rank)
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        return together(self._comm, lambda: self._node._allocate(length, dtype, device))
+        return together(self._comm, lambda: self._node.hooks.allocate(length, dtype, device))
 
     def _memory(self, buffer: np.ndarray) -> int:
-        return self._node._memory(buffer)
+        return self._node.hooks.memory(buffer)
 
     def _finding(self, call: Call) -> Find | None:
         """The backend inside of a node compares places too, but what it finds is an error of that node alone."""
         several = 1 < self.topology.nodes < self.size  # and one of them has several ranks
-        return self._node._place if several and call.memory == ALLOCATED else None
+        return self._node.hooks.place if several and call.memory == ALLOCATED else None
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         self._reduce_into(buffer, buffer, op)
@@ -100,7 +101,7 @@ class HierarchicalCopy(TwoPhase):
 
     def _all_gather(self, buffer: np.ndarray) -> None:
         if self._node.size > 1:
-            self._node._all_gather(buffer)
+            self._node.phases.all_gather(buffer)
 
     def _originals_cross(self) -> bool:
         """True where what goes across are no sums, but what the ranks brought, and the other side can sum that."""
@@ -109,7 +110,7 @@ class HierarchicalCopy(TwoPhase):
     def _reduce_into(self, sums: np.ndarray, buffer: np.ndarray, op: Op) -> None:
         """Reduce `sums`, and leave what this rank owns of it, finished and rounded, in `buffer`; it may be the same."""
         if self._node.size > 1:
-            self._node._reduce_scatter(sums, op.unscaled())
+            self._node.phases.reduce_scatter(sums, op.unscaled())
         if self._leaders_only:
             self._through_leader(sums, buffer, op)
         else:
@@ -122,32 +123,30 @@ class HierarchicalCopy(TwoPhase):
         if cross is None or cross.size == 1 or not part.size:
             op.finish(sums)
         elif sums.dtype == part.dtype or not isinstance(cross, TwoPhase):
-            cross._reduce(sums, op)
+            cross.hooks.reduce(sums, op)
         else:
-            cross._reduce_scatter(sums, op)
+            cross.phases.reduce_scatter(sums, op)
             mine = cross.owned(part.size)
             np.copyto(part[mine], sums[mine], casting="unsafe")
-            cross._all_gather(part)
+            cross.phases.all_gather(part)
             return
         if sums.dtype != part.dtype:
             np.copyto(part, sums, casting="unsafe")
 
     def _through_leader(self, sums: np.ndarray, buffer: np.ndarray, op: Op) -> None:
         """Uneven nodes: the leader collects the slices of its node, carries them across, and hands them back."""
-        slices = self._slices(buffer.size)
-        if self._node.rank:
-            self._transfer.send(sums[slices[self._node.rank]], 0)
-            self._transfer.receive(buffer[slices[self._node.rank]], 0)
+        leader, *others = self._ranks_inside
+        if self.rank != leader:
+            mine = self.owned(buffer.size)
+            self._transfer.send(sums[mine], leader)
+            self._transfer.receive(buffer[mine], leader)
             return
-        for rank, part in enumerate(slices[1:], start=1):
+        slices = [(rank, self._node.owned(buffer.size, place)) for place, rank in enumerate(others, start=1)]
+        for rank, part in slices:
             self._transfer.receive(sums[part], rank)
         self._across(sums, buffer, op)
-        for rank, part in enumerate(slices[1:], start=1):
+        for rank, part in slices:
             self._transfer.send(buffer[part], rank)
-
-    def _slices(self, length: int) -> list[slice]:
-        """What each rank of the node owns."""
-        return [self._node.owned(length, rank) for rank in range(self._node.size)]
 
     def _close(self) -> None:
         for part in reversed(self._made):

@@ -1,6 +1,5 @@
 """Native: the MPI library's own MPI_Allreduce, the yardstick for the others."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from allreduce.engine.engine import Quiet, Trial, Work
 from allreduce.transport.operations import numpy_operation
 
 LARGEST_COUNT = 1 << 30  # elements in one call: an MPI count is a C int in Open MPI 5
-SHORT_LENGTH = 64  # elements of an array whose mean is formed with a factor for each element
 MEAN_BYTES = 1 << 20  # a mean is reduced in pieces of this size, each scaled while it is in the cache
 
 
@@ -35,37 +33,25 @@ class Native(AllReduce):
         op = ops.resolve(call.op, dtype, self.size)
         one_piece = call.length <= largest_piece(dtype.itemsize, op)
         if route == self._reduce and one_piece and dtype != dtypes.BOOL and _operation(op, dtype) is op.mpi:
-            return self._plain(op.mpi) if op.scale is None else self._mean_of_one_piece(op.scale, call)
+            return self._plain(op.mpi) if op.scale is None else self._mean_of_one_piece(op.scale, dtype)
         return route
 
     def _plain(self, operation: MPI.Op) -> Quiet:
         """What the MPI library does by itself: nothing is left to decide in each call."""
-        all_reduce, in_place = self._comm.Allreduce, MPI.IN_PLACE
+        return Quiet(partial(self._comm.Allreduce, MPI.IN_PLACE), operation, _typed)
 
-        def reduce(buffer: np.ndarray, _: Op) -> None:
-            all_reduce(in_place, buffer, operation)
-
-        def bind(buffer: np.ndarray, _: Op) -> Callable[[], object]:
-            return partial(all_reduce, in_place, [buffer, MPI.Datatype.fromcode(buffer.dtype.char)], operation)
-
-        return Quiet(reduce, bind)
-
-    def _mean_of_one_piece(self, scale: float, call: Call) -> Quiet:
+    def _mean_of_one_piece(self, scale: float, dtype: np.dtype) -> Quiet:
         """As `_plain`, for a mean."""
-        all_reduce, in_place, operation = self._comm.Allreduce, MPI.IN_PLACE, MPI.SUM
-        # NumPy would convert a number in each call, and broadcast it, at half the cost of the mean.
-        factor = np.full(call.length if call.length <= SHORT_LENGTH else (), scale, call.dtype)
+        all_reduce, in_place, total = self._comm.Allreduce, MPI.IN_PLACE, MPI.SUM
+        datatype = MPI.Datatype.fromcode(dtype.char)
+        factor = np.full((), scale, dtype)  # a number NumPy would convert in each call
         scaled = self._engine.quiet(np.multiply)
 
         def mean(buffer: np.ndarray, _: Op) -> None:
-            all_reduce(in_place, buffer, operation)
+            all_reduce(in_place, [buffer, datatype], total)
             scaled(buffer, factor, buffer)
 
-        def bind(buffer: np.ndarray, _: Op) -> Callable[[], object]:
-            typed = [buffer, MPI.Datatype.fromcode(buffer.dtype.char)]
-            return lambda: (all_reduce(in_place, typed, operation), scaled(buffer, factor, buffer))
-
-        return Quiet(mean, bind)
+        return Quiet(mean)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         operation = _operation(op, buffer.dtype)
@@ -81,6 +67,11 @@ class Native(AllReduce):
             return
         gpu.synchronize()
         self._reduce(buffer, op)
+
+
+def _typed(buffer: np.ndarray) -> list[Any]:
+    """An array as mpi4py takes it with the fewest look-ups."""
+    return [buffer, MPI.Datatype.fromcode(buffer.dtype.char)]
 
 
 def _operation(op: Op, dtype: np.dtype) -> MPI.Op:

@@ -27,7 +27,7 @@ class ReduceToOne(AllReduce):
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
-        self._transfer = Transfer(self._comm, self.workspace, self._tag)
+        self._transfer = Transfer(self._comm, self.workspace, self.tag)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         if self.rank == self.root:

@@ -74,7 +74,7 @@ class Ring(TwoPhase):
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
-        self._transfer = Transfer(self._comm, self.workspace, self._tag)
+        self._transfer = Transfer(self._comm, self.workspace, self.tag)
         self._left, self._right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         nodes = all_values(self._comm, topology.node_index, "learn who is on which node")
         self._sends_originals = shorter(nodes)

@@ -8,6 +8,7 @@ T. Hoefler et al.: MPI + MPI: a new hybrid approach to parallel programming with
 """
 
 import itertools
+import weakref
 import zlib
 from collections.abc import Iterator
 
@@ -54,6 +55,7 @@ class Shared(TwoPhase):
         self._reaches = self._reach.works and not self._staged_only
         self.copies_foreign = "" if self._reaches else STAGES
         self._arrays: dict[int, SharedSegment] = {}  # what `allocate` gave, by number; numbers are not used again
+        self._memories: dict[int, weakref.ref[np.ndarray]] = {}  # theirs, of which NumPy's slices are views
         self._numbers = itertools.count()
         self._meetings = 0
         self._stage = StagingBuffer(self._comm, LEAST_BYTES)
@@ -67,16 +69,27 @@ class Shared(TwoPhase):
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> np.ndarray:
         if device == "cuda":
             return super()._allocate(length, dtype, device)
-        new = {next(self._numbers): SharedSegment(self._comm, length * dtype.itemsize)}
-        self._arrays = {number: window for number, window in self._arrays.items() if window.alive()} | new
-        return next(iter(new.values())).give().view(dtype)
+        new = SharedSegment(self._comm, length * dtype.itemsize)
+        self._arrays = {number: window for number, window in self._arrays.items() if window.alive()}
+        self._arrays[next(self._numbers)] = new
+        memory = new.give()
+        owner = memory.base
+        assert owner is not None
+        self._memories = {number: memory for number, memory in self._memories.items() if memory() is not None}
+        self._memories[id(owner)] = weakref.ref(owner)
+        return memory.view(dtype)
 
     def _memory(self, buffer: np.ndarray) -> int:
+        base = buffer.base
+        memory = self._memories.get(id(base))
+        if memory is not None and memory() is base and buffer.size:  # the usual case, at the cost of one look-up
+            return ALLOCATED
         return FOREIGN if self._place(buffer) is None else ALLOCATED
 
     def _close(self) -> None:
         """Let go of the memory; an array that is still in use keeps its own."""
         self._arrays.clear()
+        self._memories.clear()
         del self._stage, self._words, self._addresses, self._fence
 
     # Arrays from allocate(): no staging, every rank reaches into every rank's array

@@ -17,7 +17,7 @@ REDUCING = ("all_reduce", "reduce_scatter", "sparse")
 _FLAT = ("reduce_scatter", "all_gather")
 PLACED = ("all_reduce", "reduce_scatter", "all_gather")  # in which it matters whose memory the array is
 LARGEST = 2**40 - 1  # elements; no machine has the memory
-NUMBER_BITS, HASH_BITS = 8, 55  # of a fingerprint: the sequence number of the call, and the hash of its record
+NUMBER_BITS, HASH_BITS = 2, 61  # of a fingerprint: the sequence number of the call, and the hash of its record
 AGREEING = 1 << NUMBER_BITS  # the fingerprint of all agreements by message, which find what differs themselves
 NUMBER = (1 << NUMBER_BITS) - 1
 

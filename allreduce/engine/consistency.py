@@ -6,6 +6,7 @@ So a rank can be one call ahead of another, and not two: two fingerprints for ea
 A table exists where all ranks share a node. Elsewhere a message compares the calls (see allreduce.engine.engine).
 """
 
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -19,18 +20,26 @@ USERS = 64  # of one topology at a time; any more do without
 TURNS = 2
 
 
+# The part of the table in which ranks meet, what this rank writes there, and all of it when all have written the same.
+Round = tuple[memoryview, int, bytes]
+
+
 class Slot(NamedTuple):
     """A user's part of the table.
 
     part: its number. met: how often the ranks have met there before. turns: the fingerprints of all ranks, for calls in
-    turn. place: the index of this rank's. size: how many ranks there are.
+    turn. place: the index of this rank's.
     """
 
     part: int
     met: int
     turns: tuple[memoryview, memoryview]
     place: int
-    size: int
+
+    def rounds(self, word: int) -> list[Round]:
+        """What a rank writes in calls of this fingerprint: for each sequence number, at hand so that it costs least."""
+        numbered = [(self.turns[number % TURNS], word | number) for number in range(NUMBER + 1)]
+        return [(words, mine, mine.to_bytes(8, sys.byteorder) * len(words)) for words, mine in numbered]
 
 
 class FingerprintTable:
@@ -60,7 +69,7 @@ class FingerprintTable:
         even = part * TURNS * size
         odd = even + size
         turns = self._words[even:odd], self._words[odd : odd + size]
-        return Slot(part, self.free.pop(part), turns, self._node.rank, size)
+        return Slot(part, self.free.pop(part), turns, self._node.rank)
 
     def give_back(self, part: int, met: int) -> None:
         """The user is closed. The next one goes on counting, so that it can't take old words for new ones."""

@@ -47,14 +47,16 @@ SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5  # how a rank wait
 class Quiet:
     """Work in which NumPy can raise and warn of nothing.
 
-    bind: prepares it for one array; the result is called without arguments, again and again.
+    argument: what `run` gets in the place of the Op, if it is given. fixed: makes of an array that is bound what `run`
+    takes in its place.
     """
 
-    run: Work
-    bind: Callable[[Any, Op], Callable[[], object]] | None = None
+    run: Callable[[Any, Any], object]
+    argument: Any = None
+    fixed: Callable[[np.ndarray], Any] | None = None
 
     def __call__(self, flat: Any, op: Op) -> object:
-        return self.run(flat, op)
+        return self.run(flat, op if self.argument is None else self.argument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +72,36 @@ class Trial:
 class Admitted:
     """A call on whose arguments all ranks have agreed.
 
-    work: does it. word: its fingerprint. tree: whose arrays are in the buffer, if it is one. find: tells where a
-    buffer lies in memory from `allocate`, where the ranks must compare that too. place: what it told.
-    bind: prepares the work for one array, once `work` is what it stays.
+    work: does it; its second argument is `argument`. fingerprint: of the call, the tree and the place. tree: whose
+    arrays are in the buffer, if it is one. find: tells where a buffer lies in memory from `allocate`, where the ranks
+    must compare that too. place: what it told. settling: called when `work` is what it stays; None from then on. fixed:
+    as that of Quiet. rounds: see Slot.
     """
 
-    __slots__ = ("bind", "call", "find", "fingerprint", "op", "place", "tree", "work")
+    __slots__ = ("argument", "call", "find", "fingerprint", "fixed", "place", "rounds", "settling", "tree", "work")
 
     def __init__(
-        self, call: Call, op: Op, tree: Layout | None = None, find: Find | None = None, place: Place | None = None
+        self,
+        slot: Slot | None,
+        call: Call,
+        argument: Any,
+        work: Callable[[Any, Any], object],
+        tree: Layout | None = None,
+        find: Find | None = None,
+        place: Place | None = None,
     ) -> None:
-        self.call, self.op, self.tree, self.find, self.place = call, op, tree, find, place
-        self.bind: Callable[[Any, Op], Callable[[], object]] | None = None
+        self.call, self.argument, self.work = call, argument, work
+        self.tree, self.find, self.place = tree, find, place
+        self.fixed: Callable[[np.ndarray], Any] | None = None
+        self.settling: list[Callable[[], None]] | None = []
         self.fingerprint = fingerprint(call) ^ (tree.number << NUMBER_BITS if tree else 0)
         if place is not None:
             self.fingerprint ^= zlib.crc32(f"{place}".encode()) << NUMBER_BITS
-        self.work: Work
+        self.rounds = () if slot is None else slot.rounds(self.fingerprint)
+
+    def __call__(self, flat: Any, _: Any) -> object:
+        """Do the work, as a part of another call."""
+        return self.work(flat, self.argument)
 
     def __str__(self) -> str:
         place = f", array {self.place[0]} from allocate() at byte {self.place[1]}" if self.place else ""
@@ -142,13 +158,13 @@ class Engine:
             raise error
         self._agreed.add(key)
 
-    def admit(self, admitted: Admitted, work: Work | Trial, look: Callable[[Any], bool] | None = None) -> Admitted:
-        """`admitted`, which is done by `work` from now on. Local.
+    def admit(
+        self, call: Call, op: Op, work: Work | Trial, look: Callable[[Any], bool] | None, find: Find | None
+    ) -> Admitted:
+        """A call that is done by `work` from now on. Local.
 
-        look: called with the array in each call, until it returns False: it is not due any more.
+        look: called with the array in each call, until it returns False: it is not due any more. find: as of Admitted.
         """
-        if admitted.find is not None:
-            self._finds, self._thread = True, 0
 
         def begin(flat: Any, op: Op) -> None:
             """The first calls: they look at the array, and settle how later ones are done."""
@@ -162,16 +178,22 @@ class Engine:
             if look is None and not isinstance(work, Trial):
                 self._settle(admitted, work)
 
+        admitted = Admitted(self._slot, call, op, self.quiet(begin), find=find)
+        if find is not None:
+            self._finds, self._thread = True, 0
         if look is None and not isinstance(work, Trial):
             self._settle(admitted, work)
-        else:
-            admitted.work = self.quiet(begin)
         return admitted
 
     def _settle(self, admitted: Admitted, work: Work) -> None:
-        settled = admitted.work = work.run if isinstance(work, Quiet) else self.quiet(work)
-        prepares = work.bind if isinstance(work, Quiet) else None
-        admitted.bind = prepares or (lambda flat, op: partial(settled, flat, op))
+        if isinstance(work, Quiet):
+            admitted.work, admitted.fixed = work.run, work.fixed
+            admitted.argument = admitted.argument if work.argument is None else work.argument
+        else:
+            admitted.work = self.quiet(work)
+        settling, admitted.settling = admitted.settling or [], None
+        for settled in settling:
+            settled()
 
     def quiet(self, work: Callable[..., object]) -> Callable[..., Any]:
         """`work`, which raises and warns of nothing, whatever np.seterr and the filters of warnings say in any call.
@@ -189,99 +211,64 @@ class Engine:
 
     # Calls
 
-    def run(self, call: Admitted, work: Work, flat: Any) -> None:
+    def run(self, call: Call, op: Op, work: Work, flat: Any) -> None:
         """Have `work` done on `flat`, when all ranks have come to the same call."""
-        wait = self.wait
-        if get_ident() != self._thread:
-            self._notice_thread()
-            call = self._part(call, flat)
-        if wait.call is not None or self.stopped:
-            self.refuse()
-        try:
-            wait.count += 1
-            wait.call = call  # threads change where functions are called, so none comes between the check and this
-            if (slot := self._slot) is not None:
-                met = self._met = self._met + 1
-                words = slot.turns[met & 1]
-                words[slot.place] = mine = call.fingerprint | (met & NUMBER)
-                for _ in self._looks:
-                    if words.tolist().count(mine) == slot.size:
-                        break
-                else:
-                    self._rendezvous(slot, words, mine, call)
-            elif self._comparison is not None:
-                self._comparison.agree(call)
-            work(flat, call.op)
-        except BaseException as error:
-            self._break_off(call, error, flat)
-            raise
-        finally:
-            wait.call = None
+        self.prepare(Admitted(self._slot, call, op, work))(flat)
 
-    def bind(self, call: Admitted, flat: Any) -> Callable[[], None]:
-        """A function that does what `run` does with this array, in fewer steps. Local."""
-        if call.find is not None:  # the array stays where it is
-            placed = Admitted(call.call, call.op, place=call.find(flat))
-            placed.work, placed.bind = call.work, call.bind
-        else:
-            placed = call
-        op = call.op
+    def prepare(self, admitted: Admitted, bound: list[Any] | None = None) -> Callable[..., None]:
+        """A function that does a call's work on a 1-D array, when all ranks have come to the same call. Local.
 
-        def begin() -> None:
-            """The first calls, until the work is settled."""
-            call.work(flat, op)
-            if call.bind is not None:
-                steps[0] = call.bind(flat, op)
+        bound: holds the array on which it works; its caller gives none then. All that stays the same from call to call
+        is at hand in the function: it is all that stands between a user's small call and MPI.
+        """
+        wait, slot, comparison, looks, ident = self.wait, self._slot, self._comparison, self._looks, get_ident
+        place = 0 if slot is None else slot.place
 
-        steps: list[Callable[[], object]] = [begin if call.bind is None else call.bind(flat, op)]
-        return self._bound(placed, flat, steps)
-
-    def _bound(self, call: Admitted, flat: Any, steps: list[Callable[[], object]]) -> Callable[[], None]:
-        """As `run`, with all that stays the same from call to call at hand. steps: the work, one function."""
-        wait, slot, comparison, word, number, thread = (
-            self.wait,
-            self._slot,
-            self._comparison,
-            call.fingerprint,
-            NUMBER,
-            0,
-        )
-        place, size, turns = (slot.place, slot.size, slot.turns) if slot is not None else (0, 0, ())
-        looks, ident = self._looks, get_ident
-
-        def bound() -> None:
-            nonlocal thread
-            if ident() != thread:
-                abort.communicates()
-                thread = ident()
+        def run(flat: Any = None, call: Admitted = admitted) -> None:
+            if ident() != self._thread:
+                call = self._part(call, flat)
             if wait.call is not None or self.stopped:
                 self.refuse()
             try:
                 wait.count += 1
-                wait.call = call
+                wait.call = call  # threads change where functions are called, so none comes between the check and this
                 if slot is not None:
                     met = self._met = self._met + 1
-                    words = turns[met & 1]
-                    words[place] = mine = word | (met & number)
+                    words, mine, alike = call.rounds[met & NUMBER]
+                    words[place] = mine
                     for _ in looks:
-                        if words.tolist().count(mine) == size:
+                        if words.tobytes() == alike:
                             break
                     else:
-                        self._rendezvous(slot, words, mine, call)
+                        self._rendezvous(words, mine, call)
                 elif comparison is not None:
                     comparison.agree(call)
-                steps[0]()
+                call.work(flat if bound is None else bound[0], call.argument)
             except BaseException as error:
-                self._break_off(call, error, flat)
+                self._break_off(call, error, flat if bound is None else bound[0])
                 raise
             finally:
                 wait.call = None
 
-        return bound
+        return run
 
-    def _notice_thread(self) -> None:
-        self._thread = get_ident() if self._tree is None and not self._finds else 0
-        abort.communicates()
+    def bind(self, admitted: Admitted, flat: Any) -> Callable[[], None]:
+        """A function without arguments that does a call's work on this array, as `prepare`. Local."""
+        bound = [flat]
+
+        def fix() -> None:
+            if admitted.fixed is not None:
+                bound[0] = admitted.fixed(flat)
+
+        if admitted.find is not None:  # the array stays where it is
+            place = admitted.find(flat)
+            standing = Admitted(self._slot, admitted.call, admitted.argument, admitted, place=place)
+            return self.prepare(standing, bound)
+        if admitted.settling is None:
+            fix()
+        else:
+            admitted.settling.append(fix)
+        return self.prepare(admitted, bound)
 
     @contextmanager
     def working_on(self, tree: Layout) -> Iterator[None]:
@@ -295,17 +282,24 @@ class Engine:
         finally:
             self._tree = None
 
+    def _notice_thread(self) -> None:
+        self._thread = get_ident() if self._tree is None and not self._finds else 0
+        abort.communicates()
+
     def _part(self, call: Admitted, flat: Any) -> Admitted:
         """`call`, or the one that works on the tree of this thread, or at the place of `flat`."""
+        self._notice_thread()
         tree = self._tree if self._tree_thread == get_ident() else None
         if call.find is not None:
-            return Admitted(call.call, call.op, tree, place=call.find(flat))
+            return Admitted(self._slot, call.call, call.argument, call.work, tree, place=call.find(flat))
         if tree is None:
             return call
         key = call.fingerprint, tree.number
         if key not in self._parts:
-            self._parts[key] = Admitted(call.call, call.op, tree)
-        return self._parts[key]
+            self._parts[key] = Admitted(self._slot, call.call, call.argument, call.work, tree)
+        part = self._parts[key]
+        part.work, part.argument = call.work, call.argument
+        return part
 
     def tag(self) -> int:
         """The tag of messages of the call that is under way.
@@ -331,9 +325,9 @@ class Engine:
             wait.begin(said)
             if self._slot is not None:
                 self._met += 1
-                words = self._slot.turns[self._met & 1]
-                words[self._slot.place] = mine = AGREEING | (self._met & NUMBER)
-                self._rendezvous(self._slot, words, mine, said, error)
+                words, mine, _ = self._slot.rounds(AGREEING)[self._met & NUMBER]
+                words[self._slot.place] = mine
+                self._rendezvous(words, mine, said, error)
             agree(self._control, values, text, error)
         except BaseException as refused:
             self._break_off(said, refused)
@@ -375,11 +369,9 @@ class Engine:
             self._topology.once(FingerprintTable).give_back(self._slot.part, self._met)
         self._topology.release(self._control)
 
-    def _rendezvous(
-        self, slot: Slot, words: memoryview, mine: int, call: Shown, error: Exception | None = None
-    ) -> None:
+    def _rendezvous(self, words: memoryview, mine: int, call: Shown, error: Exception | None = None) -> None:
         """Wait until all ranks have come, and see that they came to the same call."""
-        if self._all_words(words, mine & NUMBER).count(mine) < slot.size:  # all ranks see the same words
+        if self._all_words(words, mine & NUMBER).count(mine) < self._topology.size:  # all ranks see the same words
             agree(self._control, [zlib.crc32(mine.to_bytes(8, "little"))], str(call), error)
 
     def _all_words(self, table: memoryview, number: int) -> list[int]:

@@ -1,15 +1,15 @@
-"""Calls that are matched by their names: ranks may come to them in any order, and rank 0 says which is next.
+"""Calls that are matched by their names: ranks may make them in any order, and rank 0 decides which call is next.
 
-A lane's calls are matched by their order. Here every rank announces the names of its calls to rank 0, each with its
-side of it, and a call is next when all ranks have announced it, or have joined: who has joined has no calls of its own
-any more, and takes part in those of the others. A decision brings every rank's side to all of them. What has become
-ready while other calls ran is decided together, and what is small and akin in that runs as one call. (The ideas are
-Horovod's: A. Sergeev, M. Del Balso, 2018.)
+The calls of a Queue are matched by their order. Here every rank announces the name of each call to rank 0, with its
+side of the call. A call is next when all ranks have announced it, or have joined. A rank that has joined makes no calls
+of its own any more; its join proxy takes part in the calls of the others. A decision brings the sides of all ranks to
+all of them. Calls that became ready while others ran are decided together, and small calls with equal fusion keys run
+as one. (The ideas are Horovod's: A. Sergeev, M. Del Balso, 2018.)
 
 Messages take a binomial tree with rank 0 at its root. A rank announces a call to its parent when all ranks of its
-subtree have announced it, or have joined; sides that are alike travel once. It hands decisions on to its children as
-they came. So each rank sends one announcement of a call, and log2 n decisions at most. A rank in which no call is open
-hands nothing on, but no call can be decided without it.
+subtree have announced it, or have joined; equal sides travel once. It passes decisions on to its children unchanged. So
+each rank sends one announcement of a call, and log2 n decisions at most. A rank in which no call is open passes nothing
+on, but no call can be decided without it.
 """
 
 import json
@@ -30,54 +30,54 @@ Sides = list[Any]  # by rank; None of a rank that has joined
 
 
 class Decision(NamedTuple):
-    """A call that is next. same, kin, nbytes: see named.Side. refusal: what the ranks brought, or why it can't be.
+    """A call that is next. same, fusion_key, nbytes: as of Side. sides: None where no rank has an `own`.
 
-    sides: None where no rank brings anything of its own.
+    refusal: the calls of all ranks in words, where they differ, or why the call can't run; None when it runs.
     """
 
     name: str
     same: Any
     sides: Sides | None
     refusal: list[str] | str | None
-    kin: str
+    fusion_key: str
     nbytes: int
 
 
 def groups(decisions: Sequence[Decision], limit: int) -> list[list[Decision]]:
-    """Which calls run as one: those of one kin, in the order in which they came, up to `limit` bytes; 0: none."""
+    """Which calls run as one: those with equal fusion keys, in their order, up to `limit` bytes; 0: none."""
     found: list[list[Decision]] = []
-    begun: dict[str, tuple[list[Decision], int]] = {}  # kin -> the group that the next one may join, and its bytes
+    begun: dict[str, tuple[list[Decision], int]] = {}  # by fusion key: the group that the next call may join, its bytes
     for decision in decisions:
-        if not decision.kin or decision.nbytes >= limit:
+        if not decision.fusion_key or decision.nbytes >= limit:
             found.append([decision])
             continue
-        group, held = begun.get(decision.kin, ([], limit))
+        group, held = begun.get(decision.fusion_key, ([], limit))
         if held + decision.nbytes > limit or not group:
             group, held = [], 0
             found.append(group)
         group.append(decision)
-        begun[decision.kin] = group, held + decision.nbytes
+        begun[decision.fusion_key] = group, held + decision.nbytes
     return found
 
 
 Work = Callable[[Sides], object]
-StandIn = Callable[[Any], Work]
+JoinProxy = Callable[[Any], Work]
 JOIN = "join"
 
 
 class Side(NamedTuple):
     """What a rank brings to a call, all of it as JSON can hold it.
 
-    same: must be alike on all ranks. own: may not, and is handed to all. joinable: ranks that have joined can stand in.
-    what: the call, for people. kin: calls of the same kin, if it is not "", may run as one: by the method `together` of
-    the first one's work, which takes the work of the others. nbytes: what the call moves.
+    same: equal on all ranks. own: this rank's, which all ranks get. joinable: a join proxy can make the call. what: the
+    call in words. fusion_key: calls with equal keys, if not "", may run as one, by the method `together` of the first
+    one's work, which takes the work of the others. nbytes: that the call moves.
     """
 
     same: Any
     own: Any = None
     joinable: bool = False
     what: str = ""
-    kin: str = ""
+    fusion_key: str = ""
     nbytes: int = 0
 
 
@@ -105,7 +105,7 @@ class Named(Future):
         work(self.sides)
 
     def take_work(self) -> Any:
-        """The work, which someone else does now."""
+        """The work, for a Fused call that does it."""
         work, self._of_user, self._work = self._of_user, None, None
         return work
 
@@ -128,9 +128,9 @@ class Fused(Future):
 class NamedQueue(Queue):
     """The calls of one user, which run when all ranks have submitted one of this name.
 
-    comm: for announcements, used by nothing else. stand_in: makes, from what is the same on all ranks, what a rank does
-    that has joined. fuse_bytes: of up to how many bytes calls are made that stand for several; rank 0's counts. Calls
-    that differ are refused, each by itself, with the same error on all ranks.
+    comm: for announcements alone. join_proxy: makes, from a Side's `same`, the work of a rank that has joined.
+    fuse_bytes: the most bytes of calls that run as one; rank 0's counts. Calls that differ are refused, each by itself,
+    with the same error on all ranks.
     """
 
     def __init__(
@@ -139,11 +139,11 @@ class NamedQueue(Queue):
         comm: MPI.Intracomm,
         number: int,
         name: str,
-        stand_in: StandIn,
+        join_proxy: JoinProxy,
         fuse_bytes: int,
     ) -> None:
         super().__init__(worker, number, name, alone=False)
-        self._comm, self._stand_in, self._fuse_bytes = comm, stand_in, fuse_bytes
+        self._comm, self._join_proxy, self._fuse_bytes = comm, join_proxy, fuse_bytes
         self._waiting: dict[str, Named] = {}  # announced, and not decided
         self._open: set[str] = set()  # names of calls that have not ended
         self._first: Named | None = None  # which has waited longest
@@ -174,13 +174,13 @@ class NamedQueue(Queue):
                 ended(error)
 
         self._open.add(name)
-        pending = Named(name, side, work, self, end)
+        call = Named(name, side, work, self, end)
         try:
-            self.worker.submit(self, pending)
+            self.worker.submit(self, call)
         except BaseException:
             self._open.discard(name)
             raise
-        return pending
+        return call
 
     def join(self, ended: Callable[[int], object]) -> Future:
         """No more calls of this rank until all have joined; `ended` is told which one came last. Local."""
@@ -189,17 +189,17 @@ class NamedQueue(Queue):
 
     # What the worker calls, with its lock held
 
-    def announce(self, pending: Future) -> None:
+    def announce(self, call: Future) -> None:
         """Tell rank 0 of a call, by way of this rank's parent."""
-        assert isinstance(pending, Named)
-        self._waiting[pending.name] = pending
+        assert isinstance(call, Named)
+        self._waiting[call.name] = call
         self._mind()
-        side = pending.side
+        side = call.side
         announced = Announced()
         announced.add(
             side._replace(same=json.dumps(side.same, sort_keys=True), own=None), [self._comm.rank], [side.own]
         )
-        self._note(pending.name, announced)
+        self._note(call.name, announced)
 
     def take_back(self) -> list[Future]:
         """The calls that wait, which are given up."""
@@ -278,18 +278,18 @@ class NamedQueue(Queue):
         sides = announced.by_rank()
         first = sides[min(sides)]
         everyone = range(self._comm.size)
-        kin = first.kin if len({side.kin for side in sides.values()}) == 1 else ""
+        fusion_key = first.fusion_key if len({side.fusion_key for side in sides.values()}) == 1 else ""
         refusal: list[str] | str | None = None
         if len({side.same for side in sides.values()}) > 1:
             refusal = [sides[rank].what if rank in sides else "has joined" for rank in everyone]
         elif len(sides) < self._comm.size and not first.joinable:
             joined = sorted({*everyone} - {*sides})
-            refusal = f"{first.what}: ranks {joined} have joined, and can't stand in in this call"
+            refusal = f"{first.what}: ranks {joined} have joined, and no join proxy can make this call"
         if refusal is not None:
-            kin = ""
+            fusion_key = ""
         owns = announced.owns
         said = [owns.get(rank) for rank in everyone] if any(own is not None for own in owns.values()) else None
-        return Decision(name, json.loads(first.same), said, refusal, kin, first.nbytes)
+        return Decision(name, json.loads(first.same), said, refusal, fusion_key, first.nbytes)
 
     # All ranks follow
 
@@ -305,26 +305,26 @@ class NamedQueue(Queue):
         self._mind()
 
     def _called(self, decision: Decision) -> Named | None:
-        """The call that was decided, or what stands in for it; None where it is refused and not this rank's."""
+        """This rank's call that was decided, or its join proxy; None where the call is refused and another rank's."""
         name, same, sides, refusal, *_ = decision
         if name == JOIN:
             self._joined.clear()
-        pending = self._waiting.pop(name, None)
-        if pending is None:
+        call = self._waiting.pop(name, None)
+        if call is None:
             if refusal is not None:
                 return None
-            pending = Named(name, Side(same, what=name), self._stand_in(same), self, self._stood_in)
-        pending.sides = [None] * self._comm.size if sides is None else sides
-        pending.refused = self._refused(refusal)
-        return pending
+            call = Named(name, Side(same, what=name), self._join_proxy(same), self, self._proxy_ended)
+        call.sides = [None] * self._comm.size if sides is None else sides
+        call.refused = self._refused(refusal)
+        return call
 
     def _refused(self, refusal: list[str] | str | None) -> AllReduceError | None:
         if isinstance(refusal, list):
             return disagreement(self._comm, refusal)
         return None if refusal is None else known(DisagreementError(refusal), self._comm)
 
-    def _stood_in(self, error: BaseException | None) -> None:
-        """Nobody waits for what was done in the place of a rank that has joined: its join fails."""
+    def _proxy_ended(self, error: BaseException | None) -> None:
+        """No caller waits for a join proxy's work, so its error ends the join of this rank."""
         if error is not None:
             self.worker.fail(self, error)
 

@@ -11,13 +11,13 @@ While no user asks for a thread, whoever waits for a call does this work meanwhi
 import atexit
 import copy
 import itertools
-import queue
 import threading
 import time
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import TypeVar
 
 import numpy as np
@@ -51,12 +51,12 @@ class Future:
     def __init__(
         self,
         work: Callable[[], object],
-        lane: "Queue | None" = None,
+        queue: "Queue | None" = None,
         what: str = "",
         digest: int = 0,
         ended: Callable[[BaseException | None], object] | None = None,
     ) -> None:
-        self.lane, self.what, self.digest = lane, what, digest
+        self.queue, self.what, self.digest = queue, what, digest
         self._ended = ended
         self._work: Callable[[], object] | None = work
         self._done = threading.Event()
@@ -89,8 +89,8 @@ class Future:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the call to end, and raise what it raised. TimeoutError after `timeout` seconds."""
-        if self.lane is not None and not self._done.is_set():
-            self.lane.worker.wait_for(self._done, timeout)
+        if self.queue is not None and not self._done.is_set():
+            self.queue.worker.wait_for(self._done, timeout)
         if self.error is not None:
             raise self.error
 
@@ -107,7 +107,7 @@ class Queue:
         self.broken: BaseException | None = None  # a call has failed before all ranks had come to it
         self.closed = False
         self.submitted = 0
-        self.pending: deque[Future] = deque()
+        self.futures: deque[Future] = deque()
 
     def submit(
         self,
@@ -139,20 +139,20 @@ class Queue:
 
     # What the worker calls, with its lock held but in `listen`
 
-    def announce(self, pending: Future) -> None:
+    def announce(self, future: Future) -> None:
         """Tell rank 0 that this rank has come to a call."""
-        if not self.pending:
-            self.wait.begin(NamedCall(pending.what))
-        self.pending.append(pending)
-        self.worker.announce(self.number, self.submitted, pending.digest)
+        if not self.futures:
+            self.wait.begin(NamedCall(future.what))
+        self.futures.append(future)
+        self.worker.announce(self.number, self.submitted, future.digest)
 
     def listen(self, lock: threading.Lock) -> None:
         """Receive what ranks have sent to this queue alone."""
 
     def take_back(self) -> list[Future]:
         """The calls that wait, which are given up."""
-        given_up = list(self.pending)
-        self.pending.clear()
+        given_up = list(self.futures)
+        self.futures.clear()
         return given_up
 
     def abandon(self) -> None:
@@ -171,7 +171,7 @@ class Worker:
         self.detector, self.number = topology.detector, topology.number()
         self._comm, self._control = topology.private(), topology.private()  # for announcements; for agreements
         self.size = topology.size
-        self._lanes: dict[int, Queue] = {}
+        self._queues: dict[int, Queue] = {}
         self._numbers = itertools.count(1)  # of queues
         self._announced: dict[tuple[int, int], dict[int, int]] = {}  # rank 0: call -> rank -> digest
         self._ready: deque[tuple[int, Queue, Future]] = deque()  # decided: run, or refuse
@@ -180,7 +180,7 @@ class Worker:
         self._changed = threading.Lock()  # held for moments
         self._turning = threading.Lock()  # held by who does the worker's work
         self._thread: threading.Thread | None = None
-        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._wake: SimpleQueue[bool] = SimpleQueue()
         self._running: Future | None = None
         running.add(self)
 
@@ -199,9 +199,9 @@ class Worker:
         """The queue that `make` makes, for this worker and with this number. Collective; raises as `queue`."""
         if threaded:
             self._start()
-        lane = make(self, next(self._numbers))
-        self._lanes[lane.number] = lane
-        return lane
+        queue = make(self, next(self._numbers))
+        self._queues[queue.number] = queue
+        return queue
 
     def _start(self) -> None:
         if self._thread is None:
@@ -209,30 +209,30 @@ class Worker:
             self._thread = threading.Thread(target=self._work, name="allreduce worker", daemon=True)
             self._thread.start()
 
-    def submit(self, lane: Queue, pending: Future) -> Future:
+    def submit(self, queue: Queue, future: Future) -> Future:
         """Take a call on; see Queue.submit."""
         self.detector.check()
         try:
             with self.detector.hearing(), self._changed:
-                self._take(lane, pending)
+                self._take(queue, future)
         except RankLostError as lost:
-            self.fail(lane, lost)
+            self.fail(queue, lost)
             raise
         if self._thread is not None:
             self._wake.put(True)
-        return pending
+        return future
 
-    def _take(self, lane: Queue, pending: Future) -> None:
-        if lane.broken is not None:
+    def _take(self, queue: Queue, future: Future) -> None:
+        if queue.broken is not None:
             raise BrokenError(
-                f"{lane.name} can't go on: an earlier call has failed ({type(lane.broken).__name__}: {lane.broken})"
-            ) from lane.broken
-        lane.submitted += 1
+                f"{queue.name} can't go on: an earlier call has failed ({type(queue.broken).__name__}: {queue.broken})"
+            ) from queue.broken
+        queue.submitted += 1
         self._open += 1
-        if lane.alone or self.size == 1:
-            self._ready.append((RUN, lane, pending))
+        if queue.alone or self.size == 1:
+            self._ready.append((RUN, queue, future))
         else:
-            lane.announce(pending)
+            queue.announce(future)
 
     def announce(self, number: int, count: int, digest: int) -> None:
         """Tell rank 0 that this rank has come to call `count` of a queue. With the lock held."""
@@ -251,24 +251,24 @@ class Worker:
         self._work_until(done.is_set, deadline)
 
     def taken(self) -> set[int]:
-        """The numbers of the lanes that users have. Local."""
-        return {*self._lanes}
+        """The numbers of the queues that users have. Local."""
+        return {*self._queues}
 
     def take_back(self, parts: set[int]) -> None:
-        """Users who can't close these lanes have made them. Local, alike on all ranks."""
+        """Drop the queues with these numbers, whose users can't close them. Local, alike on all ranks."""
         for number in parts:
-            self._lanes[number].abandon()
+            self._queues[number].abandon()
 
-    def drop(self, lane: Queue) -> None:
+    def drop(self, queue: Queue) -> None:
         """Forget a queue. Local."""
-        self.fail(lane, ClosedError(f"{lane.name} is closed"))
-        self._lanes.pop(lane.number, None)
-        self.detector.forget(lane.wait)
+        self.fail(queue, ClosedError(f"{queue.name} is closed"))
+        self._queues.pop(queue.number, None)
+        self.detector.forget(queue.wait)
 
     def close(self) -> None:
         """End the thread. Collective in so far as all ranks' calls must have ended."""
-        for lane in list(self._lanes.values()):
-            lane.abandon()
+        for queue in list(self._queues.values()):
+            queue.abandon()
         thread, self._thread = self._thread, None
         if thread is not None:
             self._wake.put(False)
@@ -277,8 +277,8 @@ class Worker:
 
     def abandon(self) -> None:
         """Give all calls up. Local. A thread that is inside of MPI stays there, unless it hears of a lost rank."""
-        for lane in list(self._lanes.values()):
-            lane.abandon()
+        for queue in list(self._queues.values()):
+            queue.abandon()
         if self._thread is not None:
             self._wake.put(False)
             if self.detector.lost is not None and self._thread is not threading.current_thread():
@@ -293,8 +293,8 @@ class Worker:
                 self._work_until(lambda: self._open == 0, None)
         except BaseException as error:  # nothing may end this thread in silence: others wait for its calls
             self._thread = None
-            for lane in list(self._lanes.values()):
-                self.fail(lane, error)
+            for queue in list(self._queues.values()):
+                self.fail(queue, error)
             while self._ready:
                 self._ready.popleft()[2].finish(error)
 
@@ -325,15 +325,15 @@ class Worker:
                 self._listen()
         if not self._ready:
             return False
-        verb, lane, pending = self._ready.popleft()
-        self._running = pending
+        verb, queue, future = self._ready.popleft()
+        self._running = future
         try:
-            if lane.broken is not None:  # this rank has given up meanwhile
-                pending.finish(without_frames(lane.broken))
+            if queue.broken is not None:  # this rank has given up meanwhile
+                future.finish(without_frames(queue.broken))
             elif verb == RUN:
-                pending.run()
+                future.run()
             else:
-                self._refuse(lane, pending)
+                self._refuse(queue, future)
         finally:
             self._running = None
             with self._changed:
@@ -352,13 +352,13 @@ class Worker:
                     self._note(status.source, first, second, third)
                 else:
                     self._decided(first, second)
-        for lane in list(self._lanes.values()):
-            lane.listen(self._changed)
+        for queue in list(self._queues.values()):
+            queue.listen(self._changed)
 
-    def decide(self, lane: Queue, pending: Future, added: int) -> None:
+    def decide(self, queue: Queue, future: Future, added: int) -> None:
         """A call is next. added: 1, less the submitted calls that it stands for. With the lock held."""
         self._open += added
-        self._ready.append((RUN, lane, pending))
+        self._ready.append((RUN, queue, future))
 
     def _send(self, message: np.ndarray, rank: int, tag: int) -> None:
         """Begin to send, and wait for nobody: other threads want the lock that is held here."""
@@ -372,7 +372,7 @@ class Worker:
         if len(sides) < self.size:
             return
         del self._announced[number, count]
-        if number not in self._lanes:  # this rank has given up, so nobody may begin: the others' waits end by time
+        if number not in self._queues:  # this rank has given up, so nobody may begin: the others' waits end by time
             return
         verb = RUN if len(set(sides.values())) == 1 else REFUSE
         for other in range(1, self.size):
@@ -380,41 +380,41 @@ class Worker:
         self._decided(verb, number)
 
     def _decided(self, verb: int, number: int) -> None:
-        lane = self._lanes.get(number)
-        if lane is None or not lane.pending:
+        queue = self._queues.get(number)
+        if queue is None or not queue.futures:
             return  # this rank has given up meanwhile
-        self._ready.append((verb, lane, lane.pending.popleft()))
-        lane.wait.end()
-        if lane.pending:
-            lane.wait.begin(NamedCall(lane.pending[0].what))
+        self._ready.append((verb, queue, queue.futures.popleft()))
+        queue.wait.end()
+        if queue.futures:
+            queue.wait.begin(NamedCall(queue.futures[0].what))
 
-    def _refuse(self, lane: Queue, pending: Future) -> None:
+    def _refuse(self, queue: Queue, future: Future) -> None:
         """All ranks came, with different calls."""
-        error: BaseException = BrokenError(f"the ranks disagreed about {pending.what}")
+        error: BaseException = BrokenError(f"the ranks disagreed about {future.what}")
         try:
-            agree(self._comm, [pending.digest], pending.what, None)  # the control communicator is the main thread's
+            agree(self._comm, [future.digest], future.what, None)  # the control communicator is the main thread's
         except BaseException as told:
             error = told
-        self.fail(lane, error)
-        pending.finish(error)
+        self.fail(queue, error)
+        future.finish(error)
 
     def _look(self) -> None:
         """See whether what is waited for can still come."""
-        for lane in list(self._lanes.values()):
+        for queue in list(self._queues.values()):
             try:
-                self.detector.look(lane.wait)
+                self.detector.look(queue.wait)
             except AllReduceError as error:
-                self.fail(lane, error)
+                self.fail(queue, error)
 
-    def fail(self, lane: Queue, error: BaseException) -> None:
+    def fail(self, queue: Queue, error: BaseException) -> None:
         """Give a queue's calls up."""
         with self._changed:
-            lane.broken = lane.broken or without_frames(error)
-            lane.wait.end()
-            given_up = lane.take_back()
+            queue.broken = queue.broken or without_frames(error)
+            queue.wait.end()
+            given_up = queue.take_back()
             self._open -= len(given_up)
-        for pending in given_up:
-            pending.finish(error)
+        for future in given_up:
+            future.finish(error)
 
     def idle(self, limit: float) -> bool:
         """Wait for the calls that were submitted, for `limit` seconds at most. False: one still runs."""

@@ -1,4 +1,4 @@
-"""What ends the whole job. An error that one rank has alone would leave all others waiting for it for ever."""
+"""The end of the whole job: an error of one rank alone would leave all others waiting for it for ever."""
 
 import atexit
 import contextlib
@@ -20,16 +20,16 @@ from allreduce.process import children
 from allreduce.transport import ulfm
 from allreduce.transport.processes import here
 
-TOLD_SECONDS = 2.0  # how long a rank leaves an error that many have to the lowest of them
-ALIKE_SECONDS = 1.0  # how long it leaves one of which nobody knows who has it to rank 0, which may have it too
-ERROR_FILE = "ALLREDUCE_ERROR_FILE"  # names a file for the error that ends the job: mpirun's own words follow ours
+TOLD_SECONDS = 2.0  # a rank waits so long for the lowest rank with the same error to report it
+ALIKE_SECONDS = 1.0  # the same, for rank 0, when no rank knows which ranks have the error
+ERROR_FILE = "ALLREDUCE_ERROR_FILE"  # names a file for the error that ends the job: mpirun's own text follows ours
 LIFE_FILE = "ALLREDUCE_LIFE_FILE"  # names a file for the begin and the end of each rank's program
 TRACEBACK = "ALLREDUCE_TRACEBACK"  # "full": also the frames inside of the library
 LIBRARY = ("allreduce", "trainers")
 TITLE = "Traceback (most recent call last):\n"
 INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
-_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # those that have called a collective
+_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # threads that have called a collective
 _leaving: list[Callable[[str], object]] = []
 _ending: list[Callable[[int], object]] = []
 _installed: list[bool] = []
@@ -37,7 +37,7 @@ _failure = [1]  # the exit code of errors
 
 
 class Part(Protocol):
-    """A topology of some ranks, whose errors are no other part's concern."""
+    """A topology of some ranks, whose errors do not end other parts."""
 
     closed: bool
 
@@ -48,9 +48,9 @@ _parts: "weakref.WeakSet[Part]" = weakref.WeakSet()
 def install() -> None:
     """From now on an uncaught exception prints its traceback, with the rank, and ends the whole job. Local.
 
-    A hook that the program has set prints in its own way before; one that it sets later is noticed when the
-    program ends. Exceptions in threads end the job when the thread has called a collective. A rank that ends
-    without an exception tells the others (`on_leaving`). Interactive sessions are left alone.
+    A hook that the program has set prints before; one that it sets later is noticed when the program ends. Exceptions
+    in threads end the job when the thread has called a collective. A rank that ends without an exception tells the
+    others (`on_leaving`). Interactive sessions are left alone.
     """
     if _installed or hasattr(sys, "ps1"):
         return
@@ -107,10 +107,11 @@ def note_life() -> None:
 
 
 def traceback_of(error: BaseException) -> str:
-    """As Python prints it, but once where all ranks have met the same: not also as the error that a check has raised.
+    """The traceback as Python prints it, without repetitions and without frames of this library.
 
-    What has passed through anything but a package's own code, such as a callback, is told in full. Frames inside of
-    this library are left out, unless the environment asks for them or the error comes from a mistake of the library.
+    An error that a check has raised again on all ranks is printed once, unless it passed through other code than one
+    package's, such as a callback. Frames inside of this library are left out, unless the environment asks for them or
+    the error comes from a mistake of the library.
     """
     cause, chain = error.__cause__, True
     if cause is not None and (type(cause), str(cause)) == (type(error), str(error)):
@@ -150,9 +151,9 @@ def _shorten(told: traceback.TracebackException, error: BaseException, chain: bo
 
 
 def _of_the_library(error: BaseException) -> bool:
-    """Whether an error may be a mistake of this library, which is looked for in its frames.
+    """Whether an error may be a mistake of this library, whose frames are needed then.
 
-    It is none of our named errors, and was raised by our code, or by what that calls, and not by the program's.
+    That is an error that is none of our named errors, and that our code has raised, or installed code that ours calls.
     """
     if type(error).__module__.partition(".")[0] in LIBRARY:
         return False
@@ -169,7 +170,7 @@ def _of_the_library(error: BaseException) -> bool:
 
 
 def _inside(frame: FrameType, within: bool) -> bool:
-    """Whether a frame is the library's, or of installed code that the library calls: the frame before was `within`."""
+    """Whether a frame is this library's, or of installed code that it calls. within: this of the frame before."""
     if _package(frame) in LIBRARY:
         return True
     return within and frame.f_code.co_filename.startswith(("<frozen ", *INSTALLED))
@@ -182,9 +183,9 @@ def _package(frame: FrameType) -> str:
 
 
 def code_of(error: BaseException | None) -> int:
-    """The exit code of a job that ends by this error: that of a rank that has left, which it comes from, or 1.
+    """The exit code of a job that ends by this error: that of the rank whose leaving has caused it, else 1.
 
-    `fail_with` has another one take the place of 1.
+    `fail_with` replaces the 1.
     """
     while error is not None:
         code = getattr(error, "job_code", None)
@@ -195,7 +196,7 @@ def code_of(error: BaseException | None) -> int:
 
 
 def fail_with(code: int) -> None:
-    """From now on errors end the job with this exit code. For programs in which 1 means something. Local."""
+    """From now on errors end the job with this exit code. For programs in which 1 has a meaning. Local."""
     _failure[:] = [code]
 
 
@@ -220,9 +221,9 @@ def in_part() -> bool:
 
 
 def leave_to_teller(error: BaseException) -> None:
-    """Return at once on the one rank that tells an error; others that have it too wait for the job to end.
+    """Return at once on the one rank that reports an error; other ranks that have it wait for the job to end.
 
-    Where nobody knows which ranks have it, all may (a file that is missing): rank 0 is given the time to tell it.
+    Where no rank knows which ranks have it, all may (a missing file): the others give rank 0 the time to report it.
     """
     if not _tells(error):
         time.sleep(TOLD_SECONDS)
@@ -231,7 +232,7 @@ def leave_to_teller(error: BaseException) -> None:
 
 
 def _tells(error: BaseException) -> bool:
-    """Whether this is the one rank that tells an error: the one that brought it, of those that have it."""
+    """Whether this rank reports an error: the rank that brought it, else the lowest that has it."""
     ranks = range(here()[1]) if isinstance(error, KeyboardInterrupt) else getattr(error, "ranks", None)
     teller = getattr(error, "teller", None)
     if teller is None:
@@ -241,7 +242,7 @@ def _tells(error: BaseException) -> bool:
 
 def say(text: str) -> None:
     """Print an error's text, with the rank, behind what the program has printed."""
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed: the job must end
+    with contextlib.suppress(OSError, ValueError):  # its reader has ended, or it is closed: the job must end
         sys.stdout.flush()
     # Not sys.stderr: torch.distributed wraps the hook and prints what it wrote there afterwards, too late.
     stderr = sys.__stderr__ or sys.stderr
@@ -273,20 +274,20 @@ def on_ending(tell: Callable[[int], object]) -> None:
 
 
 def follow(code: int) -> NoReturn:
-    """Another rank ends the job, and has said why. From any thread."""
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+    """End this process: another rank ends the job, and has reported why. From any thread."""
+    with contextlib.suppress(OSError, ValueError):  # its reader has ended, or it is closed
         sys.stdout.flush()
     os._exit(code)
 
 
 def end_job(text: str, code: int, written: bool = False) -> NoReturn:
-    """Say why, with the rank, and end all ranks. From any thread. written: it has been written down already."""
+    """Print why, with the rank, and end all ranks. From any thread. written: the error is in ERROR_FILE already."""
     say(text)
     if not written:
         write_down(_of_this_rank(text))
     for tell in _ending:
         tell(code)
-    time.sleep(0.5)  # MPICH's launcher drops output that it has not passed on when it hears of the end
+    time.sleep(0.5)  # MPICH's launcher drops output that it has not passed on before the end
     if not ulfm.all_others_failed(MPI.COMM_WORLD):  # for MPI_Abort of the last living rank Open MPI's mpirun returns 0
         MPI.COMM_WORLD.Abort(code)
     os._exit(code)

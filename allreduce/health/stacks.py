@@ -1,8 +1,8 @@
-"""The Python stacks of a rank in a file, when a wait takes long somewhere: what does the rank that has not come do?
+"""The Python stacks of all ranks in files, when a wait takes long: they show what a rank does that has not come.
 
-ALLREDUCE_STALL_STACKS names a folder, in which each rank appends to a file of its own. A rank whose wait is told
-asks all others for theirs by a note; a thread of each writes it down, whatever the program does meanwhile. Where that
-thread can't run, because some C code keeps Python's lock, a timer of faulthandler's, which needs no lock, does it.
+ALLREDUCE_STALL_STACKS names a folder, in which each rank appends to a file of its own. A rank whose wait is reported
+asks all others for their stacks by a status message. A thread of each writes them, whatever the program does meanwhile.
+Where that thread can't run, because C code holds Python's lock, a timer of faulthandler, which needs no lock, does it.
 """
 
 import faulthandler
@@ -29,7 +29,7 @@ def wanted() -> bool:
 
 
 def place() -> str:
-    """Where all ranks' are, for people."""
+    """The files of all ranks, for people."""
     return os.path.join(os.environ.get(STACKS, ""), "stacks-rank-*.txt")
 
 
@@ -41,7 +41,7 @@ def dump(why: str) -> None:
         _times["dumped"] = now
         try:
             _write(file, why)
-        except OSError as error:  # a full disk; whoever waits goes on waiting
+        except OSError as error:  # a full disk; the wait goes on
             faulthandler.cancel_dump_traceback_later()
             _give_up(error)
 

@@ -1,9 +1,9 @@
-"""SIGUSR1: a rank says where it stands, and goes on.
+"""The status dump: at SIGUSR1 a rank prints where it waits and the stacks of its threads, and goes on.
 
-faulthandler prints the stack of the main thread, at once, wherever the program is: in C code that keeps Python's lock
-too. A thread, which a byte from Python's own signal handler wakes, prints where the rank waits, and the stacks of all
-threads: with the lock, because stacks that run on while they are read crash the program. Both work while the main
-thread is inside of MPI. A handler that the program has set, or sets later, stays.
+- faulthandler prints the stack of the main thread at once, also while C code holds Python's lock.
+- A thread, which a byte from Python's own signal handler wakes, prints where the rank waits, and the stacks of all
+  threads. It holds the lock: stacks that change while they are read crash the program.
+- Both work while the main thread is inside of MPI. A handler that the program has set, or sets later, stays.
 """
 
 import faulthandler
@@ -19,14 +19,13 @@ from allreduce.health.stall import status
 from allreduce.process import children
 from allreduce.transport import processes
 
-_installed: list[int] = []  # both ends of a pair of sockets, which are open to the end
+_installed: list[int] = []  # both ends of a pair of sockets, open to the end of the program
 
 
 def install() -> None:
-    """From now on uncaught errors end the job and the program's life is noted (`ending`), and SIGUSR1 prints where this
-    rank stands. Local.
+    """From now on uncaught errors end the job (`abort`), and SIGUSR1 prints where this rank waits. Local.
 
-    Where the program has a handler for the signal, that stays.
+    A handler that the program has for the signal stays.
     """
     abort.note_life()
     if processes.here()[1] > 1:

@@ -1,11 +1,10 @@
-"""Child processes are no ranks: they do not start MPI, and one that communicates gets a ChildError.
+"""Child processes are no ranks: they do not start MPI, and a child that communicates gets a ChildError.
 
-A child that is started anew (by multiprocessing or by subprocess) has inherited the environment by which the launcher
-told its parent which rank it is. If it started MPI, it would wait for ever for ranks that do not know it, or end the
-job. A forked child holds a copy of its parent's MPI, which no MPI allows it to use, nor to finalize.
-
-A rank that is killed can't end its children, which would keep the job's output open, and mpirun's reader waiting. So
-children of multiprocessing end by themselves when their rank has ended. Programs that a rank has started may go on.
+- A child that multiprocessing or subprocess starts inherits the environment in which the launcher told its parent which
+  rank it is. If the child started MPI, it would wait for ever for ranks that do not know it, or end the job.
+- A forked child has a copy of its parent's MPI. No MPI allows the child to use or to finalize it.
+- A rank that is killed can't end its children. They would hold the job's output open, and mpirun would wait for it. So
+  children of multiprocessing end by themselves after their rank. Programs that a rank has started may go on.
 """
 
 import atexit
@@ -33,15 +32,13 @@ _forked = False  # this process has a copy of its parent's MPI
 
 
 def is_child() -> bool:
-    """True in a process that a rank started: by multiprocessing, or in any way that has handed on the rank's
-    environment.
-    """
+    """True in a process that a rank started by multiprocessing, or with the rank's environment."""
     return _environment_of_a_rank() or of_multiprocessing()
 
 
 def of_multiprocessing() -> bool:
-    """True in a process that multiprocessing started: in its server too, and while it still imports the program."""
-    process = sys.modules.get("multiprocessing.process")  # such a process has it; nobody else needs it
+    """True in a process that multiprocessing started, also in its server, and while it imports the program."""
+    process = sys.modules.get("multiprocessing.process")  # a process of multiprocessing has imported it
     if process is None:
         return False
     importing = getattr(process.current_process(), "_inheriting", False)
@@ -59,7 +56,7 @@ def mark() -> None:
 
 
 def _environment_of_a_rank() -> bool:
-    """Whether the launcher's variables here are those of another process, a rank: no launcher has set them since."""
+    """Whether this process has inherited the launcher's variables of a rank, and no launcher has set them since."""
     process, _, told = os.environ.get(RANK_PROCESS, "").partition(" ")
     if process in ("", str(os.getpid())) or told != daemon.told():
         return False
@@ -82,7 +79,7 @@ def check() -> None:
 
 
 def guard(kind: type, *methods: str) -> None:
-    """From now on these methods raise ChildError in forked children; in the ranks they cost nothing more."""
+    """From now on these methods raise ChildError in forked children. In ranks they cost nothing."""
 
     def after_fork() -> None:
         if forked():
@@ -110,7 +107,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 def _note_fork() -> None:
-    """In a forked child: MPI is its parent's, which the child must not finalize (it would wait for ranks for ever)."""
+    """In a forked child: note that MPI is its parent's. If the child finalized it, it would wait for ranks for ever."""
     global _forked
     mpi = sys.modules.get("mpi4py.MPI")
     _forked = _forked or (mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized())
@@ -125,14 +122,15 @@ def _note_fork() -> None:
         sys.excepthook = excepthook
 
 
-_exit_codes = [0]  # the last is what this program ends with, as far as is known
+_exit_codes = [0]  # the last is the one with which this program ends, as far as is known
 
 
 @functools.cache
 def note_exit_codes() -> None:
-    """From now on `exit_code` knows what the main thread gives to sys.exit. Local, once.
+    """From now on `exit_code` knows the status that the main thread gives to sys.exit, which is replaced. Local, once.
 
-    Python tells it to nobody before the end of MPI: neither to sys.excepthook nor to functions of atexit.
+    An excepthook and functions of atexit can't have it: Python does not call sys.excepthook for SystemExit, sets no
+    sys.last_exc, and has freed the exception when functions of atexit run. After these MPI ends.
     """
     leave = sys.exit
 
@@ -146,14 +144,15 @@ def note_exit_codes() -> None:
 
 
 def exit_code() -> int:
-    """What the program of this process ends with, as far as is known. Local."""
+    """The exit code of this process's program, as far as is known. Local."""
     return _exit_codes[-1]
 
 
 @atexit.register  # one of the first, so that it runs behind those of the program
 def _end_child() -> None:
-    """Let a forked child end without MPI_Finalize, which mpi4py calls behind this. Open MPI is told that it was called;
-    under another MPI the child ends here.
+    """End a forked child without MPI_Finalize, which mpi4py calls after this function.
+
+    Under Open MPI the library is made to believe that it was called; under another MPI the child ends here.
     """
     if _forked and not _taken_for_finalized():
         for stream in (sys.stdout, sys.stderr):

@@ -1,10 +1,10 @@
 """The launcher's daemon: the process of mpirun, mpiexec or Slurm on this host that has started this rank.
 
-A daemon that is killed, or that takes the job for ended, leaves its ranks alone. Nobody would end them: a rank in its
-own code goes on, and a rank in a call of MPI waits for ever. So a rank ends by itself when its daemon is gone.
+A daemon that is killed, or that takes the job for ended, does not end its ranks: a rank in its own code goes on, and a
+rank in a call of MPI waits for ever. So a rank ends by itself when its daemon has ended.
 
-PR_SET_PDEATHSIG would not do. The kernel sends that signal when the thread that has started this process ends, and Open
-MPI's daemon may end such threads. And the parent may be a shell, or `timeout`, between the daemon and the rank.
+PR_SET_PDEATHSIG does not serve: the kernel sends that signal when the thread that started this process ends, and Open
+MPI's daemon may end such threads. Also the parent may be a shell, or `timeout`, between the daemon and the rank.
 """
 
 import os
@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "PMI_JOBID")  # what ranks are told
+VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "PMI_JOBID")  # of a rank
 DAEMONS = ("prterun", "prted", "orted", "hydra_pmi_proxy", "slurmstepd")  # as /proc names them
 GRACE_SECONDS = 1.0  # for a daemon that ends its ranks, and itself a moment earlier
 
@@ -23,12 +23,12 @@ _followed: list[int] = []  # descriptors of daemons
 
 
 def told() -> str:
-    """What the launcher has told this process of who it is; "" without a launcher. Local."""
+    """The values by which the launcher has told this process which rank it is; "" without a launcher. Local."""
     return " ".join(os.environ.get(name, "") for name in VARIABLES).strip()
 
 
 def ancestors() -> list[tuple[int, str]]:
-    """Number and name of the processes above this one, the parent first, as far as /proc tells. Local."""
+    """Number and name of this process's ancestors, the parent first, as far as /proc tells. Local."""
     found, number = [], os.getppid()
     while number > 1:
         try:
@@ -42,16 +42,16 @@ def ancestors() -> list[tuple[int, str]]:
 
 
 def find() -> tuple[int, str] | None:
-    """Number and name of the daemon that has started this rank; None without one, or where it is not known. Local."""
+    """Number and name of the daemon that has started this rank; None without one, or where none is found. Local."""
     if not told():
         return None
     return next((ancestor for ancestor in ancestors() if ancestor[1] in DAEMONS), None)
 
 
 def follow() -> None:
-    """From now on this process ends, with exit code 1, when the daemon that has started it is gone. Local, once.
+    """From now on this process ends, with exit code 1, when the daemon that has started it has ended. Local, once.
 
-    Nothing happens without a daemon: a program that no launcher has started outlives its shell. Nor does it where the
+    Nothing happens without a daemon: a program that no launcher has started outlives its shell. The same where the
     system has no pidfd_open (Linux before 5.3).
     """
     found = find()

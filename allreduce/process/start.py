@@ -15,11 +15,11 @@ INSTALL = (
 )
 ULFM = "OMPI_MCA_mpi_ft_enable"  # set by mpirun --with-ft ulfm
 LIMIT = "ALLREDUCE_START_SECONDS"
-LIMIT_SECONDS = 120.0  # that the start of MPI may take where ranks may die (ULFM)
+LIMIT_SECONDS = 120.0  # for the start of MPI where ranks may fail (ULFM)
 
 
 def start() -> None:
-    """Start MPI in a rank, and tie the rank to its launcher. In a child of a rank MPI is imported and not started.
+    """Start MPI in a rank, and end the rank with its launcher. In a child of a rank MPI is imported and not started.
 
     Raises ImportError, which says what to install, where MPI can't be imported; one of our commands ends with that in
     one line. Raises OptionError when the limit of the start is no number.
@@ -29,7 +29,7 @@ def start() -> None:
 
         if children.is_child():
             mpi4py.rc.initialize = False  # no effect where the program has imported mpi4py.MPI before
-        if ULFM in os.environ:  # ranks may die, and the end of Open MPI waits for those of their host
+        if ULFM in os.environ:  # ranks may fail, and the end of Open MPI waits for those of their host
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
         import_mpi()
     except (ImportError, RuntimeError) as error:
@@ -49,9 +49,9 @@ def start() -> None:
 def import_mpi() -> None:
     """Import mpi4py.MPI, which starts MPI. With ULFM, end this process when that takes longer than the limit.
 
-    With ULFM, the start of Open MPI waits for ever for a rank that was killed before. It keeps Python's lock, so no
-    thread of Python can end it, only faulthandler, which prints where the process is. So the function that it is in has
-    the explanation as its name. Raises OptionError.
+    With ULFM, the start of Open MPI waits for ever for a rank that was killed before. It holds Python's lock, so no
+    thread of Python can end it; only faulthandler can, and prints the stack. So the innermost function has the
+    explanation as its name. Raises OptionError.
     """
 
     def import_it() -> None:

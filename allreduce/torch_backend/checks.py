@@ -1,6 +1,6 @@
-"""The arguments of a call: their forms understood, and refused before any rank is asked where they make no sense.
+"""The arguments of a call: their forms, and checks that raise before any rank waits.
 
-Each check names the call and what the user gave. `name` is the call's name everywhere.
+Every error names the call (`name`) and the values that the user gave.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def only(name: str, tensors: Tensors) -> torch.Tensor:
 
 
 def only_list(name: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """The list of tensors of a call, as it is or as a list of one list; empty on ranks that bring nothing."""
+    """The list of tensors of a call, as it is or as a list of one list; empty on ranks that give no list."""
     if not tensors or isinstance(tensors[0], torch.Tensor):
         return list(tensors)
     if len(tensors) != 1:
@@ -47,7 +47,7 @@ def root_of(name: str, opts: Any, root: int | None, ranks: int) -> int:
     return number
 
 
-# Refusals
+# Checks
 
 
 def not_offered(what: str, instead: str) -> NotImplementedError:
@@ -55,13 +55,13 @@ def not_offered(what: str, instead: str) -> NotImplementedError:
 
 
 def member(name: str, rank: int, ranks: int, role: str = "rank") -> None:
-    """A number of a rank in the group."""
+    """`rank` must be a rank of the group."""
     if not 0 <= rank < ranks:
         raise ValueError(f"{name}: {role} {rank} is not a rank of the group, which has the ranks 0 to {ranks - 1}")
 
 
 def devices(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Tensors that a call takes: dense ones on CPUs and CUDA devices, and sparse ones in all_reduce."""
+    """Tensors must be dense, or sparse in all_reduce, and on CPUs or CUDA devices."""
     for tensor in tensors:
         if tensor.layout != torch.strided and not (name == "all_reduce" and tensor.is_sparse):
             raise NotImplementedError(
@@ -72,14 +72,14 @@ def devices(name: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def dtypes(name: str, output: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-    """One dtype: bits are moved, not converted."""
+    """Inputs and output must have one dtype: bits are moved, not converted."""
     for source in sources:
         if source.dtype != output.dtype:
             raise TypeError(f"{name}: the input is {source.dtype} and the output {output.dtype}; convert one of them")
 
 
 def one_dtype(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Tensors that are moved or reduced together."""
+    """Tensors that travel together must have one dtype."""
     if not tensors:
         raise ValueError(f"{name}: no tensor was given; give one or more")
     kinds = dict.fromkeys(str(tensor.dtype) for tensor in tensors)
@@ -88,7 +88,7 @@ def one_dtype(name: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def pairs(name: str, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """An input for each output."""
+    """There must be an input for each output."""
     if len(outputs) != len(sources):
         raise ValueError(f"{name}: {len(outputs)} outputs and {len(sources)} inputs; give as many of both")
     if not outputs:
@@ -96,13 +96,13 @@ def pairs(name: str, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Te
 
 
 def count(name: str, tensors: Sequence[object], ranks: int) -> None:
-    """One tensor for each rank."""
+    """There must be one tensor for each rank."""
     if len(tensors) != ranks:
         raise ValueError(f"{name}: {len(tensors)} tensors were given for {ranks} ranks; give one for each")
 
 
 def for_each_rank(name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int, own: torch.Tensor) -> None:
-    """A list of one tensor for each rank. This rank's is copied to or from `own`."""
+    """A list must have one tensor for each rank; this rank's must fit `own`, from or to which it is copied."""
     count(name, tensors, ranks)
     for tensor in tensors:
         if tensor.dtype != own.dtype:
@@ -114,7 +114,7 @@ def for_each_rank(name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: 
 
 
 def at_root(name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int, own: torch.Tensor, root: int) -> None:
-    """The list of a gather or scatter: as `for_each_rank` on the root, and empty on all other ranks."""
+    """The list of a gather or scatter must have a tensor for each rank on the root, and be empty on all other ranks."""
     if rank == root:
         for_each_rank(name, tensors, ranks, rank, own)
     elif tensors:
@@ -124,7 +124,7 @@ def at_root(name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int, o
 
 
 def scattered(name: str, output: torch.Tensor, inputs: Sequence[torch.Tensor], ranks: int, rank: int) -> None:
-    """The inputs of a reduce_scatter: one for each rank, or a single one that can be cut into equal parts."""
+    """A reduce_scatter takes an input for each rank, or a single one that can be cut into equal parts."""
     dtypes(name, output, inputs)
     if len(inputs) == 1:
         length = inputs[0].numel()
@@ -139,7 +139,7 @@ def scattered(name: str, output: torch.Tensor, inputs: Sequence[torch.Tensor], r
 
 
 def gathered(name: str, output: torch.Tensor, source: torch.Tensor, ranks: int) -> None:
-    """An output that holds `source` of every rank."""
+    """The output must have room for every rank's `source`."""
     dtypes(name, output, [source])
     if output.numel() != source.numel() * ranks:
         raise ValueError(
@@ -156,7 +156,7 @@ def exchanged(
     source_rows: Sequence[int],
     ranks: int,
 ) -> tuple[list[int], list[int]]:
-    """The bytes that come from each rank and those that go to it, in an exchange of slices."""
+    """The numbers of bytes from each rank and to each rank, in an exchange of slices."""
     dtypes(name, output, [source])
     if not output_rows and not source_rows and output.numel() != source.numel():
         raise ValueError(

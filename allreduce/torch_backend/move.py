@@ -1,4 +1,4 @@
-"""Collectives that move tensors and compute nothing: they carry bytes, so they take every dtype."""
+"""Collectives that move tensors. They move bytes, so they take every dtype."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ LARGEST = (1 << 31) - 1  # an MPI count or displacement is a C int in Open MPI 5
 class TensorMover:
     """Moves tensors on one communicator. It sends and receives plain tensors (contiguous, on the CPU) in place.
 
-    The functions of module `checks` have checked the arguments. All methods are collective.
+    Module `checks` has checked the arguments. All methods are collective.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -33,7 +33,7 @@ class TensorMover:
             broadcast(self._comm, [as_bytes(memory)], root, "broadcast of a process group")
 
     def all_gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-        """Fill outputs[r] from rank r's `source`. Ranks may bring different numbers of elements."""
+        """Fill outputs[r] from rank r's `source`. The numbers of elements may differ between ranks."""
         source = readable(source)
         with _received(outputs) as everything, self._waiting("all_gather"):
             self._comm.Allgatherv(whole(as_bytes(source)), everything)
@@ -77,7 +77,7 @@ class TensorMover:
 
 
 def _apart(source: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """`source` as plain memory that does not overlap `memory`: MPI forbids that, and FSDP passes a part of it."""
+    """`source` in plain memory that does not overlap `memory`: MPI forbids an overlap, and FSDP passes a part of it."""
     first, second = memory.data_ptr(), source.data_ptr()
     overlap = first < second + source.nbytes and second < first + memory.nbytes
     return readable(source.clone() if overlap else source)
@@ -91,7 +91,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 @contextmanager
 def _received(outputs: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
-    """Memory for MPI to receive consecutive parts in; they are copied to `outputs` at the end."""
+    """Memory in which MPI receives consecutive parts, which are copied to `outputs` at the end."""
     sizes = [output.nbytes for output in outputs]
     memory = np.empty(sum(sizes), np.uint8)
     yield parts(memory, sizes)

@@ -1,4 +1,4 @@
-"""Functions of PyTorch that are replaced, because they know no process group that is written in Python."""
+"""Replacements of functions of PyTorch that do not work with a process group written in Python."""
 
 import functools
 import weakref
@@ -18,7 +18,7 @@ _works: Any = weakref.WeakKeyDictionary()  # of DDP's reducers
 
 
 def apply() -> None:
-    """Replace the functions; for groups of other backends they go on as before. Applied again, it changes nothing."""
+    """Replace the functions. With groups of other backends they work as before. A second call changes nothing."""
     _replace(_monitored_barrier, "monitored_barrier", dist, distributed_c10d)
     _replace(_attach_flight_recorder, "_maybe_attach_flight_recorder", distributed_c10d)
     _replace(_register_builtin_comm_hook, "_register_builtin_comm_hook", DistributedDataParallel)
@@ -26,7 +26,7 @@ def apply() -> None:
 
 
 def _replace(replacement: Function, name: str, *owners: Any) -> None:
-    """Have `owners` call replacement(original, ...) under this name; not where this PyTorch has no such function."""
+    """Let `owners` have, under this name, replacement(original, ...); not where this PyTorch has no such function."""
     original = getattr(owners[0], name, None)
     if original is None or hasattr(original, "_replaced_by_allreduce"):
         return
@@ -70,10 +70,10 @@ def _register_builtin_comm_hook(original: Function, model: DistributedDataParall
 
 
 def _set_forward_pass_work_handle(original: Function, reducer: Any, work: Any, use_static_world_size: bool) -> None:
-    """Keep the Work that DDP's `join` hands to its reducer in C++, for as long as the reducer may ask it.
+    """Keep the Work that DDP's `join` gives to its reducer in C++ as long as the reducer may use it.
 
-    A class of PyTorch's that Python has subclassed loses the methods that Python gave it when Python lets go of
-    it, though C++ still holds it. PyTorch sees to this where C++ gets a Work from a group, but not there.
+    An object of a Python subclass of a PyTorch class loses its Python methods when no Python reference is left, even
+    though C++ still holds it. PyTorch prevents this where C++ gets a Work from a group, but not here.
     """
     _works[reducer] = work  # one at a time
     original(reducer, work, use_static_world_size)

@@ -1,4 +1,4 @@
-"""send and recv: messages between two ranks, started at once and finished by `wait`."""
+"""send and recv: messages between two ranks, which are started at once and completed in `wait`."""
 
 import atexit
 import threading
@@ -21,11 +21,11 @@ from allreduce.transport import ulfm
 from allreduce.transport.wait import NamedCall, wait_until
 
 SHORT_SECONDS = 0.5  # a wait as long as this gets into the stall report
-EXIT_SECONDS = 10.0  # how long the end of the program waits for sends that nobody has waited for
+EXIT_SECONDS = 10.0  # the end of the program waits so long for sends that were not waited for
 
 
 class MessageWaits:
-    """The waits of a rank for the messages of one group, for stall reports. Creating it is collective.
+    """A rank's waits for messages of one group, with stall reports. Creating it is collective.
 
     group: the group's name. The report shows one wait at a time; waits of further threads end in the same errors.
     """
@@ -38,10 +38,10 @@ class MessageWaits:
         self._taken = threading.Lock()
 
     def wait(self, done: Callable[[], bool], limit: float, message: str, peer: int) -> None:
-        """Return when `done` is true; zero seconds look once.
+        """Return when `done` is true. limit: in seconds; zero looks once.
 
-        message: in words. peer: the rank at its other end, negative for any. Raises TimedOut after `limit` seconds,
-        with a table of where all ranks are when that is long, and RankLeftError when the peer has left.
+        message: in words. peer: its other rank, negative for any. Raises TimedOut after `limit`, with a table of where
+        all ranks are when that is long, and RankLeftError when the peer has left.
         """
         deadline = time.monotonic() + limit
         if wait_until(done, min(limit, SHORT_SECONDS)):
@@ -81,7 +81,7 @@ class MessageWaits:
 
 @untraced
 class Message(Work):
-    """A message between two ranks. Any thread may ask for it; MPI is asked by one at a time.
+    """A message between two ranks. Any thread may wait for it; one thread at a time calls MPI.
 
     kind: "send" or "recv", the name of its event in a profile. name: of the message, for errors.
     """
@@ -133,7 +133,7 @@ class Message(Work):
         return True
 
     def cancel(self) -> None:
-        """Give up receiving; a sent message stays on its way."""
+        """Give up receiving. A message that was sent is not taken back."""
         with self._lock:
             if self._request is None or not self._receives:
                 return
@@ -168,7 +168,7 @@ class Message(Work):
         return None
 
 
-_in_flight: set[Message] = set()  # MPI reads and writes their tensors even when the program has let go of them
+_in_flight: set[Message] = set()  # MPI reads and writes their tensors also when the program holds none of them
 
 
 @atexit.register
@@ -190,7 +190,7 @@ def barrier_tag(comm: MPI.Intracomm) -> int:
 
 
 class MonitoredBarrier:
-    """Every rank reports to rank 0 and waits for its answer. Messages of an earlier one that timed out are ignored."""
+    """Every rank reports to rank 0 and waits for its answer. Messages of barriers that timed out are ignored."""
 
     def __init__(self, comm: MPI.Intracomm, waits: MessageWaits) -> None:
         self._comm, self._waits = comm, waits

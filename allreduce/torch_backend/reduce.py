@@ -1,4 +1,4 @@
-"""Reductions of tensors: by the backend of ours that the user chose, or by MPI for dtypes that ours don't know."""
+"""Reductions of tensors: by the selected backend of allreduce, or by MPI for dtypes that our backends do not take."""
 
 import functools
 import math
@@ -48,7 +48,7 @@ _MPIS = {
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # PyTorch does not divide them
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # a complex number is a pair of these
 
-# What PyTorch's ReduceOps are: lower case is an operation of ours, upper case one of MPI's.
+# The operations of PyTorch's ReduceOps: lower case is an operation of our backends, upper case one of MPI's.
 _RED: Any = dist.ReduceOp.RedOpType
 _OF_FLOATS = {
     _RED.SUM: "sum",
@@ -162,7 +162,7 @@ class Options:
 class TensorReducer:
     """The reductions of one group. It creates a backend at its first use; all methods are collective.
 
-    The callers have checked the arguments (module `checks`, `resolve`), and that the ranks make the same call.
+    The callers have checked the arguments (module `checks`, `resolve`), and that all ranks make the same call.
     """
 
     def __init__(self, topology: Topology, comm: MPI.Intracomm, options: Options) -> None:
@@ -198,7 +198,7 @@ class TensorReducer:
             self._made("adasum")(as_array(memory), "adasum")
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
-        """Reduce into `tensor` of rank `root`; those of the others keep their content."""
+        """Reduce into `tensor` of rank `root`; the tensors of the others do not change."""
         if self._comm.rank == root:
             self.all_reduce(tensor, reduction)
         else:
@@ -270,7 +270,7 @@ class TensorReducer:
     # Backends
 
     def backend(self) -> AllReduce:
-        """The backend that the user chose, "auto" by default. Collective at its first use."""
+        """The backend of the options. Collective at its first use."""
         return self._made(self._options.backend)
 
     def _scatterer(self) -> TwoPhase | None:
@@ -300,7 +300,7 @@ class TensorReducer:
         return self._backends[name]
 
     def _settings(self, name: str) -> dict[str, Any]:
-        """The user's settings for a backend: all for the chosen one, the general ones for one that replaces it.
+        """The user's settings for a backend: all for the selected one, the general ones for one that replaces it.
 
         All backends of the group share one trace. Collective where that has to be made.
         """

@@ -30,7 +30,7 @@ Found = tuple[dist.Store, int, int]
 Handler = Callable[..., Iterator[Found]]
 
 
-# What torchrun tells scripts, and where Open MPI's, MPICH's and Intel's launchers say it of a process.
+# The variables that torchrun sets for scripts, and those of Open MPI's, MPICH's and Intel's launchers.
 _LAUNCHERS = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
     "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
@@ -41,9 +41,9 @@ _STORE = ("MASTER_ADDR", "MASTER_PORT")  # where rank 0 is, in the environment
 
 
 def set_environment_from_launcher() -> None:
-    """Tell scripts what torchrun would tell them, where nothing else has: RANK, WORLD_SIZE, LOCAL_RANK, ...
+    """Set the variables that torchrun sets, where they are not set: RANK, WORLD_SIZE, LOCAL_RANK, ... Local.
 
-    Communicates nothing: what a launcher does not say comes with `rendezvous`.
+    Those that no launcher tells are set by `rendezvous`.
     """
     for name, variables in _LAUNCHERS.items():
         for variable in variables:
@@ -52,7 +52,7 @@ def set_environment_from_launcher() -> None:
 
 
 def serve_environment() -> None:
-    """Have PyTorch's handler of env:// ask MPI for what the environment does not say."""
+    """Have PyTorch's handler of env:// get from MPI what the environment does not have."""
     module = importlib.import_module("torch.distributed.rendezvous")  # by name: a function hides it
     original = module._rendezvous_handlers["env"]
 
@@ -74,7 +74,7 @@ def rendezvous(url: str, timeout: timedelta, original: Handler) -> Iterator[Foun
         numbers = (topology.rank, topology.size, topology.node_rank, topology.node_size)
         for name, number in zip(_LAUNCHERS, numbers, strict=True):
             os.environ.setdefault(name, str(number))
-        store = None if all(name in os.environ for name in _STORE) else _meet(topology, timeout)
+        store = None if all(name in os.environ for name in _STORE) else store_of_rank_0(topology, timeout)
     if store is None:
         yield from original(url, timeout=timeout)
         return
@@ -83,7 +83,7 @@ def rendezvous(url: str, timeout: timedelta, original: Handler) -> Iterator[Foun
     raise RuntimeError("ranks of one mpirun can't meet again: start the program anew")
 
 
-def _meet(topology: Topology, timeout: timedelta) -> dist.Store:
+def store_of_rank_0(topology: Topology, timeout: timedelta) -> dist.Store:
     """The store of rank 0, a TCPStore on the first of its addresses that every node reaches. Collective."""
     world = topology.world
     listeners = together(world, lambda: _listeners(topology.nodes == 1) if topology.rank == 0 else [])

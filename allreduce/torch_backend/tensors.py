@@ -1,4 +1,4 @@
-"""Tensors as MPI and NumPy take them: in contiguous CPU memory, without a copy where they are there already."""
+"""Tensors for MPI and NumPy: in contiguous CPU memory, without a copy where they are there already."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -76,7 +76,7 @@ def _memory(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
 
 
 class Streams:
-    """The caller's CUDA streams at the time of a call; the group's thread works on streams of its own."""
+    """The caller's CUDA streams at the time of a call. The group's thread works on its own streams."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._devices = {tensor.device for tensor in tensors if tensor.is_cuda}

@@ -80,7 +80,7 @@ class Work(dist.Work):
         self.name = name
         self.call = name + alike  # compared between ranks
         self.limit = limit
-        self.given_up = False  # whether somebody has waited for it in vain
+        self.given_up = False  # whether a wait for it has timed out
         self._result = list(result)
         self._ended = threading.Event()
         self._error: Exception | None = None
@@ -144,7 +144,7 @@ class Work(dist.Work):
                 return
             self._error = error
             if self._event is not None:
-                self._event.set_result(None)  # before anybody who waits can end the profile
+                self._event.set_result(None)  # before a waiting thread can end the profile
             self._ended.set()
             future = self._future
         if future is not None:
@@ -173,7 +173,7 @@ def _begin_event(name: str) -> torch.futures.Future | None:
 
 @untraced
 class Several(Work):
-    """Several works as one. One rank may have works (messages, say) that another one has not."""
+    """Several works as one. Their number may differ between ranks (of messages, say)."""
 
     def __init__(self, name: str, members: Sequence[Work], limit: float) -> None:
         super().__init__(name, [], limit)
@@ -195,9 +195,9 @@ class Executor:
 
     - The order of submission is the order of the program, and the group is its topology's only user. So a rank
       announces no operation to other ranks.
-    - An operation begins when all ranks have come to it. Ranks that came to different ones get a DisagreementError, and
-      the group goes on.
-    - An operation that is over its time breaks the group: all that wait end in the same error.
+    - An operation begins when all ranks have come to it. When they came to different ones, all ranks get a
+      DisagreementError, and the group goes on. (Calls in the engine's queues would break the queue.)
+    - An operation that exceeds its limit breaks the group: all waiting operations end in the same error.
     - An operation that is submitted in a callback of another one (a comm hook that chains collectives by
       `Future.then`, as PowerSGD's does) runs at once, so its position in the order does not depend on timing.
 
@@ -212,7 +212,7 @@ class Executor:
         self._record = topology.wait_record()
         self._record.raises = True
         self._comm = topology.private(wait=self._record)
-        self._rendezvous: list[object] = []  # MPI may still write to it when this rank has given up
+        self._rendezvous: list[object] = []  # MPI may still write to it after this rank has given up
         self._threaded = threaded
         self._queue = self._open(topology, f"process group {name}")
         self._lock = threading.Lock()
@@ -246,9 +246,9 @@ class Executor:
         return work
 
     def close(self, limit: float) -> bool:
-        """End after all that was submitted. False when the other ranks' end takes over `limit` seconds.
+        """End after all submitted operations. False when the other ranks do not end within `limit` seconds.
 
-        An operation that a caller has waited for in vain is not waited for again, and zero waits for nothing.
+        Zero waits for nothing, and so does a group in which a caller's wait has timed out.
         """
         waiting = limit > 0 and not any(work.given_up for work in self._unfinished)
         try:
@@ -298,7 +298,7 @@ class Executor:
         except Exception as raised:
             error = raised
             if ulfm.lost(raised) is not None:
-                self.fail(raised)  # no operation can be done any more, also none of those that wait already
+                self.fail(raised)  # no operation can be done any more, also not the waiting ones
         work.end(error)
         self._inside = outer
 
@@ -328,7 +328,7 @@ class Executor:
             raise disagreement(self._comm, all_values(self._comm, work.call, "learn what the ranks have called"))
 
     def _ended(self, work: Work, error: BaseException | None) -> None:
-        """The queue is done with an operation, or has given it up."""
+        """The queue has ended an operation, or has given it up."""
         if error is not None:
             given_up = error if isinstance(error, Exception) else RuntimeError(repr(error))
             work.end(self.broken or given_up)

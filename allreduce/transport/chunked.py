@@ -1,5 +1,4 @@
-"""Memory of any size from one rank to all, or of all to all, and bytes that differ from rank to rank to rank 0 or from
-there."""
+"""Chunked transfers: arrays of any size from one rank to all or from all to all, and bytes to rank 0 or from rank 0."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,20 +10,20 @@ from allreduce.errors import CommunicationError
 from allreduce.transport.control import all_values, known, root_value
 from allreduce.transport.wait import waiting
 
-LARGEST = 1 << 38  # bytes of a rank: more than a state that fits its memory
-SHOWN = 200  # characters of sizes that can't be
+LARGEST = 1 << 38  # bytes of a rank: more than any state that fits in its memory
+SHOWN = 200  # characters of wrong sizes in an error
 PIECE = 1 << 30  # bytes in a message: an MPI count is a C int in Open MPI 5
 
 
 def broadcast(comm: MPI.Intracomm, arrays: Iterable[np.ndarray], root: int, what: str) -> None:
-    """Overwrite contiguous arrays of any dtype with those of rank `root`, alike on all ranks. Collective."""
+    """Overwrite contiguous arrays with those of rank `root`; lengths and dtypes agree. Collective."""
     with waiting(comm, what):
         for array in arrays:
             overwrite(comm, array, root)
 
 
 def overwrite(comm: MPI.Intracomm, array: np.ndarray, root: int) -> None:
-    """As `broadcast`, for one array, in a call that is watched already. Collective."""
+    """As `broadcast`, for one array, inside of `waiting`. Collective."""
     for piece in pieces(array):
         comm.Bcast(piece, root)
 
@@ -37,16 +36,16 @@ def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def counts(comm: MPI.Intracomm, mine: int) -> np.ndarray:
-    """Every rank's number, by rank, int64, in a call that is watched already. Collective."""
+    """Every rank's number, by rank, int64; inside of `waiting`. Collective."""
     everyone = np.empty(comm.size, np.int64)
     comm.Allgather(np.array([mine], np.int64), everyone)
     return everyone
 
 
 def gather(comm: MPI.Intracomm, mine: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """All ranks' arrays one after another, in a call that is watched already. Collective.
+    """All ranks' arrays one after another; inside of `waiting`. Collective.
 
-    mine: a contiguous array of any dtype. lengths: of the ranks' first dimensions; the others are alike.
+    mine: a contiguous array of any dtype. lengths: the first dimension of each rank's array; the others are equal.
     """
     everyone = np.empty((int(lengths.sum()), *mine.shape[1:]), mine.dtype)
     if everyone.nbytes > PIECE:
@@ -70,7 +69,7 @@ def bytes_to_root(comm: MPI.Intracomm, mine: bytes, what: str) -> list[bytes]:
 
 
 def bytes_of_root(comm: MPI.Intracomm, everyone: list[bytes], what: str) -> bytes:
-    """What rank 0 has for this rank in a list, which the others leave empty. Collective."""
+    """This rank's bytes of the list that rank 0 brings; the others bring an empty list. Collective."""
     sizes = _checked(comm, root_value(comm, [len(each) for each in everyone], what), what)
     if comm.rank:
         return _receive(comm, sizes[comm.rank], 0, what)
@@ -80,7 +79,7 @@ def bytes_of_root(comm: MPI.Intracomm, everyone: list[bytes], what: str) -> byte
 
 
 def _checked(comm: MPI.Intracomm, sizes: list[int], what: str) -> list[int]:
-    """The sizes that ranks have told, before memory is taken for them. All ranks see the same ones."""
+    """Check the sizes that ranks have sent before memory is allocated for them. All ranks see the same sizes."""
     if len(sizes) != comm.size or not all(type(size) is int and 0 <= size <= LARGEST for size in sizes):
         told = str(sizes)[:SHOWN]
         raise known(CommunicationError(f"{what}: ranks can't have {told} bytes to send; {LARGEST} are the most"), comm)

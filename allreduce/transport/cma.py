@@ -1,7 +1,8 @@
-"""The ordinary memory of the other ranks of a node, read and written where it is: one copy, and no message.
+"""CMA: reads and writes the ordinary memory of the other ranks of a node, with one copy and no message.
 
-Linux's process_vm_readv and process_vm_writev ("cross memory attach", C. Yeoh, 2012; MPI libraries move large messages
-so). A process may do it to those of the same user, unless a container or the system (Yama's ptrace_scope) forbids it.
+CMA is Linux's cross-memory attach (C. Yeoh, 2012): process_vm_readv and process_vm_writev. MPI libraries use it for
+large messages. It works between processes of one user, unless a container or the system (Yama's ptrace_scope) forbids
+it.
 """
 
 import ctypes
@@ -37,9 +38,9 @@ _read, _write = _call("process_vm_readv"), _call("process_vm_writev")
 
 
 class CMA:
-    """What ranks that share a node can do in each other's memory. Collective.
+    """Access of the ranks of a node to each other's memory. Making it is collective.
 
-    works: whether all of them can; the same on all.
+    works: whether all ranks have access; the same on all.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -54,7 +55,7 @@ class CMA:
         self.works = on_all(comm, works, "see each other's memory")  # and then nobody uses `secret` any more
 
     def address(self, array: np.ndarray) -> int:
-        """Where other ranks find an array's memory; 0 for memory of a kind that they can't reach (of some devices)."""
+        """The address of an array for other ranks; 0 for memory that they can't access (of some devices)."""
         begin, byte = MPI.Get_address(array), np.empty(1, np.uint8)
         last = begin + array.nbytes - 1
         return begin if all(_move(_read, self._pids[self._rank], at, byte) == 1 for at in (begin, last)) else 0
@@ -77,9 +78,9 @@ class CMA:
             done += moved
 
     def _sees(self, rank: int, address: int, secret: int) -> bool:
-        """Whether a rank's secret is there, and may be written over (by itself).
+        """Whether this rank can read a rank's secret, and write it back.
 
-        A process of this number may be another one, where ranks have spaces of process numbers of their own.
+        Where ranks have PID namespaces of their own, the process with a rank's number may be another one.
         """
         found = np.zeros(1, np.int64)
         pid = self._pids[rank]
@@ -88,7 +89,7 @@ class CMA:
 
 
 def _move(function: Any, pid: int, address: int, array: np.ndarray) -> int:
-    """How many bytes were moved; less than nothing after an error."""
+    """The number of bytes that were moved; negative after an error."""
     if function is None:
         return -1
     here, there = _Span(MPI.Get_address(array), array.nbytes), _Span(address, array.nbytes)

@@ -1,7 +1,7 @@
-"""Agreement: what raises an error on every rank, or on none.
+"""Control messages: agreements, which raise an error on every rank or on none, and small values.
 
-Control messages have communicators of their own, on which no data travels. Values travel as JSON: a pickle would run
-what a peer has put into it.
+Control messages have communicators of their own, which carry no data. Values travel as JSON, because a pickle could
+run code of the sender.
 """
 
 import json
@@ -22,9 +22,9 @@ ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 Portable = tuple[str, str, str]  # an error: its type's module and name, its text
 
-AGREED_VALUES = 8  # all agreements are of one size, so that ranks that came to different ones get a table too
+AGREED_VALUES = 8  # one size for all agreements: ranks in different agreements get a table too
 _REST = (0,) * (AGREED_VALUES - 1)
-LONE_SECONDS = 60.0  # how long a rank with an error waits for others to hear of it
+LONE_SECONDS = 60.0  # a rank with an error waits so long for the others
 LARGEST_VALUES = 1 << 30  # bytes of JSON that are taken from other ranks
 
 
@@ -41,7 +41,7 @@ def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
 
 
 def together(comm: MPI.Comm, step: Callable[[], ResultT]) -> ResultT:
-    """What `step` returns on each rank; an error that it meets on some ranks is raised on all. Collective."""
+    """Call `step` and return its result; an error that it raises on some ranks is raised on all. Collective."""
     result, error = None, None
     try:
         result = step()
@@ -54,7 +54,7 @@ def together(comm: MPI.Comm, step: Callable[[], ResultT]) -> ResultT:
 def agree(comm: MPI.Comm, values: Sequence[int], side: str, error: Exception | None) -> None:
     """Return when all ranks bring equal `values` and no error; otherwise raise on all of them. Collective.
 
-    values: at most AGREED_VALUES. side: this rank's in words, its line in the table of a
+    values: at most AGREED_VALUES. side: this rank's call in words, its line in the table of a
     DisagreementError. An agreement costs one small all-reduce; only a failed one exchanges text.
     """
     row = [error is not None, *values, *[0] * (AGREED_VALUES - len(values))]
@@ -72,7 +72,7 @@ def agree(comm: MPI.Comm, values: Sequence[int], side: str, error: Exception | N
 
 
 class Comparison:
-    """Agreements on known calls, in memory that is kept. Making one is local.
+    """Agreements on known calls, in memory that is used again. Making it is local.
 
     An agreement of any other kind may meet one of these: all ranks get the table then.
     """
@@ -92,7 +92,7 @@ class Comparison:
 
 
 def _raise_difference(comm: MPI.Comm, side: str, error: Exception | None) -> NoReturn:
-    """All ranks have seen that they differ, or that one of them has an error: raise that, on all of them."""
+    """Raise, on all ranks, the error that one of them has, or a DisagreementError. Collective."""
     sides = _exchange(comm, side, error)
     if any(side_error is not None for _, side_error in sides):
         raise _first_error(comm, [side_error for _, side_error in sides]) from error
@@ -154,7 +154,7 @@ def combine(comm: MPI.Comm, numbers: np.ndarray, what: str, op: MPI.Op = MPI.SUM
 
 
 def on_all(comm: MPI.Comm, true: bool, what: str) -> bool:
-    """Whether something is so on all ranks. Collective."""
+    """Whether `true` is True on all ranks. Collective."""
     return bool(combine(comm, np.array([true], np.uint8), what, MPI.MIN)[0])
 
 
@@ -165,13 +165,13 @@ def _check_size(comm: MPI.Comm, nbytes: int, what: str) -> None:
 
 
 def _exchange(comm: MPI.Comm, side: str, error: Exception | None) -> list[tuple[str, Portable | None]]:
-    """Every rank's side of something that went wrong: in words, and its error. Collective."""
+    """Every rank's side of a failed agreement: in words, and its error. Collective."""
     sides = all_values(comm, [side, _portable(error)], side)
     return [(words, tuple(portable) if portable else None) for words, portable in sides]
 
 
 def _portable(error: Exception | None) -> Portable | None:
-    """An exception as something that any rank can build again: its type's module and name, and its text."""
+    """An exception as values from which any rank can build it: its type's module and name, and its text."""
     if error is None:
         return None
     kind = type(error)
@@ -184,7 +184,7 @@ def _portable(error: Exception | None) -> Portable | None:
 
 
 def _found(module: str, name: str) -> type[Exception]:
-    """An exception's type, where this rank has it too."""
+    """An exception's type where this rank has imported it; else AllReduceError."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else AllReduceError
 

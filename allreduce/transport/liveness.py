@@ -1,7 +1,7 @@
-"""Whether the process of a rank has ended without telling MPI, as by `os._exit`. Ranks of one machine see each other.
+"""Liveness: whether the process of a rank of this machine has ended without telling MPI, as by `os._exit`.
 
-A process is only taken for gone when this one can be sure of it: both have the same PID namespace, and its number is
-unused, belongs to a process that started later, or is that of a zombie.
+A process counts as gone only when this is certain: both have the same PID namespace, and the number of the process is
+unused, or belongs to a process that started later, or to a zombie.
 """
 
 import functools

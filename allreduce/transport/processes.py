@@ -1,4 +1,4 @@
-"""The numbers of ranks in the whole job, which MPI.COMM_WORLD gives."""
+"""The numbers of ranks in the whole job: their ranks in MPI.COMM_WORLD."""
 
 import functools
 

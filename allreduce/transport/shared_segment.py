@@ -1,11 +1,10 @@
-"""Memory that the ranks of a node share: one file in memory, which all of them map; its lifetime and its fence.
+"""Shared segments: memory that the ranks of a node share, one file in memory that all of them map.
 
-The file has a name only until all ranks have opened it, so nothing is left of it however a process ends. Its
-pages are claimed before they are touched: too small a /dev/shm is an error, and never a bus error.
-
-A mapping lives as long as the last array in it, and the memory as long as the last mapping, so giving it back
-needs no other rank. (A window of MPI can only be freed by all ranks together, so an array that outlived its
-backend kept it for ever.)
+- The file has a name only until all ranks have opened it, so no file is left, however a process ends.
+- Its pages are allocated before they are touched: too small a /dev/shm is an error, never a bus error.
+- A mapping lives as long as the last array in it, and the memory as long as the last mapping. So freeing it needs no
+  other rank. (A window of MPI can only be freed by all ranks together: an array that outlived its backend held it for
+  ever.)
 """
 
 import ctypes
@@ -28,7 +27,7 @@ from allreduce.transport.wait import wait_for
 
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 PAGE_BYTES = mmap.PAGESIZE
-SPARE_BYTES = 512 * 1024  # for each rank, left free for the MPI library: some claim nothing before they write
+SPARE_BYTES = 512 * 1024  # for each rank, left free for the MPI library: some allocate nothing before they write
 
 _system = ctypes.CDLL(None, use_errno=True)
 _system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
@@ -47,7 +46,7 @@ class SharedSegment:
     def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
         self._comm = comm
         self._nbytes = nbytes
-        self._part = _whole_pages(nbytes)  # so that what is near one rank ends where the next one's begins
+        self._part = _whole_pages(nbytes)  # no page belongs to two ranks
         self._memory: np.ndarray | None = _map(comm, self._part * comm.size)
         self._alive = weakref.ref(self._memory)
         self.address = MPI.Get_address(self._memory) + comm.rank * self._part  # of this rank's bytes
@@ -55,24 +54,26 @@ class SharedSegment:
 
     @property
     def ranks(self) -> np.ndarray | None:
-        """All ranks' bytes as an array of shape (ranks, nbytes), dtype uint8; None once they are gone."""
+        """All ranks' bytes as an array of shape (ranks, nbytes), dtype uint8; None once they are freed."""
         memory = self._alive()
         return None if memory is None else memory.reshape(self._comm.size, self._part)[:, : self._nbytes]
 
     def give(self) -> np.ndarray:
-        """This rank's bytes, for use outside. From now on the segment lives on this rank as long as a view of them."""
+        """This rank's bytes. From now on the segment lives on this rank as long as the last view of them."""
         assert self._memory is not None
         given = self._memory.reshape(self._comm.size, self._part)[self._comm.rank, : self._nbytes]
         self._memory = None
         return given
 
     def alive(self) -> bool:
-        """True until the last view of what `give` gave is gone."""
+        """True until the last view of the bytes that `give` returned is gone."""
         return self._alive() is not None
 
     def fence(self) -> None:
         """Everything written to the segment before, by any rank, is seen by all ranks afterwards. Collective."""
-        _fence(self._comm)
+        # A rank leaves a barrier between processes of one machine only after it has seen what the others wrote before
+        # they entered: the barrier uses atomics in shared memory, or system calls, and both order earlier writes.
+        self._comm.Barrier()
 
 
 class CommonSegment:
@@ -91,18 +92,11 @@ class CommonSegment:
 
     def fence(self) -> None:
         """Everything written to the array before, by any rank, is seen by all ranks afterwards. Collective."""
-        wait_for(self._comm, self._comm.Ibarrier(), "the fence of memory that ranks have in common")  # see _fence
+        wait_for(self._comm, self._comm.Ibarrier(), "the fence of memory that ranks have in common")
 
     def free(self) -> None:
         """Let go of the memory, which lives as long as the last array in it, of any rank. Local."""
         del self.array
-
-
-def _fence(comm: MPI.Intracomm) -> None:
-    # Of a barrier between processes of one machine no rank comes out before it has seen what the others wrote on
-    # their way in: through atomics in shared memory, or the system's calls. Either orders the writes before them,
-    # on any processor.
-    comm.Barrier()
 
 
 def _whole_pages(nbytes: int) -> int:
@@ -113,8 +107,8 @@ def _map(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
     """`nbytes` zeroed bytes that all ranks map: whole pages. Every view of the array keeps it alive. Collective."""
     name = f"allreduce-{secrets.token_hex(16)}"  # of rank 0's
     path = os.path.join(SHARED_MEMORY, root_value(comm, name, "learn where memory is that ranks have in common"))
-    raise_together(comm, None)  # before it is there all know of it, and can remove it when rank 0 dies
-    mine = chunk(nbytes // PAGE_BYTES, comm.size, comm.rank)  # pages, which are taken near the rank that claims them
+    raise_together(comm, None)  # all ranks know the name before the file exists, and can remove it when rank 0 dies
+    mine = chunk(nbytes // PAGE_BYTES, comm.size, comm.rank)  # pages: allocated near the rank that touches them
     try:
         together(comm, lambda: _create(path, nbytes, comm.size) if comm.rank == 0 else None)
         memory = together(comm, lambda: _claim(path, nbytes, mine, comm.size))
@@ -123,7 +117,7 @@ def _map(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
         raise
     if comm.rank == 0:
         _remove(path)
-    memory[::PAGE_BYTES].any()  # maps the others' pages, many at a time; writes in the first call would one by one
+    memory[::PAGE_BYTES].any()  # maps the others' pages, many at a time; the first call would map them one by one
     return memory
 
 
@@ -142,12 +136,12 @@ def _create(path: str, nbytes: int, ranks: int) -> None:
 
 
 def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
-    """Map the whole file, and take its `pages`."""
+    """Map the whole file, and allocate its `pages`."""
     begin, end = pages.start * PAGE_BYTES, pages.stop * PAGE_BYTES
     try:
         file = os.open(path, os.O_RDWR)
         try:
-            os.ftruncate(file, nbytes)  # whoever comes first gives it its size
+            os.ftruncate(file, nbytes)  # the first rank sets the size
             if end > begin and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file, begin, end - begin)
             _see_space(0, ranks)
@@ -193,22 +187,22 @@ def _unavailable(error: Exception, nbytes: int, ranks: int) -> UnavailableError:
 LEAST_BYTES = 512 * 1024
 LARGEST_BYTES = 16 * 1024 * 1024  # of a node, whatever the number of ranks; a container may have 64 MB in all
 CACHE_LINE = 64
-# Arrays tend to begin at the start of a page. Copies between equal places in pages are slow on many
-# processors (AMD's Zen 4: twice), so the slots begin in the middle of one.
+# Arrays tend to begin at the start of a page. Copies between equal offsets in pages are slow on many processors (AMD's
+# Zen 4: twice as slow), so the slots begin in the middle of a page.
 OFFSET = 2048
 
 
 def wanted_bytes(nbytes: int, ranks: int) -> int:
-    """The size of a table through which an array of `nbytes` goes in two turns, or the largest one.
+    """The size of a staging buffer through which an array of `nbytes` passes in two turns; at most LARGEST_BYTES.
 
-    In a third turn slots are written again that their last reader still has in its cache. Where ranks don't have a
-    cache in common that takes twenty times as long as a copy: 27 ns a line between the complexes of an EPYC.
+    A third turn would write slots that their last reader still has in its cache. Where ranks share no cache, that takes
+    twenty times as long as a copy: 27 ns a line between the complexes of an EPYC.
     """
     return min(1 << max(nbytes * ranks - 1, 1).bit_length(), LARGEST_BYTES)
 
 
 class StagingBuffer:
-    """The table, in `nbytes` of shared memory in all. Collective.
+    """A table of slots in `nbytes` of shared memory in all, through which arrays pass. Collective.
 
     Raises UnavailableError on all ranks of `comm` where the memory can't be had.
     """
@@ -216,7 +210,7 @@ class StagingBuffer:
     def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
         self.rank, self.size, self.nbytes = comm.rank, comm.size, nbytes
         slots = 2 * self.size
-        # Whole cache lines, so that no segment of any dtype is ever out of line.
+        # Whole cache lines, so that segments of every dtype are aligned.
         self.slot_bytes = max(nbytes // (self.size * slots * CACHE_LINE), 1) * CACHE_LINE
         memory = SharedSegment(comm, OFFSET + slots * self.slot_bytes).ranks
         assert memory is not None
@@ -234,31 +228,31 @@ class StagedArray:
         self._others = [rank for rank in range(stage.size) if rank != stage.rank]
 
     def put_others(self, turn: int) -> None:
-        """Lay out what the other ranks are to reduce; past the last turn there is nothing."""
+        """Copy what the other ranks reduce into the table; nothing after the last turn."""
         for other in self._others:
             np.copyto(self._slot(turn, self._stage.rank, other), self._array[self._span(turn, other)])
 
     def own(self, turn: int) -> np.ndarray:
-        """The segment that this rank finishes, in the array itself."""
+        """The segment that this rank reduces, in the array itself."""
         return self._array[self._span(turn, self._stage.rank)]
 
     def contributions(self, turn: int) -> list[np.ndarray]:
-        """All ranks' segments of this rank's chunk; its own is where it always was."""
+        """All ranks' segments of this rank's chunk; its own is in the array."""
         mine = self._stage.rank
         ranks = range(self._stage.size)
         return [self.own(turn) if rank == mine else self._slot(turn, rank, mine) for rank in ranks]
 
     def put_own(self, turn: int) -> None:
-        """Lay out what this rank has finished; past the last turn there is nothing."""
+        """Copy what this rank has reduced into the table; nothing after the last turn."""
         np.copyto(self._slot(turn, self._stage.rank, self._stage.rank), self.own(turn))
 
     def get_others(self, turn: int) -> None:
-        """Fetch what the other ranks have finished."""
+        """Copy what the other ranks have reduced out of the table."""
         for other in self._others:
             np.copyto(self._array[self._span(turn, other)], self._slot(turn, other, other))
 
     def end(self) -> None:
-        """Leave the table to the next array. All ranks have done the same turns."""
+        """Leave the table to the next array. All ranks have made the same turns."""
         self._stage.turn += self.turns
 
     def _span(self, turn: int, rank: int) -> slice:

@@ -1,4 +1,4 @@
-"""Ranks that die while the others go on: whether MPI offers it (ULFM), which errors mean it, and how ranks agree then.
+"""ULFM, MPI's user-level failure mitigation: ranks may fail while the others go on. The only module that calls it.
 
 Without `mpirun --with-ft ulfm` no function of MPI is called here: a rank that dies takes the job with it.
 """
@@ -20,19 +20,19 @@ from allreduce.transport import processes
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import SMALL, Pause, wait_until
 
-HEAR_SECONDS = 0.005  # how often the watchdog listens for losses
-PATIENCE_SECONDS = 0.1  # for what is local
-MARK = 0b110  # brought to an agreement by all, so that they see when it was garbled
+HEAR_SECONDS = 0.005  # between two times that the watchdog asks MPI for failed ranks
+PATIENCE_SECONDS = 0.1  # for local steps
+MARK = 0b110  # bits that every rank sets in an agreement; a result without them was garbled
 
-# Held while the watchdog communicates, and while a thread begins to agree. Open MPI (5.0.11 and before, era_cb_fn)
-# writes an address in the place of what a rank has brought when its message comes to one thread while another one
-# begins. So "all are well" became "not all", in silence, once in a thousand times. An address has no bit of MARK.
+# Held while the watchdog communicates, and while a thread begins to agree. When a message of an agreement comes to one
+# thread while another thread begins the agreement, Open MPI (5.0.11 and before, era_cb_fn) replaces the rank's value by
+# an address. So "all are well" became "not all", in silence, once in a thousand times. No address has the bits of MARK.
 alone = threading.Lock()
 
 
 @contextlib.contextmanager
 def alone_for_now() -> Iterator[None]:
-    """Hold `alone` inside, unless who holds it takes long. For the watchdog, which must not wait for other ranks."""
+    """Hold `alone`, unless another thread holds it for long: the watchdog must not wait for other ranks."""
     held = alone.acquire(timeout=PATIENCE_SECONDS)
     try:
         yield
@@ -56,9 +56,9 @@ def in_force() -> bool:
 
 
 def end_alone() -> None:
-    """Don't have the launcher wait for all ranks when MPI ends, as MPI itself does before. Local.
+    """Have MPI end on this rank without the launcher's barrier of all ranks. Local.
 
-    Open MPI's launcher may miss one that has died shortly before, and the others would hang.
+    Open MPI's launcher may not notice a rank that failed shortly before, and the others would hang.
     """
     try:
         library = ctypes.CDLL("libmpi.so.40", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
@@ -88,8 +88,8 @@ def name_in_job() -> tuple[int, int] | None:
 def declare_failed(name: tuple[int, int]) -> bool:
     """Report a process that has ended as failed to MPI, which tells all ranks. False where this is not offered. Local.
 
-    Open MPI's launcher reports a process that a signal has ended, or one that ends with 0 before MPI does, but none
-    that ends with another exit code: the other ranks would wait for it for ever. name: as `name_in_job` there.
+    Open MPI's launcher reports a process that a signal has ended, or one that ends with 0 before MPI does. It does not
+    report one that ends with another exit code: the other ranks would wait for it for ever. name: its `name_in_job`.
     """
     if not in_force():
         return False
@@ -120,7 +120,7 @@ def lost(error: BaseException | None) -> RankLostError | None:
 
 
 def may_be(error: BaseException | None) -> bool:
-    """Whether an error may come from a loss of which MPI tells the reason only later. Local.
+    """Whether an error may come from a lost rank that MPI reports only later. Local.
 
     Some calls of Open MPI report a dead rank as "error in status" or "other".
     """
@@ -128,7 +128,7 @@ def may_be(error: BaseException | None) -> bool:
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
-    """An error, and what it comes from; each once, for `raise error from error` makes it its own cause."""
+    """An error and its causes, each once: `raise error from error` makes an error its own cause."""
     causes: list[BaseException] = []
     while error is not None and not any(error is cause for cause in causes):
         causes.append(error)
@@ -137,7 +137,7 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 def loss(comm: MPI.Comm | None) -> RankLostError:
-    """The error of a rank that has heard on `comm`, a topology's while it is there, that one was lost. Local."""
+    """The error of lost ranks of `comm`; None: of a topology that is closed. Local."""
     if comm is None:
         return RankLostError("a rank was lost while this one closed a topology of both")
     lost = failed(comm)
@@ -167,15 +167,15 @@ def failed(comm: MPI.Comm) -> tuple[int, ...]:
 
 
 def all_others_failed(world: MPI.Intracomm) -> bool:
-    """Whether this rank is the last living one of its job, whose communicator is `world`. Local.
+    """Whether all other ranks of the job have failed, or it has one rank. Local. False where ranks can't fail alone.
 
-    So it is in a job of one rank. False where ranks can't fail alone.
+    world: the communicator of the job.
     """
     if ULFM not in os.environ:
         return False
     try:
         with contextlib.suppress(MPI.Exception):  # it raises when a rank has failed
-            world.Iprobe()  # MPI hears of failures inside of its calls
+            world.Iprobe()  # MPI notices failures inside of its calls
         return len(failed(world)) == world.size - 1
     except (MPI.Exception, NotImplementedError):  # an Open MPI that was built without it
         return False
@@ -192,7 +192,7 @@ def revoke(comm: MPI.Comm) -> None:
 
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """The communicator of the living ranks of `comm`, also when it was revoked. Collective over those."""
+    """The communicator of the living ranks of `comm`, which may be revoked. Collective over those."""
     release_numbers()
     with alone:  # it begins with an agreement
         left = comm.Shrink()
@@ -201,10 +201,10 @@ def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def release_numbers() -> None:
-    """Let communicators be made again after one whose making was cut off by a loss. Local.
+    """Let communicators be made again after a failed rank has interrupted the making of one. Local.
 
-    Open MPI 5 gives numbers to one new communicator at a time, the one with the oldest parent first, and one that is
-    cut off does not pass the turn on: all others would wait for ever. COMM_SELF is the oldest but for COMM_WORLD.
+    Open MPI 5 gives a number to one new communicator at a time, the one with the oldest parent first. An interrupted
+    one does not pass the turn on, so all others would wait for ever. COMM_SELF is the oldest parent after COMM_WORLD.
     """
     comm, request = MPI.COMM_SELF.Idup()
     if wait_until(request.Test, PATIENCE_SECONDS):
@@ -212,16 +212,16 @@ def release_numbers() -> None:
 
 
 def agree(comm: MPI.Comm, ok: bool, meanwhile: Callable[[], object] = bool) -> bool:
-    """Whether all living ranks of `comm` bring True: one answer for all of them, whoever dies meanwhile. Collective.
+    """Whether all living ranks of `comm` bring True: one answer for all, whichever ranks fail meanwhile. Collective.
 
-    Also on a communicator that was revoked. Nothing but the arrival of all who live ends it, and what `meanwhile`
-    raises, which is called again and again.
+    `comm` may be revoked. Only the arrival of all living ranks ends the call, or an error of `meanwhile`, which is
+    called again and again.
     """
     while True:
         comm.Ack_failed()
         try:
             bits = _agreed(comm, MARK + ok, meanwhile)
-        except MPI.Exception as error:  # on all of them: one has died that somebody had not known of
+        except MPI.Exception as error:  # on all ranks: one has failed that some rank had not acknowledged
             if error.Get_error_class() != MPI.ERR_PROC_FAILED:
                 raise
         else:

@@ -1,9 +1,9 @@
-"""Waiting for other ranks: the one loop that waits, what is known of each wait, and who watches it.
+"""Waiting for other ranks: the one loop that waits, the record of each wait, and the watcher of these records.
 
 MPI's own waits poll, so a thread that waits beside one that computes looks and sleeps in turn (`wait_until`). A wait on
-a communicator is told to its `Watcher` (`watched` ties one to it), so it ends in a result or in a named error. Whoever
-has to wait inside of MPI, for large messages, does it in `waiting`; outside of `allreduce.transport` and of backends,
-whose calls are watched, there is no other wait.
+a communicator has a `WaitRecord`, at which the communicator's `Watcher` looks, so it ends in a result or in a named
+error. Calls of MPI that wait stand inside of `waiting`. Outside of `allreduce.transport`, and of backends, whose calls
+have records, there is no other wait.
 """
 
 import functools
@@ -19,17 +19,17 @@ from mpi4py import MPI
 from allreduce.errors import AllReduceError, CollectiveTimeoutError
 from allreduce.transport.deferred_free import free_later
 
-EAGER_SECONDS = 2e-5  # so long a wait does nothing but look
+EAGER_SECONDS = 2e-5  # a wait looks for so long before it sleeps
 SHORTEST_SLEEP, LONGEST_SLEEP = 2e-5, 2e-4  # seconds; TCP's buffers keep a link busy for as long
 SMALL = 1e-3, 1e-3  # the same, of waits for small messages, which are seldom long
 LOOK_SECONDS = 0.25  # how often a watcher looks at the waits
 
 
-# What is known of a wait
+# The record of a wait
 
 
 class Call(Protocol):
-    """What a rank has called: its text for people, and a fingerprint that is alike on ranks that called the same."""
+    """A call: its text for people, and a fingerprint that is equal on ranks that make the same call."""
 
     @property
     def fingerprint(self) -> int: ...
@@ -50,8 +50,8 @@ class NamedCall(NamedTuple):
 class WaitRecord:
     """The waits of one user (a backend, a queue, a communicator) for other ranks, one call at a time.
 
-    number: of the user, alike on all ranks. call: the one under way, or None. count: of the user's calls so far.
-    Setting `call` and `count` is all that a call costs. error: what the watcher has found, for the user to raise.
+    number: of the user, the same on all ranks. call: the one under way, or None. count: of the user's calls so far.
+    Setting `call` and `count` is all that a call costs. error: found by the watcher, for the user to raise.
     raises: the user looks at `error` while it waits; otherwise it is inside of MPI.
     """
 
@@ -61,7 +61,7 @@ class WaitRecord:
         self.call: Call | None = None
         self.error: AllReduceError | None = None
         self._seen: tuple[int, Call | None] = (0, None)
-        self.last: Call | None = None  # that was seen by a look, which most calls are not
+        self.last: Call | None = None  # that a look of the watcher has met; most calls are over before
         self.since = 0.0
         self.warned = False
 
@@ -72,7 +72,7 @@ class WaitRecord:
         self.call = call
 
     def end(self) -> None:
-        """It is done, or given up."""
+        """The call is done, or given up."""
         self.call = None
 
     def __str__(self) -> str:
@@ -88,11 +88,11 @@ class WaitRecord:
         return True
 
 
-# Who watches waits
+# The watcher of records
 
 
 class Watcher(Protocol):
-    """What looks at the waits on a communicator, and ends those that would last for ever: health's stall detector.
+    """Looks at the waits on communicators, and ends those that would last for ever: health's stall detector.
 
     place: a new record, looked at until `forget`. hearing: what MPI raises inside when a rank has failed becomes a
     RankLostError. check: raises it when a rank has failed, at no cost. look: at all records; raises `wait`'s error.
@@ -119,7 +119,7 @@ def _watched() -> int:
 
 
 def watched(comm: MPI.Comm, watcher: Watcher, wait: WaitRecord) -> None:
-    """From now on waits on `comm` are in this record of `watcher`."""
+    """From now on waits on `comm` use this record of `watcher`."""
     comm.Set_attr(_watched(), (watcher, wait))
 
 
@@ -133,9 +133,9 @@ def record_of(comm: MPI.Comm) -> WaitRecord | None:
 
 
 def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = math.inf) -> None:
-    """Wait for a control message, and say so when it takes long.
+    """Wait for a control message; the watcher reports it when it takes long.
 
-    limit: seconds after which it is given up; never longer than the topology's timeout.
+    limit: seconds after which the wait is given up; never longer than the topology's timeout.
     Raises CollectiveTimeoutError, RankLeftError or DisagreementError on this rank when the others don't come.
     """
     with _recorded(comm, what, raises=True) as (watcher, wait):
@@ -149,9 +149,9 @@ def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = mat
 
 @contextmanager
 def waiting(comm: MPI.Comm, what: str) -> Iterator[None]:
-    """Around a call of MPI that waits for the other ranks of `comm`, which no loop of ours can end. Local.
+    """For a call of MPI that waits for the other ranks of `comm` and that no loop of ours can end. Local.
 
-    When they don't come, the watcher says who is missing in `what`, and ends the job.
+    When they don't come, the watcher reports which ranks are missing in `what`, and ends the job.
     """
     with _recorded(comm, what, raises=False):
         yield
@@ -182,7 +182,7 @@ def _recorded(comm: MPI.Comm, what: str, raises: bool) -> Iterator[tuple[Watcher
 
 
 def looking(watcher: Watcher, wait: WaitRecord) -> Callable[[], None]:
-    """For `wait_until`: raises what the watcher has found for this wait, at which it looks now and then."""
+    """For `wait_until`: has the watcher look at this wait now and then, and raises the error that it finds."""
     looked = time.monotonic()
 
     def look() -> None:
@@ -200,7 +200,7 @@ def looking(watcher: Watcher, wait: WaitRecord) -> Callable[[], None]:
 
 
 class Pause:
-    """What a thread does between two looks at what it waits for: nothing at first, then ever longer sleeps."""
+    """The pause of a thread between two looks: none at first, then sleeps of growing length."""
 
     def __init__(self, eager: float = EAGER_SECONDS, longest: float = LONGEST_SLEEP) -> None:
         self._eager, self._longest = eager, longest
@@ -223,10 +223,10 @@ def wait_until(
     meanwhile: Callable[[], object] | None = None,
     pause: Callable[[float], object] | None = None,
 ) -> bool:
-    """Call `done`, which lets MPI go on, until it is true, and mostly sleep in between.
+    """Call `done`, in which MPI makes progress, until it is true, and mostly sleep in between.
 
-    False when that is not so after `limit` seconds; zero looks once. meanwhile: called between two looks; what it
-    raises ends the wait.
+    False when it is not true after `limit` seconds; zero looks once. meanwhile: called between two looks; an error that
+    it raises ends the wait. pause: called with the time, by time.monotonic(), after that.
     """
     pause, deadline = pause or Pause(), time.monotonic() + limit
     while not done():
@@ -240,7 +240,7 @@ def wait_until(
 
 
 def wait(*requests: MPI.Request) -> None:
-    """Complete all of them; see `all_done` for why one by one. In a thread beside the main one this one sleeps."""
+    """Complete all requests, one by one (see `all_done`). A thread beside the main one sleeps meanwhile."""
     if threading.get_ident() != threading.main_thread().ident:
         wait_until(lambda: all_done(requests))
     else:
@@ -249,10 +249,10 @@ def wait(*requests: MPI.Request) -> None:
 
 
 def all_done(requests: Sequence[MPI.Request]) -> bool:
-    """Whether all of them are complete. They are asked one by one, and not by MPI_Testall, MPI_Waitall and the like.
+    """Whether all requests are complete. They are tested one by one, not by MPI_Testall or MPI_Waitall.
 
-    When a rank is lost, Open MPI marks all of a call's requests as failed, also those that go on, and frees them when
-    the call ends in an error; and one of these that is through then ends the program ("Send error after request
+    When a rank is lost, Open MPI marks all requests of such a call as failed, also those that go on, and frees them
+    when the call ends in an error. A request that completes later then ends the program ("Send error after request
     freed").
     """
     return all(request.Test() for request in requests)

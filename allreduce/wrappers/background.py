@@ -34,42 +34,42 @@ class Background(Wrapper):
     """
 
     def __init__(self, topology: Topology, *, inner: AllReduce) -> None:
-        lane = topology.once(Worker).queue(f"Background({inner.name})", threaded=True)
+        queue = topology.once(Worker).queue(f"Background({inner.name})", threaded=True)
         super().__init__(topology, inner=inner)
-        self._lane = lane
+        self._queue = queue
 
     def submit(self, work: Callable[[], object], what: str = "", numbers: Sequence[int] = ()) -> Future:
         """Have the thread call `work`, after all that was submitted here before. Not to be waited for inside."""
         self.check_open()
-        return self._lane.submit(work, what, numbers)
+        return self._queue.submit(work, what, numbers)
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
-        self._in_lane(lambda: self.inner(buffer, op), buffer)
+        self._in_queue(lambda: self.inner(buffer, op), buffer)
 
     def bind(self, array: Any, op: str = "mean") -> Callable[[], None]:
-        inner = self._in_lane(lambda: self.inner.bind(array, op), array)
-        return lambda: self._in_lane(inner, array)
+        inner = self._in_queue(lambda: self.inner.bind(array, op), array)
+        return lambda: self._in_queue(inner, array)
 
     def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
-        return self._in_lane(lambda: self.inner.allocate(length, dtype, device))
+        return self._in_queue(lambda: self.inner.allocate(length, dtype, device))
 
     def broadcast(self, array: Any, root: int = 0) -> None:
-        self._in_lane(lambda: self.inner.broadcast(array, root), array)
+        self._in_queue(lambda: self.inner.broadcast(array, root), array)
 
     def stack(self, array: Any) -> Any:
-        return self._in_lane(lambda: self.inner.stack(array), array)
+        return self._in_queue(lambda: self.inner.stack(array), array)
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
-        return self._in_lane(lambda: self.inner.sparse(indices, values, rows, op), values)
+        return self._in_queue(lambda: self.inner.sparse(indices, values, rows, op), values)
 
     def all_gather(self, buffer: np.ndarray) -> None:
-        self._in_lane(lambda: self.inner.all_gather(buffer), buffer)
+        self._in_queue(lambda: self.inner.all_gather(buffer), buffer)
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
         self._check_phases()
-        return self._in_lane(lambda: self.inner.reduce_scatter(buffer, op), buffer)  # type: ignore[attr-defined]
+        return self._in_queue(lambda: self.inner.reduce_scatter(buffer, op), buffer)  # type: ignore[attr-defined]
 
-    def _in_lane(self, call: Callable[[], Any], array: Any = None) -> Any:
+    def _in_queue(self, call: Callable[[], Any], array: Any = None) -> Any:
         """What `call` of the inner backend returns: in its turn, and in the thread that communicates.
 
         array: what the call works on; one of CuPy's on the caller's stream.
@@ -81,7 +81,7 @@ class Background(Wrapper):
 
     def abandon(self) -> None:
         super().abandon()
-        self._lane.abandon()
+        self._queue.abandon()
 
     def _close(self) -> None:
-        self._lane.close()
+        self._queue.close()

@@ -95,7 +95,7 @@ class Traced(Wrapper):
     def _note(self, call: str, array: Any, begin: int, op: str = "") -> None:
         key: tuple = call, op, array.nbytes, array.dtype.num
         if self._chooses and type(array) is np.ndarray:
-            key = *key, self.inner._memory(array)
+            key = *key, self.inner.hooks.memory(array)
         shown = self._shown.get(key)
         if shown is None:
             shown = self._shown[key] = self._describe(call, array, op)

@@ -8,9 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce, TwoPhase
-from allreduce.engine.call import Call
-from allreduce.engine.engine import Trial, Work
+from allreduce.backend import AllReduce, Hooks, Phases, TwoPhase
 from allreduce.errors import ClosedError, OptionError
 from allreduce.topology import Topology
 
@@ -146,40 +144,29 @@ class Wrapper(AllReduce):
     def _check_phases(self) -> None:
         self.check_open()
         if not isinstance(self.inner, TwoPhase):
-            raise OptionError(
-                f'{self.name!r} has no reduce_scatter; use "ring", "halving_doubling", "shared", "hierarchical_copy" '
-                'or "nccl", which have'
-            )
+            raise OptionError(f'{self.name!r} has no reduce_scatter; use a backend that has the two phases, "ring" say')
 
-    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        return self.inner._allocate(length, dtype, device)
+    # What AllReduce, or TwoPhase, asks of every backend
 
-    def _memory(self, buffer: Any) -> int:
-        return self.inner._memory(buffer)
+    @property
+    def hooks(self) -> Hooks:
+        return self.inner.hooks
+
+    @property
+    def phases(self) -> Phases:
+        return self.inner.phases  # type: ignore[attr-defined]
 
     def _resolve(self, op: str, dtype: np.dtype) -> Op:
-        return self.inner._resolve(op, dtype)
-
-    def _route(self, call: Call) -> Work | Trial:
-        return self.inner._route(call)
-
-    def _tag(self) -> int:
-        return self.inner._tag()
+        return self.hooks.resolve(op, dtype)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        self.inner._reduce(buffer, op)
-
-    def _reduce_gpu(self, buffer: Any, op: Op) -> None:
-        self.inner._reduce_gpu(buffer, op)
-
-    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
-        self.inner._scatter_rounded(buffer, op)  # type: ignore[attr-defined]
+        self.hooks.reduce(buffer, op)
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        self.inner._reduce_scatter(buffer, op)  # type: ignore[attr-defined]
+        self.phases.reduce_scatter(buffer, op)
 
     def _all_gather(self, buffer: np.ndarray) -> None:
-        self.inner._all_gather(buffer)  # type: ignore[attr-defined]
+        self.phases.all_gather(buffer)
 
 
 @functools.cache

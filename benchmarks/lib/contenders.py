@@ -20,7 +20,7 @@ from allreduce.arrays import dtypes, ops
 from allreduce.backend import AllReduce
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnsupportedDtypeError
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, raise_together, root_value
+from allreduce.transport.control import all_values, raise_together
 
 
 def _nothing() -> None:
@@ -178,38 +178,20 @@ def _import_torch(comm: MPI.Intracomm) -> Any:
 
 def join(distributed: Any, topology: Topology) -> None:
     """Make all ranks one process group, or raise the same error on all of them. Collective."""
-    host, port, store = _meet(distributed, topology)
+    from allreduce.torch_backend.rendezvous import store_of_rank_0
+
+    store = store_of_rank_0(topology, TIMEOUT)
+    if len(set(all_values(topology.world, socket.gethostname(), "meet for gloo"))) == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names often lead nowhere in containers
     error = None
     try:
-        store = store or distributed.TCPStore(host, port, topology.size, is_master=False, timeout=TIMEOUT)
         distributed.init_process_group(
             "gloo", store=store, rank=topology.rank, world_size=topology.size, timeout=TIMEOUT
         )
     except (OSError, RuntimeError, ValueError) as failed:
         place = "GLOO_SOCKET_IFNAME names the network interface to use"
-        error = UnavailableError(f"--peers gloo can't connect the ranks by {host}: {failed}; {place}")
+        error = UnavailableError(f"--peers gloo can't connect the ranks: {failed}; {place}")
     raise_together(topology.world, error)
-
-
-def _meet(distributed: Any, topology: Topology) -> tuple[str, int, Any]:
-    """Host and port (one that its system chose) of rank 0's TCP store, and on rank 0 the store. Collective."""
-    local = len(set(all_values(topology.world, socket.gethostname(), "meet for gloo"))) == 1
-    if local:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names often lead nowhere in containers
-    store, place, error = None, None, None
-    if topology.rank == 0:
-        host = "127.0.0.1" if local else socket.getfqdn()
-        try:
-            listener = socket.create_server((host, 0)) if local else None  # torch itself listens on all interfaces
-            port, file = (0, None) if listener is None else (listener.getsockname()[1], listener.detach())
-            store = distributed.TCPStore(
-                host, port, topology.size, True, TIMEOUT, wait_for_workers=False, master_listen_fd=file
-            )
-            place = (host, store.port)
-        except (OSError, RuntimeError) as failed:
-            error = OptionError(f"--peers gloo: no TCP store on {host}: {failed}")
-    raise_together(topology.world, error)
-    return *root_value(topology.world, place, "meet for gloo"), store
 
 
 def _tensor(torch: Any, array: np.ndarray) -> Any:

@@ -17,12 +17,13 @@ from allreduce.engine.queue import Worker
 from allreduce.errors import BrokenError, OptionError
 from allreduce.health import abort
 from allreduce.transport.control import together
+from tests.ranks.together import admitted_call
 
 
 def known(reduce: Any) -> Admitted:
     """The call that sums ten float64 up."""
     reduce(np.ones(10), "sum")
-    return next(iter(reduce._known.values()))
+    return admitted_call(reduce)
 
 
 def test_an_array_outlives_a_call_that_failed_half_way() -> None:

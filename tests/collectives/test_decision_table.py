@@ -12,6 +12,7 @@ from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN, GPU
 from allreduce.backends import decision_table as tables
 from allreduce.backends.decision_table import Key, Step, TableError
 from allreduce.machine import identify, mpi_library
+from allreduce.registry import BACKENDS
 from tests.conftest import JobRunner
 
 PAIR = Key((2,), False, "float32", "foreign")
@@ -43,7 +44,7 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 
 def test_written_and_read_back() -> None:
-    assert tables.loads(tables.dumps(ENTRIES), identify()) == ENTRIES
+    assert tables.loads(tables.dumps(ENTRIES), identify(), BACKENDS) == ENTRIES
 
 
 def test_identity_names_no_host() -> None:
@@ -74,7 +75,7 @@ def test_identity_names_no_host() -> None:
 )
 def test_refused_with_the_reason(text: str, complaint: str) -> None:
     with pytest.raises(TableError, match=complaint):
-        tables.loads(text, identify())
+        tables.loads(text, identify(), BACKENDS)
 
 
 class Pair:

@@ -152,7 +152,7 @@ def test_ranks_that_have_joined_are_not_waited_for(size: int) -> None:
         job.lanes[ranks[-1]].join(last.append)
         job.settle()
         assert [name for name, *_ in job.workers[ranks[-1]].ran] == ["rest", "no", "join"]
-        assert "have joined, and can't stand in" in str(job.workers[ranks[-1]].ran[1][2])
+        assert "have joined, and no join proxy" in str(job.workers[ranks[-1]].ran[1][2])
         for rank in ranks[:-1]:
             assert [name for name, *_ in job.workers[rank].ran] == ["rest", "join"]
         assert last == [ranks[-1]] * size

@@ -39,8 +39,8 @@ POINTS = {
         ("trainers.strategies.servers.mailbox:Mailbox", "reply"),
         ("trainers.strategies.servers.service:Served", "_spread"),
     ],
-    "call": [("allreduce.engine.engine:Engine", "run")],
-    "reduce": [("allreduce.engine.engine:Engine", "run")],  # inside of a call, when the ranks have met
+    "call": [("allreduce.engine.engine:Engine", "prepare")],  # what it returns
+    "reduce": [("allreduce.engine.engine:Admitted", "work")],  # inside of a call, when the ranks have met
     "middle of a reduction": [("allreduce.backend:TwoPhase", "_all_gather")],
     "update": [("trainers.replica:Replica", "update"), ("trainers.pytorch.optimizer:MirroredOptimizer", "step")],
     "end of a step": [(f"{__package__}.notes:Notes", "step")],
@@ -67,7 +67,6 @@ POINTS = {
     "update slices": [("trainers.pytorch.sharded:ShardedOptimizer", "step")],
     "share slices": [("trainers.pytorch.sharded:Placement", "share")],
 }
-INSIDE = ("reduce",)  # points that lie inside of the call that the place makes: in its third argument
 CUT = "cut"  # the file that scripts/cluster_sim.sh waits for
 Action = Callable[..., object]
 
@@ -100,7 +99,7 @@ def at(point: str, action: Action, turn: int = 1, after: bool = False, always: b
 
     for owner, name in POINTS[point]:
         for holder in _holders(owner, name):
-            wrap = _wrapped_inside if point in INSIDE else _wrapped
+            wrap = {"call": _wrapped_result, "reduce": _wrapped_value}.get(point, _wrapped)
             setattr(holder, name, wrap(getattr(holder, name), come, after))
 
 
@@ -132,12 +131,19 @@ def _wrapped(call: Action, come: Action, after: bool) -> Action:
     return wrapped
 
 
-def _wrapped_inside(run: Action, come: Action, after: bool) -> Action:
-    @wraps(run)
-    def wrapped(calls: Any, call: Any, reduce: Action, flat: Any) -> Any:
-        return run(calls, call, _wrapped(reduce, come, after), flat)
+def _wrapped_result(make: Action, come: Action, after: bool) -> Action:
+    """Wraps each function that `make` returns."""
+
+    @wraps(make)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        return _wrapped(make(*arguments, **options), come, after)  # type: ignore[arg-type]
 
     return wrapped
+
+
+def _wrapped_value(slot: Any, come: Action, after: bool) -> property:
+    """Wraps each function that an attribute of a class's objects holds."""
+    return property(lambda each: _wrapped(slot.__get__(each), come, after), slot.__set__)
 
 
 def _holders(owner: str, name: str) -> list[Any]:
@@ -175,7 +181,8 @@ def happen(fault: Fault, notes: Notes, arguments: tuple[Any, ...]) -> None:
     if fault.kind == "nan":
         arguments[0].buffer[0] = float("nan")
     if fault.kind == "spoil":
-        next(array for array in arguments if isinstance(array, np.ndarray))[0] += 1
+        arrays = [each[0] if isinstance(each, list) else each for each in arguments]  # of a bound call with its type
+        next(array for array in arrays if isinstance(array, np.ndarray))[0] += 1
     if fault.kind == "revoke":
         owner = arguments[0]
         getattr(owner, "group", owner).topology.revoke()

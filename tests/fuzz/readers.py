@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from allreduce.backends import decision_table
 from allreduce.errors import AllReduceError, CommunicationError
 from allreduce.machine import identify
+from allreduce.registry import BACKENDS
 from benchmarks import compare, scaling, timeline
 from benchmarks.lib import plot, report
 from benchmarks.lib.results import FileError, load
@@ -227,7 +228,7 @@ def _checkpoints() -> "st.SearchStrategy[Any]":
 
 def _read_decisions(value: Content, folder: Path) -> str:
     path = Path(lay(folder / "table.json", value))
-    entries = decision_table.loads(decision_table.read_text(path), identify())
+    entries = decision_table.loads(decision_table.read_text(path), identify(), BACKENDS)
     decision_table.dumps(entries)
     for key, steps in entries.items():
         rule = decision_table._as_rule({(key.dtype, key.memory): steps}, lambda *_: ("ring", ""))
@@ -243,7 +244,7 @@ def _decisions() -> "st.SearchStrategy[Any]":
 def _said_by_auto(value: Content, folder: Path) -> str:
     """What rank 0 says of a table: whatever is wrong with it must not stop a training."""
     path = Path(lay(folder / "table.json", value))
-    return decision_table._read(peers.OneNode(), path)[1]  # type: ignore[arg-type]
+    return decision_table._read(peers.OneNode(), path, BACKENDS)[1]  # type: ignore[arg-type]
 
 
 def _read_cluster(value: str, _: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from allreduce.backends import decision_table
 from allreduce.machine import identify
+from allreduce.registry import BACKENDS
 from trainers import datasets
 from trainers.datasets import table
 from trainers.errors import ArgumentError, DataError, ModelFileError
@@ -313,4 +314,4 @@ def test_tables(tmp_path: Path, kind: str) -> None:
         os.truncate(path, 1 << 40 if kind == "large" else 100000)
     complaint = {"large": "more than", "deep": "no JSON", "folder": "directory"}.get(kind, "no regular file")
     with pytest.raises((decision_table.TableError, OSError), match=complaint):
-        decision_table.loads(decision_table.read_text(path), identify())
+        decision_table.loads(decision_table.read_text(path), identify(), BACKENDS)

@@ -35,7 +35,7 @@ _OPS = {
 
 @functools.cache
 def reduction(op: Op, dtype: torch.dtype) -> Reduction:
-    """How tensors of a dtype are reduced. Raises TypeError or NotImplementedError for those that can't be."""
+    """How tensors of a dtype are reduced. Raises TypeError or NotImplementedError where they can't be."""
     return resolve(_OPS[op], dtype)
 
 
@@ -43,7 +43,7 @@ _ADASUM = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def operation(op: int | None, average: bool | None) -> Op:
-    """The operation that is meant."""
+    """The operation that the arguments op and average mean."""
     if op is not None and average is not None:
         raise ArgumentError("give op= alone; average= is its old name")
     if average is not None:
@@ -57,7 +57,7 @@ def operation(op: int | None, average: bool | None) -> Op:
 
 
 def tensors(kind: str, given: Sequence[Any], rows: bool = False) -> None:
-    """Refuse what are no dense tensors, no tensors at all; rows: those without a first dimension."""
+    """Raise ArgumentError unless all are dense tensors; rows: with a first dimension."""
     if not given:
         raise ArgumentError(f"{kind} of no tensor: give at least one")
     for each in given:
@@ -70,7 +70,7 @@ def tensors(kind: str, given: Sequence[Any], rows: bool = False) -> None:
 
 
 def reduces(kind: str, op: Op, given: Sequence[torch.Tensor]) -> None:
-    """Refuse an operation on tensors for which it has no meaning."""
+    """Raise ArgumentError where the operation has no meaning for a tensor's dtype."""
     for dtype in {each.dtype for each in given}:
         if op == Op.Adasum:
             if dtype not in _ADASUM:
@@ -123,6 +123,6 @@ def layout(tensor: torch.Tensor, rows: bool = False) -> list[Any]:
 
 
 def shown(given: Sequence[torch.Tensor]) -> str:
-    """Tensors, for people."""
+    """Tensors in words."""
     few = ", ".join(f"{dtype_name(each.dtype)} {list(each.shape)}" for each in given[:4])
     return few + (f" and {len(given) - 4} more" if len(given) > 4 else "")

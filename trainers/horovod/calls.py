@@ -1,4 +1,4 @@
-"""A collective call from its submission to its result, in this order: the ranks that make it, its handle, its work."""
+"""A collective call from its submission to its result, in this order: the ranks that make it, the call, its work."""
 
 import itertools
 import os
@@ -69,11 +69,11 @@ class Members:
         return f"{kind}.noname.{self._counts[kind]}"
 
     def begin_numbers(self) -> None:
-        """Count calls without a name anew, on all ranks: those that had joined have made fewer. Local."""
+        """Number calls without a name from 1 again: ranks that had joined have made fewer. Local, on all ranks."""
         self._counts.clear()
 
     def close(self) -> None:
-        """Close the topology and all that was made on it, when the calls have ended. Local when one has stalled."""
+        """Wait for the calls, then close the topology and all that uses it. Local when a call has stalled."""
         if self.queue.broken is not None:
             self.topology.abandon()
             return

@@ -200,7 +200,7 @@ def _allreduce(
         [form.kind, [arguments.layout(each) for each in tensors], int(how), *scales],
         joinable=True,
         what=f"{arguments.shown(tensors)}; {how.name}, {scales}",
-        kin="" if form.grouped or how == Adasum else alike,
+        fusion_key="" if form.grouped or how == Adasum else alike,
         nbytes=sum(each.nbytes for each in tensors),
     )
     return submit(members, form.kind, name, side, tensors, calls.Reducing(members, tensors, how, scales), form.grouped)
@@ -379,9 +379,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Have no more data: take part in the others' calls of allreduce until all ranks have joined. Collective.
 
-    This rank brings zeros to sums and averages (which are still divided by all ranks), and to other operations what
-    changes nothing. Other collectives raise a MismatchError meanwhile. Returns the rank that joined last.
-    device: Horovod's; of no use here.
+    Meanwhile this rank adds zeros to sums and averages (which are still divided by the number of all ranks), and
+    neutral values to other operations; other collectives raise a MismatchError. Returns the rank that joined last.
+    device: as in Horovod; no effect here.
     """
     came: list[int] = []
     members = session.members(global_process_set)

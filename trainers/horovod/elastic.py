@@ -43,7 +43,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """This rank, and so each of them, has taken a batch. batch_idx: Horovod's; of no use here."""
+        """This rank, and so each of them, has taken a batch. batch_idx: as in Horovod; no effect here."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Named errors. They are what Horovod's users catch (HorovodInternalError, ValueError) and what ours do."""
+"""Errors. Horovod's users catch HorovodInternalError and ValueError; ours catch the classes of allreduce.errors."""
 
 import warnings
 from typing import TypeVar
@@ -20,11 +20,11 @@ class HorovodInternalError(AllReduceError, RuntimeError):
 
 
 class MismatchError(HorovodInternalError, DisagreementError):
-    """The ranks brought tensors of different shapes or dtypes, or other arguments, under one name."""
+    """Under one name, ranks have given tensors of different shapes or dtypes, or other arguments."""
 
 
 class StalledError(HorovodInternalError, CollectiveTimeoutError):
-    """A name did not come on all ranks in time."""
+    """Not all ranks have made a call of some name in time."""
 
 
 class LeftError(HorovodInternalError, RankLeftError):
@@ -43,7 +43,7 @@ class NotInitializedError(AllReduceError, ValueError):
 
 
 class DuplicateNameError(OptionError):
-    """A name was used again while a call of this name is under way."""
+    """A call has the name of another call that has not ended."""
 
 
 class ArgumentError(OptionError):
@@ -51,11 +51,11 @@ class ArgumentError(OptionError):
 
 
 class ProcessSetError(OptionError):
-    """A process set that does not exist, exists already, or is without this rank."""
+    """A process set does not exist, exists already, or lacks this rank."""
 
 
 class NotSendableError(OptionError, TypeError):
-    """An object that can't be sent to other ranks without a pickle, which would run what a peer has put into it."""
+    """An object can't be sent without a pickle, and a pickle from another rank can run any code."""
 
 
 class OrderError(AllReduceError, AssertionError):
@@ -63,7 +63,7 @@ class OrderError(AllReduceError, AssertionError):
 
 
 class AdasumError(HorovodInternalError, NotImplementedError):
-    """Adasum is not there for this call."""
+    """This call has no Adasum."""
 
 
 _KINDS: tuple[tuple[type[AllReduceError], type[HorovodInternalError]], ...] = (
@@ -75,7 +75,7 @@ _KINDS: tuple[tuple[type[AllReduceError], type[HorovodInternalError]], ...] = (
 
 
 def internal(error: BaseException) -> HorovodInternalError:
-    """What synchronize raises for `error`, which ended a call."""
+    """The error that `synchronize` raises when `error` has ended a call."""
     if isinstance(error, HorovodInternalError):
         return error
     kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), HorovodInternalError)

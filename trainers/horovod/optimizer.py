@@ -38,10 +38,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named_parameters: of the model, so that errors and timelines have names, and ranks may differ in the order in which
         gradients are ready. They must name all parameters.
     backward_passes_per_step: gradients of so many backward passes add up before they are averaged.
-    op: Average, or Sum. Adasum: every rank updates by its own gradients, and what the updates have changed is combined,
-        each parameter's by itself; nothing is averaged in backward then, so groups and sparse_as_dense change nothing,
-        and states of ranks differ.
-    gradient_predivide_factor: with Average, what part of the division comes before the sum.
+    op: Average, Sum or Adasum. With Adasum every rank updates by its own gradients, and the changes of each parameter
+        are combined. Backward averages nothing then, so groups and sparse_as_dense have no effect, and the optimizers'
+        states differ between ranks.
+    gradient_predivide_factor: with Average, gradients are divided by it before the sum, and by the rest after it.
     groups: how many groups of gradients are averaged together, or which; all others go by themselves. By default
         neighbours go together up to 1 MiB, or HOROVOD_FUSION_THRESHOLD bytes of the environment (0: each by itself).
     sparse_as_dense: sparse gradients are averaged as dense ones.
@@ -88,7 +88,7 @@ _TWICE = (
 
 
 class Distributed(torch.optim.Optimizer):
-    """The part that DistributedOptimizer adds to an optimizer's class."""
+    """What DistributedOptimizer adds to an optimizer's class."""
 
     _averaging: "Averaging"
     _synchronized = False
@@ -119,7 +119,7 @@ class Distributed(torch.optim.Optimizer):
         super().load_state_dict(*args, **kwargs)
 
     def synchronize(self) -> None:
-        """Wait until all gradients are averaged, those included that this rank has not computed: they are zeros."""
+        """Wait until all gradients are averaged. Gradients that this rank has not computed count as zeros."""
         self._averaging.finish()
         self._synchronized = True
 
@@ -133,7 +133,7 @@ class Distributed(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average what is not averaged yet, and update. closure: computes gradients, which are averaged as well."""
+        """Average the gradients that are not averaged yet, and update. closure: computes gradients first."""
 
         def averaged() -> Any:
             assert closure is not None
@@ -160,7 +160,7 @@ class Distributed(torch.optim.Optimizer):
 
 
 class DistributedAdasum(Distributed):
-    """The part that DistributedOptimizer(op=hvd.Adasum) adds to an optimizer's class.
+    """What DistributedOptimizer(op=hvd.Adasum) adds to an optimizer's class.
 
     Gradients and the optimizer's state (momentum and the like) stay each rank's own. `step` combines the changes that
     the ranks' optimizers make to the parameters, each parameter's by itself.
@@ -240,12 +240,12 @@ class Averaging:
         return bool(self._handles)
 
     def begin(self) -> None:
-        """Expect the gradients of a new step; what is under way is forgotten."""
+        """Expect the gradients of a new step. Averages that have begun are dropped."""
         self._left = dict.fromkeys(self._group_of, self.passes)
         self._handles = {}
 
     def finish(self) -> None:
-        """Average what has not come, as zeros where there is nothing, and wait for all. Collective."""
+        """Average the groups that have not begun, missing gradients as zeros, and wait for all. Collective."""
         if not self._active:
             return
         for group in list(self._groups):
@@ -291,7 +291,7 @@ class Averaging:
         self._handles[group] = handle, contexts
 
     def _part(self, group: Group) -> None:
-        """Of a group that was made here some gradients turn out to be sparse: these go by themselves from now on."""
+        """Divide a group in which gradients are sparse: each of these goes by itself from now on."""
         parts: list[Group] = [(each,) for each in group if _gradient(each).is_sparse]
         if dense := tuple(each for each in group if not _gradient(each).is_sparse):
             parts.append(dense)
@@ -316,7 +316,7 @@ class Averaging:
                 gradient.copy_(dense)
 
     def combine(self, param_groups: list[dict[str, Any]], step: Callable[[], Any]) -> Any:
-        """Have `step` change the parameters, and change them by what Adasum makes of all ranks' changes. Collective."""
+        """Call `step`, and replace its changes of the parameters by the Adasum of all ranks' changes. Collective."""
         learning = _learning(param_groups)
         if not self._active or not learning:
             return step()

@@ -1,10 +1,10 @@
-"""SIGTERM, which clusters send before the time of a job runs out: what was trained is written down, and the job ends.
+"""SIGTERM, which clusters send before the time of a job runs out: the trainer writes a checkpoint, and the job ends.
 
-The signal may come to all ranks or to one of them (`mpirun` and `srun` hand it on to all). While a trainer fits, a
-rank that has it asks all to stop after the step, by the flag that travels with the gradients; a checkpoint is written,
-where they are, and then every rank ends with exit code 143 (128 + 15), as a program does that the signal has ended: so
-`train && evaluate` does not go on with half a model, and whoever starts it again sees that it is not done. Outside of a
-fit, and where the program has a handler of its own, nothing changes.
+The signal may come to all ranks or to one of them (`mpirun` and `srun` pass it on to all). During a fit, a rank that
+gets the signal asks all ranks to stop after the step, by the flag that travels with the gradients. They write a
+checkpoint, where `fit` writes some, and every rank ends with exit code 143 (128 + 15), as a program does that the
+signal has ended: so `train && evaluate` does not go on with half a model, and a script that starts the job again sees
+that it is not complete. Outside of a fit, and where the program has a handler of its own, nothing changes.
 """
 
 import functools
@@ -27,12 +27,12 @@ CODE = 128 + signal.SIGTERM
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
-_here: list[bool] = []  # whether SIGTERM has come, for each open block; no block, no handler of ours
-_missed: list[bool] = []  # it came to a block that an error has ended, which the program may have caught
+_here: list[bool] = []  # for each open block whether SIGTERM has come; our handler is installed while there is a block
+_missed: list[bool] = []  # SIGTERM came in a block that an error has ended, and the program may have caught the error
 
 
 class Terminated(SystemExit):
-    """The job was asked to end by SIGTERM, and all ranks have heard of it. Uncaught, it ends the program with 143.
+    """SIGTERM has asked the job to end, and all ranks know it. Uncaught, it ends the program with exit code 143.
 
     ranks: as of errors.TrainerError.
     """
@@ -48,9 +48,9 @@ class Terminated(SystemExit):
 
 
 class Terminating(Callback):
-    """Inside of this block SIGTERM ends nothing: `here` and `asked` say that it has come. Local, in the main thread.
+    """In this block SIGTERM does not end the program; `here` and `asked` tell of it. Local, in the main thread.
 
-    comm: a communicator of the ranks that train together, for `asked`; `topology.world` say.
+    comm: a communicator of the ranks that train together, for `asked`, for example `topology.world`.
 
         with Terminating(topology.world) as sigterm:
             for x, y in batches:
@@ -76,7 +76,7 @@ class Terminating(Callback):
         return self._entered and any(_here)
 
     def asked(self) -> bool:
-        """Whether the signal has come to any rank. Collective: an all-reduce of one number."""
+        """Whether the signal has come to any rank. Collective; it costs an all-reduce of one number."""
         comm = self.trainer.group.comm if self._comm is None else self._comm
         self.heard = bool(combine(comm, np.array([self.here], np.int64), "hear of SIGTERM", MPI.MAX)[0])
         return self.heard
@@ -126,31 +126,31 @@ def _note(number: int, frame: object) -> None:
     _here[:] = [True] * len(_here)
 
 
-# A forked child is no rank, and who sends it SIGTERM (a Pool that closes) waits for its end. Until the child has let go
-# of the handler the signal is held back, or Python would forget it.
+# A forked child is no rank. A Pool that closes sends it SIGTERM and waits for its end, so the child must not have our
+# handler. The signal is blocked until the child has removed the handler; otherwise Python would lose it.
 
 
-def _hold_back() -> None:
+def _block_signal() -> None:
     if _here:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _let_through() -> None:
+def _unblock_signal() -> None:
     if _here:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _let_go() -> None:
+def _remove_handler() -> None:
     if _here:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _let_through()
+        _unblock_signal()
 
 
-os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_let_go)
+os.register_at_fork(before=_block_signal, after_in_parent=_unblock_signal, after_in_child=_remove_handler)
 
 
 def stops_at_sigterm(fit: Callable[P, ResultT]) -> Callable[P, ResultT]:
-    """A trainer's `fit` that SIGTERM stops: all ranks raise Terminated then, when the checkpoint is written."""
+    """Decorates a trainer's `fit`: after SIGTERM all ranks write the checkpoint and raise Terminated."""
 
     @functools.wraps(fit)
     def stopping(*args: P.args, **options: P.kwargs) -> ResultT:
@@ -167,7 +167,7 @@ def stops_at_sigterm(fit: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
 
 def _terminated(trainer: Any, checkpoint: Any) -> Terminated:
-    """What all ranks raise; the first of them says it."""
+    """The error that all ranks raise; rank 0 prints it."""
     folder = getattr(checkpoint, "folder", checkpoint)
     kept = "there is no checkpoint of it; fit(..., checkpoint=...) writes one (--checkpoint)"
     if folder is not None:

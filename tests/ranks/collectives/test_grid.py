@@ -32,14 +32,14 @@ PLACES = [(variant, shape) for variant in VARIANTS for shape in SHAPES]
 
 def dtypes_at(variant: str) -> tuple[str, ...]:
     """All dtypes on 2 ranks. On more ranks, which take long: one for each kind of sum, on 3 ranks of Open MPI the
-    other ones, so that an odd number of ranks has each dtype. MPICH's ranks beyond the cores poll, which takes longest.
+    other ones, so that an odd number of ranks has each dtype. Under MPICH, where 3 ranks and more take longest, each
+    number of ranks has kinds of its own.
     """
-    polls = MPI.get_vendor()[0] == "MPICH"
-    if polls and SIZE > 3:
-        return ("bfloat16",) if SIZE == 4 else ("float32",)
+    if MPI.get_vendor()[0] == "MPICH" and SIZE > 2:
+        return {3: ("float16", "int64"), 4: ("bfloat16",)}.get(SIZE, ("float32",))
     if SIZE == 2 and "+" not in variant and not QUICK:
         return DTYPES
-    other = SIZE == 3 and not polls and not QUICK
+    other = SIZE == 3 and not QUICK
     return ("float16", "float64", "int32") if other else ("bfloat16", "float32", "int64")
 
 

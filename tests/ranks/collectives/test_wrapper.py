@@ -44,9 +44,9 @@ def test_a_slice_of_allocated_memory_is_reduced_in_place(wrapper: Wrapper) -> No
     array = wrapper.allocate(1000)
     part = array[100:900]
     part[:] = wrapper.rank
-    assert wrapper._memory(part) == wrapper.inner._memory(part)
+    assert wrapper.hooks.memory(part) == wrapper.inner.hooks.memory(part)
     if wrapper.name in ("shared", "auto", "hierarchical_copy"):
-        assert wrapper._memory(part) == ALLOCATED
+        assert wrapper.hooks.memory(part) == ALLOCATED
     wrapper(part, "max")
     assert (part == SIZE - 1).all()
     assert not array[:100].any()
@@ -88,9 +88,10 @@ def test_nothing_is_left_to_the_base() -> None:
     """A method that a backend gets later is forwarded too, or it would work on what the wrapper does not have."""
     own = {"close", "abandon", "__init__", "__enter__", "__exit__"}  # those that end or begin the wrapper
     # Called in the backend by methods that are forwarded.
-    inside = {"_connect", "_close", "_close_together", "_forget", "_where", "_place", "_finding", "_say_copies"}
+    inside = {"_connect", "_close", "_close_together", "_forget", "_where", "_say_copies"}
     inside |= {"_prepared", "_admit_reduction", "_admit_rows", "_add_rows", "_hand_round", "_gathering"}
-    inside |= {"_scatter_gpu", "_gather_gpu", "_to_gpu"}
+    inside |= {"_scatter_gpu", "_gather_gpu", "_to_gpu", "_scatter_rounded", "_reduce_gpu"}
+    inside |= {"_allocate", "_memory", "_place", "_route", "_finding", "tag"}  # and by way of `hooks`
     # Made of other methods of the wrapper's.
     inside |= {"_admit", "_admit_tree", "_packing", "on_arrays", "reduce_tree", "reduced", "check_dtype"}
     for kind in (TwoPhase, AllReduce):
@@ -161,13 +162,13 @@ def test_messages_have_the_tags_of_the_backend_it_is_a_part_of(
     walk = Ring._walk
 
     def noting(self: Ring, *rest: Any) -> None:
-        tags.append(self._tag())
+        tags.append(self.tag())
         walk(self, *rest)
 
     monkeypatch.setattr(Ring, "_walk", noting)
     with allreduce.create("hierarchical_copy", topology_of(SIZE // 2)) as reduce:
         reduce._cross = Wrapper(reduce._cross.topology, inner=reduce._cross)  # type: ignore[attr-defined]
-        monkeypatch.setattr(reduce, "_tag", lambda: 4711)
+        monkeypatch.setattr(reduce, "tag", lambda: 4711)
         array = np.full(1000, float(reduce.rank))
         reduce(array, "sum")
     assert (array == SIZE * (SIZE - 1) / 2).all()
