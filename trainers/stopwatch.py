@@ -1,7 +1,7 @@
 """The time spent in communication, on the host's clock or, for arrays on a GPU, on its stream."""
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from allreduce.arrays import gpu
 from allreduce.tracing.trace import Trace
@@ -9,22 +9,12 @@ from allreduce.tracing.trace import Trace
 COMMUNICATION = "communication"  # the kind of these spans
 
 
-class Stopwatch(Protocol):
-    """Adds up the time between `start` and `stop`; `read` returns the seconds and begins anew.
+class Stopwatch:
+    """Adds up the time between `start` and `stop`; `read` returns the seconds and begins anew. On the host's clock.
 
     trace: gets each of these times as a span, as the host sees them, when it is given.
     """
 
-    trace: Trace | None
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def read(self) -> float: ...
-
-
-class HostStopwatch:
     def __init__(self) -> None:
         self.trace: Trace | None = None
         self._total = self._began = 0.0
@@ -42,12 +32,11 @@ class HostStopwatch:
         return total
 
 
-class StreamStopwatch:
-    """By events on the current CUDA stream, so that nothing waits until `read`."""
+class StreamStopwatch(Stopwatch):
+    """The same by events on the current CUDA stream, so that nothing waits until `read`."""
 
     def __init__(self) -> None:
-        self.trace: Trace | None = None
-        self._launched = 0.0
+        super().__init__()
         self._cuda = gpu.cupy().cuda
         self._laps: list[tuple[Any, Any]] = []  # pairs of events, used again after `read`
         self._used = 0
@@ -56,13 +45,13 @@ class StreamStopwatch:
         if self._used == len(self._laps):
             self._laps.append((self._cuda.Event(), self._cuda.Event()))
         self._laps[self._used][0].record()
-        self._launched = time.perf_counter()
+        self._began = time.perf_counter()
 
     def stop(self) -> None:
         self._laps[self._used][1].record()
         self._used += 1
         if self.trace is not None:
-            self.trace.note(COMMUNICATION, int(self._launched * 1e9))
+            self.trace.note(COMMUNICATION, int(self._began * 1e9))
 
     def read(self) -> float:
         total = 0.0
@@ -75,4 +64,4 @@ class StreamStopwatch:
 
 def make(device: str) -> Stopwatch:
     """The stopwatch for arrays on `device`, "cpu" or "cuda"."""
-    return StreamStopwatch() if device == "cuda" else HostStopwatch()
+    return StreamStopwatch() if device == "cuda" else Stopwatch()
