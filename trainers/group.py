@@ -143,18 +143,24 @@ def broadcast_arrays(
     CommunicationError on all ranks when these are told to be what no state has.
     """
     arrays = {name: np.asarray(array, order="C") for name, array in state.items()} if comm.rank == root else {}
-    own = [[name, _dtype_name(array.dtype), array.shape] for name, array in arrays.items()]
+    own = [[name, dtype_name(array.dtype), array.shape] for name, array in arrays.items()]
     shapes = root_value(comm, own, what, root)
     if not described(shapes):
         raise known(CommunicationError(f"{what}: rank {root} has told of arrays that no state has"), comm)
     if comm.rank != root:
-        arrays = {name: np.empty(shape, NAMED.get(dtype, dtype)) for name, dtype, shape in shapes}
+        arrays = {name: np.empty(shape, dtype_of(dtype)) for name, dtype, shape in shapes}
     broadcast(comm, arrays.values(), root, what)
     return arrays
 
 
-def _dtype_name(dtype: np.dtype) -> str:
+def dtype_name(dtype: np.dtype) -> str:
+    """The text that `dtype_of` takes."""
     return dtype.name if dtype.name in NAMED else dtype.str
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The dtype of this `dtype_name`."""
+    return np.dtype(NAMED.get(name, name))
 
 
 def described(shapes: Any, most: int = LARGEST) -> bool:

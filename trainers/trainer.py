@@ -1,11 +1,12 @@
 """The face of all trainers: fit, evaluate, predict, save, load, edit, and the agreement of the ranks about them."""
 
+import functools
 import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Generic, NoReturn, TextIO, TypeVar
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TextIO, TypeVar
 
 import numpy as np
 
@@ -34,6 +35,17 @@ from trainers.watching.history import History
 TrainerT = TypeVar("TrainerT", bound="Trainer[Any]")
 StrategyT = TypeVar("StrategyT", bound=Strategy)
 ResultT = TypeVar("ResultT")
+P = ParamSpec("P")
+
+
+def recoverable(method: Callable[Concatenate[Any, P], ResultT]) -> Callable[Concatenate[Any, P], ResultT]:
+    """A method of a trainer that is one collective call, which survives failed ranks where that is asked for."""
+
+    @functools.wraps(method)
+    def call(self: "Trainer[Any]", *args: P.args, **options: P.kwargs) -> ResultT:
+        return self._call(Call(method.__name__, lambda: method(self, *args, **options)))
+
+    return call
 
 
 class Trainer(Generic[StrategyT]):
@@ -191,20 +203,27 @@ class Trainer(Generic[StrategyT]):
 
         return self._call(FitCall(strategy, begin))
 
+    @recoverable
     def evaluate(self, x: Any, y: np.ndarray | None = None, collate: Collate | None = None) -> dict[str, float]:
         """The replica's metrics ("loss", "accuracy", ...), means over these rows; the ranks share the work.
 
         x, y, collate: all rows on every rank, arrays or a data set, as for `fit`.
         """
-        return self._call(Call("evaluate", lambda: self._evaluate(*self._admit("evaluate", x, y, collate=collate))))
+        return self._evaluate(*self._admit("evaluate", x, y, collate=collate))
 
+    @recoverable
     def predict(self, x: np.ndarray) -> np.ndarray:
         """The replica's output for every row, in order, on every rank; the ranks share the work.
 
         For a NumpyNetwork: (rows, outputs) float32, probabilities with a cross-entropy loss.
         """
-        return self._call(Call("predict", lambda: self._predict(x)))
+        x, _ = self._admit("predict", x, NO_TARGETS)
+        group = self.group
+        outputs = together(group.comm, lambda: predicted(self.replica, x, group.size, group.rank))
+        gather_rows(group.comm, outputs)
+        return outputs
 
+    @recoverable
     def save(self, path: str) -> None:
         """Write the model, with the optimizer's state, to exactly `path`, by rank 0. Raises ModelFileError.
 
@@ -212,11 +231,16 @@ class Trainer(Generic[StrategyT]):
 
         The file (.npz, no pickle) does not depend on the number of ranks; NumpyNetwork.load reads it without MPI.
         """
-        self._call(Call("save", lambda: self._save(path)))
+        self.group.enter("save")
+        self.strategy.complete()
+        self.group.on_one(lambda: self.replica.save(path))
 
+    @recoverable
     def load(self, path: str) -> None:
         """Take on the model in `path`, which rank 0 reads and hands to all ranks. Raises ModelFileError."""
-        self._call(Call("load", lambda: self._load(path)))
+        self.group.enter("load")
+        self.group.on_one(lambda: self.replica.restore(path))
+        mirror(self.strategy, whole=False)
 
     def edit(self, change: Callable[[], object]) -> None:
         """Change the model's parameters in place by `change()`, the same on all ranks. Collective.
@@ -227,9 +251,17 @@ class Trainer(Generic[StrategyT]):
         """
         self._call(EditCall(self.strategy, change))
 
+    @recoverable
     def parameters_sha256(self) -> list[str]:
         """The SHA-256 of every rank's parameters, by rank, the same on all ranks; mirrored replicas have equal ones."""
-        return self._call(Call("parameters_sha256", self._parameters_sha256))
+        comm = self.group.comm
+        self.group.enter("parameters_sha256")
+        parameters = np.ascontiguousarray(together(comm, self.replica.state)["parameters"])
+        mine = np.frombuffer(hashlib.sha256(parameters.view(np.uint8).data).digest(), np.uint8)
+        everyone = np.empty((comm.size, mine.size), np.uint8)
+        with waiting(comm, "parameters_sha256"):
+            comm.Allgather(mine, everyone)
+        return [each.tobytes().hex() for each in everyone]
 
     def record(self, trace: Trace | None) -> None:
         """Record what this rank does in `trace` from now on, or, with None, no more. Local, on all ranks or on none."""
@@ -307,33 +339,6 @@ class Trainer(Generic[StrategyT]):
             sums = together(group.comm, lambda: evaluated(replica, x, y, group.size, group.rank))
         combine(group.comm, sums, "add up an evaluation")
         return dict(zip(replica.metrics, (sums / len(x)).tolist(), strict=True))
-
-    def _predict(self, x: np.ndarray) -> np.ndarray:
-        x, _ = self._admit("predict", x, NO_TARGETS)
-        group = self.group
-        outputs = together(group.comm, lambda: predicted(self.replica, x, group.size, group.rank))
-        gather_rows(group.comm, outputs)
-        return outputs
-
-    def _save(self, path: str) -> None:
-        self.group.enter("save")
-        self.strategy.complete()
-        self.group.on_one(lambda: self.replica.save(path))
-
-    def _load(self, path: str) -> None:
-        self.group.enter("load")
-        self.group.on_one(lambda: self.replica.restore(path))
-        mirror(self.strategy, whole=False)
-
-    def _parameters_sha256(self) -> list[str]:
-        comm = self.group.comm
-        self.group.enter("parameters_sha256")
-        parameters = np.ascontiguousarray(together(comm, self.replica.state)["parameters"])
-        mine = np.frombuffer(hashlib.sha256(parameters.view(np.uint8).data).digest(), np.uint8)
-        everyone = np.empty((comm.size, mine.size), np.uint8)
-        with waiting(comm, "parameters_sha256"):
-            comm.Allgather(mine, everyone)
-        return [each.tobytes().hex() for each in everyone]
 
     # Their arguments
 

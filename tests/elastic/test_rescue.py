@@ -13,8 +13,8 @@ from trainers import MirroredTrainer, SpareReplicasTrainer, group
 from trainers.errors import ArgumentError
 from trainers.group import Owner, RankGroup
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.state.backup import keepers
-from trainers.state.pieces import Choice, choose, joined
+from trainers.state.adopt import Choice, Found, Piece, choose
+from trainers.state.backup import holders
 
 
 def test_the_newest_step_whose_state_is_whole_is_chosen() -> None:
@@ -73,7 +73,7 @@ def test_a_rank_is_asked_for_its_own_slice_before_who_keeps_it() -> None:
 )
 def test_slices_are_kept_on_another_node(nodes: list[int], apart: int) -> None:
     """apart: how many can be."""
-    keeper = keepers(nodes)
+    keeper = holders(nodes)
     assert sorted(keeper) == list(range(len(nodes)))  # each keeps one
     assert all(rank != other for rank, other in enumerate(keeper))
     assert sum(nodes[rank] != nodes[other] for rank, other in enumerate(keeper)) == apart
@@ -94,9 +94,9 @@ def test_copies_that_make_no_sense(options: dict, match: str) -> None:
 
 
 def test_pieces_are_joined_in_order() -> None:
-    first = {"parameters": np.arange(3.0)}, {"steps": np.array(4)}
-    second = {"parameters": np.arange(3.0, 5.0)}, {"steps": np.array(9)}
-    state = joined([first, second])
+    first = Piece(4, 4, 0, 3, {"parameters": np.arange(3.0)}, {"steps": np.array(4)})
+    second = Piece(4, 4, 3, 5, {"parameters": np.arange(3.0, 5.0)}, {"steps": np.array(9)})
+    state = Found(4, [first, second], [0, 1]).state
     assert state["parameters"].tolist() == [0, 1, 2, 3, 4]
     assert state["steps"] == 4
 

@@ -31,8 +31,14 @@ POINTS = {
         (f"{PROGRAMS}.loop", "forward"),
     ],
     "backward": [(f"{PROGRAMS}.loop", "backward")],
-    "push": [("trainers.strategies.servers.worker:Client", "push")],
-    "reply": [("trainers.strategies.servers.server:Mailbox", "reply")],
+    "push": [
+        ("trainers.strategies.servers.mailbox:Client", "push"),
+        ("trainers.strategies.servers.strategy:SynchronousServers", "_collect"),
+    ],
+    "reply": [
+        ("trainers.strategies.servers.mailbox:Mailbox", "reply"),
+        ("trainers.strategies.servers.service:Served", "_spread"),
+    ],
     "call": [("allreduce.engine.engine:Engine", "prepare")],  # what it returns
     "reduce": [("allreduce.engine.engine:Admitted", "work")],  # inside of a call, when the ranks have met
     "middle of a reduction": [("allreduce.backend:TwoPhase", "_all_gather")],
@@ -44,7 +50,7 @@ POINTS = {
         ("trainers.trainer", "mirror"),
         ("trainers.strategies.mirrored", "mirror"),
         ("trainers.strategies.servers.service", "mirror"),
-        ("trainers.fit.checkpointing", "mirror"),
+        ("trainers.fit.checkpointing", "adopt_whole"),
     ],
     "edit": [(f"{PROGRAMS}.training", "shift")],
     "checkpoint": [("trainers.fit.checkpointing:Saver", "save"), (f"{PROGRAMS}.loop:Loop", "save")],

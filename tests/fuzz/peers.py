@@ -12,9 +12,8 @@ from allreduce.tracing import trace
 from allreduce.transport import chunked as sizes
 from allreduce.transport.wait import NamedCall
 from trainers import group
-from trainers.strategies.servers.messages import BYE, PUSH, Head, Parcel
-from trainers.strategies.servers.progress import EpochLedger, Rule
-from trainers.strategies.servers.server import Arrival, Dealer, EpochServer
+from trainers.strategies.servers.epoch import Dealer, EpochLedger, EpochServer, Rule
+from trainers.strategies.servers.mailbox import BYE, PUSH, Arrival, Head, Parcel
 
 
 class OneNode:

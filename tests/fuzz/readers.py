@@ -30,8 +30,8 @@ from trainers.files.model_file import BESIDE, HEADER
 from trainers.fit import checkpointing
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.state import checkpoints
-from trainers.strategies.servers.messages import ASK, PUSH, Head
-from trainers.strategies.servers.progress import STALE
+from trainers.strategies.servers.mailbox import ASK, PUSH, Head
+from trainers.strategies.servers.strategy import STALE
 from trainers.watching.csv_logger import CSVLogger
 
 from . import files, peers

@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.sequences.models import CLASSES, FEATURES
 from trainers.callbacks import Callback
-from trainers.data import order
+from trainers.data import OF_SAMPLES, order
 from trainers.errors import DataError, DivergedError, NotFiniteError
 from trainers.recovery.terminating import Terminated
 from trainers.state.checkpoints import Checkpoint
@@ -204,6 +204,12 @@ class Fit:
         if self.bad is None:
             return None
         return order(self.rows, self.seed, epoch, self.shuffle).tolist().index(self.bad) // self.batch_size
+
+    @property
+    def refuses_checkpoints(self) -> bool:
+        """Whether the fit ends before it begins: it samples rows for its checkpoints, and one can't be read."""
+        sampled = np.linspace(0, self.rows - 1, min(self.rows, OF_SAMPLES)).astype(int)
+        return self.checkpoint is not None and not self.poisoned and self.bad in sampled
 
     def limit(self, first: int = 0) -> tuple[int, type[BaseException] | None]:
         """After how many steps, and with what, it ends where steps are taken in step. first: were done before."""

@@ -1,5 +1,7 @@
 """What sequences have found, each in its shortest form: `python -m tests.sequences found`. All are collective."""
 
+import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,11 +11,11 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import ClosedError, DisagreementError, NotAnArrayError, NotContiguousError
-from tests.sequences.fits import Does, Incident, WantedError
+from tests.sequences.fits import Does, Incident, Rows, WantedError
 from tests.sequences.models import FEATURES, numpy_network
 from trainers import MirroredTrainer, ParameterServerTrainer
 from trainers.callbacks import CheckGradients
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, DataError
 
 
 def raised(action: Callable[[], object], *kinds: type[Exception]) -> None:
@@ -110,6 +112,25 @@ def who_comes_to_another_call_than_surviving_is_told() -> None:
         assert trainer.surviving(lambda: 3) == 3
 
 
+def a_fit_with_checkpoints_reads_its_rows_before_it_begins() -> None:
+    """Also a fit of no epochs: a sample of the rows tells later fits whether they have the same data."""
+    x, y = data()
+    with MirroredTrainer(numpy_network("sgd", 1)) as trainer, tempfile.TemporaryDirectory() as own:
+        folder = MPI.COMM_WORLD.bcast(own)
+        before = trainer.parameters_sha256()
+        raised(partial(trainer.fit, Rows(x, y, 3), epochs=0, progress=False, checkpoint=folder), DataError)
+        assert not os.listdir(folder)
+        assert trainer.parameters_sha256() == before
+        trainer.fit(Rows(x, y, 3), epochs=0, progress=False)  # without checkpoints no row is read
+
+
+def the_parameters_of_asynchronous_servers_depend_on_who_is_fast() -> None:
+    """`updates` is a public attribute, by which users and these sequences know it."""
+    for updates in ("sync", "async"):
+        with ParameterServerTrainer(numpy_network("sgd", 1), updates=updates) as trainer:
+            assert trainer.updates == updates
+
+
 def what_is_no_array_is_refused_where_others_compress() -> None:
     """On all ranks: to NumPy its dtype, None, is float64."""
     with allreduce.create("ring", compress="bfloat16") as backend:
@@ -146,6 +167,8 @@ FOUND = (
     an_error_is_told_and_not_the_nan_of_an_earlier_fit,
     a_closed_trainer_says_so,
     who_comes_to_another_call_than_surviving_is_told,
+    a_fit_with_checkpoints_reads_its_rows_before_it_begins,
+    the_parameters_of_asynchronous_servers_depend_on_who_is_fast,
     what_is_no_array_is_refused_where_others_compress,
 )
 

@@ -155,6 +155,10 @@ class Sequence(Making):
         history, error = self.call("fit", lambda: trainer.fit(*data, **options, **more))
         happened = any(self.comm.allgather(does is not None and does.happened))
         folder = None if checkpoint is None else self.folders.get(checkpoint.folder)
+        if call.refuses_checkpoints:
+            self.check(isinstance(error, DataError), f"{side.name}: {error!r} of a row that can't be read")
+            self.compare(side)
+            return
         if folder is not None:
             refused = not call.resume or folder.call.settings() != call.settings()
             if refused or (folder.total % call.steps and not trainer.strategy.synchronous):

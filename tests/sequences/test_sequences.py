@@ -13,6 +13,6 @@ def test_sequences_of_calls(mpirun: JobRunner) -> None:
     job = mpirun(3, ["-m", "tests.sequences", *options], timeout=200, ulfm=True)
     assert job.returncode == 0, job.stdout + job.stderr
     *found, total = job.stdout.splitlines()
-    assert len(found) == 7
+    assert len(found) == 9
     assert json.loads(total)["sequences"] == 3
     assert json.loads(total)["failed"] == 0

@@ -18,7 +18,7 @@ from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint, model_file
 from trainers.fit.checkpointing import Saver
 from trainers.state import checkpoints
-from trainers.state.checkpoints import Writer, period
+from trainers.state.checkpoints import period
 from trainers.watching.callback import Callback
 from trainers.watching.history import Epoch, History
 
@@ -65,28 +65,26 @@ def test_the_best_is_the_lowest_loss_and_the_highest_of_others() -> None:
     assert Checkpoint("run", best="accuracy", mode="min").lowest_is_best
 
 
-def test_the_writer_works_beside_and_hands_over_errors() -> None:
-    begun, go_on, done = threading.Event(), threading.Event(), []
+def test_a_checkpoint_is_written_while_the_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, write = threading.Event(), checkpoint.write
 
-    def work() -> None:
-        begun.set()
-        go_on.wait(10)
-        done.append(1)
+    def slow(path: str, saved: checkpoint.Saved) -> None:
+        assert go_on.wait(10)
+        write(path, saved)
 
-    def fail() -> None:
-        raise CheckpointError("the disk is full")
+    class GoesOn(Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:  # after the checkpoint
+                go_on.set()
 
-    writer = Writer()
-    writer.start(work)
-    assert begun.wait(10)
-    assert done == []
-    writer.check()
-    go_on.set()
-    writer.start(fail)  # after the one before
-    assert done == [1]
-    with pytest.raises(CheckpointError, match="full"):
-        writer.wait()
-    writer.wait()
+    monkeypatch.setattr(checkpoint, "write", slow)
+    x, y = np.ones((8, 4), np.float32), np.zeros(8, int)
+    with MirroredTrainer(NumpyNetwork([4, 2])) as trainer:
+        trainer.fit(x, y, 1, 2, callbacks=[GoesOn()], checkpoint=Checkpoint(tmp_path, "2 steps"), progress=False)
+    assert sorted(path.name for path in tmp_path.glob("*.npz")) == [
+        "checkpoint-00000002.npz",
+        "checkpoint-00000004.npz",
+    ]
 
 
 def test_a_snapshot_does_not_change_and_its_memory_is_used_again() -> None:

@@ -17,25 +17,28 @@ from trainers import NumpyNetwork, stopwatch
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.replicas.numpy.optimizers import SGD, Adam
-from trainers.strategies.servers import progress
-from trainers.strategies.servers.messages import (
+from trainers.strategies.servers.epoch import DROPPED, EMPTY, LEFT, NO_PART, Dealer, EpochLedger, EpochServer, Rule
+from trainers.strategies.servers.mailbox import (
     AGAIN,
     ASK,
     BYE,
+    END,
     GRADIENTS,
     NOTHING,
     PUSH,
     UNIT,
     WORK,
+    Arrival,
+    Client,
     Head,
+    Mailbox,
     Parcel,
     Waits,
     unit_type,
 )
-from trainers.strategies.servers.messages import END as NO_WORK
-from trainers.strategies.servers.progress import EpochLedger, Rule
-from trainers.strategies.servers.server import END, Arrival, Dealer, EpochServer, Mailbox, Shard, collect
-from trainers.strategies.servers.worker import Client, Rows
+from trainers.strategies.servers.service import Shard
+from trainers.strategies.servers.strategy import Rows
+from trainers.strategies.spare_replicas import collect
 from trainers.watching.meter import Tally
 
 
@@ -55,7 +58,7 @@ def play(dealer: Dealer, workers: int, seed: int, ahead: bool) -> tuple[list[int
                 part = dealer.deal(worker, version)
                 if part is not None:
                     moved = True
-                    if part == END:
+                    if part == NO_PART:
                         ended.add(worker)
                     else:
                         dealt.append(part)
@@ -107,14 +110,14 @@ def test_near_the_end_nobody_is_dealt_a_part_ahead() -> None:
     assert [dealer.deal(1, 0), dealer.deal(1, 0)] == [2, None]
     dealer.done(0)
     dealer.done(0)
-    assert [dealer.deal(0, 2), dealer.deal(1, 2)] == [3, END]
+    assert [dealer.deal(0, 2), dealer.deal(1, 2)] == [3, NO_PART]
 
 
 def test_a_stop_ends_the_dealing() -> None:
     dealer = Dealer(range(4), range(2))
     dealer.deal(0, 0)
     dealer.stop()
-    assert dealer.deal(1, 0) == END
+    assert dealer.deal(1, 0) == NO_PART
 
 
 def test_what_becomes_of_stale_gradients() -> None:
@@ -127,7 +130,7 @@ def test_what_becomes_of_stale_gradients() -> None:
 
 def test_what_becomes_of_parts_is_counted() -> None:
     epoch = begun(7)
-    for part, outcome in enumerate((0, 2, progress.NOTHING, 2, 1, progress.DROPPED)):
+    for part, outcome in enumerate((0, 2, EMPTY, 2, 1, DROPPED)):
         epoch.note(part, outcome)
     assert (epoch.counts().behind, epoch.counts().dropped) == ([1, 1, 2], 1)
     epoch.note(0, 4)  # of which there is a gradient already
@@ -304,7 +307,7 @@ def test_workers_that_rest_hear_that_the_others_go_on() -> None:
     mailbox = Counter([*first, *second, (1, PUSH, Head(BYE)), (0, PUSH, Head(BYE))])
     shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
     EpochServer(mailbox, shard, Rule(), Dealer(range(2), range(1)), lambda *_: None, bool, none_yet()).serve(range(2))
-    assert mailbox.answers == [(0, WORK), (1, AGAIN), (0, WORK), (1, NO_WORK), (0, NO_WORK)]
+    assert mailbox.answers == [(0, WORK), (1, AGAIN), (0, WORK), (1, END), (0, END)]
 
 
 def test_other_servers_are_not_behind_the_first() -> None:
@@ -322,7 +325,7 @@ def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
     pushes = [(0, PUSH, Head(GRADIENTS, part)) for part in (1, 3)]
     mailbox = Counter([(0, ASK, Head()), (0, ASK, Head()), *pushes, (0, ASK, Head()), (0, PUSH, Head(BYE))])
     epoch = none_yet()
-    epoch.outcomes[:] = 0, progress.LEFT, 0, 0
+    epoch.outcomes[:] = 0, LEFT, 0, 0
     shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
     applied: list[int] = []
     dealer = Dealer([1, 3], range(1))

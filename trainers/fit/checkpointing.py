@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from allreduce.transport.chunked import bytes_of_root, bytes_to_root
-from allreduce.transport.control import root_value, together
+from allreduce.transport.control import known, root_value, together
 from trainers import data
 from trainers.data import Batches, Fingerprint
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError, UnusableError
@@ -25,8 +26,8 @@ from trainers.files import model_file
 from trainers.files.checkpoint import Progress, Saved
 from trainers.replica import Replica
 from trainers.state import checkpoints
-from trainers.state.adopt import mirror
-from trainers.state.checkpoints import Checkpoint, Writer, period
+from trainers.state.adopt import RATES, adopt_whole
+from trainers.state.checkpoints import Checkpoint, period
 from trainers.strategies.interface import Strategy
 from trainers.watching.callback import Callbacks
 from trainers.watching.history import VALIDATED, VALIDATION, Epoch, History
@@ -56,7 +57,8 @@ class Saver:
         self._sign = 1 if checkpoint.lowest_is_best else -1
         self._settings, self._steps = batches.settings, batches.steps
         self._data, self._same_data = _fingerprint(batches, strategy.replica), checkpoint.same_data
-        self._writer = Writer()
+        self._writer = ThreadPoolExecutor(1, "writes checkpoints")
+        self._writing: Future[None] | None = None  # the last work of the writer, until somebody has heard of its end
         self._held = ExitStack()
         self.watching: dict[str, np.ndarray] = {}  # what a checkpoint has of this rank's callbacks
         self._memory: dict[str, np.ndarray] = {}  # rank 0's copy of the state, which the writer reads
@@ -93,7 +95,7 @@ class Saver:
 
     def go_back(self) -> tuple[str, Progress, np.ndarray] | None:
         """As `open`, in the middle of a fit: take on the newest checkpoint, since the state is lost. Collective."""
-        self._writer.close()
+        self._end_writing()
         return self._take_newest(lambda: files.newest(self._folder))
 
     def _take_newest(self, look: Callable[[], tuple[str, Saved] | None]) -> tuple[str, Progress, np.ndarray] | None:
@@ -121,13 +123,39 @@ class Saver:
                 "it with resume=True (--resume), or give another folder"
             )
         check(path, saved, self._strategy.replica, self._settings, self._steps)
-        if self._same_data:
-            check_data(path, saved, self._data, self._settings["rows"])
-        kind, together_again = self._strategy.name, self._strategy.synchronous
-        check_way(path, saved, kind, together_again, self._choices, self._group.size)
+        progress, strategy = saved.progress, self._strategy
+        differs = data.difference(progress.settings.get("data"), self._data, self._settings["rows"])
+        if differs and self._same_data:
+            raise CheckpointError(
+                f"{path} is of a training with other data: {differs}; give the same rows in the same order, or go on "
+                "with these on purpose: checkpoint=Checkpoint(folder, same_data=False), --other-data"
+            )
+        if progress.step and not strategy.synchronous:
+            text = f"{path} is of the middle of an epoch, and {strategy.name} goes on from the end of one"
+            raise UnusableError(text)
+        before, now = (choices.get("allreduce") for choices in (progress.choices, self._choices))
+        if before != now:
+            chosen = f"{before} before, and by {now} now"
+            log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)
+        if progress.ranks != self._group.size:
+            text = f"{progress.ranks} ranks, and this training has {self._group.size}"
+            log.warning("trainers: %s was written on %s: the last bits may differ, and random states do", path, text)
 
     def _take_folder(self) -> None:
-        prepare(self._folder, self._held)
+        """Make the folder where it is missing, clean it of what killed writers have left, and keep it until `close`.
+
+        Raises CheckpointError.
+        """
+        folder = self._folder
+        try:
+            os.makedirs(folder, exist_ok=True)
+            self._held.enter_context(files.in_use(folder))
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"room?")
+            files.clean(folder)
+        except OSError as error:
+            reason = f"{error.strerror or error}; give a folder that can be written to"
+            raise CheckpointError(f"checkpoints can't be written to {folder}: {reason}") from error
         self._is_mine = True
 
     def side(self) -> dict[str, Any]:
@@ -152,34 +180,33 @@ class Saver:
     def _take_on(self, saved: Saved | None, progress: Progress) -> None:
         """Give all ranks the state of a checkpoint, which rank 0 has read. Collective."""
         comm = self._group.comm
-
-        def load() -> None:
-            try:
-                if saved is not None:
-                    self._strategy.replica.load_state(saved.state)
-            except ModelFileError as error:
-                raise CheckpointError(f"the checkpoint in {self._folder} is of another model: {error}") from error
-
-        together(comm, load)
-        together(comm, lambda: self._take_rates(progress.rates))
-        mirror(self._strategy, whole=False)
+        state = None if saved is None else saved.state | {RATES: np.array(progress.rates)}
+        try:
+            adopt_whole(self._strategy, state)
+        except ModelFileError as error:  # on all ranks
+            text = f"the checkpoint in {self._folder} is of another model: {error}"
+            raise known(CheckpointError(text), comm) from error
         same = progress.ranks == self._group.size
         packed = together(comm, lambda: [] if saved is None else self._packed(saved, same))
         mine = model_file.unpacked(bytes_of_root(comm, packed, "hear what a checkpoint has of each rank"))
         self.watching = _taken(mine, WATCHING)
         if same:  # or else what is each rank's own can't be that of other ranks
-            together(comm, partial(take_own, self._strategy.replica, _taken(mine, REPLICA), mine, self._folder))
+            together(comm, lambda: self._take_own(_taken(mine, REPLICA), mine))
+
+    def _take_own(self, local: dict[str, np.ndarray], own: dict[str, np.ndarray]) -> None:
+        """Take on the replica's `local` state of this rank, and the random numbers of its programs in `own`. Local."""
+        try:
+            self._strategy.replica.load_local_state(local)
+            checkpoints.load(own)
+        except (ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            text = f"the checkpoint in {self._folder} is damaged, or of another model"
+            raise CheckpointError(f"{text}: a rank can't go on with what is its own: {error!r}") from error
 
     def _packed(self, saved: Saved, same: bool) -> list[bytes]:
         """For each rank what was its own; on another number of ranks, what was rank 0's, for their callbacks."""
         if same:
             return [model_file.packed(local) for local in saved.local]
         return [model_file.packed(saved.local[0])] * self._group.size
-
-    def _take_rates(self, rates: list[float]) -> None:
-        """Go on with the learning rates that a schedule had come to; a model file has those of its begin."""
-        if rates != self._strategy.replica.learning_rates:
-            self._strategy.replica.learning_rates = rates
 
     # While it goes on
 
@@ -226,7 +253,7 @@ class Saver:
             local = [model_file.unpacked(each) for each in everyone]
             local[0] |= watching  # which may be large, and does not change
             saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured)
-            self._writer.start(partial(self._write, saved, best))
+            self._writing = self._writer.submit(self._write, saved, best)
 
         together(self._group.comm, lambda: start() if self._chief else None)
         self._saving = self._overdue = False
@@ -248,7 +275,7 @@ class Saver:
 
     def _own(self, callbacks: Callbacks) -> tuple[bytes, dict[str, np.ndarray]]:
         """What belongs to this rank alone, for a message, and what to its callbacks; the chief's stays out of it."""
-        self._writer.wait()
+        self.finish()
         own = {f"{REPLICA}{name}": array for name, array in self._strategy.replica.local_state().items()}
         watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}
         own |= checkpoints.take()
@@ -264,15 +291,26 @@ class Saver:
 
     def check(self) -> None:
         """Raise what the writing has met so far, on this rank. Local."""
-        self._writer.check()
+        if self._writing is not None and self._writing.done():
+            self.finish()
 
     def finish(self) -> None:
         """Wait until all is on the disk. Raises CheckpointError, on this rank. Local."""
-        self._writer.wait()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _end_writing(self) -> None:
+        """Wait until all is on the disk; an error is logged, since something else ends the fit. Local."""
+        try:
+            self.finish()
+        except Exception as error:
+            log.error("trainers: %s", error)
 
     def close(self) -> None:
-        """Wait for what is being written; what it meets is logged, since something else ends the fit. Local."""
-        self._writer.close()
+        """Wait until all is on the disk, and give the folder back; an error is logged. Local."""
+        self._end_writing()
+        self._writer.shutdown()
         self._memory.clear()
         self._held.close()
         self._is_mine = False
@@ -307,22 +345,6 @@ def make_saver(
     return Saver(strategy, batches, given, resume, known)
 
 
-def prepare(folder: str, held: ExitStack) -> None:
-    """Make the folder where it is missing, and clean it of what killed writers have left. Raises CheckpointError.
-
-    held: keeps it for this training until it is closed.
-    """
-    try:
-        os.makedirs(folder, exist_ok=True)
-        held.enter_context(files.in_use(folder))
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"room?")
-        files.clean(folder)
-    except OSError as error:
-        reason = f"{error.strerror or error}; give a folder that can be written to"
-        raise CheckpointError(f"checkpoints can't be written to {folder}: {reason}") from error
-
-
 def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], steps: int) -> None:
     """Refuse a checkpoint that is no earlier state of this training. Raises CheckpointError.
 
@@ -355,47 +377,6 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
         raise CheckpointError(f"{path} is of a training with {counts}")
     if progress.step > steps or (progress.step and len(saved.measured[0]) != len(replica.metrics)):
         raise UnusableError(f"{path} is damaged: step {progress.step} of {steps}")
-
-
-def check_data(path: str, saved: Saved, given: Fingerprint, rows: int) -> None:
-    """Refuse a checkpoint of other data than these; one of an older version has no fingerprint, and is taken.
-
-    Raises CheckpointError.
-    """
-    differs = data.difference(saved.progress.settings.get("data"), given, rows)
-    if differs:
-        raise CheckpointError(
-            f"{path} is of a training with other data: {differs}; give the same rows in the same order, or go on with "
-            "these on purpose: checkpoint=Checkpoint(folder, same_data=False), --other-data"
-        )
-
-
-def check_way(path: str, saved: Saved, kind: str, together: bool, choices: dict[str, str], ranks: int) -> None:
-    """Refuse, or say, what a trainer of this kind does in another way than the one that wrote the checkpoint.
-
-    Raises UnusableError for the middle of an epoch whose steps ranks do not take together.
-
-    together: whether its ranks take steps together. choices: what was chosen for the job. ranks: how many it has.
-    """
-    progress = saved.progress
-    if progress.step and not together:
-        raise UnusableError(f"{path} is of the middle of an epoch, and {kind} goes on from the end of one")
-    if progress.choices.get("allreduce") != choices.get("allreduce"):
-        chosen = f"{progress.choices.get('allreduce')} before, and by {choices.get('allreduce')} now"
-        log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)
-    if progress.ranks != ranks:
-        text = f"{progress.ranks} ranks, and this training has {ranks}"
-        log.warning("trainers: %s was written on %s: the last bits may differ, and random states do", path, text)
-
-
-def take_own(replica: Replica, local: dict[str, np.ndarray], own: dict[str, np.ndarray], folder: str) -> None:
-    """Take on what is a rank's own: its replica's `local` state, and the random numbers of the programs in `own`."""
-    try:
-        replica.load_local_state(local)
-        checkpoints.load(own)
-    except (ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-        text = f"the checkpoint in {folder} is damaged, or of another model"
-        raise CheckpointError(f"{text}: a rank can't go on with what is its own: {error!r}") from error
 
 
 def _described(name: str, shape: Any) -> str:

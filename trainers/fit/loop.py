@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from mpi4py import MPI
@@ -19,7 +19,6 @@ from trainers.files.checkpoint import Progress as Checkpointed
 from trainers.fit import prefetch
 from trainers.fit.checkpointing import Saver
 from trainers.replica import Replica
-from trainers.state.pieces import EVALUATION, EVENTS, SAVE, STEPS, Begun, Place
 from trainers.strategies.interface import FLAGS, Strategy
 from trainers.watching.callback import Callbacks
 from trainers.watching.history import VALIDATION, Epoch, History
@@ -51,6 +50,33 @@ def left_out(strategy: Strategy, share: float, flags: tuple[float, ...], last: n
     return gpu.cupy().asarray(result) if gpu.is_gpu_array(measured) else result
 
 
+class PartialEpoch(NamedTuple):
+    """What is done of an epoch: its steps, the seconds that they took, the values that they gave.
+
+    rows: that a checkpoint had, when other ranks have trained since, whom this one joins.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    seconds: float = 0.0
+    measured: np.ndarray = np.empty((0, 0))
+    rows: int | None = None
+
+
+class Position(NamedTuple):
+    """How far a fit is: `step` steps of an epoch are done, and of what follows them the parts before `part`.
+
+    epoch: -1 before the training has begun; the number of epochs when it ends.
+    """
+
+    epoch: int = -1
+    step: int = 0
+    part: int = 0
+
+
+STEPS, EVALUATION, EVENTS, SAVE = range(4)  # the parts of an epoch
+
+
 class Fit:
     """A fit of a strategy on the ranks of its group.
 
@@ -65,8 +91,8 @@ class Fit:
     Checkpoints are written between two steps of `together`, or after an epoch; the training begins where the newest one
     was, which may be in the middle of an epoch.
 
-    What is done is noted in `place`, after each part that ranks do together: a step, an evaluation, an event. So `run`
-    can be called again when a rank has failed, and goes on there (see trainers.recovery.recovery).
+    What is done is noted in `position`, after each part that ranks do together: a step, an evaluation, an event. So
+    `run` can be called again when a rank has failed, and goes on there (see trainers.recovery.recovery).
 
     batches: of the training, from which a strategy takes its rank's.
     watched: what callbacks get as their `trainer`. goes_on: whether the fit goes on when a rank fails.
@@ -93,7 +119,7 @@ class Fit:
     ) -> None:
         self.strategy, self.group, self.batches = strategy, strategy.group, batches
         self.fetches_ahead, self.saver = fetches_ahead, saver
-        self.place, self.taken = Place(), strategy.steps  # how far it is, and the strategy's steps that led there
+        self.position, self.taken = Position(), strategy.steps  # how far it is, and the strategy's steps that led there
         self.history = History()
         self.logs: dict[str, Any] = {}
         self.meter = strategy.meter(batches)
@@ -106,7 +132,7 @@ class Fit:
         self.asks = False  # whether a callback of any rank may leave out a step on its own decision
         self._asked = False  # all ranks know that it is time for a checkpoint
         self._epochs, self._validate, self._goes_on = epochs, validate, goes_on
-        self._resumed = Begun()
+        self._resumed = PartialEpoch()
         self._entered = -1  # the epoch that this rank has entered
         self._since = 0.0  # when this epoch began here
         self._rows = 0  # of this epoch, that were done before
@@ -119,10 +145,10 @@ class Fit:
         """All epochs, or those until a callback stops the training. Collective; called again it goes on."""
         if not self.begun:
             self._open()
-        if self.place.epoch < 0:
+        if self.position.epoch < 0:
             self._begin()
-        while self.place.epoch < self._epochs:
-            self._epoch(self.place.epoch)
+        while self.position.epoch < self._epochs:
+            self._epoch(self.position.epoch)
         self.guarded(lambda: self.callbacks.train_end(self.logs))
         if self.saver is not None:
             self.guarded(self.saver.finish)
@@ -154,7 +180,7 @@ class Fit:
     def take_up(self, progress: Checkpointed, measured: np.ndarray) -> None:
         """Go on from a checkpoint: `measured` are the values of the steps of an unfinished epoch. Local."""
         self.history[:] = map(Epoch.of_dict, progress.history)
-        self._resumed = Begun(progress.epoch, progress.step, progress.seconds, measured)
+        self._resumed = PartialEpoch(progress.epoch, progress.step, progress.seconds, measured)
         self._entered = -1
 
     def open_to_join(self) -> None:
@@ -163,15 +189,15 @@ class Fit:
         self.callbacks.train_begin()
         self.begun = True
 
-    def epoch_so_far(self) -> Begun:
+    def epoch_so_far(self) -> PartialEpoch:
         """What is done of the epoch that the fit is in, for a rank that joins. Local."""
-        number, step, _ = self.place
+        number, step, _ = self.position
         if self._entered == number:
-            return Begun(number, step, self._resumed.seconds, self.meter.values(), self._rows)
-        return self._resumed if self._resumed.epoch == number else Begun(number)
+            return PartialEpoch(number, step, self._resumed.seconds, self.meter.values(), self._rows)
+        return self._resumed if self._resumed.epoch == number else PartialEpoch(number)
 
-    def join(self, begun: Begun) -> None:
-        """Go on at `place`, where others are. Local."""
+    def join(self, begun: PartialEpoch) -> None:
+        """Go on at `position`, where others are. Local."""
         self._resumed, self._entered = begun, -1
 
     def _make_callbacks(self) -> None:
@@ -191,11 +217,11 @@ class Fit:
 
     def _go_to(self, epoch: int, step: int = 0) -> None:
         """An epoch is next, or the end. Local, the same on all ranks."""
-        self.place = Place(self._epochs if self.strategy.stop_training else epoch, step)
+        self.position = Position(self._epochs if self.strategy.stop_training else epoch, step)
 
     def _epoch(self, number: int) -> None:
         """What is left of an epoch, of its evaluation, and of what callbacks make of it."""
-        if self.place.stage == STEPS:
+        if self.position.part == STEPS:
             self._enter(number)
             self.strategy.run_epoch(self, number)
         self._conclude(number)
@@ -205,19 +231,19 @@ class Fit:
 
     def _conclude(self, number: int) -> None:
         """Do the rest of an epoch whose steps are all taken: means, evaluation, events. Collective."""
-        if self.place.stage == STEPS:
+        if self.position.part == STEPS:
             with self.strategy.span("epoch"):
                 self._measure(number)
-            self.place = Place(number, self.place.step, EVALUATION)
-        if self.place.stage == EVALUATION:
+            self.position = Position(number, self.position.step, EVALUATION)
+        if self.position.part == EVALUATION:
             if self._validate is not None:
                 self.logs |= {f"{VALIDATION}{name}": value for name, value in self._validate().items()}
-            self.place = Place(number, self.place.step, EVENTS)
-        if self.place.stage == EVENTS:
+            self.position = Position(number, self.position.step, EVENTS)
+        if self.position.part == EVENTS:
             with self.strategy.span("epoch"):
                 self.guarded(lambda: self.callbacks.epoch_end(number, self.logs))
                 self._agree(f"after epoch {number + 1}")
-            self.place = Place(number, self.place.step, SAVE)
+            self.position = Position(number, self.position.step, SAVE)
 
     def _enter(self, number: int) -> None:
         """This rank begins an epoch, unless it is in it already. Local, but for callbacks that communicate."""
@@ -230,7 +256,7 @@ class Fit:
             return
         self._entered = number
         if self._resumed.epoch != number:
-            self._resumed = Begun(number)
+            self._resumed = PartialEpoch(number)
         if self._resumed.step:
             self.guarded(lambda: self.meter.take_up(self._resumed.measured))
         self._rows = self.meter.rows if self._resumed.rows is None else self._resumed.rows
@@ -256,30 +282,30 @@ class Fit:
     @property
     def first_step(self) -> int:
         """The step of the epoch that is next."""
-        return self.place.step
+        return self.position.step
 
     def together(self, number: int) -> None:
         """The steps of epoch `number`, each taken by all ranks together."""
-        batches = self.batches.epoch(number, self.place.step)
+        batches = self.batches.epoch(number, self.position.step)
         with closing(prefetch.ahead(batches) if self.fetches_ahead else batches) as shares:
             self._steps(number, shares)
 
     def _steps(self, number: int, shares: Iterator[Batch]) -> None:
         steps = self.batches.steps
-        if self.stopped and self.saver is not None and 0 < self.place.step < steps:
-            self._save_between(number, self.place.step)  # where a lost rank has kept it from being written
-        while self.place.step < steps and not self.stopped:
-            step = self.place.step
+        if self.stopped and self.saver is not None and 0 < self.position.step < steps:
+            self._save_between(number, self.position.step)  # where a lost rank has kept it from being written
+        while self.position.step < steps and not self.stopped:
+            step = self.position.step
             self._step(number, step, shares)
             self.end_step()
             self.callbacks.between_steps(number, step)
-            if self.saver is not None and self.place.step < steps:
-                self._save_between(number, self.place.step)
+            if self.saver is not None and self.position.step < steps:
+                self._save_between(number, self.position.step)
 
     def end_step(self) -> None:
         """The next step is taken, and `strategy.measured` is of it: tell the callbacks."""
-        number, step, _ = self.place
-        self.place, self.taken = Place(number, step + 1), self.taken + 1
+        number, step, _ = self.position
+        self.position, self.taken = Position(number, step + 1), self.taken + 1
         self.guarded(partial(self.end_batch, step))
 
     def _step(self, number: int, step: int, shares: Iterator[Batch]) -> None:
@@ -401,7 +427,7 @@ class Fit:
             return False
         path, progress, measured = found
         self.take_up(progress, measured)
-        self.place, self.taken = Place(progress.epoch, progress.step), self.strategy.steps
+        self.position, self.taken = Position(progress.epoch, progress.step), self.strategy.steps
         self.stopped = False
         self.callbacks.load_state(self.saver.watching)
         self._progress.say(f"back to: {path}, {progress}")
@@ -409,8 +435,8 @@ class Fit:
 
     def step_back(self) -> None:
         """The last step is taken once more. Local."""
-        number, step, _ = self.place
-        self.place, self.taken = Place(number, step - 1), self.taken - 1
+        number, step, _ = self.position
+        self.position, self.taken = Position(number, step - 1), self.taken - 1
         self.stopped = False  # whoever wants to stop says it once more
         self.meter.step_back()
 
@@ -420,16 +446,16 @@ class Fit:
         An epoch whose steps are all taken is evaluated, and callbacks are told its end: the checkpoint has both.
         Nothing is written in the middle of an epoch whose steps ranks do not take together: nobody could go on from it.
         """
-        saver, (number, step, stage) = self.saver, self.place
+        saver, (number, step, part) = self.saver, self.position
         if saver is None or not 0 <= number < self._epochs:
             return
-        if stage == STEPS and not self.strategy.synchronous:
+        if part == STEPS and not self.strategy.synchronous:
             if self.group.rank == 0:
                 log.warning("trainers: no checkpoint is written in the middle of epoch %d: %s", number + 1, APART)
             return
-        if stage == STEPS and 0 < step < self.batches.steps:
+        if part == STEPS and 0 < step < self.batches.steps:
             self._save_here(number, step)
-        elif stage == STEPS and not step:
+        elif part == STEPS and not step:
             saver.save(saver.progress(self.history, number), self.callbacks, np.empty((0, 0)))
         else:
             self._conclude(number)

@@ -230,6 +230,11 @@ class Averaging:
             self._watch(learning, [(each,) for each in learning])
 
     @property
+    def calls(self) -> int:
+        """How many reductions a step has."""
+        return len(self._groups)
+
+    @property
     def under_way(self) -> bool:
         """Whether gradients are being averaged."""
         return bool(self._handles)

@@ -32,7 +32,7 @@ from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.replica import Buffers
-from trainers.state.backup import NOT_KEPT
+from trainers.state.backup import NO_BACKUP
 
 MIB = 1 << 20
 
@@ -158,7 +158,7 @@ class Assembly:
         assert isinstance(self.backend, TwoPhase)
         copies = self.options.copies
         if copies == 2 and not ulfm.in_force():
-            notices.once(comm.rank, NOT_KEPT)
+            notices.once(comm.rank, NO_BACKUP)
             copies = 1
         self.sharded = ShardedOptimizer(self.optimizer, self.reducer, self.backend, comm, self.kernels, copies)
         self._made.callback(self.sharded.close)

@@ -32,7 +32,7 @@ from trainers.pytorch.buckets import Block
 from trainers.pytorch.optimizer_group import Member, OptimizerGroup
 from trainers.pytorch.state import broadcast_tensors, from_json, state_of, to_json
 from trainers.replicas.pytorch.tensors import as_bytes, shaped
-from trainers.state.backup import KEEPS, NEVER, TAG, keepers
+from trainers.state.backup import BACKUP, NEVER, TAG, holders
 
 ResultT = TypeVar("ResultT")
 Owned = Sequence[Sequence[slice]]  # of each rank for each bucket
@@ -171,7 +171,7 @@ class Backup:
         comm: MPI.Intracomm,
     ) -> None:
         self._held, self.owned, self.sizes, self._comm = held, owned, sizes, comm
-        keeper = keepers(all_values(comm, topology.node_index, KEEPS))
+        keeper = holders(all_values(comm, topology.node_index, BACKUP))
         all_owned = sum(part.stop - part.start for of_rank in owned for part in of_rank)
         alone = all_owned < 2 * sum(sizes)  # or nodes have the same slices, and nothing is sent
         self._keeper = keeper[comm.rank] if alone else MPI.PROC_NULL
@@ -199,7 +199,7 @@ class Backup:
         requests += [self._comm.Isend(piece, self._keeper, TAG) for array in own for piece in pieces(array)]
         try:
             for request in requests:
-                wait_for(self._comm, request, KEEPS)
+                wait_for(self._comm, request, BACKUP)
         except BaseException:
             for request in requests:
                 free_later(request)

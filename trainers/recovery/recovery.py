@@ -24,9 +24,9 @@ from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
 from allreduce.transport.control import all_values, everywhere, known, root_value
 from trainers.errors import ArgumentError, DivergedError
-from trainers.fit.loop import Fit
+from trainers.fit.loop import EVENTS, STEPS, Fit, PartialEpoch, Position
 from trainers.group import Owner, RankGroup, broadcast_arrays
-from trainers.state.pieces import EVENTS, STEPS, Begun, Piece, Place
+from trainers.state.adopt import Piece
 from trainers.strategies.interface import Strategy
 from trainers.watching.history import Epoch, History
 
@@ -346,9 +346,9 @@ class FitCall(Call[History]):
             self._fit.close()
 
     def __str__(self) -> str:
-        if self._fit is None or not self._fit.place.epoch >= 0:
+        if self._fit is None or not self._fit.position.epoch >= 0:
             return "fit, before its first epoch"
-        return f"fit, epoch {self._fit.place.epoch + 1}, step {self._fit.place.step + 1}"
+        return f"fit, epoch {self._fit.position.epoch + 1}, step {self._fit.position.step + 1}"
 
     def rejoin(self) -> None:
         """Come to the position of the rank that is ahead of all others. Collective."""
@@ -383,7 +383,7 @@ class FitCall(Call[History]):
 def side_of(fit: Fit) -> dict[str, Any]:
     """What this rank tells the others of a fit, as JSON can hold it. Local."""
     return {
-        "place": fit.place,
+        "position": fit.position,
         "logs": fit.logs,
         "stop": [fit.stopped, fit.strategy.stop_training],
         "heard": fit.callbacks.heard(),
@@ -404,11 +404,11 @@ def move(fit: Fit, gained: int) -> None:
 
 def catch_up(fit: Fit, sides: list[dict[str, Any]]) -> None:
     """Come to the position of the rank that is ahead. sides: `side_of` of all ranks. Local, the same on all ranks."""
-    ahead = max(sides, key=lambda side: side["place"])
-    place = Place(*ahead["place"])
-    if fit.place < place:
-        fit.place = place
-        if place.stage != STEPS:
+    ahead = max(sides, key=lambda side: side["position"])
+    position = Position(*ahead["position"])
+    if fit.position < position:
+        fit.position = position
+        if position.part != STEPS:
             fit.logs = ahead["logs"]
         fit.stopped, fit.strategy.stop_training = ahead["stop"]
     fit.asks = any(side["asks"] for side in sides)
@@ -432,9 +432,10 @@ def hand_over(fit: Fit, previous: tuple[int, ...]) -> None:
     arrays = {} if joins else {VALUES: begun.measured, **fit.callbacks.state()}
     arrays = broadcast_arrays(comm, arrays, lead, HAND_OVER)
     if joins:
-        place, epochs = fit.place, [Epoch.of_dict(epoch) for epoch in history]
-        fit.history[:] = epochs[: place.epoch] if place.stage <= EVENTS else epochs  # or the event is told once more
-        fit.join(Begun(place.epoch, place.step, seconds, arrays.pop(VALUES), rows))
+        position, epochs = fit.position, [Epoch.of_dict(epoch) for epoch in history]
+        ended = position.part > EVENTS  # and the callbacks were told
+        fit.history[:] = epochs if ended else epochs[: position.epoch]
+        fit.join(PartialEpoch(position.epoch, position.step, seconds, arrays.pop(VALUES), rows))
         fit.guarded(lambda: fit.callbacks.load_state(arrays))
 
 

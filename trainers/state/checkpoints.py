@@ -1,12 +1,9 @@
 """What a user says of checkpoints: where they go, how often they are written, and which are kept. No MPI."""
 
-import logging
 import math
 import os
 import random
 import re
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,50 +79,6 @@ def period(every: str) -> tuple[float, str]:
         f'every={every!r} makes no sense: say it as "epoch", "5 epochs", "500 steps", "30 seconds", '
         '"10 minutes" or "2 hours"'
     )
-
-
-log = logging.getLogger("trainers")
-
-
-class Writer:
-    """Does one piece of work at a time in a thread; its error is raised where it is waited for."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def start(self, work: Callable[[], object]) -> None:
-        """Begin with `work`, after what was begun before. Raises what that raised."""
-        self.wait()
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:  # the thread has nobody to raise it to
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="writes checkpoints", daemon=True)
-        self._thread.start()
-
-    def check(self) -> None:
-        """Raise what the work has raised, if it has; wait for nothing."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def wait(self) -> None:
-        """Wait for the work. Raises what it raised."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.check()
-
-    def close(self) -> None:
-        """Wait for the work; what it raised is logged."""
-        try:
-            self.wait()
-        except Exception as error:
-            log.error("trainers: %s", error)
 
 
 WORDS = 624  # of the generator's state

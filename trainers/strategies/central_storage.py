@@ -6,12 +6,10 @@ parameters can't be shared gets a copy of the whole state instead.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import gpu
@@ -19,18 +17,17 @@ from allreduce.backend import AllReduce, TwoPhase
 from allreduce.backends.central import Central
 from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
-from allreduce.tracing.trace import Series, Trace, now
+from allreduce.tracing.trace import now
 from allreduce.transport.control import all_values, root_value, together
 from trainers.errors import ArgumentError
 from trainers.group import broadcast_arrays
 from trainers.replica import Replica
-from trainers.state.pieces import MEASURED, Piece
-from trainers.stopwatch import Stopwatch
-from trainers.strategies.interface import Update, replica_refusal, untraced
+from trainers.strategies.interface import replica_refusal
 from trainers.strategies.mirrored import Mirrored
-from trainers.strategies.sharded import ShardedUpdate
+from trainers.strategies.sharded import Parts, ShardedUpdate, Update
 
 DEVICES = ("cpu", "cuda")
+MEASURED = "trainer.measured"  # the name by which the means of a step travel with a state
 
 
 class CentralStorage(Mirrored):
@@ -84,15 +81,13 @@ class CentralStorage(Mirrored):
             return Central(topology, root=self.storage)
 
     def _divided(self) -> Update:
-        assert isinstance(self.allreduce, Central)
-        parts = self.replica, self.allreduce, self.buffer, self.group.comm, self.clock
         if self.replica.device == "cpu":
             try:
-                return CentralUpdate(*parts, self._measured, self.steps, self._copies_kept())
+                return CentralUpdate(self._parts, self.storage, self._copies_kept())
             except ArgumentError as refusal:  # on all ranks
                 text = f"central storage copies the model's whole state in every step: {refusal}"
                 notices.once(self.group.rank, text)
-        return CopiedUpdate(*parts, self._measured, self.steps)
+        return CopiedUpdate(self._parts)
 
     @property
     def errors_in_step(self) -> bool:
@@ -101,28 +96,14 @@ class CentralStorage(Mirrored):
 
 
 class CopiedUpdate(Update):
-    """One rank updates, and its whole state is copied to the others.
+    """One rank updates, the one that owns all of a buffer, and its whole state is copied to the others."""
 
-    backend: whose `owned` is all of a buffer on one rank. buffer: the gradients, then what is measured, on the
-        replica's device. measured: the latter; an array of its own, reduced before the step, behind 16-bit gradients.
-    """
+    series = ("copies",)
+    _backend: TwoPhase
 
-    def __init__(
-        self,
-        replica: Replica,
-        backend: TwoPhase,
-        buffer: Any,
-        comm: MPI.Intracomm,
-        clock: Stopwatch,
-        measured: Any,
-        steps: int = 0,
-    ) -> None:
-        self._replica, self._backend, self._buffer = replica, backend, buffer
-        self._comm, self._clock, self._measured = comm, clock, measured
-        self._span: Callable[[str], AbstractContextManager[None]] = untraced
-        self._copies: Series | None = None
-        self._steps = self._since = steps  # that were taken, and after which this rank's replica has changed
-        self._root = all_values(comm, backend.owned(1).stop, "learn who updates").index(1)
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._root = all_values(self._comm, self._backend.owned(1).stop, "learn who updates").index(1)
 
     def step(self) -> Any:
         """Reduce the buffer, update on one rank, copy its state; returns what was measured, reduced, a view."""
@@ -131,13 +112,12 @@ class CopiedUpdate(Update):
         self._clock.stop()
         owner = self._comm.rank == self._root
         failed = owner and bool(self._measured[-1])
-        with self._span("update"):
+        with self.span("update"):
             together(self._comm, lambda: self._change(self._replica.update) if owner and not failed else None)
         self._clock.start()
         begin = now()
         self._copy(owner)
-        if self._copies is not None:
-            self._copies.note("copy of the state", begin, {})
+        self.note("copies", "copy of the state", begin)
         self._clock.stop()
         return self._measured
 
@@ -166,24 +146,9 @@ class CopiedUpdate(Update):
         change()
         self._steps = self._since = self._steps + 1
 
-    def count_steps(self, steps: int) -> None:
-        self._steps = steps
-
-    def rescue(self) -> list[Piece]:
-        """Every rank has the whole state, before a step or after it."""
-        return [Piece(self._since, self._steps, 0, self._buffer.size, {}, self._replica.snapshot({}))]
-
     def _held(self) -> dict[str, np.ndarray]:
         """This rank's state and what was measured, on the host."""
         return self._replica.state() | {MEASURED: _on_host(self._measured)}
-
-    def record(self, backend: AllReduce, trace: Trace | None) -> None:
-        assert isinstance(backend, TwoPhase)
-        self._backend, self._span = backend, untraced if trace is None else trace.span
-        self._copies = None if trace is None else trace.series("copies")
-
-    def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        return together(self._comm, lambda: self._replica.snapshot(memory) if wanted else {})
 
     def abandon(self) -> None:
         """Let go of the backend's memory. Local."""
@@ -195,27 +160,12 @@ def _on_host(array: Any) -> np.ndarray:
 
 
 class CentralUpdate(ShardedUpdate):
-    """The sharded update whose one owner, the backend's root, sees before it updates that a rank has failed.
+    """The sharded update whose one owner, the backend's root, sees before it updates that a rank has failed."""
 
-    measured: where the flags are, the last of which says that: behind the gradients, or an array that is reduced
-        before the step.
-    """
-
-    def __init__(
-        self,
-        replica: Replica,
-        backend: Central,
-        buffer: np.ndarray,
-        comm: MPI.Intracomm,
-        clock: Stopwatch,
-        measured: np.ndarray,
-        steps: int,
-        copies: int = 1,
-    ) -> None:
-        super().__init__(replica, backend, buffer, comm, clock, steps, copies)
-        self._owner = backend.rank == backend.root
-        self._measured = measured
-        self._beside = measured.size > 0 and buffer.size == self._length
+    def __init__(self, parts: Parts, root: int, copies: int = 1) -> None:
+        super().__init__(parts, copies)
+        self._owner = self._comm.rank == root
+        self._beside = self._measured.size > 0 and self._buffer.size == self._length
 
     def _update(self) -> bool:
         updates = self._owner and not self._measured[-1]

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from allreduce.arrays import dtypes
-from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
@@ -17,7 +16,7 @@ from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Hold, Replica, Rows
-from trainers.state.pieces import Piece
+from trainers.state.adopt import RATES, Arrays, Piece
 from trainers.stopwatch import Stopwatch
 from trainers.watching.meter import Meter
 
@@ -228,6 +227,13 @@ class Strategy:
     def check_edits(self) -> None:
         """Raise, on this rank, when the replica was edited in a way that several ranks may have done."""
 
+    def take_on(self, step: int, state: Arrays) -> None:
+        """Take on the whole state after `step` steps, which all ranks take on. Local, and `share` follows."""
+        rates = state.pop(RATES, None)
+        self.replica.load_state(state)
+        if rates is not None and rates.tolist() != self.replica.learning_rates:
+            self.replica.learning_rates = rates.tolist()
+
     def share(self) -> None:
         """The state was changed otherwise than by a step: go on when all ranks have done so. Collective."""
 
@@ -270,53 +276,6 @@ class Strategy:
 
     def commit(self) -> None:
         """All ranks have what they need to go on: drop the pieces. Local."""
-
-
-class Update:
-    """How Mirrored changes the parameters by gradients that all ranks have computed: what is so unless a kind differs.
-
-    any_rank_may_fail, apart, check_edits, share, whole, snapshot: as of Strategy; wanted: on rank 0.
-    in_common: whether the ranks of a node have one copy of the parameters.
-    """
-
-    any_rank_may_fail = True
-    in_common = False
-
-    def begin_batch(self) -> None:
-        """A batch is computed, which may change what belongs to the state. Local."""
-
-    def step(self) -> Any:
-        """Reduce the buffer, update the parameters; returns what was measured, reduced, a view. Collective."""
-        raise NotImplementedError
-
-    def count_steps(self, steps: int) -> None:
-        """So many steps were taken; one in which nothing was updated counts as well. Local."""
-
-    def rescue(self) -> list[Piece]:
-        """What this rank has of the state, copied. Local."""
-        raise NotImplementedError
-
-    def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        raise NotImplementedError
-
-    def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return dict(state)
-
-    def share(self) -> None: ...
-
-    def check_edits(self) -> None: ...
-
-    def apart(self) -> dict[str, str]:
-        return {}
-
-    def record(self, backend: AllReduce, trace: Trace | None) -> None:
-        """Record in `trace` what is done here; the calls of `backend` are recorded there. Local."""
-
-    def close(self) -> None:
-        """Give the replica parameters of its own again, and its whole state. Collective."""
-
-    def abandon(self) -> None:
-        """Let go of memory that the ranks share. Local."""
 
 
 def replica_refusal(replica: Replica, strategy: Strategy) -> ArgumentError | None:

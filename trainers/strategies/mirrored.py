@@ -7,26 +7,22 @@ import numpy as np
 
 from allreduce import create, notices
 from allreduce.arrays import dtypes
-from allreduce.backend import AllReduce, Recipe, TwoPhase
+from allreduce.backend import AllReduce, Recipe
 from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
-from allreduce.transport.control import together
+from allreduce.transport.control import all_values, together
 from allreduce.wrappers.traced import Traced
 from trainers import malloc
 from trainers.backends import UPDATES, backend_for, compression_twice, own_memory, used_by
 from trainers.data import Batch
 from trainers.errors import ArgumentError
-from trainers.group import RankGroup, broadcast_arrays
+from trainers.group import RankGroup
 from trainers.replica import Replica, Rows, Table
 from trainers.state import backup
-from trainers.state.adopt import NEWEST, Newest, mirror, newest
-from trainers.state.backup import NOT_KEPT
-from trainers.state.pieces import MEASURED, Piece
-from trainers.strategies.interface import FLAGS, Strategy, Update, replica_refusal
-from trainers.strategies.sharded import ShardedUpdate
-
-RATES = "trainer.learning_rates"  # what ranks hand each other besides a replica's state, as MEASURED
+from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
+from trainers.strategies.interface import FLAGS, Strategy, replica_refusal
+from trainers.strategies.sharded import Parts, ShardedUpdate, Update
 
 
 class Mirrored(Strategy):
@@ -95,6 +91,7 @@ class Mirrored(Strategy):
         if replica.allocates and replica.device == "cpu":
             malloc.keep_freed_memory()
         self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)  # what the last step has measured
+        self._ended: list[Any] = []  # while ranks restore a state: what each has ended and measured
         self._fresh = self._last  # what the step has measured that is not ended, while a failure is repaired
         self._make_buffer()
         mirror(self)  # evaluate and predict share their work, so they need equal replicas before any fit
@@ -118,7 +115,7 @@ class Mirrored(Strategy):
         self.measured = self._measured = self._allocate(extra, "float32") if self._beside else buffer[length:]
         self.buffer = buffer  # before ranks are bound to it, of which one may fail: closing unbinds all
         together(self.group.comm, lambda: replica.bind(buffer[:length]))
-        self._update = ReplicatedUpdate(self)
+        self._update = ReplicatedUpdate(self._parts, self._tables)
 
     def _allocate(self, length: int, dtype: str) -> Any:
         return self._backend.allocate(length, dtype, device=self.replica.device)
@@ -140,14 +137,16 @@ class Mirrored(Strategy):
 
     def _divided(self) -> Update:
         """An update that each rank does for what it owns. Collective."""
-        assert isinstance(self.allreduce, TwoPhase)
-        parts = self.replica, self.allreduce, self.buffer, self.group.comm, self.clock
-        return ShardedUpdate(*parts, self.steps, self._copies_kept())
+        return ShardedUpdate(self._parts, self._copies_kept())
+
+    @property
+    def _parts(self) -> Parts:
+        return Parts(self.replica, self._backend, self.buffer, self._measured, self.group.comm, self.clock, self.steps)
 
     def _copies_kept(self) -> int:
         """How many ranks have each slice. Local."""
         if self._copies == 2 and not self.outlives_ranks:
-            notices.once(self.group.rank, NOT_KEPT)
+            notices.once(self.group.rank, backup.NO_BACKUP)
             return 1
         return self._copies
 
@@ -198,21 +197,13 @@ class Mirrored(Strategy):
         measured[len(self.replica.metrics) :] = flags
         # Every rank's part is weighted by its share of the batch already, so the sum is the mean over samples.
         if self._beside:
-            self.reduce(self._backend.exact, measured)
+            self.clock.start()
+            self._backend.exact(measured, "sum")
+            self.clock.stop()
         if not isinstance(self._update, ReplicatedUpdate):
-            self.reduce_tables()
+            self._tables.reduce(self._backend)
         reduced = self.update.step()
         return measured if self._beside else reduced
-
-    def reduce(self, backend: AllReduce, array: Any) -> None:
-        """Add an array up over the ranks. Collective."""
-        self.clock.start()
-        backend(array, "sum")
-        self.clock.stop()
-
-    def reduce_tables(self) -> None:
-        """Give the replica the sums of all ranks' sparse gradients. Collective."""
-        self._tables.reduce(self._backend)
 
     def count_step(self) -> None:
         super().count_step()
@@ -291,7 +282,7 @@ class Mirrored(Strategy):
         """A copy of what this rank has of the state. Local."""
         rates = {RATES: np.array(self.replica.learning_rates)}
         self._fresh = np.array(self._measured)
-        return [piece._replace(rest={**rates, **piece.rest}) for piece in self.update.rescue()]
+        return [piece._replace(rest={**rates, **piece.rest}) for piece in self.update.pieces()]
 
     def rescue(self) -> None:
         if self.saved is None:  # or else the state is gone: a failure in the repair begins that again
@@ -315,66 +306,59 @@ class Mirrored(Strategy):
     def restore(self) -> bool:
         if self.group.previous[self.group.rank] == JOINED:
             self.saved = []  # a rank that joins has nothing of this training
-        found = newest(self.group, self.saved or [], self.steps, self._length)
-        if found.choice is None:
-            self.steps = max(found.taken)
-            return False
-        step, state = found.choice.step, found.state
-        measured = self._measured_of(found)
-        together(self.group.comm, lambda: self._adopt(step, state, measured))
-        return True
+        updated = any(piece.first > self.steps for piece in self.saved or [])
+        own = [self.steps, self._last.tolist(), self._fresh.tolist(), updated]
+        self._ended = all_values(self.group.comm, own, ADOPT)
+        done = adopt(self, self.saved or [], self._length)
+        if not done:
+            self.steps = max(steps for steps, *_ in self._ended)
+        self._ended = []
+        self.update.count_steps(self.steps)
+        return done
 
-    def _measured_of(self, found: Newest) -> np.ndarray:
-        """What the last step before a state has measured: from a rank that has ended it, or as it came. Collective."""
-        assert found.choice is not None
-        parameters, length = found.state["parameters"], self.replica.gradient_length
-        if found.choice.step in found.taken:
-            rank, own = found.taken.index(found.choice.step), self._last
-        elif parameters.size <= length:
-            rank, own = found.choice.pieces[0][0], self._fresh
-        else:
-            return parameters[length:]
-        return broadcast_arrays(self.group.comm, {MEASURED: own}, rank, NEWEST)[MEASURED]
-
-    def _adopt(self, steps: int, state: dict[str, np.ndarray], measured: np.ndarray) -> None:
-        """Local, and so done or not when a failure is heard of."""
-        self.steps, self._last = steps, measured
+    def take_on(self, step: int, state: Arrays) -> None:
+        if not self._ended:
+            super().take_on(step, state)
+            return
+        # All of this is local: it is done, or not, when this rank hears of the next failure.
+        self.steps, self._last = step, self._measured_in(step, state["parameters"])
         trained = self.replica.state()["parameters"].size  # behind them may be statistics, and what was measured
         state["parameters"] = state["parameters"][:trained]
-        self.saved = [Piece(steps, steps, 0, self._length, {}, dict(state))]
-        self._measured[:] = measured
-        rates = state.pop(RATES).tolist()
-        self.replica.load_state(state)
-        if rates != self.replica.learning_rates:
-            self.replica.learning_rates = rates
+        self.saved = [Piece(step, step, 0, self._length, {}, dict(state))]
+        self._measured[:] = self._last
+        super().take_on(step, state)
+
+    def _measured_in(self, step: int, parameters: np.ndarray) -> np.ndarray:
+        """What the last step before a state has measured: as a rank that has ended it says, or as it came. Local."""
+        ended = [last for steps, last, *_ in self._ended if steps == step]
+        if not ended and parameters.size > self.replica.gradient_length:
+            return parameters[self.replica.gradient_length :]
+        fresh = [fresh for *_, fresh, updated in self._ended if updated] or [self._ended[0][2]]
+        return np.array((ended or fresh)[0], self._measured.dtype)
 
     def commit(self) -> None:
         self.saved = None
 
 
 class ReplicatedUpdate(Update):
-    """Every rank updates all parameters by the sum of all ranks' gradients."""
+    """Every rank updates all parameters by the sum of all ranks' gradients. tables: of the replica."""
 
-    def __init__(self, strategy: Mirrored) -> None:
-        self._strategy, self._replica = strategy, strategy.replica
-        self._buffer, self._measured = strategy.buffer, strategy.measured
-        self._errors_in_step = self._replica.device == "cpu"
+    def __init__(self, parts: Parts, tables: "Tables") -> None:
+        super().__init__(parts)
+        self._tables, self._errors_in_step = tables, self._replica.device == "cpu"
 
     def step(self) -> Any:
-        strategy = self._strategy
-        strategy.reduce(strategy.allreduce, self._buffer)  # type: ignore[arg-type]
+        self._clock.start()
+        self._backend(self._buffer, "sum")
+        self._clock.stop()
         if not (self._errors_in_step and self._measured[-1]):
-            strategy.reduce_tables()
-            with strategy.span("update"):
+            self._tables.reduce(self._backend)
+            with self.span("update"):
                 self._replica.update()
         return self._measured
 
-    def rescue(self) -> list[Piece]:
-        steps = self._strategy.steps
-        return [Piece(steps, steps, 0, self._buffer.size, {}, self._replica.snapshot({}))]
-
-    def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        return together(self._strategy.group.comm, lambda: self._replica.snapshot(memory) if wanted else {})
+    def count_steps(self, steps: int) -> None:
+        self._steps = self._since = steps
 
 
 class Tables:

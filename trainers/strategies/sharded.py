@@ -10,7 +10,7 @@ S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion param
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -25,50 +25,118 @@ from allreduce.transport.shared_segment import CommonSegment
 from trainers.backends import own_memory
 from trainers.errors import ArgumentError
 from trainers.replica import Replica, reserved
-from trainers.state.adopt import to_root
+from trainers.state.adopt import Piece, to_root
 from trainers.state.backup import Backup
-from trainers.state.pieces import Piece
 from trainers.stopwatch import Stopwatch
-from trainers.strategies.interface import Update, untraced
+from trainers.strategies.interface import untraced
+
+
+class Parts(NamedTuple):
+    """What an update works with.
+
+    backend: reduces `buffer` in every step: the gradients, then what is measured. measured: the latter; behind 16-bit
+    gradients an array of its own, which is reduced before the step. comm: of all ranks. clock: runs while a rank waits
+    for others. steps: that were taken before.
+    """
+
+    replica: Replica
+    backend: AllReduce
+    buffer: Any
+    measured: Any
+    comm: MPI.Intracomm
+    clock: Stopwatch
+    steps: int
+
+
+class Update:
+    """How Mirrored changes the parameters by gradients that all ranks have computed: what is so unless a kind differs.
+
+    any_rank_may_fail, apart, check_edits, share, whole: as of Strategy.
+    in_common: whether the ranks of a node have one copy of the parameters.
+    """
+
+    any_rank_may_fail = True
+    in_common = False
+    span: Callable[[str], AbstractContextManager[None]] = staticmethod(untraced)
+
+    def __init__(self, parts: Parts) -> None:
+        self._replica, self._backend, self._buffer, self._measured, self._comm, self._clock, self._steps = parts
+        self._since = self._steps  # the step after which this rank has updated
+        self._length = self._replica.gradient_length
+        self._series: dict[str, Series] | None = None
+
+    def begin_batch(self) -> None:
+        """A batch is computed, which may change what belongs to the state. Local."""
+
+    def step(self) -> Any:
+        """Reduce the buffer, update the parameters; returns what was measured, reduced, a view. Collective."""
+        raise NotImplementedError
+
+    def count_steps(self, steps: int) -> None:
+        """So many steps were taken; one in which nothing was updated counts as well. Local."""
+        self._steps = steps
+
+    def pieces(self) -> list[Piece]:
+        """What this rank has of the state, copied: all of it, before a step or after it. Local."""
+        return [Piece(self._since, self._steps, 0, self._buffer.size, {}, self._replica.snapshot({}))]
+
+    def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
+        """A copy of the replica's whole state in `memory` on rank 0, where it is wanted; elsewhere none. Collective."""
+        return together(self._comm, lambda: self._replica.snapshot(memory) if wanted else {})
+
+    def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return dict(state)
+
+    def share(self) -> None: ...
+
+    def check_edits(self) -> None: ...
+
+    def apart(self) -> dict[str, str]:
+        return {}
+
+    def record(self, backend: AllReduce, trace: Trace | None) -> None:
+        """Record in `trace` what is done here; the calls of `backend` are recorded there. Local."""
+        self._backend, self.span = backend, untraced if trace is None else trace.span
+        self._series = None if trace is None else {name: trace.series(name) for name in self.series}
+
+    series: tuple[str, ...] = ()  # the names of those in a trace
+
+    def note(self, series: str, what: str, begin: int) -> None:
+        """Record what all ranks have done together since `begin`. Local."""
+        if self._series is not None:
+            self._series[series].note(what, begin, {})
+
+    def close(self) -> None:
+        """Give the replica parameters of its own again, and its whole state. Collective."""
+
+    def abandon(self) -> None:
+        """Let go of memory that the ranks share. Local."""
 
 
 class ShardedUpdate(Update):
     """Moves a replica's parameters into memory of this object's. Creating and all methods are collective.
 
-    buffer: what is reduced in every step: the gradients, then what is measured. The replicas are equal.
-    comm: of all ranks.
-    clock: runs while a rank waits for others.
-    steps: that were taken before. copies: how many ranks have each slice: 1 or 2.
+    The replicas are equal. copies: how many ranks have each slice: 1 or 2.
 
     Raises ArgumentError on all ranks when the replica can't be updated in slices.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        backend: TwoPhase,
-        buffer: np.ndarray,
-        comm: MPI.Intracomm,
-        clock: Stopwatch,
-        steps: int = 0,
-        copies: int = 1,
-    ) -> None:
-        self._replica, self._backend, self._buffer = replica, backend, buffer
-        self._comm, self._clock = comm, clock
-        self._steps = self._since = steps  # that were taken, and after which this rank has updated
-        self._span: Callable[[str], AbstractContextManager[None]] = untraced
-        self._fences: Series | None = None
-        self._kept: Series | None = None
-        self._length = replica.gradient_length
-        self._mine = backend.owned(buffer.size)
+    _backend: TwoPhase
+
+    def __init__(self, parts: Parts, copies: int = 1) -> None:
+        super().__init__(parts)
+        replica, comm = self._replica, self._comm
+        self._mine = self._backend.owned(self._buffer.size)
         self._part = slice(*self._mine.indices(self._length)[:2])
         self._window: CommonSegment | None = None
         self._array = self._allocate(str(replica.gradient_dtype))
         self._backup: Backup | None = None
+        self.series = ("fences", "second copies") if copies == 2 else ("fences",)
         try:
             together(comm, lambda: replica.bind_parameters(self._array[: self._length]))
             if copies == 2:
-                self._backup = Backup(replica, self._array, self._mine, self._length, backend.topology, comm)
+                owned = self._mine.start, self._mine.stop
+                self._backup = Backup(comm, self._backend.topology.node_index, [owned])
         except Exception:
             self._free()
             raise
@@ -97,7 +165,8 @@ class ShardedUpdate(Update):
     def begin_batch(self) -> None:
         """A batch is computed, which may change what belongs to the state. Local."""
         if self._backup is not None:
-            self._backup.begin_batch()
+            without = ("parameters", *self._replica.elementwise)
+            self._backup.keep_rest(partial(self._replica.snapshot, without=without))
 
     def step(self) -> np.ndarray:
         """Reduce the buffer, update the parameters everywhere; returns what was measured, reduced, a view."""
@@ -105,9 +174,7 @@ class ShardedUpdate(Update):
         self._clock.start()
         self._backend.reduce_scatter(self._buffer, "sum")
         self._clock.stop()
-        if self._backup is not None:
-            self._backup.begin_update(self._since, self._steps)
-        with self._span("update"):
+        with self.span("update"):
             updated = self._update()
         measured = slice(max(self._mine.start, self._length), max(self._mine.stop, self._length))
         self._array[measured] = self._buffer[measured]
@@ -119,8 +186,7 @@ class ShardedUpdate(Update):
         else:
             begin = now()
             self.fence()
-            if self._fences is not None:
-                self._fences.note("meet in common memory", begin, {})
+            self.note("fences", "meet in common memory", begin)
         self._clock.stop()
         self._replica.refresh()
         if self._after(self._array[self._length :]):
@@ -128,14 +194,17 @@ class ShardedUpdate(Update):
         return self._array[self._length :]
 
     def _keep(self, step: int) -> None:
-        """Have the slices kept a second time, as they are after a step. Collective."""
+        """Back up the slices as they are after a step. Collective."""
         if self._backup is None:
             return
         self._clock.start()
         begin = now()
-        self._backup.keep(step)
-        if self._kept is not None:
-            self._kept.note("keep slices twice", begin, {})
+        replica = self._replica
+        sliced = {name: replica.elements(name, self._part) for name in replica.elementwise}
+        sliced["parameters"] = self._array[self._mine]
+        own = Piece(step, step, self._mine.start, self._mine.stop, sliced, {})
+        self._backup.keep(step, [own], {"parameters": self._array})
+        self.note("second copies", "keep slices twice", begin)
         self._clock.stop()
 
     def _update(self) -> bool:
@@ -144,13 +213,14 @@ class ShardedUpdate(Update):
         return True
 
     def count_steps(self, steps: int) -> None:
-        """So many were taken; one in which nothing was updated counts as well. Local."""
-        self._steps = steps
+        super().count_steps(steps)
+        if self._backup is not None:
+            self._backup.extend(steps)
 
-    def rescue(self) -> list[Piece]:
+    def pieces(self) -> list[Piece]:
         """What this rank has of the state, by itself, copied. Local."""
         if self._backup is not None:
-            return self._backup.pieces(self._own())
+            return self._backup.pieces([self._own()])
         return [self._own()] if self._mine.start < self._mine.stop else []
 
     def _own(self) -> Piece:
@@ -165,13 +235,6 @@ class ShardedUpdate(Update):
     def _after(self, measured: np.ndarray) -> bool:
         """All ranks are through the update, and this was measured; whether parameters were updated."""
         return True
-
-    def record(self, backend: AllReduce, trace: Trace | None) -> None:
-        """Record in `trace` what is done here; the calls of `backend` are recorded there. Local."""
-        assert isinstance(backend, TwoPhase)
-        self._backend, self._span = backend, untraced if trace is None else trace.span
-        self._fences = None if trace is None else trace.series("fences")
-        self._kept = None if trace is None or self._backup is None else trace.series("second copies")
 
     def fence(self) -> None:
         """Afterwards all ranks of the node see what any of them has written, and none of them still writes."""

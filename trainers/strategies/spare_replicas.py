@@ -16,11 +16,60 @@ from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun
-from trainers.strategies.servers.messages import END, GRADIENTS, NOTHING, PUSH, WORK, Head, Parcel
-from trainers.strategies.servers.progress import HOW_FAR, Counts
-from trainers.strategies.servers.server import Arrival, Mailbox, Round, Shard, collect
-from trainers.strategies.servers.service import Served, ended
+from trainers.strategies.servers.epoch import HOW_FAR
+from trainers.strategies.servers.mailbox import (
+    END,
+    GRADIENTS,
+    NOTHING,
+    PUSH,
+    WORK,
+    Arrival,
+    Head,
+    Mailbox,
+    Parcel,
+)
+from trainers.strategies.servers.service import Counts, Served, Shard, ended
 from trainers.watching.meter import Tally
+
+
+class Round:
+    """What has come for one step.
+
+    used: the first gradients, as many as were wanted, in the order of the workers' numbers.
+    others: who came without gradients: it had no rows, or has failed.
+    failed: whether somebody has met an error, so that there is no update. stop: whether training shall end after it.
+    """
+
+    def __init__(self) -> None:
+        self.used: list[Arrival] = []
+        self.others: list[Arrival] = []
+        self.failed = self.stop = False
+
+    @property
+    def everybody(self) -> list[Arrival]:
+        return self.used + self.others
+
+
+def collect(mailbox: Mailbox, step: int, wanted: int, late: Callable[[Arrival], None]) -> Round:
+    """Wait until the gradients of `wanted` workers for `step` are there, or one worker has failed.
+
+    late: is given whoever comes meanwhile with what was computed for a step before.
+    """
+    found = Round()
+    while len(found.used) < wanted and not found.failed:
+        arrival = mailbox.next(f"get the gradients of step {step + 1}")
+        head = arrival.parcel.head
+        found.failed |= head.kind != GRADIENTS and bool(head.halt)
+        found.stop |= bool(head.halt)
+        if head.step != step:
+            late(arrival)
+        elif head.kind == GRADIENTS:
+            found.used.append(arrival)
+        else:
+            found.others.append(arrival)
+    found.used.sort(key=lambda each: each.worker)  # so that sums do not depend on who was first
+    return found
+
 
 CHIEF = 0
 

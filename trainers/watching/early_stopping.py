@@ -9,7 +9,7 @@ import numpy as np
 
 from trainers.errors import ArgumentError
 from trainers.state import adopt
-from trainers.state.pieces import Arrays
+from trainers.state.adopt import Arrays
 from trainers.watching.callback import Callback, Logs
 
 

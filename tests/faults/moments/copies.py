@@ -26,8 +26,8 @@ STEP = BATCHES + 1  # in which they die: the first after an edit
 MOMENTS = {
     "update": ("update", 1, True),  # parameters are half updated
     "gathered": ("back up", 1, False),
-    "exchange": ("back up an array", 3, False),  # something was sent
-    "sent": ("wait for a backup", 1, False),
+    "exchange": ("back up an array", 7, False),  # after the layouts; something was sent
+    "sent": ("wait for a backup", 3, False),
     "kept": ("back up", 1, True),
 }
 

@@ -27,6 +27,22 @@ class Dying(MPI.Prequest):
         die()
 
 
+class DyingSender:
+    """A communicator whose rank dies when it sends its second message."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm, self._sent = comm, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def Isend(self, *message: Any) -> MPI.Request:  # noqa: N802, as mpi4py names it
+        self._sent += 1
+        if self._sent == 2:
+            die()
+        return self._comm.Isend(*message)
+
+
 class WorkersDeath(Deaths):
     """Has this worker die: ("push", epoch, batch) when it has pushed its gradients to the first server, and to no
     other; ("part", epoch, 0) when it computes, in that epoch or later, for parts are dealt to who comes first."""
@@ -36,8 +52,11 @@ class WorkersDeath(Deaths):
         if event == "part" and self.epoch >= epoch:
             die()
         if self.moment == ("push", self.epoch, batch):
-            client = self.trainer.strategy._client
-            client._whole[1] = Dying(client._whole[1])
+            strategy = self.trainer.strategy
+            if strategy._client is None:
+                strategy._messages = DyingSender(strategy._messages)
+            else:
+                strategy._client._whole[1] = Dying(strategy._client._whole[1])
         super().on_train_batch_begin(batch)
 
 

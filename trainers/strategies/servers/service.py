@@ -1,6 +1,6 @@
 """What strategies with servers share: which ranks serve, where parameters and gradients lie, how a state gets whole."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ from allreduce.engine.queue import Future, Queue, Worker
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
-from allreduce.transport.control import everywhere, known, together
+from allreduce.transport.control import known, together
 from allreduce.transport.wait import wait_for
 from trainers import malloc, stopwatch
 from trainers.checks import LEARNING_RATES
@@ -21,27 +21,94 @@ from trainers.data import Batches
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
-from trainers.state.adopt import mirror
+from trainers.state.adopt import Piece, mirror, newest
 from trainers.strategies.interface import FLAGS, Strategy, replica_refusal
-from trainers.strategies.servers.messages import Waits, unit_type
-from trainers.strategies.servers.progress import Counts
-from trainers.strategies.servers.server import Mailbox, Shard
-from trainers.strategies.servers.worker import Client
+from trainers.strategies.servers.mailbox import (
+    Client,
+    Mailbox,
+    Waits,
+    unit_type,
+)
 from trainers.watching.meter import Tally
 
-LOST = "a server was lost, and with it its slice of the parameters and of the optimizer's state"
+
+class Counts:
+    """behind: how many applied gradients were 0, 1, 2, ... updates behind. dropped: how many were not applied.
+
+    cut_short: whether the epoch was ended before its last step.
+    """
+
+    def __init__(self) -> None:
+        self.behind: list[int] = []
+        self.dropped = 0
+        self.cut_short = False
+
+
+class Shard:
+    """The slice `part` of a replica's flat parameters, which this rank alone updates.
+
+    parameters, gradients: the whole flat buffers that the replica is bound to.
+    version: how many updates it has had.
+    """
+
+    def __init__(self, replica: Replica, parameters: np.ndarray, gradients: np.ndarray, part: slice) -> None:
+        self._replica, self.part = replica, part
+        self.parameters, self.gradients = parameters[part], gradients[part]
+        self._accumulator = dtypes.TYPES[self.gradients.dtype].accumulator
+        self.version = 0
+
+    def apply(self, gradients: np.ndarray, factor: float) -> None:
+        """One update, with the learning rate times `factor`."""
+        self.gradients[:] = gradients
+        self.update(factor)
+
+    def update(self, factor: float = 1.0) -> None:
+        """The same with the gradients that lie in the bound buffer.
+
+        The rate is changed, not the gradients, because Adam and its like take no notice of how large those are.
+        """
+        replica = self._replica
+        rates = replica.learning_rates
+        if factor != 1.0:
+            replica.learning_rates = [rate * factor for rate in rates]
+        try:
+            replica.update(self.part)
+        finally:
+            if factor != 1.0:
+                replica.learning_rates = rates
+        replica.refresh()
+        self.version += 1
+
+    def add_up(self, summands: Sequence[np.ndarray], share: float = 1.0) -> None:
+        """Leave the sum of slices, divided by `share`, in the bound buffer; 16-bit floats are summed in float32."""
+        total = self.gradients
+        if total.dtype != self._accumulator:
+            total = np.zeros(total.size, self._accumulator)
+        np.copyto(total, summands[0])
+        for summand in summands[1:]:
+            total += summand
+        if share != 1.0:
+            total /= total.dtype.type(share)
+        if total is not self.gradients:
+            self.gradients[:] = total.astype(self.gradients.dtype)
+
+    def is_finite(self) -> bool:
+        """Whether all parameters are numbers."""
+        return bool(np.isfinite(self.parameters).all())
 
 
 class Served(Strategy):
     """Servers hold the parameters, each a slice of the flat array; workers compute.
 
     servers: the ranks that hold the parameters, in the order of their slices. workers: the ranks that compute.
+    mails: whether servers take messages in any order, by mailboxes.
     measures: how many numbers travel beside gradients and parameters.
     thread: what a thread beside this rank's own is for: "" for nothing, "ask" for parameters while this rank computes
         (which can wait until it has computed), or "serve" while it does.
     """
 
     mirrors = "epoch"
+    mails = True
     thread = ""
 
     def __init__(self, replica: Replica, name: str, measures: int) -> None:
@@ -50,7 +117,6 @@ class Served(Strategy):
         self.workers: tuple[int, ...] = ()
         self._measures = measures
         self._connected = False  # the ends of the messages are made
-        self._failed_servers = 0
         self._mailbox: Mailbox | None = None
         self._client: Client | None = None
         self._shard: Shard | None = None
@@ -92,7 +158,7 @@ class Served(Strategy):
 
     def connect(self, group: RankGroup) -> None:
         super().connect(group)
-        replica, self._connected, self._failed_servers = self.replica, False, 0
+        replica, self._connected = self.replica, False
         if replica.allocates:
             malloc.keep_freed_memory()
         self._assign(group.size)
@@ -132,8 +198,9 @@ class Served(Strategy):
                 self._shard = Shard(self.replica, self._parameters, self._gradients, part)
             length = part.stop - part.start
             waits = self._waits_beside if self.thread == "serve" else self._waits
-            self._mailbox = Mailbox(self._messages, waits, self.workers, self._measures, length, *shape)
-        if rank in self.workers:
+            if self.mails:
+                self._mailbox = Mailbox(self._messages, waits, self.workers, self._measures, length, *shape)
+        if self.mails and rank in self.workers:
             ends = self._messages, self._waits, self._waits_beside
             self._client = Client(*ends, self.servers, self._slices, self._measures, *shape)
         self._connected = True
@@ -189,22 +256,34 @@ class Served(Strategy):
                 end.abandon()
         self._mailbox = self._client = self._queue = None
 
+    @property
+    def _lost(self) -> str:
+        """Why no training can go on with the ranks that are left; "" when it can. Local, the same on all ranks."""
+        if len(self.servers) < len(self._slices):
+            return "a server was lost, and with it its slice of the parameters and of the optimizer's state"
+        return "" if self.workers else "all workers were lost, and servers do not compute"
+
     def rebuild(self) -> None:
         now = {old: rank for rank, old in enumerate(self.group.previous)}
-        self._failed_servers += len(set(self.servers) - set(now))
         self.servers = tuple(now[rank] for rank in self.servers if rank in now)
         self.workers = tuple(now[rank] for rank in self.workers if rank in now)
-        if self.workers and not self._failed_servers:
+        if not self._lost:
             self._make_ends()
 
     def restore(self) -> bool:
         """All ranks take on what the servers have. RankLostError on all ranks when no training can go on from it."""
-        if self._failed_servers or not self.workers:
-            why = LOST if self._failed_servers else "all workers were lost, and servers do not compute"
-            text = f"{why}; go on from the last checkpoint (resume=True, --resume)"
+        if self._lost:
+            text = f"{self._lost}; go on from the last checkpoint (resume=True, --resume)"
             raise known(RankLostError(text), self.group.comm)
         self._agree_on_progress()
-        self._spread()
+        own = []
+        if self._shard is not None:
+            part = self._shard.part
+            own = [Piece(0, 0, part.start, part.stop, {"parameters": self._shard.parameters}, {})]
+        found = newest(self.group.comm, own, self._parameters.size)
+        assert found is not None
+        self._parameters[:] = found.state["parameters"]
+        self.replica.refresh()
         return True
 
     # Steps and epochs
@@ -221,22 +300,12 @@ class Served(Strategy):
         """Add up what the ranks have measured in an epoch. Collective; DivergedError when it is no number."""
         self._tally.collect(self.group.comm, self._shard is None or self._shard.is_finite())
 
-    def _then_spread(self, epoch: Callable[[], None]) -> None:
-        """Run an epoch, and give all ranks the parameters that the servers have then. Collective."""
-        try:
-            epoch()
-        except Exception as error:
-            if everywhere(error, self.group.comm):  # so all ranks come to this
-                self._spread()
-            raise
-        self._spread()
-
     def _spread(self) -> None:
         """Give all ranks the parameters of the servers. Collective."""
         for server, part in zip(self.servers, self._slices, strict=True):
             for piece in pieces(self._parameters[part]):
                 request = self.group.comm.Ibcast(piece, server)
-                self._waits.all_of([request], "get all parameters at the end of an epoch")
+                self._waits.all_of([request], "get the parameters of the servers")
         self.replica.refresh()
 
     def _logs_of(self, counts: Counts) -> dict[str, Any]:

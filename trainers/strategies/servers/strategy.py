@@ -1,22 +1,107 @@
 """The strategies of ParameterServerTrainer: workers push gradients to servers, which update in step or as they come."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, combine
+from allreduce.transport.chunked import pieces
+from allreduce.transport.control import all_values, combine, everywhere
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun, Strategy
-from trainers.strategies.servers.messages import GRADIENTS, MEET, NOTHING, PUSH, WORK, Head, Parcel
-from trainers.strategies.servers.progress import HOW_FAR, EpochLedger, Rule, bad_options, server_ranks
-from trainers.strategies.servers.server import Dealer, EpochServer, collect
+from trainers.strategies.servers.epoch import HOW_FAR, Dealer, EpochLedger, EpochServer, Rule
+from trainers.strategies.servers.mailbox import (
+    GRADIENTS,
+    NOTHING,
+    PUSH,
+    WORK,
+    Head,
+    Parcel,
+)
 from trainers.strategies.servers.service import Served, ended
-from trainers.strategies.servers.worker import Rows
+
+STALE = ("keep", "drop", "scale")
+
+
+UPDATES = ("async", "sync")
+RATES = ("keep", "divide")
+
+
+def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], ArgumentError | None]:
+    """The ranks that are servers, or what is wrong with them."""
+    if isinstance(servers, int | np.integer) and not isinstance(servers, bool):
+        if servers < 1:
+            return (), ArgumentError(f"servers must be an integer >= 1, got {servers!r}")
+        chosen = tuple(range(max(0, ranks - int(servers)), ranks))
+        missing = servers > ranks
+    else:
+        try:
+            chosen = tuple(sorted(int(rank) for rank in servers))
+        except (TypeError, ValueError):
+            return (), ArgumentError(f"servers={servers!r} is neither a number nor ranks; give 1, or (3, 4)")
+        if not chosen or len(set(chosen)) < len(chosen):
+            return (), ArgumentError(f"servers={servers!r}: give at least one rank, and each of them once")
+        missing = not set(chosen) <= set(range(ranks))
+    if missing:
+        return (), ArgumentError(f"servers={servers!r}, and there are {ranks} ranks, 0 to {ranks - 1}")
+    if len(chosen) == ranks:
+        return (), ArgumentError(
+            f"servers={servers!r} leaves no worker (ranks: {ranks}): start more ranks, or fewer servers"
+        )
+    return chosen, None
+
+
+def bad_options(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) -> ArgumentError | None:
+    """What is wrong with these options of a parameter server, if anything."""
+    for name, value, known in (("updates", updates, UPDATES), ("stale", stale, STALE), ("learning_rate", rate, RATES)):
+        if value not in known:
+            return ArgumentError(f"{name}={value!r} is unknown; use one of {', '.join(known)}")
+    for name, value in (("max_staleness", 0 if most is None else most), ("warm_up", warm_up)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+            return ArgumentError(f"{name} must be an integer >= 0, got {value!r}")
+    if stale == "drop" and most is None:
+        return ArgumentError('stale="drop" needs max_staleness: how many updates behind is too many')
+    given = [stale != "keep" and "stale", most is not None and "max_staleness", warm_up and "warm_up",
+             rate != "keep" and "learning_rate"]  # fmt: skip
+    useless = [name for name in given if name]
+    if updates == "sync" and useless:
+        return ArgumentError(f'{useless[0]} has no use with updates="sync", where no gradient is stale; leave it out')
+    return None
+
+
+class Rows:
+    """Those of one epoch.
+
+    parts: how many a batch has. ahead: whether `prepare` fetches.
+    """
+
+    def __init__(self, batches: Batches, epoch: int, parts: int, ahead: bool) -> None:
+        self._batches, self._visited = batches, batches.order(epoch)
+        self._parts, self._ahead = parts, ahead
+        self._ready: dict[int, Batch | Exception] = {}
+
+    def prepare(self, number: int) -> None:
+        """Fetch the rows of part `number` for `take`, which raises what they raise."""
+        if self._ahead:
+            try:
+                self._ready[number] = self._share(number)
+            except Exception as error:  # whatever a data set raises, it is met where the rows are needed
+                self._ready[number] = error
+
+    def take(self, number: int) -> Batch:
+        """The rows of part `number` of the epoch, which is a part of batch number // parts. Raises DataError."""
+        found = self._ready.pop(number, None)
+        if isinstance(found, Exception):
+            raise found
+        return self._share(number) if found is None else found
+
+    def _share(self, number: int) -> Batch:
+        return self._batches.share(self._visited, *divmod(number, self._parts))
 
 
 class Options(NamedTuple):
@@ -86,11 +171,14 @@ class ParameterServers(Served):
 class SynchronousServers(ParameterServers):
     """A step waits for all workers, and the workers divide the batch."""
 
+    mails = False
+
     def __init__(self, replica: Replica, name: str, options: Options) -> None:
         super().__init__(replica, name, options)
         self._first = 0  # the steps before this epoch
+        self._summands: list[np.ndarray] = []  # memory for this server's slices of all workers' gradients
         self._applied = False  # the step after `steps` has been taken here
-        self._collected: list[np.ndarray] = []  # this server's slices of the gradients of a step, until it is updated
+        self._collected: list[np.ndarray] = []  # the same, between the exchange and the end of a step
 
     def meter(self, batches: Batches) -> Any:
         return Strategy.meter(self, batches)
@@ -98,7 +186,7 @@ class SynchronousServers(ParameterServers):
     def run_epoch(self, run: EpochRun, number: int) -> None:
         self._begin_epoch(number, run.batches.steps)
         self._first = self.steps - run.first_step
-        self._then_spread(partial(run.together, number))
+        run.together(number)
 
     def compute(self, batch: Batch | None) -> None:
         measured = self.measured[: len(self.replica.metrics)]
@@ -117,48 +205,32 @@ class SynchronousServers(ParameterServers):
         self.clock.stop()
         if measured[-1]:  # a rank has failed
             return measured
-        self._push_and_take() if self._mailbox is None else self._serve_step()
+        self._collect()
+        if self._shard is not None:
+            self._update_collected()
+        self._spread()
+        self._applied = True
         return measured
 
-    def _push_and_take(self) -> None:
-        client = self._client
-        assert client is not None
-        for server in range(len(self.servers)):
-            client.expect(server)
-        client.push([Head(GRADIENTS, self.steps)] * len(self.servers), self._gradients)
-        client.answered()
-        client.take(self._parameters)
-        self.replica.refresh()
-        self._applied = True
-
-    def _serve_step(self) -> None:
-        mailbox, shard = self._mailbox, self._shard
-        assert mailbox is not None
-        assert shard is not None
-        mailbox.open([PUSH])
-        found = collect(mailbox, self.steps, len(self.workers), mailbox.clear)
-        self._collected = [arrival.parcel.body for arrival in found.used]
-        if self.recoverable and len(self.servers) > 1:
-            self._meet_servers()
-        self._update_collected()
-        reply = mailbox.parcel()
-        reply.head = Head(WORK, self.steps + 1, shard.version)
-        reply.body[:] = shard.parameters
-        for arrival in found.used:
-            mailbox.clear(arrival)
-            mailbox.reply(reply, arrival.worker, whole=True)
+    def _collect(self) -> None:
+        """Give every server its slice of all workers' gradients. Collective over servers and workers."""
+        comm, shard, requests = self._messages, self._shard, []
+        if self.part is not None:
+            for server, part in zip(self.servers, self._slices, strict=True):
+                requests += [comm.Isend(piece, server, PUSH) for piece in pieces(self._gradients[part])]
+        if shard is not None:
+            if len(self._summands) != len(self.workers):
+                self._summands = [np.empty_like(shard.gradients) for _ in self.workers]
+            for worker, slot in zip(self.workers, self._summands, strict=True):
+                requests += [comm.Irecv(piece, worker, PUSH) for piece in pieces(slot)]
+        self._waits.all_of(requests, f"get the gradients of step {self.steps + 1}")
+        self._collected = self._summands
+        if self.recoverable and len(self.servers) > 1:  # before any of them updates
+            self._waits.all_of([comm.Ibarrier()], "have all servers get the gradients of a step")
 
     def count_step(self) -> None:
         super().count_step()
         self._applied, self._collected = False, []
-
-    def _meet_servers(self) -> None:
-        """Wait until all servers have the gradients of this step."""
-        others = [rank for rank in self.servers if rank != self.group.rank]
-        nothing = np.empty(0, np.uint8)
-        requests = [self._messages.Irecv(nothing, rank, MEET) for rank in others]
-        requests += [self._messages.Isend(nothing, rank, MEET) for rank in others]
-        self._waits.all_of(requests, "have all servers get the gradients of a step")
 
     def _update_collected(self) -> None:
         assert self._shard is not None
@@ -201,6 +273,16 @@ class AsynchronousServers(ParameterServers):
     def run_epoch(self, run: EpochRun, number: int) -> None:
         self._begin_epoch(number, run.batches.steps * self.parts)
         self._then_spread(partial(self._work if self._mailbox is None else self._serve, run, number))
+
+    def _then_spread(self, epoch: Callable[[], None]) -> None:
+        """Run an epoch, and give all ranks the parameters that the servers have then. Collective."""
+        try:
+            epoch()
+        except Exception as error:
+            if everywhere(error, self.group.comm):  # so all ranks come to this
+                self._spread()
+            raise
+        self._spread()
 
     def end_epoch(self) -> dict[str, Any]:
         self._collect_tally()

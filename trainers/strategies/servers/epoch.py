@@ -1,8 +1,4 @@
-"""A server: its mailbox, its shard of the parameters, and an asynchronous epoch.
-
-The mailbox has a slot for each worker and kind of message, whose receive is posted ahead, so a server takes the
-messages that have come, in any order, and all of them before it looks again: no worker can starve another.
-"""
+"""An asynchronous epoch on a server: the parts of batches are dealt, and gradients are applied as they come."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -12,221 +8,107 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.arrays import dtypes
 from allreduce.errors import CommunicationError
-from allreduce.transport.deferred_free import free_later
-from allreduce.transport.wait import all_done
-from trainers.replica import Replica
-from trainers.strategies.servers.messages import (
+from allreduce.transport.control import all_values, combine
+from trainers.strategies.servers.mailbox import (
     AGAIN,
     ASK,
     BYE,
+    END,
     GRADIENTS,
     PUSH,
-    REPLY,
     WORK,
+    Arrival,
     Head,
+    Mailbox,
     Parcel,
-    Waits,
     check,
 )
-from trainers.strategies.servers.messages import END as NO_WORK
-from trainers.strategies.servers.progress import DROPPED, NOTHING, EpochLedger, Rule
+from trainers.strategies.servers.service import Counts, Shard
 
 
-class Arrival(NamedTuple):
-    """A message that lies in the mailbox until its slot is cleared."""
+class Rule(NamedTuple):
+    """What a server does with a gradient that is so many updates behind.
 
-    worker: int
-    tag: int
-    parcel: Parcel
-
-
-class Mailbox:
-    """Local to make.
-
-    comm: of servers and workers. workers: their ranks there; a worker's number is its index there.
-    measures, length, dtype, unit: of parcels, see there.
+    stale: "keep" applies it as it is; "drop" discards it when it is more than `most` behind; "scale" divides the
+        learning rate by staleness + 1 (W. Zhang et al.: Staleness-aware async-SGD for distributed deep learning, 2015).
+    rate: of the learning rate that every update uses.
     """
 
-    def __init__(
-        self, comm: MPI.Intracomm, waits: Waits, workers: Sequence[int], measures: int, length: int,
-        dtype: np.dtype, unit: MPI.Datatype,
-    ) -> None:  # fmt: skip
-        self._comm, self._waits, self._workers = comm, waits, list(workers)
-        self._shape = measures, length, dtype, unit
-        self._slots: list[Arrival] = []
-        self._requests: list[MPI.Prequest] = []
-        for number, rank in enumerate(workers):
-            for tag in (ASK, PUSH):
-                parcel = Parcel(measures, length if tag == PUSH else 0, dtype, unit)
-                self._slots.append(Arrival(number, tag, parcel))
-                self._requests.append(comm.Recv_init(parcel.message(), rank, tag))
-        self._posted = [False] * len(self._slots)
-        self._arrived: deque[int] = deque()
-        self._leaving: list[tuple[Parcel, list[MPI.Request]]] = []  # parcels, used again when they have left
+    stale: str = "keep"
+    most: int | None = None
+    rate: float = 1.0
 
-    def open(self, tags: Sequence[int]) -> None:
-        """Post the receives of an epoch."""
-        for index, slot in enumerate(self._slots):
-            if slot.tag in tags and not self._posted[index]:
-                self._post(index)
+    @property
+    def bound(self) -> int | None:
+        """The staleness that is kept by waiting."""
+        return None if self.stale == "drop" else self.most
 
-    def clear(self, arrival: Arrival) -> None:
-        """The message was dealt with: the worker's next one may come."""
-        self._post(self._slots.index(arrival))
-
-    def _post(self, index: int) -> None:
-        self._requests[index].Start()
-        self._posted[index] = True
-
-    def next(self, text: str) -> Arrival:
-        """A message that has come; waits for one when there is none. text: what for."""
-        if not self._arrived:
-            self._waits.until(self._look, text)
-        return self._slots[self._arrived.popleft()]
-
-    def _look(self) -> bool:
-        come = [index for index, posted in enumerate(self._posted) if posted and self._requests[index].Test()]
-        for index in come:
-            self._posted[index] = False
-        self._arrived.extend(come)
-        return bool(come)
-
-    def parcel(self) -> Parcel:
-        """One that nobody has to receive any more, to be filled and sent."""
-        for parcel, sends in self._leaving:
-            if all_done(sends):
-                sends.clear()
-                return parcel
-        parcel = Parcel(*self._shape)
-        self._leaving.append((parcel, []))
-        return parcel
-
-    def reply(self, parcel: Parcel, worker: int, whole: bool) -> None:
-        """Send a parcel, which must be left as it is until `parcel` gives it again; one may go to several workers."""
-        sends = next(sends for each, sends in self._leaving if each is parcel)
-        sends.append(self._comm.Isend(parcel.message(whole), self._workers[worker], REPLY))
-
-    def answer(self, head: Head, worker: int) -> None:
-        """A reply that is nothing but its head."""
-        parcel = self.parcel()
-        parcel.head = head
-        self.reply(parcel, worker, whole=False)
-
-    def drain(self) -> None:
-        """Wait until everything has left."""
-        for _, sends in self._leaving:
-            self._waits.all_of(sends, "hand out the last replies")
-            sends.clear()
-
-    def close(self) -> None:
-        """Give the receives back. Local."""
-        for request, posted in zip(self._requests, self._posted, strict=True):
-            if posted:
-                request.Cancel()
-                request.Wait()
-            request.Free()
-        self._requests, self._slots, self._leaving = [], [], []
-
-    def abandon(self) -> None:
-        """Let go, without anybody else: what was posted stays for a while, with its memory."""
-        free_later(self)
+    def factor(self, staleness: int) -> float:
+        """Of the learning rate; zero for a gradient that is dropped."""
+        if self.stale == "drop":
+            assert self.most is not None
+            return self.rate if staleness <= self.most else 0.0
+        return self.rate / (staleness + 1) if self.stale == "scale" else self.rate
 
 
-class Round:
-    """What has come for one step.
+HOW_FAR = "hear how far the servers are"
+LEFT, EMPTY, DROPPED = -1, -2, -3  # what has become of a part, besides the staleness of gradients that were applied
 
-    used: the first gradients, as many as were wanted, in the order of the workers' numbers.
-    others: who came without gradients: it had no rows, or has failed.
-    failed: whether somebody has met an error, so that there is no update. stop: whether training shall end after it.
+
+class EpochLedger:
+    """What has become of each part of the epoch under way: parts of batches that are dealt, or steps.
+
+    outcomes: (parts,): what has become of every part in this server's slice; empty on workers.
+    dealt: (parts,) bool, those that all servers have had when the epoch began or was gone on with, which nobody needs
+        to compute. cut_short: whether the epoch was ended before its last part.
     """
 
     def __init__(self) -> None:
-        self.used: list[Arrival] = []
-        self.others: list[Arrival] = []
-        self.failed = self.stop = False
+        self.epoch, self.cut_short = -1, False
+        self._begin_anew(0)
+
+    def begin(self, epoch: int, parts: int) -> None:
+        """An epoch of so many parts begins here, or is gone on with. Local."""
+        if self.epoch != epoch or self.parts != parts:
+            self.epoch, self.cut_short = epoch, False
+            self._begin_anew(parts)
+
+    def _begin_anew(self, parts: int) -> None:
+        self.outcomes = np.full(parts, LEFT, np.int32)
+        self.dealt = np.zeros(parts, bool)
 
     @property
-    def everybody(self) -> list[Arrival]:
-        return self.used + self.others
+    def parts(self) -> int:
+        return self.outcomes.size
+
+    def has(self, number: int) -> bool:
+        """Whether this server had a part."""
+        return bool(self.outcomes[number] != LEFT)
+
+    def note(self, number: int, outcome: int) -> None:
+        """This server had a part; what became of it the first time counts."""
+        if not self.has(number):
+            self.outcomes[number] = outcome
+
+    def counts(self) -> Counts:
+        """What is told of the epoch."""
+        counts = Counts()
+        counts.behind = np.bincount(self.outcomes[self.outcomes >= 0]).tolist()
+        counts.dropped = int((self.outcomes == DROPPED).sum())
+        counts.cut_short = self.cut_short
+        return counts
+
+    def agree(self, comm: MPI.Intracomm, serves: bool) -> None:
+        """Parts that any server lacks are to be dealt again. Collective. serves: whether this rank is a server."""
+        epoch = max(all_values(comm, self.epoch, HOW_FAR))
+        parts = max(all_values(comm, self.parts if self.epoch == epoch else 0, HOW_FAR))
+        self.begin(epoch, parts if serves else 0)
+        done = self.outcomes != LEFT if serves else np.ones(parts, bool)
+        self.dealt = combine(comm, done, HOW_FAR, MPI.LAND)
 
 
-def collect(mailbox: Mailbox, step: int, wanted: int, late: Callable[[Arrival], None]) -> Round:
-    """Wait until the gradients of `wanted` workers for `step` are there, or one worker has failed.
-
-    late: is given whoever comes meanwhile with what was computed for a step before.
-    """
-    found = Round()
-    while len(found.used) < wanted and not found.failed:
-        arrival = mailbox.next(f"get the gradients of step {step + 1}")
-        head = arrival.parcel.head
-        found.failed |= head.kind != GRADIENTS and bool(head.halt)
-        found.stop |= bool(head.halt)
-        if head.step != step:
-            late(arrival)
-        elif head.kind == GRADIENTS:
-            found.used.append(arrival)
-        else:
-            found.others.append(arrival)
-    found.used.sort(key=lambda each: each.worker)  # so that sums do not depend on who was first
-    return found
-
-
-class Shard:
-    """The slice `part` of a replica's flat parameters, which this rank alone updates.
-
-    parameters, gradients: the whole flat buffers that the replica is bound to.
-    version: how many updates it has had.
-    """
-
-    def __init__(self, replica: Replica, parameters: np.ndarray, gradients: np.ndarray, part: slice) -> None:
-        self._replica, self.part = replica, part
-        self.parameters, self.gradients = parameters[part], gradients[part]
-        self._accumulator = dtypes.TYPES[self.gradients.dtype].accumulator
-        self.version = 0
-
-    def apply(self, gradients: np.ndarray, factor: float) -> None:
-        """One update, with the learning rate times `factor`."""
-        self.gradients[:] = gradients
-        self.update(factor)
-
-    def update(self, factor: float = 1.0) -> None:
-        """The same with the gradients that lie in the bound buffer.
-
-        The rate is changed, not the gradients, because Adam and its like take no notice of how large those are.
-        """
-        replica = self._replica
-        rates = replica.learning_rates
-        if factor != 1.0:
-            replica.learning_rates = [rate * factor for rate in rates]
-        try:
-            replica.update(self.part)
-        finally:
-            if factor != 1.0:
-                replica.learning_rates = rates
-        replica.refresh()
-        self.version += 1
-
-    def add_up(self, summands: Sequence[np.ndarray], share: float = 1.0) -> None:
-        """Leave the sum of slices, divided by `share`, in the bound buffer; 16-bit floats are summed in float32."""
-        total = self.gradients
-        if total.dtype != self._accumulator:
-            total = np.zeros(total.size, self._accumulator)
-        np.copyto(total, summands[0])
-        for summand in summands[1:]:
-            total += summand
-        if share != 1.0:
-            total /= total.dtype.type(share)
-        if total is not self.gradients:
-            self.gradients[:] = total.astype(self.gradients.dtype)
-
-    def is_finite(self) -> bool:
-        """Whether all parameters are numbers."""
-        return bool(np.isfinite(self.parameters).all())
-
-
-END = -1  # in the place of a part: there are no more
+NO_PART = -1  # in the place of a part: there are no more
 
 
 @dataclass(frozen=True)
@@ -257,7 +139,7 @@ class Dealer:
     def deal(self, worker: int, version: int) -> int | None:
         """The next part, for a worker that gets the parameters of `version`; END, or None: it has to wait."""
         if not self._left:
-            return END
+            return NO_PART
         if self.rests(worker):
             return None
         if self._bound is not None and len(self._outstanding) > self._bound:
@@ -379,7 +261,7 @@ class EpochServer:
         head = arrival.parcel.head
         if self._dealer is not None:
             self._dealer.done(arrival.worker)
-        outcome = NOTHING
+        outcome = EMPTY
         if head.kind == GRADIENTS and not self._ledger.has(head.step):
             outcome = self._shard.version - head.version
             factor = self._rule.factor(outcome)
@@ -406,8 +288,8 @@ class EpochServer:
             if part is None:
                 continue
             self._asked.remove(arrival)
-            if part == END:
-                self._mailbox.answer(Head(NO_WORK), arrival.worker)
+            if part == NO_PART:
+                self._mailbox.answer(Head(END), arrival.worker)
                 continue
             reply = self._mailbox.parcel()
             reply.head = Head(WORK, part, self._shard.version, self._halts(), self._taken)
