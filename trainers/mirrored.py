@@ -55,7 +55,7 @@ class MirroredTrainer(Trainer[Mirrored]):
             After a loss all goes on from the last finished step, without a checkpoint, unless who kept a slice was lost
             with its owner. A step then sends what the optimizer keeps of a slice (with Adam 8 bytes a parameter,
             divided by the ranks; nothing where nodes have the same slices) and copies that, with the parameters, twice,
-            and a replica's whole `tables` once; three slices more are held, and the tables. Where a lost rank ends the
+            and a replica's whole `tables` once; four slices more are held, and the tables. Where a lost rank ends the
             job nothing is kept, and a line says so.
         on_failure: what happens when a rank is lost (it was killed, its node has died), where MPI lets the others live:
             Open MPI 5, started as mpirun --with-ft ulfm. "continue": the call goes on with the ranks that are left, and

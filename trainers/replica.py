@@ -101,9 +101,9 @@ class Replica(ABC):
         """Of each of `tables` the sums over all ranks, each row once, for the next `update`, which changes them."""
 
     def undo(self) -> None:  # noqa: B027, nothing to do where `gradients` changes nothing but gradients
-        """The last `gradients` did not come into the model: forget what else it has changed.
+        """The last batch is left out: undo what `gradients` has changed besides gradients.
 
-        Nothing after `update` or `refresh`, by which it has come into the model.
+        Does nothing after `update` or `refresh`.
         """
 
     def bind_parameters(self, buffer: Any) -> None:
@@ -150,14 +150,14 @@ class Replica(ABC):
             raise ArgumentError(f"this {kind} can't be copied: {type(error).__name__}: {error}") from error
 
     def refresh(self) -> None:  # noqa: B027, nothing to do where parameters are views
-        """Take on the bound parameters, of which others have updated the rest."""
+        """Take on the bound parameters, after other replicas have updated their slices."""
 
     def edited(self) -> str:
-        """A bound parameter that was edited in place since `accept_edits`; "" for none, and where nobody can see it."""
+        """A bound parameter that was edited in place since `accept_edits`; "" for none, and where edits don't show."""
         return ""
 
     def accept_edits(self) -> None:  # noqa: B027, nothing to do where edits can't be seen
-        """The parameters are what they should be: forget the edits until now."""
+        """Accept all edits of parameters until now."""
 
     @abstractmethod
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> Any:
@@ -203,9 +203,9 @@ class Replica(ABC):
         """Take on what `state` returned, here or elsewhere. ModelFileError when it is of another model."""
 
     def local_state(self) -> dict[str, np.ndarray]:
-        """What is this rank's own, on the host: random state, buffers that nobody averages.
+        """The state of this rank alone, on the host: random state, buffers that are not averaged.
 
-        With `state` it is all that decides how training goes on, so a checkpoint needs one a rank.
+        Together with `state` it determines how training continues, so a checkpoint needs one for each rank.
         """
         return {}
 

@@ -63,7 +63,7 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
     torch = pytest.importorskip("torch")
     from trainers import checks
     from trainers.pytorch import MirroredOptimizer
-    from trainers.pytorch.recovery import Backup, collect
+    from trainers.state.backup import Backup
 
     class Found:
         root, differing = staticmethod(lambda source: 0), staticmethod(lambda root: [1])
@@ -82,11 +82,10 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
         MirroredOptimizer(plain, model, topology=topology, **options) as optimizer,
     ):
         sharded = optimizer._parts.sharded
-        sizes = [bucket.stop - bucket.start for bucket in sharded.reducer.plan]
-        backup = sharded.backup = Backup(sharded.held, sharded._owned, sizes, topology, sharded.reducer.comm)
+        backup = sharded.backup = Backup(sharded.reducer.comm, 0, [[0, sharded._starts[-1]]])
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-        whole = collect(topology.world, backup, list(model.parameters()))
+        whole = sharded.join(topology.world, backup.pieces())
         assert whole is not None
         assert whole.steps == 1
         assert all((each == 7).all() for each in whole.parameters)

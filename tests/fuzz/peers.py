@@ -101,7 +101,7 @@ class _Mailbox:
         return Arrival(worker, tag, parcel)
 
     def parcel(self) -> Parcel:
-        return Parcel(1, 4, np.dtype("float32"), MPI.BYTE)
+        return Parcel(1, 4, np.dtype("float32"))
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass

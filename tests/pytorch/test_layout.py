@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("torch")
 
 from allreduce.arrays.chunks import chunk
-from trainers.pytorch.buckets import blocks, plan
-from trainers.pytorch.recovery import covers
+from trainers.pytorch.buckets import blocks, parts, plan
+from trainers.state.adopt import choose
 
 SINGLE, DOUBLE = ("float32", 4), ("float64", 8)
 SIZES = [(5, *SINGLE), (0, *SINGLE), (100, *DOUBLE), (1000, *SINGLE), (1, *SINGLE), (7, *DOUBLE)]
@@ -90,11 +90,15 @@ def test_nodes_of_different_size_cut_in_the_same_places(nodes: tuple[int, int]) 
     assert of_nodes[0] == of_nodes[1]
 
 
-def test_slices_that_make_up_all_buckets() -> None:
-    """Of nodes that cut in other places: together, and not those of one that has lost a rank."""
-    halves = [[slice(0, 6), slice(0, 2)], [slice(6, 12), slice(2, 4)]]
-    quarters = [[slice(3 * at, 3 * at + 3), slice(at, at + 1)] for at in range(4)]
-    assert covers(halves, [12, 4])
-    assert covers([halves[0], *quarters[2:]], [12, 4])
-    assert not covers([halves[0], *quarters[3:]], [12, 4])
-    assert not covers(halves[1:], [12, 4])
+def test_pieces_of_nodes_of_different_sizes_fit_together() -> None:
+    """Those of two nodes that have lost a rank each, but not when both have lost the same elements."""
+    halves, thirds = [[slice(0, 6), slice(6, 12)], [slice(0, 4), slice(4, 8), slice(8, 12)]]
+    cuts = sorted({each.start for each in halves + thirds})
+    offers = lambda ranks: [[(5, 5, *ends) for ends in parts(mine, cuts)] for mine in ranks]  # noqa: E731
+    assert parts(slice(4, 4), cuts) == []
+    assert choose(offers(halves), 12) is not None
+    found = choose(offers([halves[0], *thirds[1:]]), 12)
+    assert found is not None
+    assert found.pieces == [(0, 0), (1, 0), (1, 1), (2, 0)]
+    assert choose(offers([halves[0], *thirds[2:]]), 12) is None
+    assert choose(offers(halves[1:]), 12) is None

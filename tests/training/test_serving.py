@@ -34,7 +34,6 @@ from trainers.strategies.servers.mailbox import (
     Mailbox,
     Parcel,
     Waits,
-    unit_type,
 )
 from trainers.strategies.servers.service import Shard
 from trainers.strategies.servers.strategy import Rows
@@ -144,17 +143,10 @@ def begun(count: int) -> EpochLedger:
     return made
 
 
-@pytest.fixture
-def unit() -> Any:
-    made = unit_type()
-    yield made
-    made.Free()
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("length", [0, 1, 1001])
-def test_a_parcel_is_one_message(length: int, dtype: Any, unit: MPI.Datatype) -> None:
-    sent, received = (Parcel(3, length, np.dtype(dtype), unit) for _ in range(2))
+def test_a_parcel_is_one_message(length: int, dtype: Any) -> None:
+    sent, received = (Parcel(3, length, np.dtype(dtype)) for _ in range(2))
     sent.head = head = Head(2, 1 << 40, 7, 1)
     sent.measures[:] = 1.5, -2, np.nan
     sent.body[:] = np.arange(length) % 50
@@ -255,7 +247,7 @@ class Script(Mailbox):
 
     def next(self, text: str) -> Arrival:
         worker, head = self.messages.pop(0)
-        parcel = Parcel(0, 0, np.dtype(np.float32), MPI.BYTE)
+        parcel = Parcel(0, 0, np.dtype(np.float32))
         parcel.head = head
         return Arrival(worker, PUSH, parcel)
 
@@ -285,7 +277,7 @@ class Counter(Mailbox):
         return Arrival(worker, tag, parcel)
 
     def parcel(self) -> Parcel:
-        return Parcel(0, 0, np.dtype(np.float32), MPI.BYTE)
+        return Parcel(0, 0, np.dtype(np.float32))
 
     def reply(self, parcel: Parcel, worker: int, whole: bool) -> None:
         self.answers.append((worker, parcel.head.kind))
@@ -379,9 +371,8 @@ def test_what_a_loss_has_cut_off_goes_two_losses_later() -> None:
     """Every repair leaves a mailbox and clients behind, as large as the model."""
     with Topology(MPI.COMM_SELF) as topology:
         waits, dtype = Waits(topology, stopwatch.make("cpu")), np.dtype(np.float32)
-        unit = unit_type()
-        mailbox = Mailbox(topology.world, waits, [0], 1, 8, dtype, unit)
-        client = Client(topology.world, waits, waits, [0], [slice(0, 8)], 1, dtype, unit)
+        mailbox = Mailbox(topology.world, waits, [0], 1, 8, dtype)
+        client = Client(topology.world, waits, waits, [0], [slice(0, 8)], 1, dtype)
         held = weakref.ref(mailbox), weakref.ref(client)
         mailbox.abandon()
         client.abandon()
@@ -391,4 +382,3 @@ def test_what_a_loss_has_cut_off_goes_two_losses_later() -> None:
         deferred_free.repaired()
         deferred_free.repaired()
         assert all(each() is None for each in held)
-        unit.Free()

@@ -20,11 +20,10 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from mpi4py import MPI
 
 from allreduce.topology import Topology
-from allreduce.transport.control import together
+from allreduce.transport.control import all_values, together
 from allreduce.transport.wait import waiting
 from trainers.errors import RoleError
 
@@ -172,21 +171,15 @@ def assign(
     asked = [-1 if each is None else int(each) for each in (servers, evaluator, chief)]
     text = f"roles: {servers} servers, evaluator {evaluator}, chief {chief}, {NAME}: {config or 'not set'}"
     topology.agree([config is not None, *trained, *asked], text, error)
-    mine = np.full(3, -1, np.int64)  # the type and the index of this rank's task; whether an evaluator is known of
-    if config is not None:
-        mine[2] = config.tasks[3]
-        if config.task is not None:
-            mine[:2] = TYPES.index(config.task[0]), config.task[1]
-    everyone = np.empty((topology.size, 3), np.int64)
-    with waiting(topology.world, "tell each other the roles"):
-        topology.world.Allgather(mine, everyone)
+    own = None if config is None else [config.task, config.tasks[-1]]
+    everyone = all_values(topology.world, own, "tell each other the roles")
 
     def decide() -> Roles:
         if config is None:
             return by_rank(topology.size, 1 if servers is None else servers, bool(evaluator), chief or 0)
-        named = [None if kind < 0 else (TYPES[kind], index) for kind, index, _ in everyone.tolist()]
-        counts = (*config.tasks[:3], int(everyone[:, 2].max()))
-        roles = by_task(TFConfig(counts, None), named)
+        named = [None if task is None else (str(task[0]), int(task[1])) for task, _ in everyone]
+        evaluators = max(int(count) for _, count in everyone)  # a cluster need not list its evaluator
+        roles = by_task(TFConfig((*config.tasks[:3], evaluators), None), named)
         _check_clash(roles, servers, evaluator, chief)
         return roles
 

@@ -143,7 +143,7 @@ def split(y: np.ndarray) -> np.ndarray:
 
 
 def _checked(name: str, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Samples as (rows, features) and labels as int64 class numbers."""
+    """Samples as (rows, features), and labels as int64 class numbers. Raises DataError."""
     if x.ndim < 1 or len(x) == 0 or x.size == 0:
         raise DataError(f"{name} is empty: x has shape {x.shape}")
     if x.dtype.kind not in "iufb" or y.dtype.kind not in "iuf":

@@ -9,14 +9,14 @@ from trainers.errors import ArgumentError
 
 
 def shard(data: Any, topology: Topology) -> Any:
-    """This rank's part of a data set that all ranks have whole: as many rows on each. Local.
+    """This rank's part of a data set that every rank has whole. All parts have the same number of rows. Local.
 
-    data: an array; a list, tuple or dict of arrays of equally many rows, as (x, y); or a tf.data.Dataset.
+    data: an array; a list, tuple or dict of arrays with the same number of rows, as (x, y); or a tf.data.Dataset.
     topology: optimizer.topology of a MirroredOptimizer.
 
     Of n ranks rank r gets rows r, r + n, r + 2n, ... (views of arrays); of a dataset elements: shard before batch().
-    The last rows, fewer than n, that would make the parts unequal are left out. With batches of b / n, unshuffled,
-    the ranks together go through those of b of one process. Raises ArgumentError.
+    The last rows, fewer than n, that would make the parts unequal are left out. With unshuffled batches of b / n rows,
+    a step of all ranks together has the rows of a step of one process with batches of b rows. Raises ArgumentError.
     """
     rank, ranks = topology.rank, topology.size
     if hasattr(data, "element_spec") and hasattr(data, "shard"):

@@ -23,10 +23,10 @@ from trainers.pytorch.buckets import own_gpu
 from trainers.pytorch.hooks import Hook
 from trainers.pytorch.optimizer_group import DROPPED, OptimizerGroup, group_of
 from trainers.pytorch.options import Options, check_arguments, check_still_fit, describe, sort
-from trainers.pytorch.recovery import Whole, collect, newest_replica, regroup, surviving, tell_policy
+from trainers.pytorch.recovery import newest_replica, regroup, surviving, tell_policy
 from trainers.pytorch.reducer import Reducer
 from trainers.pytorch.report import TracedClock
-from trainers.pytorch.sharded import Kernels, ShardedOptimizer
+from trainers.pytorch.sharded import Kernels, ShardedOptimizer, Whole
 from trainers.pytorch.sparse import SparseGradients, sparse_parameters, warn_of_dense
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
 from trainers.replicas.pytorch import devices
@@ -75,13 +75,13 @@ class Assembly:
 
     # Made by all ranks together
 
-    def _make(self, topology: Topology, group: OptimizerGroup) -> None:
-        """Make all parts. Collective. What fails is given back."""
+    def _make(self, topology: Topology, group: OptimizerGroup, steps: int = 0) -> None:
+        """Make all parts, after so many steps. Collective. What fails is given back."""
         self.topology = topology
         self._made = ExitStack()  # gives the parts back, by all ranks together
         self._local = ExitStack()  # takes the parts' hands off the model, on this rank alone, when a rank was lost
         try:
-            self._make_parts(group)
+            self._make_parts(group, steps)
         except Exception as error:
             if everywhere(error, topology.world):
                 self._made.close()
@@ -89,7 +89,7 @@ class Assembly:
                 self._local.close()
             raise
 
-    def _make_parts(self, group: OptimizerGroup) -> None:
+    def _make_parts(self, group: OptimizerGroup, steps: int) -> None:
         topology, options, optimizer, model = self.topology, self.options, self.optimizer, self.model
         comm = topology.private()
         number = group.enter(comm)
@@ -105,6 +105,7 @@ class Assembly:
             broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
             broadcast_state(comm, optimizer)
         self._make_reducer(comm, group, number, device)
+        self.reducer.steps = steps
         if traced is not None:
             self.reducer.clock = TracedClock(traced.trace, traced.calls)
         self.kernels, self.sharded = Kernels(optimizer, comm), None
@@ -184,7 +185,7 @@ class Assembly:
         """All ranks have the same parameters, each in its own memory: place and keep them. Collective, in the queue."""
         if self.sharded is not None:
             self.sharded.placement.move_in()
-            self.sharded.keep()
+            self.sharded.keep(self.reducer.steps)
 
     def join_in(self) -> Callable[[], object]:
         """Take part in an average that other ranks have begun; call the result to finish it."""
@@ -251,7 +252,7 @@ class Assembly:
             return self._whole  # on all of them, since all have made it their own before another one was lost
         if self.sharded is None or self.sharded.backup is None:
             return None
-        return collect(comm, self.sharded.backup, self.reducer.parameters)
+        return self.sharded.join(comm, self.sharded.backup.pieces())
 
     def rebuild(self, group: OptimizerGroup) -> None:
         """Make all parts again on the ranks of another group. Collective."""
@@ -261,16 +262,14 @@ class Assembly:
         self.options = self.options.for_survivors(group.topology.size, self.source.rank)
         self.closed = True  # while its parameters are nobody's
         try:
-            self._make(group.topology, group)
+            self._make(group.topology, group, old.steps)
         except Exception as error:
             vars(self).update(before)  # half-made parts have no state to go on from
             self.closed = ulfm.lost(error) is None  # or else it is made once more, by those that are left then
             raise
         self.closed = False
         new = self.reducer
-        new.steps, new.averages, new.joining, new.enabled = old.steps, old.averages, old.joining, old.enabled
-        if self.sharded is not None and self.sharded.backup is not None:
-            self.sharded.backup.count_from(new.steps)
+        new.averages, new.joining, new.enabled = old.averages, old.joining, old.enabled
 
     def recovered(self) -> None:
         """The recovery is complete on all ranks. Local."""

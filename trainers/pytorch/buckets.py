@@ -4,7 +4,7 @@ First pure arithmetic: where each gradient lies, how buffers are divided into bu
 the memory, on the model's device and where the backend reduces it. Then marks, which show edits of this memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -33,7 +33,7 @@ class GradientError(AllReduceError, RuntimeError):
 
 
 def changed(name: str, now: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """The text of an error: a parameter or its gradient has another shape or dtype than it had."""
+    """The text of an error: the shape or dtype of a parameter or its gradient has changed."""
     return (
         f"{name} has become {tuple(now.shape)} {now.dtype} since MirroredOptimizer was made, "
         f"where it was {tuple(shape)} {dtype}; close() it and make it again after such a change"
@@ -113,24 +113,27 @@ class Block(NamedTuple):
 def blocks(
     buckets: Sequence[Bucket], owned: Sequence[slice], step: int, cuts: Sequence[Sequence[int]] | None = None
 ) -> list[Block]:
-    """What one rank updates: its own part of each bucket, cut at the parameters' borders and into blocks.
+    """The blocks that one rank updates: its part of each bucket, cut at the borders of the parameters and at `cuts`.
 
-    owned: for each bucket the slice that this rank finishes, counted from the bucket's start.
+    owned: for each bucket the slice that this rank owns, counted from the bucket's start.
     step: the largest number of elements in a block.
-    cuts: for each bucket further places to cut at, counted from its start: where any rank's own part begins.
-        Nodes of different size own different parts of the same bucket; a kernel that treats the last elements
-        of a block in another way than the others gives all of them the same bits only if all blocks are alike.
+    cuts: for each bucket where the part of any rank begins, counted from the bucket's start. Nodes of different sizes
+        own different parts of the same bucket, and a kernel may treat the last elements of a block differently. So all
+        ranks must cut alike to get the same bits.
     """
     result = []
     for bucket, mine, inside in zip(buckets, owned, cuts or [()] * len(buckets), strict=True):
-        begin, end = bucket.start + mine.start, bucket.start + mine.stop
-        borders = sorted({begin, end, *(bucket.start + at for at in inside if mine.start < at < mine.stop)})
         for slot in bucket.slots:
-            for low, high in pairwise(borders):
-                low, high = max(low, slot.start), min(high, slot.stop)
+            for begin, end in parts(mine, inside):
+                low, high = max(bucket.start + begin, slot.start), min(bucket.start + end, slot.stop)
                 for at in range(low, high, step):
                     result.append(Block(slot.parameter, bucket.dtype, at, min(at + step, high), at - slot.start))
     return result
+
+
+def parts(mine: slice, cuts: Iterable[int]) -> list[tuple[int, int]]:
+    """The parts of a slice between the cuts inside of it; none of an empty slice."""
+    return list(pairwise(sorted({mine.start, mine.stop, *(at for at in cuts if mine.start < at < mine.stop)})))
 
 
 ALL = slice(None)
@@ -156,7 +159,7 @@ class Flat:
         return Flat(self.array[span], self.tensor[span], staged, alone=self.alone)
 
     def through(self, work: Callable[[Any], object], reads: slice = ALL, writes: slice = ALL) -> None:
-        """Do `work(array)`, which reads and writes these elements. The host waits for copies, and for no other work."""
+        """Do `work(array)`, which reads and writes these elements. The host waits only for copies."""
         if self.staged is None or self.alone:
             work(self.array)
             return
@@ -165,14 +168,14 @@ class Flat:
         self.tensor[writes].copy_(self.staged[writes])
 
     def fetched(self) -> Any:
-        """The array, with what the tensor has."""
+        """The array, with the values of the tensor."""
         if self.staged is not None:
             self.staged.copy_(self.tensor)
         return self.array
 
 
 def flat(backend: AllReduce, length: int, dtype: str, device: Host) -> Flat:
-    """Zeroed flat memory, on the device, and where the backend reduces without a copy. As collective as `allocate`."""
+    """Zeroed flat memory on the device, which the backend reduces without a copy. As collective as `allocate`."""
     if device.kind == "cpu":
         array = backend.allocate(length, dtype, "cpu")
         return Flat(array, as_tensor(array, TORCH[dtype]), None)
@@ -190,7 +193,7 @@ def flat(backend: AllReduce, length: int, dtype: str, device: Host) -> Flat:
 
 @contextmanager
 def own_gpu(device: Host) -> Iterator[None]:
-    """Inside, what a backend makes is on the model's GPU, and it goes on to take that for this rank's."""
+    """Inside, a backend allocates on the model's GPU, and takes it as this rank's from then on."""
     with device.current():
         gpu.keep_device(device.device.index)
         yield
@@ -216,13 +219,12 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integ
 class Marks:
     """Shows edits of scattered gradients that PyTorch does not count: `p.grad.data.mul_()`, `p.grad.numpy()`.
 
-    It marks one element of each parameter's gradient, where this rank does not own all of it.
-    After a reduce_scatter the elements that a rank does not own mean nothing, so a large number can be put into them.
-    An edit of a whole gradient changes it, and a norm of it is so large that clipping by it is such an edit. Every
-    element has ranks that do not own it, so an edit on all ranks is noticed by some. On the CPU only: looking would
-    make the host wait for a GPU.
+    After a reduce_scatter the elements that a rank does not own have no meaning. So the rank writes a large number into
+    one such element of each parameter's gradient. An edit of the whole gradient changes the number. It makes a norm so
+    large that clipping edits the gradient. Every element has ranks that do not own it, so some rank notices an edit on
+    all ranks. On the CPU only: on a GPU the host would have to wait.
 
-    flats: the gradients by dtype. owned: for each bucket of `plan` what this rank owns.
+    flats: the gradients by dtype. owned: the part of each bucket of `plan` that this rank owns.
     """
 
     def __init__(
@@ -247,14 +249,14 @@ class Marks:
             self._marked.append((flat.view(integers).numpy(), np.array(found[dtype], np.intp), int(mark)))
 
     def put(self) -> None:
-        """Gradients are scattered now. Local."""
+        """Write the marks: gradients are scattered now. Local."""
         for memory, elements, mark in self._marked:
             memory[elements] = mark
 
     def there(self) -> bool:
-        """Whether they are as they were put. Local."""
+        """Whether all marks are unchanged. Local."""
         return all(bool((memory[elements] == mark).all()) for memory, elements, mark in self._marked)
 
     def clear(self) -> None:
-        """Let go of the memory. Local."""
+        """Drop the memory. Local."""
         self._marked.clear()

@@ -1,4 +1,4 @@
-"""Hooks on a user's module and parameters, and who averages the gradient of each parameter."""
+"""Hooks on a user's module and parameters, and the owner of each parameter: what averages its gradient."""
 
 import logging
 import weakref
@@ -14,9 +14,9 @@ from allreduce.errors import ClosedError
 
 
 class Hook:
-    """A module's hook that calls a bound method, whose object it does not keep alive.
+    """A module's hook that calls a bound method, without keeping the method's object alive.
 
-    The hook stays behind when the module is copied or pickled: there it is a function that does nothing.
+    In a copied or unpickled module it is a function that does nothing.
     """
 
     def __init__(self, method: Callable[..., object]) -> None:
@@ -37,18 +37,18 @@ CLOSED = (
 )
 
 # By parameter: a weak reference to its owner, and the hook that refuses backward after the owner was closed.
-# They are kept here, as attributes of a parameter would be pickled with its model.
+# They are not attributes of the parameter, since these would be pickled with its model.
 _OWNERS = WeakTensorKeyDictionary()
 _REFUSALS = WeakTensorKeyDictionary()
 
 
 def owner_of(parameter: Parameter) -> Any:
-    """What averages the gradient of this parameter, closed or not; None when nothing does."""
+    """The owner of this parameter, closed or not; None for none."""
     return _OWNERS[parameter]() if parameter in _OWNERS else None
 
 
 def take_over(parameters: Iterable[Parameter], owner: object) -> None:
-    """Note who averages these parameters, and free them from the refusal that a closed owner has left."""
+    """Make `owner` the owner of these parameters, and remove the refusal that a closed owner has left."""
     for parameter in parameters:
         _OWNERS[parameter] = weakref.ref(owner)
         if parameter in _REFUSALS:
@@ -56,7 +56,7 @@ def take_over(parameters: Iterable[Parameter], owner: object) -> None:
 
 
 def refuse(parameters: Iterable[Parameter], why: str) -> None:
-    """From now on a backward through these parameters raises ClosedError, until somebody takes them over."""
+    """Have a backward through these parameters raise ClosedError, until they have another owner."""
     for parameter in parameters:
         if parameter.requires_grad:  # torch takes no hook of one that was frozen meanwhile
             _REFUSALS[parameter] = parameter.register_post_accumulate_grad_hook(partial(_refuse, why))

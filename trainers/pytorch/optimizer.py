@@ -32,28 +32,28 @@ class MirroredOptimizer(Optimizer):
             loss(model(x), y).backward()  # when it returns, .grad is the average over the ranks
             optimizer.step()
 
-    All ranks must do the same in the same order: creating, backward, `step`, `synchronize` and `close` are
-    collective, and so are `rows`, `load_state_dict`, `editing` and, when sharded, `state_dict`. A rank that leaves
-    out a step makes all ranks raise a DisagreementError that tells where each of them is; one for which the others
-    wait too long, a CollectiveTimeoutError (`Topology(timeout=seconds)`). Only the order in which one backward comes
-    to several optimizers is free.
+    All ranks must make the same calls in the same order: creating, backward, `step`, `synchronize` and `close` are
+    collective, and so are `rows`, `load_state_dict`, `editing` and, when sharded, `state_dict`. When a rank leaves out
+    a step, all ranks raise a DisagreementError that names the call of each rank. When the others wait too long for a
+    rank, they raise a CollectiveTimeoutError (`Topology(timeout=seconds)`). Only the order in which one backward
+    reaches several optimizers is free.
 
-    Ranks with different numbers of rows tell them by `rows(n)` before backward, and the average is the mean over all
-    rows; ranks with different numbers of batches go through them inside of `with optimizer.join():`.
+    Where batches have different numbers of rows, call `rows(n)` before backward: the average is then the mean over all
+    rows. Where ranks have different numbers of batches, train inside of `with optimizer.join():`.
 
     It is itself a torch.optim.Optimizer: schedulers, GradScaler and clipping take it. Parameters that no
-    rank has used keep `.grad` None; where only some ranks used one, the others count as zeros.
+    rank has used keep `.grad` None. Ranks that have not used a parameter that others have used count as zeros.
 
     Gradients of an nn.Embedding(sparse=True), or EmbeddingBag, stay sparse where the optimizer takes such: SGD,
-    SparseAdam and Adagrad without momentum and weight_decay (trainers.pytorch.TAKES_SPARSE); of others, and where the
-    weights belong to another layer too, they are averaged as dense ones, which is said once. Only the rows that a batch
+    SparseAdam and Adagrad without momentum and weight_decay (trainers.pytorch.TAKES_SPARSE). Other optimizers, and
+    weights that belong to another layer too, get dense averages, and a notice says so once. Only the rows that a batch
     has used go to the other ranks; `.grad` is a coalesced sparse tensor of all ranks' rows. Every rank updates such a
-    parameter whole, with update="sharded" too: a step touches a few of its rows, which may all lie in one slice.
+    parameter whole, with update="sharded" too: a step changes a few of its rows, which may all lie in one slice.
 
-    With update="sharded", between backward and step() `.grad` is averaged in this rank's slice only, and holds
-    leftovers elsewhere: call `synchronize()` before clipping or GradScaler, or a GradientError reminds of it; step()
-    sets it to None. After `synchronize()` gradients may be changed in place or replaced (`p.grad = ...`), the same on
-    all ranks. And the parameters of all ranks of a node are the same memory: edit them inside of `editing()`.
+    With update="sharded", `.grad` is averaged only in this rank's slice between backward and step(), and has no meaning
+    elsewhere. Call `synchronize()` before clipping or GradScaler; otherwise step() raises a GradientError. step() sets
+    `.grad` to None. After `synchronize()` gradients may be changed in place or replaced (`p.grad = ...`), the same on
+    all ranks. The ranks of a node share the memory of the parameters: edit parameters inside of `editing()`.
 
     Raises on all ranks, before anything is changed: OptionError, DisagreementError (models that differ),
     UnavailableError, UnsupportedDtypeError.
@@ -95,7 +95,7 @@ class MirroredOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, where backward has not done so, and update the parameters. Collective.
 
-        closure: as for any optimizer; what is returned is the mean of its losses over the ranks.
+        closure: as of any optimizer. Returns the mean of its losses over the ranks.
         """
         with self._parts.usable():
             reducer = self._parts.reducer
@@ -108,7 +108,7 @@ class MirroredOptimizer(Optimizer):
             return loss
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
-        """Average, and update the parameters: all of them, or this rank's slice."""
+        """Average, and update all parameters or this rank's slice. Returns the loss of the closure."""
         parts, reducer, loss = self._parts, self._parts.reducer, None
         parts.kernels.replace_broken()
         if closure is not None:
@@ -140,7 +140,7 @@ class MirroredOptimizer(Optimizer):
         return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
 
     def _stepped(self) -> None:
-        """End a step: count it, undo what it was to leave out, and compare the replicas now and then. Collective."""
+        """End a step: count it, restore buffers when it was left out, and compare replicas when due. Collective."""
         parts, reducer, every = self._parts, self._parts.reducer, self._parts.options.check_every
         left_out = reducer.leaves_out()
         self._skipped += left_out
@@ -149,7 +149,7 @@ class MirroredOptimizer(Optimizer):
         else:
             parts.buffers.forget()
         if left_out and parts.sharded is not None and parts.sharded.backup is not None:
-            parts.sharded.backup.left_out()
+            parts.sharded.backup.extend(reducer.steps + 1)
         # Ranks that have run out of batches in join() get the parameters when it ends, so they differ now.
         rows = reducer.rows if reducer.joining and parts.sharded is None else None
         some_are_behind = rows is not None and rows.ranks() < reducer.comm.size
@@ -176,15 +176,15 @@ class MirroredOptimizer(Optimizer):
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients. model.zero_grad() does as well, except with update="sharded" and False."""
+        """Forget the gradients. model.zero_grad() does too, except with update="sharded" and set_to_none=False."""
         self._parts.reducer.forget(release=False)
         self._parts.reducer.leftover.clear()
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def synchronize(self) -> None:
-        """Make `.grad` of every parameter the average over the ranks, if it is not that yet. Collective.
+        """Make `.grad` of every parameter the average over the ranks, unless it is already. Collective.
 
-        Call it before clipping where a rank may have had no backward, and with update="sharded" always.
+        Call it before clipping where a rank may have had no backward, and always with update="sharded".
         """
         with self._parts.usable():
             self._parts.reducer.synchronize()
@@ -205,12 +205,12 @@ class MirroredOptimizer(Optimizer):
             self._parts.reducer.enabled = before
 
     def rows(self, number: float) -> None:
-        """Tell how many rows this rank brings to the next step, before its backward. Collective.
+        """Set the number of rows of this rank's next step, before its backward. Collective.
 
-        The loss of a rank is the mean over its rows, so the average of the gradients is weighted by them: ranks
-        train as one does on all rows, also when their batches differ in size. It holds until step(). With
-        accumulation it is the rows of all parts together. Any weight will do; 0 takes part and counts nothing.
-        Costs one small message, which nobody waits for; equal numbers change no bit. What makes no sense is raised
+        The loss of a rank is the mean over its rows, so the average of the gradients is weighted by rows: ranks train
+        as one rank does on all rows, also when their batches differ in size. The number holds until step(). With
+        accumulation it is the number of rows of all parts. Any weight is allowed; 0 takes part and counts nothing.
+        Costs one small message, for which no rank waits; equal numbers change no bit. An error in the numbers is raised
         by all ranks when they average.
         """
         with self._parts.usable():
@@ -225,11 +225,11 @@ class MirroredOptimizer(Optimizer):
                 optimizer.rows(len(x))  # where batches differ in size
                 ...
 
-        A rank that leaves it takes part in the others' steps, with no rows, until all have left. Then all get the
-        parameters and the state of a rank that was among the last, since what a loop does besides (clipping,
-        schedulers) was not done here; with update="sharded", where every rank is needed for its slice, ranks that
-        would update differently raise a DisagreementError. Raises an OptionError on all ranks when there is another
-        MirroredOptimizer on them.
+        A rank that leaves it takes part in the others' steps, with no rows, until all have left. Then all ranks get the
+        parameters and the state of one of the last ranks, since the rest of the loop (clipping, schedulers) did not run
+        on the others. With update="sharded" every rank updates its slice until the end, and ranks that would update
+        differently raise a DisagreementError. Raises an OptionError on all ranks when these have another
+        MirroredOptimizer.
         """
         with self._parts.usable():
             reducer = self._parts.reducer
@@ -243,7 +243,7 @@ class MirroredOptimizer(Optimizer):
             self._parts.reducer.joining = False
 
     def _join_others(self) -> None:
-        """Take part in the steps of ranks that have batches left, until none has. Collective."""
+        """Take part in the steps of ranks that have batches left, until no rank has. Collective."""
         reducer, sharded = self._parts.reducer, self._parts.sharded
         mine = reducer.steps
         while reducer.count_rows(0, active=False).ranks():
@@ -256,7 +256,7 @@ class MirroredOptimizer(Optimizer):
         reducer.together("leaves join()", partial(self._follow, mine) if sharded is None else lambda: None)
 
     def _follow(self, mine: int) -> None:
-        """Take on the replica of a rank that has done the most steps, of which this one did `mine` itself.
+        """Take on the replica of a rank that has done the most steps; this rank did `mine` itself.
 
         Runs in the queue.
         """
@@ -269,7 +269,7 @@ class MirroredOptimizer(Optimizer):
 
     @contextmanager
     def editing(self) -> Iterator[None]:
-        """Inside, parameters may be edited in any way; afterwards all ranks have what rank 0 made of them. Collective.
+        """Inside, parameters may be edited in any way; afterwards all ranks get those of rank 0. Collective.
 
         with optimizer.editing(), torch.no_grad():
             for parameter in model.parameters():
@@ -307,10 +307,10 @@ class MirroredOptimizer(Optimizer):
             reducer.together("tries fused kernels", partial(parts.kernels.look, reducer.comm))
             if parts.sharded is not None:
                 parts.sharded.load()
-                reducer.together("keeps slices twice", parts.sharded.keep)
+                reducer.together("backs up slices", partial(parts.sharded.keep, reducer.steps))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not offered, neither here nor at the plain optimizer: the gradients' memory is laid out once."""
+        """Raises OptionError: the gradients' memory is laid out once. The plain optimizer can't add groups either."""
         raise OptionError(GROUP_ADDED)
 
     # Its ranks, its cost, its end
@@ -327,12 +327,12 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def steps(self) -> int:
-        """How many steps this optimizer has done, the same on all ranks: the number of the next batch."""
+        """The number of steps that this optimizer has done, the same on all ranks."""
         return self._parts.steps
 
     @property
     def steps_skipped(self) -> int:
-        """How many steps all ranks have left out, with check_gradients="skip"."""
+        """The number of steps that all ranks have left out, with check_gradients="skip"."""
         return self._skipped
 
     @property
@@ -341,14 +341,14 @@ class MirroredOptimizer(Optimizer):
         return self._parts.closed
 
     def report(self) -> Report:
-        """What averaging has cost this rank so far. Print it."""
+        """The cost of averaging on this rank so far. Print it."""
         return self._parts.reducer.report(self.backend.name, self.update)
 
     def close(self) -> None:
-        """Give memory and communicators back. Collective; closing twice does nothing.
+        """Free memory and communicators. Collective; closing twice does nothing.
 
-        The model stays as it is, on every rank, without `.grad`; a backward through it raises ClosedError from
-        now on. The state of a sharded update is dropped: take `state_dict()` before, to go on elsewhere.
+        Every rank has the model as it is, without `.grad`; a backward through it raises ClosedError from now on. The
+        state of a sharded update is dropped: call `state_dict()` before, to continue elsewhere.
         """
         self._parts.close()
 

@@ -23,7 +23,7 @@ DROPPED = (
     "keep it in a variable as long as you train, or make a new one"
 )
 
-PATIENCE = 0.5  # seconds between looks at what has failed meanwhile; longer than the worker's looks at its watch
+PATIENCE = 0.5  # seconds between checks for failures; longer than the worker's own
 
 Key = tuple[tuple[int, ...], float]
 
@@ -37,13 +37,13 @@ class Member(Protocol):
 
     @property
     def steps(self) -> int:
-        """How many steps it has done."""
+        """The number of steps that it has done."""
 
     def join_in(self) -> Callable[[], object]:
         """Take part in an average that other ranks have begun; call the result to finish it."""
 
     def newest_state(self, comm: MPI.Intracomm) -> Callable[[], object]:
-        """Get the newest state that the ranks of `comm` have; the result takes it on, locally. Collective."""
+        """Get the newest state of the ranks of `comm`; the result takes it on, locally. Collective."""
 
     def rebuild(self, group: "OptimizerGroup") -> None:
         """Make all parts again on the ranks of another group. Collective."""
@@ -52,19 +52,19 @@ class Member(Protocol):
         """The recovery is complete on all ranks. Local."""
 
     def drop(self) -> None:
-        """Another rank has no such optimizer any more: let go of everything. Local."""
+        """Another rank has no such optimizer any more: drop everything. Local."""
 
 
 class OptimizerGroup:
     """All MirroredOptimizers of some ranks.
 
-    They may have topologies and backends of their own, and a program may use them in another order on another
-    rank: the discriminator's gradients before the generator's. So their calls go through queues of ONE worker, which
-    has a topology of its own here, as long as there is a member.
+    They may have topologies and backends of their own, and a program may use them in another order on another rank,
+    the discriminator's gradients before the generator's, for example. So their calls go through queues of ONE worker,
+    on a topology of the group, as long as there is a member.
 
-    Only all ranks together can give back what was made for an optimizer, and Python drops an optimizer that nobody has
-    closed at another time on each rank. So the group keeps the remains of a dropped optimizer until the next one is
-    made, when all ranks are here; it closes those that all ranks have dropped.
+    Freeing an optimizer's communicators is collective, and Python drops an optimizer that was not closed at another
+    time on each rank. So the group holds the remains of a dropped optimizer until the next optimizer is made, which is
+    collective. Then it frees the remains that all ranks have.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -74,8 +74,8 @@ class OptimizerGroup:
         self._newest = self._count = 0
         self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self._queues: dict[int, Queue] = {}  # of the members
-        self.replaced = False  # a rank was lost, and a group of the ranks that are left has taken the place of this one
-        self._failures = 0  # of backwards, and of queues of former members
+        self.replaced = False  # a rank was lost, and the group of the ranks that are left has replaced this one
+        self._failures = 0  # of backwards, and of queues of members that have left
         self._remains: dict[int, ExitStack] = {}
 
     def enter(self, comm: MPI.Intracomm) -> int:
@@ -90,9 +90,9 @@ class OptimizerGroup:
         return self._newest
 
     def queue(self, number: int, topology: Topology, overlap: bool | str, on_gpu: bool) -> tuple[Queue, bool]:
-        """A member's queue, and whether a thread runs its calls while backward goes on. Collective.
+        """A member's queue, and whether a thread runs its calls during backward. Collective.
 
-        No thread where it does not pay or can't be had. While a GPU computes the host's threads have nothing to do.
+        There is no thread where it does not pay, or MPI allows none. While a GPU computes, the host's cores are free.
         """
         pays = overlap if overlap != "auto" else on_gpu or _overlap_pays(topology)
         threaded = topology.size > 1 and bool(pays)
@@ -106,7 +106,7 @@ class OptimizerGroup:
 
     @property
     def failures(self) -> int:
-        """How many backwards and queues have failed, on all ranks, so far."""
+        """The number of backwards and queues that have failed so far, on all ranks."""
         return self._failures + sum(map(_failed, self._queues.values()))
 
     def failed(self) -> None:
@@ -116,16 +116,16 @@ class OptimizerGroup:
     def taking_part(self, here: set[int], failures: int, failed: Callable[[], bool]) -> list[Member]:
         """The members that average their gradients on another rank now, and not on this one. Collective.
 
-        here: the numbers of those that average on this rank. failures: `failures` when the first of them began. By it
-        ranks that come now are told from a rank that came for a backward that failed meanwhile, whose call is still in
-        the queue. failed: whether one of them has failed, so that nobody may come here.
+        here: the numbers of the members that average on this rank. failures: `failures` when the first of them began;
+        it differs for a rank whose call is of a backward that has failed meanwhile. failed: whether one of the members
+        here has failed, so that other ranks may not call this any more.
         """
         if self._count < 2:
             return []
         agreed = False
         while not agreed:
             if failed():
-                return []  # who waits for its average gets the error
+                return []  # waiting for the average raises the error
             taking = np.zeros(self._newest + 3, np.int64)
             taking[[number - 1 for number in here]] = 1
             taking[-2:] = failures, -failures
@@ -147,9 +147,8 @@ class OptimizerGroup:
     def only_one(self) -> None:
         """Raise an OptionError on all ranks when there are several members. Runs in a member's queue.
 
-        In join() a rank without batches follows the steps of others, and of several members it does not know
-        whose average or step comes next. Members that a rank has dropped, or whose queue is broken, don't count: they
-        can't be used any more.
+        In join() a rank without batches follows the steps of the others, and does not know which of several members
+        comes next. Members that a rank has dropped, or whose queue is broken, can't be used any more and don't count.
         """
         if len(self._queues) - len(self._remains) > 1:
             gc.collect()  # a traceback, say, holds one that the program has dropped
@@ -184,18 +183,18 @@ class OptimizerGroup:
         for topology in {self.topology, *(own.topology for own in self.members.values())}:
             topology.revoke()
 
-    def replace(self, heir: "OptimizerGroup") -> None:
-        """Ranks were lost: another group, of the ranks that are left, takes the place of this one. Local."""
+    def replace(self, successor: "OptimizerGroup") -> None:
+        """Ranks were lost: the group of the ranks that are left replaces this one. Local."""
         self.replaced = True
         _groups.pop(self.key, None)
-        _groups[heir.key] = heir
+        _groups[successor.key] = successor
 
 
 def _overlap_pays(topology: Topology) -> bool:
     """Whether reducing during backward is likely to be faster.
 
-    Across nodes most of it is waiting for the network, which costs backward nothing. Within a node it is
-    memory traffic and polling, for which there should be a core that nobody computes on.
+    Across nodes a reduction mostly waits for the network, which costs backward nothing. Within a node it is memory
+    traffic and polling, and needs a core that does not compute.
     """
     return topology.nodes > 1 or not crowded(topology)
 

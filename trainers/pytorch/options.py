@@ -58,37 +58,36 @@ SIZE = must_be("a number > 0", lambda value: value > 0, int, float)
 
 @dataclass(frozen=True)
 class Options:
-    """allreduce: a backend's name, or a backend, which then belongs to the caller.
-    topology: the ranks; all of MPI.COMM_WORLD when none is given, the backend's when that is given.
+    """allreduce: a backend's name, or a backend, which the caller closes.
+    topology: the ranks. By default those of a given backend, or all of MPI.COMM_WORLD.
     update: "replicated": every rank updates everything. "sharded": every rank updates its own slice, which
-        divides the update's time and the optimizer's memory by the ranks; for optimizers that treat every
-        element apart from the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then take PyTorch's
-        fused implementation, whose last bits may differ, unless they were made with fused= or foreach=, or a trial on
-        a few elements, when this object is made, has given wrong numbers for this dtype and these options (PyTorch
-        2.13's fused SGD leaves 16-bit parameters as they are). fused=True is then replaced in `param_groups`, with a
-        warning.
+        divides the update's time and the optimizer's memory by the ranks. It is for optimizers that update each
+        element independently of the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then use PyTorch's
+        fused implementation, whose last bits may differ, unless they were made with fused= or foreach=. A trial on a
+        few elements tests the fused implementation for each dtype and these options (PyTorch 2.13's fused SGD does not
+        update 16-bit parameters). When it fails, fused=True is replaced in `param_groups`, with a warning.
     compress: "bfloat16" or "float16": gradients go to the other ranks with 16 bits and are added up in float32, which
         rounds them twice; parameters lose nothing, nor do sparse gradients. For networks between nodes.
     copies: 2, with update="sharded" and where ranks may be lost (mpirun --with-ft ulfm): after each step another rank,
-        on another node where there is one, gets what this one has of its slice, parameters and state. After a loss
-        the others have the whole state of the last finished step, unless a rank is lost together with the one that
-        keeps its slice. Four slices more are held. Edits that neither `editing` nor `load_state_dict` (call it after
-        the model's) has made are kept with the next step.
-    overlap: True: buckets of gradients are reduced in a thread while backward goes on; False: all of them
-        when it ends; "auto": True on several nodes, on one that has two cores a rank, and on GPUs.
+        on another node where there is one, gets a backup of this rank's slice of parameters and state. After a loss
+        the others have the whole state of the last finished step, unless a rank is lost together with the rank that
+        has its backup. Each rank needs memory for four more slices. Edits of parameters outside of `editing` and
+        `load_state_dict` (call it after the model's) are backed up with the next step.
+    overlap: True: a thread reduces buckets of gradients during backward. False: all are reduced when backward ends.
+        "auto": True on several nodes, on one that has two cores a rank, and on GPUs.
     bucket_mb, first_bucket_mb: the least size of a bucket, and of the first one, in MiB, with overlap.
-    check_every: after so many steps the ranks compare a hash of parameters, state and hyperparameters, and name rank
-        and parameter when they differ: a gradient that was edited on one rank, a scheduler that saw a rank's own
-        loss, nn.Embedding(max_norm=). 0 for never. Sharded parameters of one node are one memory: they can't differ.
-    on_divergence, source: what is done then. "raise": a DivergenceError on all ranks. "copy": all get those of
-        `source` again, a rank, or the "majority" (the lowest rank's of the most frequent), and go on.
-    check_gradients: look at every rank's gradients before they are averaged. "raise": NaN and infinite ones make all
-        ranks raise a NotFiniteError that names the rank that brought them, as do those that are too large to be sent
-        (65504 is the largest with compress="float16"); "skip": no rank takes that step (one with
-        a closure raises), and the model's buffers, the running statistics of batch norm say, become what they were
-        before it was called for that step. Costs one reading of the gradients, a small message, and with "skip" a copy
-        of the buffers.
-    trace: a file for Perfetto that `close` writes: compute, each bucket, waits and updates of all ranks; or a Trace.
+    check_every: the number of steps after which the ranks compare hashes of parameters, state and hyperparameters; 0
+        for never. They may differ after an edit of a gradient on one rank, a scheduler that used a rank's own loss, or
+        nn.Embedding(max_norm=). Sharded parameters of one node are one memory, and can't differ.
+    on_divergence, source: what to do when they differ. "raise": all ranks raise a DivergenceError, which names ranks
+        and parameter. "copy": all ranks get those of `source`, a rank, or the "majority" (the most frequent ones, of
+        the lowest rank among equally frequent), and training goes on.
+    check_gradients: check every rank's gradients before they are averaged. "raise": all ranks raise a NotFiniteError,
+        which names the rank, when gradients are NaN, infinite, or too large to be sent (65504 is the largest with
+        compress="float16"). "skip": no rank takes that step (a step with a closure raises), and the model's buffers
+        (running statistics of batch norm, say) become what they were before the step. Costs one reading of the
+        gradients, a small message, and with "skip" a copy of the buffers.
+    trace: a file for Perfetto, written by `close`: compute, buckets, waits and updates of all ranks; or a Trace.
     """
 
     allreduce: str | AllReduce | Recipe = "auto"
@@ -109,7 +108,7 @@ class Options:
     trace: str | os.PathLike[str] | Trace | None = field(default=None, metadata={"compared": False})
 
     def __str__(self) -> str:
-        """All that must be alike on the ranks."""
+        """The options that must be alike on the ranks."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("compared", True)}
         values |= {name: float(values[name]) for name in ("bucket_mb", "first_bucket_mb")}
         values["allreduce"] = getattr(self.allreduce, "name", self.allreduce)
@@ -117,7 +116,7 @@ class Options:
         return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
 
     def problems(self, ranks: int) -> Iterator[OptionError]:
-        """What is wrong with the options of an optimizer on so many ranks. Local."""
+        """The errors in the options, for an optimizer on so many ranks. Local."""
         for each in fields(self):
             check = each.metadata.get("check")
             if check is not None and (wrong := check(getattr(self, each.name))):
@@ -135,7 +134,7 @@ class Options:
             yield OptionError(wrong)
 
     def for_survivors(self, ranks: int, source: str | int) -> "Options":
-        """The options of an optimizer that is made again on the ranks that are left, so many."""
+        """The options to make the optimizer again on so many ranks, after others were lost."""
         given = self.allreduce
         if isinstance(given, AllReduce):
             if given.recipe is None:
@@ -155,7 +154,7 @@ def with_options(
 ) -> Callable[
     [Callable[[Any, Optimizer, Module, Options], None]], Callable[Concatenate[Any, Optimizer, Module, GivenT], None]
 ]:
-    """Decorates an __init__(self, optimizer, model, options): callers give the options one by one, as to `kind`."""
+    """Decorates an __init__(self, optimizer, model, options): callers pass the options one by one, as to `kind`."""
 
     def decorated(
         init: Callable[[Any, Optimizer, Module, Options], None],
@@ -176,7 +175,7 @@ def with_options(
 
 
 def check_arguments(comm: MPI.Intracomm, optimizer: Optimizer, model: Module, options: Options) -> None:
-    """Raise on all ranks when the arguments of any rank make no sense, or the ranks' options differ. Collective."""
+    """Raise on all ranks when the arguments of any rank are wrong, or the ranks' options differ. Collective."""
     raise_together(comm, next(_problems(optimizer, model, options, comm.size), None))
     agree(comm, [zlib.crc32(str(options).encode())], str(options), None)
 
@@ -190,7 +189,7 @@ def sort(optimizer: Optimizer, model: Module) -> tuple[dict[str, Parameter], dic
 
 
 def describe(optimizer: Optimizer, model: Module) -> list[str]:
-    """One line for each parameter and buffer, with all that must be alike on the ranks."""
+    """One line for each parameter and buffer, with all properties that must be alike on the ranks."""
     sparse = sparse_parameters(optimizer, model)
     groups = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
     lines = [

@@ -1,10 +1,10 @@
 """Averages gradients: they live in the backend's memory, and are reduced when backward ends, or during it.
 
-A gradient's way: autograd -> the view in the buffer that the backend allocated -> reduced where it is ->
-read there by the optimizer. Autograd makes the first gradient of a step in memory of its own, since nobody
-can tell it where; a hook moves it into the view, and later ones (accumulation) are added to the view.
+The way of a gradient: autograd -> a view of the buffer that the backend allocated -> reduced there -> read there by
+the optimizer. Autograd makes the first gradient of a step in memory of its own, which can't be given to it. A hook
+moves the gradient into the view, and later ones (accumulation) are added to the view.
 
-When backward returns, `.grad` of every parameter is the average, so what comes before step (clipping) sees that.
+When backward returns, `.grad` of every parameter is the average, so that clipping before step() uses the average.
 """
 
 import math
@@ -39,7 +39,7 @@ from trainers.pytorch.sparse import SparseGradients
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.tensors import DTYPES, numpy_dtype, shaped
 
-LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # what the buffers hold; see Reducer.state
+LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # the contents of the buffers; see Reducer.state
 
 EDITED = (
     'gradients were changed between backward and step(), and with update="sharded" a rank has the averages of its own '
@@ -61,15 +61,15 @@ ResultT = TypeVar("ResultT")
 class Reducer:
     """The gradients of some parameters, in buckets of flat buffers, and their reduction.
 
-    parameters: those that are trained, in the order of the model, by name. sparse: those whose gradients stay sparse:
-        the last buckets, of one each, and with numbers after the others'; they are averaged whole, never SCATTERED.
+    parameters: with dense gradients, in the order of the model, by name. sparse: the parameters with sparse gradients.
+        Each of these is a bucket of its own, after the others, and is averaged whole, never SCATTERED.
     bucket_bytes: the least size of the first bucket, and of the others.
     queue: runs the reductions, in one order on all ranks. during: while backward goes on. comm: used in its calls only.
     backend: allocates the buffers and reduces them. scatter: it leaves the averages of the part of each bucket that
         this rank owns (state SCATTERED), and not of the whole bucket (AVERAGED). check_gradients: as of
         MirroredOptimizer.
-    group, number: the optimizers on these ranks, and which of them this is. guard: entered round what autograd calls,
-        where a lost rank may be met. device: where the parameters are.
+    group, number: the optimizers on these ranks, and the number of this one. guard: entered round autograd's
+        callbacks, where a rank may be found to have failed. device: of the parameters.
 
     state: LOCAL: there may be gradients of this rank that are not averaged yet. SCATTERED: averages in what
         this rank owns of each bucket, leftovers elsewhere. AVERAGED: averages everywhere.
@@ -114,7 +114,7 @@ class Reducer:
         rest = range(len(sparse.parameters))
         self.bucket_of |= {len(self.parameters) + at: len(self.buckets) + at for at in rest}
         self._all = [*self.parameters, *sparse.parameters]
-        self.views = [self.place(index, self.flats) for index in range(len(self.parameters))]
+        self.views = [self.view(index, self.flats) for index in range(len(self.parameters))]
         self._addresses = [view.data_ptr() for view in self.views]
         self.state = LOCAL
         self._in_charge = False  # of the model's gradients; see take_over
@@ -138,12 +138,12 @@ class Reducer:
         ]
 
     def take_over(self, owner: object) -> None:
-        """From now on nobody else averages these parameters, and `close` makes backward refuse. Local."""
+        """Become the only one that averages these parameters; backward raises after `close`. Local."""
         take_over(self._all, owner)
         self._in_charge = True
 
-    def place(self, index: int, flats: dict[str, Tensor]) -> Tensor:
-        """The place of a parameter in `flats` (by dtype), which are laid out like the gradients: a view."""
+    def view(self, index: int, flats: dict[str, Tensor]) -> Tensor:
+        """The view of a parameter in `flats` (by dtype), which have the layout of the gradients."""
         at, slot = self._slots[index]
         return shaped(flats[self.plan[at].dtype], slot.start, self.parameters[index])
 
@@ -151,7 +151,7 @@ class Reducer:
 
     @torch.no_grad()
     def _arrived(self, index: int, parameter: Tensor) -> None:
-        """Called by autograd: the gradient of a parameter is complete, as far as this backward goes."""
+        """A hook: this backward has completed the gradient of a parameter."""
         backward = self._backward
         running = backward is not None and backward.running()
         if not running:
@@ -179,7 +179,7 @@ class Reducer:
         return self._backward
 
     def prepare(self, bucket: int) -> list[int]:
-        """See that a bucket holds this rank's gradients, zeros for those that it has not; these are returned."""
+        """Have a bucket hold this rank's gradients, or zeros. Returns the parameters without a gradient."""
         if bucket >= len(self.buckets):
             number = bucket - len(self.buckets)
             return [] if self.sparse.prepare(number) else [len(self.parameters) + number]
@@ -194,7 +194,7 @@ class Reducer:
         return unused
 
     def reduce(self, bucket: int) -> None:
-        """Reduce a bucket, weighted by the rows of the ranks where they were told. Runs in the queue."""
+        """Reduce a bucket, weighted by the rows of the ranks where these are known. Runs in the queue."""
         rows, check = self.rows, self.check
         if bucket >= len(self.buckets):
             weight = 1.0 if rows is None else rows.weight
@@ -208,7 +208,7 @@ class Reducer:
         memory.through(self._reduce, writes=self.owned[bucket])
 
     def _gradient_arrays(self) -> list[GradientArray]:
-        """What the check of gradients must know of each bucket."""
+        """The gradients of each bucket, for their check."""
         arrays = []
         for bucket in self.plan:
             slots = [(self.names[slot.parameter], slot) for slot in bucket.slots]
@@ -246,7 +246,7 @@ class Reducer:
         self._become(self._reduces_to)
 
     def average(self) -> None:
-        """See that nothing is LOCAL any more. Collective: a rank whose backward has done it waits for nobody."""
+        """Average the gradients unless a backward has done so. Collective."""
         self.abandon()
         if self.state == LOCAL:
             backward = self._begin()
@@ -254,7 +254,7 @@ class Reducer:
             self.finish(backward)
 
     def synchronize(self) -> None:
-        """See that the averages are whole on every rank. Collective. Edits of a rank are refused on all of them."""
+        """Make the averages whole on every rank. Collective. All ranks raise the error about edits of one."""
         self.average()
         if self.state == SCATTERED:
             work = partial(self._gather, self.take_edits())
@@ -290,13 +290,13 @@ class Reducer:
     # The queue
 
     def _call(self, what: str) -> str:
-        """What this rank is about to do, with all that must be alike on the ranks."""
+        """The text of a call, with all counts that must be alike on the ranks."""
         return f"{what}, after {self.steps} steps and {self._begun} averages"
 
     def submit(self, work: Callable[[], object], what: str) -> Future:
-        """Have `work` called in the queue. Waiting for the result raises that a rank was lost. Local.
+        """Have `work` called in the queue. Local. Errors of a failed rank are raised by waiting for the result:
 
-        Autograd may be at work here, inside of which nothing can be made again.
+        autograd may be running here, and a recovery can't run inside of it.
         """
         try:
             return self._queue.submit(work, what)
@@ -308,7 +308,7 @@ class Reducer:
             return future
 
     def together(self, what: str, work: Callable[[], ResultT]) -> ResultT:
-        """Do `work` when all ranks have come to it, after all that was submitted before. Collective."""
+        """Do `work` in the queue, at the same time on all ranks, and wait for it. Collective."""
         self.abandon()
         results: list[ResultT] = []
         crossing = self.device.crossing()
@@ -335,7 +335,7 @@ class Reducer:
     def _adopt(self, index: int, look: bool = False) -> bool:
         """Make .grad the view into the buffer. True when it was that already.
 
-        look: see whether the view still is where it was; module.double() gives it other memory.
+        look: also check that the view has its memory still; module.double() gives it other memory.
         """
         parameter, view = self.parameters[index], self.views[index]
         grad = parameter.grad
@@ -355,11 +355,11 @@ class Reducer:
     def _view(self, index: int) -> Tensor:
         """The view into the buffer; a new one where the program gave the last one other memory (`grad.data = ...`)."""
         if self.views[index].data_ptr() != self._addresses[index]:
-            self.views[index] = self.place(index, self.flats)
+            self.views[index] = self.view(index, self.flats)
         return self.views[index]
 
     def _become(self, state: str) -> None:
-        """What the buffers hold from now on. Local."""
+        """Set the state of the buffers. Local."""
         self.state = state
         self.leftover = set(range(len(self.parameters))) if state == SCATTERED else set()
         if state == SCATTERED:
@@ -371,7 +371,7 @@ class Reducer:
 
     @torch.no_grad()
     def take_edits(self) -> GradientError | None:
-        """Take in the changes that the program has made to averaged gradients. Local.
+        """Copy gradients that the program has replaced since the average into the buffers. Local.
 
         Returns an error: edits of SCATTERED gradients (clipped by a norm of leftovers, for example), or gradients of
         another shape or dtype.
@@ -386,7 +386,7 @@ class Reducer:
         return None
 
     def _edited(self) -> bool:
-        """Whether the program has changed SCATTERED gradients, in place or by giving others. Local."""
+        """Whether the program has changed SCATTERED gradients, in place or by replacing them. Local."""
         if self._versions != [version_of(each) for each in self.flats.values()]:
             return True
         return bool(self._given()) or not self._marks.there()
@@ -403,11 +403,11 @@ class Reducer:
     # The end of a step, and of all
 
     def leaves_out(self) -> bool:
-        """Whether all ranks leave out the step of the last averages, since gradients were no numbers. Local."""
+        """Whether all ranks leave out this step, since gradients can't be averaged. Local."""
         return self.check is not None and self.check.left_out
 
     def forget(self, release: bool) -> None:
-        """The gradients are used up. release: .grad of every parameter becomes None."""
+        """Begin with new gradients. release: .grad of every parameter becomes None."""
         self.abandon()
         self.state = LOCAL
         if self.rows is self._spent and not self.in_closure:  # not those that are told already for the next average
@@ -439,9 +439,10 @@ class Reducer:
         )
 
     def close(self, why: str | None = CLOSED) -> None:
-        """Let go of the memory (`.grad` becomes None). Local.
+        """Free the memory (`.grad` becomes None). Local.
 
-        why: backward raises this from now on; None where another reducer takes these parameters over.
+        why: the text of the error that backward raises from now on; None where another reducer averages these
+            parameters next.
         """
         for hook in self._hooks:
             hook.remove()
@@ -460,7 +461,7 @@ class Reducer:
 
 
 def _same(grad: Tensor, view: Tensor, address: int) -> bool:
-    """Whether a gradient is the view into the buffer, at its address, or another tensor of the same elements."""
+    """Whether a gradient is the view into the buffer, or has the same memory as the view had, at `address`."""
     if grad is not view and (
         grad.is_sparse or (grad.dtype, grad.shape, grad.stride()) != (view.dtype, view.shape, view.stride())
     ):
@@ -469,12 +470,12 @@ def _same(grad: Tensor, view: Tensor, address: int) -> bool:
 
 
 class Backward:
-    """The gradients of one backward on their way.
+    """The reduction of the gradients of one backward.
 
-    Its life: `arrived` for each gradient, `launch` for each bucket, in the order of the buckets on every rank,
-    then `finish`; or `abandon`, when autograd raised. However it ends, every bucket is launched, since other ranks
-    wait for it, and with the last one the ranks tell each other two facts: which parameters they have used, and
-    whether something went wrong; then all of them raise the same error. So ranks agree about each backward.
+    `arrived` is called for each gradient, `launch` for each bucket, in the same order on every rank, then `finish`; or
+    `abandon`, when autograd raised. In any case every bucket is launched, since other ranks wait for it. With the last
+    bucket the ranks exchange which parameters they have used and whether there was an error. All of them raise the
+    same error, so ranks agree about each backward.
     """
 
     def __init__(self, reducer: Reducer, what: str) -> None:
@@ -487,15 +488,15 @@ class Backward:
         self._error: Exception | None = None
         self.failures = reducer.group.failures
         self._facts = np.zeros(1 + len(reducer.bucket_of), np.uint8)
-        self.used = self._facts[1:]  # for each parameter whether any rank has a gradient of it, once this has finished
+        self.used = self._facts[1:]  # after the end: for each parameter whether any rank has a gradient of it
         self.unused: list[int] = []  # parameters without a gradient on this rank
         self.futures: list[Future] = []
         self.task = -1  # autograd's number of the backward
-        self.met = False  # the optimizers have seen who of them takes part
-        self._ending: weakref.ref | None = None  # to what autograd calls when it is through, as long as it will
+        self.met = False  # `meet` has been called
+        self._ending: weakref.ref | None = None  # the callback of autograd's end, which autograd holds until then
 
     def begin(self) -> None:
-        """Have autograd call `_ended` when the backward that goes on now is through."""
+        """Have autograd call `_ended` at the end of the current backward."""
         self.task = _backward_number()
         ending = partial(self._ended)
         self._ending = weakref.ref(ending)
@@ -503,11 +504,11 @@ class Backward:
         _running.add(self)
 
     def running(self) -> bool:
-        """True while autograd is at work. A backward that raises lets go of the callback without a call."""
+        """True while autograd runs. A backward that raises drops the callback without a call."""
         return self._ending is not None and self._ending() is not None
 
     def arrived(self, index: int) -> None:
-        """The gradient of a parameter is complete: launch what is complete with it."""
+        """The gradient of a parameter is complete: launch the buckets that are complete with it."""
         bucket = self.reducer.bucket_of[index]
         missing = self._missing[bucket]
         if index not in missing:
@@ -524,7 +525,7 @@ class Backward:
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Submit the reduction of the next bucket. What is wrong with it is raised later, on all ranks."""
+        """Submit the reduction of the next bucket. Its error is raised later, on all ranks."""
         bucket = self._launched
         self._launched += 1
         try:
@@ -537,23 +538,23 @@ class Backward:
         self.futures.append(self.reducer.submit(partial(self._reduce, bucket, last, self.reducer.clock.now()), what))
 
     def launch_rest(self) -> None:
-        """Submit all that was not submitted yet."""
+        """Submit all buckets that were not submitted yet."""
         while self._launched < len(self._missing):
             self.launch()
 
     def _reduce(self, bucket: int, last: bool, came: float) -> None:
-        """Runs in the queue, when all ranks have come to it. came: when it was submitted here."""
+        """Runs in the queue. came: when it was submitted."""
         try:
             self.reducer.clock.came(came)
             with self._crossings[bucket].inside():
                 self.reducer.reduce(bucket)
-        except Exception as error:  # told to all ranks with the facts
+        except Exception as error:  # sent to all ranks with the facts
             self._error = self._error or error
         if last:
             self._exchange_facts()
 
     def _exchange_facts(self) -> None:
-        """Beside the gradients, never in them: what is lossy or 16 bits wide there stays exact here."""
+        """Exchange errors and used parameters. Exact, so apart from gradients, which may be compressed."""
         reducer, facts = self.reducer, self._facts
         facts[1:] = 1
         facts[1 + np.array(self.unused, dtype=np.intp)] = 0
@@ -572,9 +573,9 @@ class Backward:
                 raise
 
     def _ended(self) -> None:
-        """Autograd is through: all optimizers that it passed submit all that they have, and only then wait.
+        """Autograd has ended: all optimizers with gradients of this backward submit everything, and only then wait.
 
-        On another rank they may be passed in another order, and one that waits holds up what comes after it.
+        Their order may be another one on another rank, and one that waits delays those after it.
         """
         with self.reducer.guard():
             if not self.met:
@@ -600,7 +601,7 @@ class Backward:
             raise errors[0]
 
     def abandon(self) -> None:
-        """End what autograd began before it raised. The ranks that wait for it raise a GradientError."""
+        """End an average that autograd began before it raised. The ranks that wait for it raise a GradientError."""
         if self._launched < len(self._missing):
             self._error = self._error or GradientError(
                 "backward raised after a part of its gradients had been sent to the other ranks, so these averages "
@@ -612,7 +613,7 @@ class Backward:
             return
 
     def failed(self) -> bool:
-        """Whether a reduction has failed already."""
+        """Whether a reduction has failed."""
         return any(each.done() and each.error is not None for each in self.futures)
 
 
@@ -620,10 +621,10 @@ _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
 def meet(backwards: list[Backward]) -> None:
-    """Submit all that these optimizers have, and have those take part here that do so on another rank. Collective.
+    """Submit all buckets of these optimizers, and of those that average on another rank only. Collective.
 
-    An optimizer whose model has no part in this rank's loss counts as zeros; were it to wait for its step(), the
-    step of another optimizer might wait for ranks that wait for it.
+    The latter, whose models have no part in this rank's loss, bring zeros. If they waited for their step(), the step of
+    another optimizer might wait for ranks that wait for them.
     """
     for backward in backwards:
         backward.launch_rest()
@@ -635,7 +636,7 @@ def meet(backwards: list[Backward]) -> None:
 
 
 def _late(group: OptimizerGroup, own: list[Backward]) -> list[Callable[[], object]]:
-    """Begin the averages here that other ranks have begun beside `own`; the results finish them. Collective."""
+    """Begin the averages that other ranks have begun beside `own`; the results finish them. Collective."""
     here = {each.reducer.number for each in own}
     failures = min(each.failures for each in own)
     others = group.taking_part(here, failures, lambda: any(each.failed() for each in own))

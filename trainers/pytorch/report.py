@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Clock:
-    """Adds up the times that `Report` tells, in seconds."""
+    """Adds up the times of a `Report`, in seconds."""
 
     def __init__(self) -> None:
         self.communication = self.exposed = self.waiting = 0.0
@@ -23,21 +23,21 @@ class Clock:
         return time.perf_counter()
 
     def add(self, pending: Sequence[Future], begin: float) -> None:
-        """Count reductions that are done by now; from `begin` on this rank could do nothing but wait."""
+        """Count reductions that are done by now. From `begin` on this rank had nothing to do but wait."""
         self.communication += sum(each.end - each.begin for each in pending)
         exposed = sum(max(0.0, each.end - max(each.begin, begin)) for each in pending)
         self.exposed += exposed
         self.waiting += max(0.0, self.now() - begin - exposed)
 
     def came(self, at: float) -> None:
-        """The next reduction that the lane runs was submitted `at`. Called in the lane."""
+        """The next reduction in the queue was submitted `at`. Called in the queue's thread."""
 
     def update(self, work: Callable[[], ResultT]) -> ResultT:
         """Update the parameters."""
         return work()
 
     def communicate(self, work: Callable[[], ResultT]) -> ResultT:
-        """Do and count communication during which this rank does nothing else."""
+        """Do communication during which this rank does nothing else, and count its time."""
         begin = self.now()
         result = work()
         took = self.now() - begin
@@ -46,7 +46,7 @@ class Clock:
         return result
 
     def wait(self, work: Callable[[], ResultT]) -> ResultT:
-        """Do and count what only waits for the other ranks."""
+        """Do what only waits for the other ranks, and count its time."""
         begin = self.now()
         result = work()
         self.waiting += self.now() - begin
@@ -57,7 +57,7 @@ now = time.perf_counter_ns
 
 
 class TracedClock(Clock):
-    """A clock that records what it measures. What lies between is "compute": data, forward, backward, clipping.
+    """A clock that also traces what it measures. The time between is "compute": data, forward, backward, clipping.
 
     calls: of the backend that reduces the buckets.
     """
@@ -113,8 +113,8 @@ class Report:
     communication: spent reducing gradients and gathering parameters = hidden + exposed.
     hidden: the part during which this rank went on computing (backward).
     exposed: the part during which it had nothing else to do.
-    waiting: for the other ranks to come to the same place, before anything could be reduced; not a part of
-        communication, it is the ranks' difference in speed.
+    waiting: for the other ranks to begin the same call, before anything could be reduced. It is the ranks' difference
+        in speed, and no part of communication.
     bytes: of gradients that were averaged.
     buckets: the size of each bucket in bytes, in the order in which they are reduced.
     """

@@ -1,4 +1,4 @@
-"""How many rows each rank brings to a step, so that the average is the mean over rows, not over ranks."""
+"""The number of rows that each rank brings to a step, so that gradients are means over rows, not over ranks."""
 
 import math
 from collections.abc import Callable
@@ -16,11 +16,11 @@ NOBODY = "no rank has rows in this step: rows(0) was called on all ranks; leave 
 
 
 class Rows:
-    """The rows of one step on all ranks, which are counted in the queue before gradients are averaged.
+    """The rows of one step on all ranks. They are added up in the queue, before gradients are averaged.
 
-    submit: has a function called in the queue. comm: used in there alone.
-    mine: rows of this rank's part of the batch, or any weight. Where all ranks have as many, gradients are averaged
-        as they are; otherwise each rank weighs its own before. `wait` raises an error about a number that is none.
+    submit: has a function called in the queue. comm: used only there.
+    mine: rows of this rank's part of the batch, or any weight. Where all ranks have equal numbers, gradients are
+        averaged as they are; otherwise each rank multiplies its gradients by `weight` first.
     active: False when this rank has no batches left (`join`).
     """
 
@@ -38,24 +38,24 @@ class Rows:
         self._future = submit(self._count)
 
     def wait(self) -> None:
-        """Wait until all ranks have sent their numbers. Raises an OptionError on all ranks when one is none."""
+        """Wait for the numbers of all ranks. Raises an OptionError on all ranks when one is not a number >= 0."""
         self._future.wait()
 
     def ranks(self) -> int:
-        """How many ranks still have batches; waits for their answers."""
+        """The number of ranks that still have batches; waits for their answers."""
         self.wait()
         return self._ranks
 
     @property
     def weight(self) -> float:
-        """What makes the plain mean over the ranks the mean over all rows. Known once they are counted."""
+        """The factor that makes the mean over the ranks the mean over all rows. Known after `wait`."""
         return self._mine * self._comm.size / self._total if self._total else 0.0
 
     def weigh(self, gradients: Tensor) -> None:
         """Multiply this rank's gradients by its weight."""
         weight = self.weight
         if weight == 0.0:
-            gradients.zero_()  # whatever they are: NaN too
+            gradients.zero_()  # NaN too
         elif weight != 1.0:
             gradients.mul_(weight)
 

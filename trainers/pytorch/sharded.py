@@ -6,9 +6,10 @@ the parameters live in one window of the node, so every rank writes where all re
 S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
 """
 
-from collections.abc import Iterator
+import json
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,19 +24,23 @@ from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, combine, on_all, raise_together, together
 from allreduce.transport.shared_segment import CommonSegment
 from allreduce.transport.wait import waiting
-from trainers.pytorch.buckets import Block, Flat, blocks, changed, flat, version_of
-from trainers.pytorch.recovery import Backup
+from trainers.pytorch.buckets import Block, Flat, blocks, changed, flat, parts, version_of
 from trainers.pytorch.reducer import Reducer
-from trainers.pytorch.state import broadcast_tensors, from_json, to_json
+from trainers.pytorch.state import from_json, to_json
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.optimizer import block_on, hyperparameters, optimizer_like
-from trainers.replicas.pytorch.tensors import DTYPES, TORCH, as_tensor, shaped
+from trainers.replicas.pytorch.tensors import TORCH, as_bytes, as_tensor, shaped
+from trainers.state.adopt import Piece, newest
+from trainers.state.backup import Backup
 
-SCALARS = {"step", "eta", "mu", "mu_product"}  # what is no element where a parameter has no dimensions: its state
+PARAMETER = ""  # the name of a parameter among the tensors of its state, in a piece
+TEXT = "entries"  # the name of a piece's JSON: [parameter, offset, length, values]; tensors have numbers as names
+TEXT_BYTES = 1024  # its length is a multiple of this
+SCALARS = {"step", "eta", "mu", "mu_product"}  # state that is not elementwise, also of a parameter of no dimension
 
 
 class Kernels:
-    """The fused kernels of an optimizer. The ranks' CPUs may differ, and replicas must stay equal in bits.
+    """The fused kernels of an optimizer: used only where they are right on all ranks, whose CPUs may differ.
 
     optimizer: the plain one, with the same options on all ranks. comm: a communicator of all ranks, for `look` alone.
     """
@@ -60,17 +65,24 @@ class Kernels:
         return fused.key_of(type(self._optimizer), group, dtype) in self._right
 
     def replace_broken(self) -> None:
-        """See that the optimizer uses no kernel that is not right: `fused` of its groups becomes None. Local."""
+        """Set `fused` to None in the optimizer's groups whose kernel is not right. Local."""
         if text := fused.replace_broken(self._optimizer, self.right):
             notices.once(self._rank, text)
+
+
+class Whole(NamedTuple):
+    """All parameters and all state of a sharded optimizer after `steps` steps, by the parameters' numbers."""
+
+    steps: int
+    parameters: list[Tensor]
+    state: list[dict[str, Any]]
 
 
 class ShardedOptimizer:
     """Updates this rank's blocks of the parameters, which `placement` has moved into flat memory.
 
-    plain: the user's optimizer: the source of the hyperparameters; it keeps the state of those parameters only that are
-        frozen, or have sparse gradients.
-    comm: a communicator of all ranks. kernels: of `plain`. copies: how many ranks have each slice: 1 or 2.
+    plain: the user's optimizer. Its hyperparameters are used; it has the state only of parameters that are frozen or
+        have sparse gradients. comm: a communicator of all ranks. kernels: of `plain`. copies: 2 for a backup.
 
     `update` is `placement.begin_update`, `step` and `placement.share`. Then every rank updates all parameters with
     sparse gradients: they are in no bucket, and a batch uses a few of their rows, which may all be of one slice.
@@ -87,13 +99,14 @@ class ShardedOptimizer:
     ) -> None:
         self._plain, self.reducer, self._comm, self._kernels = plain, reducer, comm, kernels
         kernels.replace_broken()
-        self._groups = _groups(plain, reducer)
+        group_of = {id(each): at for at, group in enumerate(plain.param_groups) for each in group["params"]}
+        self._groups = [group_of[id(each)] for each in reducer.parameters]
         self.apart = dict(zip(reducer.sparse.names, reducer.sparse.parameters, strict=True))  # updated whole
         owned = reducer.owned
-        parts = all_values(comm, [[each.start, each.stop] for each in owned], "learn who updates what")
-        self._owned = [[slice(*part) for part in of_rank] for of_rank in parts]  # of all ranks
+        starts = all_values(comm, [each.start for each in owned], "learn where the slices of all ranks begin")
+        self._cuts = [sorted(set(of_bucket)) for of_bucket in zip(*starts, strict=True)]  # the same on all ranks
         self.placement = Placement(reducer, backend, comm, owned)
-        self.blocks = blocks(reducer.plan, owned, block_on(reducer.device.kind), self._cuts())
+        self.blocks = blocks(reducer.plan, owned, block_on(reducer.device.kind), self._cuts)
         flats = self.placement.flats
         self._parts = [flats[each.dtype][each.start : each.stop] for each in self.blocks]
         self._grads = [reducer.flats[each.dtype][each.start : each.stop] for each in self.blocks]
@@ -102,14 +115,11 @@ class ShardedOptimizer:
         for group, parameter in zip(self._groups, reducer.parameters, strict=True):
             self._dtypes[group].add(parameter.dtype)
         self.optimizer = optimizer_like(plain, (self._of_group(at) for at in range(len(plain.param_groups))))
-        sizes = [bucket.stop - bucket.start for bucket in reducer.plan]
-        self.backup = Backup(self.held, self._owned, sizes, backend.topology, comm) if copies == 2 else None
+        self._starts = list(accumulate((bucket.stop - bucket.start for bucket in reducer.plan), initial=0))
+        mine = [[start + own.start, start + own.stop] for start, own in zip(self._starts, owned, strict=False)]
+        self.backup = Backup(comm, backend.topology.node_index, mine) if copies == 2 else None
         self.load()
-        self.keep()
-
-    def _cuts(self) -> list[list[int]]:
-        """For each bucket where the parts of all ranks begin, so that all nodes cut in the same places."""
-        return [sorted({part.start for part in of_bucket}) for of_bucket in zip(*self._owned, strict=True)]
+        self.keep(reducer.steps)
 
     def _one_pass(self, at: int, group: dict[str, Any], parts: list[Tensor], begun: bool) -> dict[str, Any]:
         """The fused implementation, where the user has named none, it can do it, and every state has begun.
@@ -148,18 +158,13 @@ class ShardedOptimizer:
                 parameter.grad = None  # these are updated
             self._plain.step()
         if self.backup is not None:
-            work = partial(self.backup.keep, reducer.steps + 1)
-            reducer.clock.communicate(partial(reducer.together, "keeps slices twice", work))
+            work = partial(self.keep, reducer.steps + 1)
+            reducer.clock.communicate(partial(reducer.together, "backs up slices", work))
 
-    def keep(self) -> None:
-        """The state is another one than the last step has left: have it kept. Runs in the queue."""
+    def keep(self, step: int) -> None:
+        """Back up the slices, as they are after this step. Runs in the queue."""
         if self.backup is not None:
-            self.backup.keep(self.reducer.steps)
-
-    def held(self) -> Iterator[tuple[Block, Tensor, dict[str, Any]]]:
-        """This rank's blocks, their parameters, and what the optimizer has for them."""
-        for block, part in zip(self.blocks, self._parts, strict=True):
-            yield block, part.detach(), self.optimizer.state.get(part, {})
+            self.backup.keep(step, self._pieces())
 
     def step(self, used: np.ndarray) -> None:
         """Update this rank's blocks. Local.
@@ -193,24 +198,67 @@ class ShardedOptimizer:
 
     # State, in the format of the plain optimizer
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state_dict, gathered from all ranks, on every rank. Collective."""
-        gathered: list[dict[str, Any]] = [{} for _ in self.reducer.parameters]
-        flat: set[tuple[str, str, torch.dtype]] = set()
-        found = self._found()
-        for at, state in found.items():
-            for key, value in state.items():
-                gathered[at][key] = value.clone() if isinstance(value, Tensor) else value  # keeps the order of keys
-                if isinstance(value, torch.dtype):
-                    flat.add((DTYPES[self.reducer.parameters[at].dtype], key, value))
-        for dtype, key, of in sorted(flat, key=str):
-            whole = self._gather_flat(dtype, key, of)
-            for at, parameter in enumerate(self.reducer.parameters):
-                if DTYPES[parameter.dtype] == dtype and gathered[at].get(key) is of:
-                    own = self.reducer.place(at, whole).clone(memory_format=torch.preserve_format)
-                    gathered[at][key] = own.to(parameter.device)
-        return self.as_plain(gathered)
+        whole = self.join(self._comm, self._pieces(with_parameters=False))
+        assert whole is not None
+        return self.as_plain(whole.state)
+
+    def _pieces(self, with_parameters: bool = True) -> list[Piece]:
+        """This rank's slices of the parameters and of their state. Local.
+
+        A piece is a part of a bucket, cut alike on all ranks, so that pieces of nodes of different sizes fit together.
+        """
+        held: dict[int, list[tuple[Block, Tensor]]] = {}
+        for block, part in zip(self.blocks, self._parts, strict=True):
+            held.setdefault(self.reducer.bucket_of[block.parameter], []).append((block, part))
+        pieces = []
+        for at, (bucket, own, cuts) in enumerate(zip(self.reducer.plan, self.reducer.owned, self._cuts, strict=True)):
+            for begin, end in parts(own, cuts):
+                inside = [each for each in held.get(at, []) if begin <= each[0].start - bucket.start < end]
+                arrays = self._packed(inside, with_parameters)
+                pieces.append(Piece(0, 0, self._starts[at] + begin, self._starts[at] + end, {}, arrays))
+        return pieces
+
+    def _packed(self, held: list[tuple[Block, Tensor]], with_parameters: bool) -> dict[str, np.ndarray]:
+        """The arrays of a piece: these blocks."""
+        entries: list[Any] = []
+        tensors: list[Tensor] = []
+        for block, part in held:
+            state = self.optimizer.state.get(part, {})
+            values = {PARAMETER: part.detach(), **state} if with_parameters else state
+            elementwise = {key: each for key, each in values.items() if isinstance(each, Tensor) and each.dim()}
+            rest = {key: each.dtype if key in elementwise else each for key, each in values.items()}
+            entries.append([block.parameter, block.offset, part.numel(), rest])
+            tensors += elementwise.values()
+        text = json.dumps(to_json(entries)).encode()
+        text = text.ljust(-(-len(text) // TEXT_BYTES) * TEXT_BYTES)  # counters grow, and the backup's memory stays
+        arrays = {str(number): as_bytes(each.contiguous()) for number, each in enumerate(tensors)}
+        return {TEXT: np.frombuffer(text, np.uint8), **arrays}
+
+    @torch.no_grad()
+    def join(self, comm: MPI.Intracomm, pieces: list[Piece]) -> Whole | None:
+        """The newest parameters and state that the pieces of all ranks make up; None when none is whole. Collective."""
+        found = newest(comm, pieces, self._starts[-1])
+        if found is None:
+            return None
+        parameters = self.reducer.parameters
+        state: list[dict[str, Any]] = [{} for _ in parameters]
+        for piece in found.pieces:
+            entries = from_json(json.loads(piece.rest[TEXT].tobytes()))
+            arrays = (array for name, array in piece.rest.items() if name != TEXT)
+            for at, offset, length, values in entries:
+                for key, value in values.items():
+                    if not isinstance(value, torch.dtype):
+                        state[at][key] = value
+                        continue
+                    flat = state[at].setdefault(key, torch.empty(parameters[at].numel(), dtype=value))
+                    as_bytes(flat[offset : offset + length])[:] = next(arrays)
+        for own, parameter in zip(state, parameters, strict=True):
+            for key, value in own.items():
+                if isinstance(value, Tensor) and value.dim():
+                    own[key] = shaped(value, 0, parameter).to(parameter.device, copy=True)
+        return Whole(found.step, [own.pop(PARAMETER, each) for own, each in zip(state, parameters, strict=True)], state)
 
     def as_plain(self, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         """The plain optimizer's state_dict, with this state of the averaged parameters. Local."""
@@ -223,40 +271,6 @@ class ShardedOptimizer:
         held = [(numbers[each], state) for each, state in zip(self.reducer.parameters, gathered, strict=True) if state]
         result["state"] = dict(sorted([*result["state"].items(), *held], key=lambda each: each[0]))
         return result
-
-    def _found(self) -> dict[int, dict[str, Any]]:
-        """The state of each parameter, on whichever rank: for elementwise tensors their dtype, otherwise the value."""
-        mine: dict[int, dict[str, Any]] = {}
-        for block, part in zip(self.blocks, self._parts, strict=True):
-            if block.parameter not in mine and self.optimizer.state.get(part):
-                mine[block.parameter] = {
-                    key: value.dtype if isinstance(value, Tensor) and value.dim() else value
-                    for key, value in self.optimizer.state[part].items()
-                }
-        merged: dict[int, dict[str, Any]] = {}
-        for each in all_values(self._comm, to_json(mine), "learn which parameters have a state"):
-            merged = {**from_json(each), **merged}
-        return merged
-
-    def _gather_flat(self, dtype: str, key: str, of: torch.dtype) -> dict[str, Tensor]:
-        array = np.zeros(self.placement.flats[dtype].numel(), dtypes.parse(DTYPES[of]))
-        flat = as_tensor(array, of)
-        for block, part in zip(self.blocks, self._parts, strict=True):
-            value = self.optimizer.state.get(part, {}).get(key)
-            if block.dtype == dtype and isinstance(value, Tensor) and value.dim() and value.dtype == of:
-                flat[block.start : block.stop] = value
-        for at, bucket in enumerate(self.reducer.plan):
-            if bucket.dtype == dtype:
-                self._fill(flat[bucket.start : bucket.stop], [of_rank[at] for of_rank in self._owned])
-        return {dtype: flat}
-
-    def _fill(self, whole: Tensor, owned: list[slice]) -> None:
-        """Fill a bucket from the parts that the ranks own; nodes that own the same are asked once. Collective."""
-        end = 0
-        while end < whole.numel():
-            root = next(rank for rank, part in enumerate(owned) if part.start <= end < part.stop)
-            broadcast_tensors(self._comm, [whole[end : owned[root].stop]], root)
-            end = owned[root].stop
 
     @torch.no_grad()
     def load(self) -> None:
@@ -280,17 +294,11 @@ class ShardedOptimizer:
                     self.optimizer.state[part][key] = flat[block.offset : stop].clone()
 
 
-def _groups(optimizer: Optimizer, reducer: Reducer) -> list[int]:
-    """For each averaged parameter the number of its parameter group."""
-    number = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
-    return [number[id(each)] for each in reducer.parameters]
-
-
 class Placement:
-    """Moves the parameters into flat memory, laid out like the gradients, and sees that they stay there.
+    """Moves the parameters into flat memory, laid out like the gradients, and checks that they stay there.
 
-    owned: for each bucket what this rank finishes. Where the ranks of each node together own everything, they have
-        one memory in common, in which everyone writes what all read.
+    owned: the part of each bucket that this rank updates. Where the ranks of each node together own everything, they
+        share one memory: each rank writes its part, and all ranks read all parts.
     comm: a communicator of all ranks. Creating it and `close` are collective, and so is what "runs in the queue".
     """
 
@@ -300,19 +308,19 @@ class Placement:
         self._owned = owned
         self._memory = self._allocate()
         self.flats = {dtype: memory.tensor for dtype, memory in self._memory.items()}
-        self._homes = [reducer.place(index, self.flats) for index in range(len(reducer.parameters))]
+        self._homes = [reducer.view(index, self.flats) for index in range(len(reducer.parameters))]
         self._addresses = [home.data_ptr() for home in self._homes]
-        self._versions: list[int] = []  # of the parameters when they were last as they should be
+        self._versions: list[int] = []  # of the parameters when their edits were accepted
         self.move_in()
 
     @property
     def in_common(self) -> bool:
-        """True when the parameters live in memory that the ranks of the node have in common."""
+        """True when the ranks of the node share the parameters' memory."""
         return bool(self._windows)
 
     @property
     def one_memory(self) -> bool:
-        """True when all ranks have the parameters in common, so that they can't differ."""
+        """True when all ranks share the parameters' memory, so that these can't differ."""
         return self.in_common and self._backend.topology.nodes == 1
 
     def _allocate(self) -> dict[str, Flat]:
@@ -338,7 +346,7 @@ class Placement:
         """
         raise_together(self._comm, self._misfit())
         writes = not self.in_common or self._backend.topology.node_rank == 0
-        self._fence()  # nobody reads any more
+        self._fence()  # no rank reads any more
         for parameter, home in zip(self._reducer.parameters, self._homes, strict=True):
             if writes and parameter.data_ptr() != home.data_ptr():
                 home.copy_(parameter)
@@ -347,9 +355,9 @@ class Placement:
         self.accept()
 
     def accept(self, *_: object) -> None:
-        """Note that the parameters are as they should be: edits before this are no reason to complain. Local.
+        """Accept all edits of parameters until now. Local.
 
-        A hook of the model: load_state_dict() writes the same values on every rank of a node, and may do so.
+        A hook of the model: load_state_dict() writes the same values on every rank of a node.
         """
         self._versions = [version_of(each) for each in self._reducer.parameters]
 
@@ -360,17 +368,18 @@ class Placement:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
     def moved(self) -> list[str]:
-        """The parameters that were given other memory: `p.data = ...`, `vector_to_parameters`, `model.double()`."""
+        """The names of parameters with other memory now: `p.data = ...`, `vector_to_parameters`, `model.double()`."""
         own = zip(self._reducer.names, self._reducer.parameters, self._addresses, strict=True)
         return [name for name, parameter, address in own if parameter.data_ptr() != address]
 
     def begin_update(self, moved: bool, error: Exception | None) -> np.ndarray:
-        """See that all ranks may update; for each parameter whether any rank has a gradient of it. Runs in the queue.
+        """Check that all ranks may update. Returns for each parameter whether any rank has a gradient of it.
 
-        moved: whether some parameters have other memory; alike on all ranks. They are moved in again.
-        error: why this rank can't go on, if it can't; raised on all ranks.
-        When all ranks have come here they have stopped reading the parameters. Raises on all ranks when these
-        were edited in a way that can't be made right.
+        Runs in the queue. Once all ranks are here, no rank reads the parameters any more. Raises on all ranks when
+        parameters were edited in a way that can't be made right.
+
+        moved: whether some parameters have other memory, alike on all ranks; they are moved back. error: why this rank
+            can't update; raised on all ranks.
         """
         if moved:
             self.move_in()
@@ -388,7 +397,7 @@ class Placement:
         return found[2:]
 
     def share(self) -> None:
-        """Let all ranks see what each of them has updated. Runs in the queue."""
+        """Give all ranks the parts that each rank has updated. Runs in the queue."""
         if self.in_common:
             self._fence()
             return
@@ -416,7 +425,7 @@ class Placement:
         return None
 
     def _edited(self) -> list[str]:
-        """The parameters of the common memory that were edited in place on this rank since the last update."""
+        """The names of parameters in shared memory that this rank has edited in place since the last update."""
         if not self.in_common:
             return []
         own = zip(self._reducer.names, self._reducer.parameters, self._versions, strict=True)

@@ -1,4 +1,4 @@
-"""Sparse gradients: of an embedding only the rows that a batch has used are averaged, and updated."""
+"""Sparse gradients: only the rows of an embedding that a batch has used are averaged and updated."""
 
 from collections.abc import Callable
 from operator import methodcaller
@@ -32,7 +32,7 @@ def sparse_parameters(optimizer: Optimizer, model: Module) -> set[int]:
 
 
 def given_sparse(model: Module) -> set[int]:
-    """The ids of parameters of which autograd gives sparse gradients: those of nothing but sparse embeddings."""
+    """The ids of parameters with sparse gradients: those that only sparse embeddings use."""
     sparse: dict[int, bool] = {}
     for module in model.modules():
         is_sparse = isinstance(module, Embedding | EmbeddingBag) and module.sparse
@@ -42,13 +42,13 @@ def given_sparse(model: Module) -> set[int]:
 
 
 def takes(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether an optimizer, with these hyperparameters, updates from PyTorch's sparse gradients."""
+    """Whether an optimizer with these hyperparameters takes sparse gradients."""
     dense = any(group.get(key) for key in ("momentum", "weight_decay", "fused", "foreach", "differentiable"))
     return type(optimizer) in TAKES_SPARSE and not dense
 
 
 def warn_of_dense(rank: int, optimizer: Optimizer, model: Module, trained: dict[str, Parameter]) -> None:
-    """Say once which sparse gradients are made dense, since the optimizer takes no others. Local."""
+    """Say once which sparse gradients are made dense for an optimizer that takes no others. Local."""
     lost = given_sparse(model) - sparse_parameters(optimizer, model)
     names = [name for name, each in trained.items() if id(each) in lost]
     if names:
@@ -77,7 +77,7 @@ class SparseGradients:
         self.averages: list[Found] = list(self._mine)
 
     def prepare(self, number: int) -> bool:
-        """Take this rank's gradient of a parameter as it is now; False when there is none."""
+        """Take this rank's gradient of a parameter. False when there is none."""
         parameter = self.parameters[number]
         grad, (shape, dtype) = parameter.grad, self.shapes[number]
         self._mine[number] = _nothing(parameter)
@@ -97,7 +97,7 @@ class SparseGradients:
     def average(self, number: int, weight: float, check: Check | None) -> None:
         """Average a gradient over the ranks. Runs in the queue.
 
-        weight: of this rank's. check: sees what this rank brings, where that is asked for.
+        weight: of this rank's gradient. check: sees this rank's rows, where checks are asked for.
         """
         indices, values = self._mine[number]
         if weight == 0.0:
@@ -110,7 +110,7 @@ class SparseGradients:
         self._mine[number] = _nothing(self.parameters[number])
 
     def hand_over(self, used: np.ndarray) -> None:
-        """Make .grad the averages, of each parameter that is used on any rank. Local."""
+        """Make .grad of each parameter that any rank has used the average. Local."""
         for number, (parameter, (shape, dtype)) in enumerate(zip(self.parameters, self.shapes, strict=True)):
             indices, values = self.averages[number]
             self.averages[number] = _nothing(parameter)

@@ -22,7 +22,7 @@ from trainers.replicas.pytorch.tensors import as_bytes
 def compare(comm: MPI.Intracomm, lines: list[str]) -> None:
     """Raise the same DisagreementError on all ranks unless all of them have the same lines. Collective.
 
-    lines: one for each parameter, telling all that must be alike.
+    lines: one for each parameter, with all properties that must be alike.
     """
     what = "compare models and optimizers"
     if len(set(all_values(comm, zlib.crc32("\n".join(lines).encode()), what))) == 1:
@@ -87,14 +87,14 @@ def broadcast_state(comm: MPI.Intracomm, optimizer: Optimizer, root: int = 0) ->
 
 
 def state_of(comm: MPI.Intracomm, optimizer: Optimizer, root: int = 0) -> dict[str, Any]:
-    """The state_dict of the root's optimizer, on all ranks; of its tensors the root has no copies. Collective."""
+    """The state_dict of the root's optimizer, on all ranks. On the root its tensors are no copies. Collective."""
     tensors: list[Tensor] = []
 
     def packed() -> Any:
         state = to_json(optimizer.state_dict(), tensors)
         return [state, [[list(each.shape), to_json(each.dtype)] for each in tensors]]
 
-    # Before anybody waits for it: the root alone finds out that a state can't be taken apart or sent.
+    # First, as only the root finds out that its state can't be sent.
     sent = together(comm, lambda: packed() if comm.rank == root else None)
     state, shapes = root_value(comm, sent, "take on the state of an optimizer", root)
     if comm.rank != root:
@@ -106,7 +106,7 @@ def state_of(comm: MPI.Intracomm, optimizer: Optimizer, root: int = 0) -> dict[s
 def load_of_root(comm: MPI.Intracomm, optimizer: Optimizer, state_dict: dict[str, Any] | None) -> None:
     """Load rank 0's state_dict into the plain optimizer of every rank. Collective.
 
-    state_dict: not looked at on other ranks. What rank 0 can't load is raised on all ranks.
+    state_dict: ignored on other ranks. An error of rank 0 is raised on all ranks.
     """
     error: Exception | None = None
     if comm.rank == 0:
@@ -121,10 +121,10 @@ def load_of_root(comm: MPI.Intracomm, optimizer: Optimizer, state_dict: dict[str
 
 
 def to_json(value: Any, tensors: list[Tensor] | None = None) -> Any:
-    """What json.dumps takes: of numbers, texts, None, dtypes, lists, tuples, dicts of them, and tensors.
+    """A value that json.dumps takes, of numbers, texts, None, dtypes, tensors, and lists, tuples and dicts of them.
 
-    tensors: tensors are appended to it, and the result has their numbers; without it tensors must have no axes.
-    Other ranks can read the result without running its contents, as a pickle would. Raises OptionError for other types.
+    tensors: gets the tensors, whose numbers the result has; without it tensors must have no axes. Reading the result
+    runs no code, as a pickle would. Raises OptionError for other types.
     """
     if isinstance(value, torch.dtype | torch.device):
         return {type(value).__name__: str(value).removeprefix("torch.")}
@@ -147,7 +147,7 @@ def to_json(value: Any, tensors: list[Tensor] | None = None) -> Any:
 
 
 def from_json(value: Any, tensors: Sequence[Tensor] = ()) -> Any:
-    """The value that `to_json` was given; tuples and dicts are plain ones. tensors: those of the numbers in it."""
+    """The argument of `to_json`, with plain tuples and dicts. tensors: those that it has numbers of."""
     if isinstance(value, list):
         return [from_json(held, tensors) for held in value]
     if not isinstance(value, dict):

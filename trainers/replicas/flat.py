@@ -1,6 +1,6 @@
-"""A framework's optimizer on all parameters or on a slice of them in flat memory; what its replicas have in common.
+"""A framework's optimizer on all parameters, or on a slice of them in flat memory; and a replica with one.
 
-So the ranks can divide the update: each has the optimizer's state of its own slice alone.
+So the ranks can divide the update: each has the optimizer's state of its own slice only.
 """
 
 import itertools
@@ -30,8 +30,8 @@ class Layout:
 
     def write(self, arrays: Iterable[Any], flat: np.ndarray) -> None:
         """Copy arrays into flat NumPy memory, once; JAX's are waited for. None stands for zeros."""
-        for array, place in zip(arrays, self.views(flat), strict=True):
-            np.copyto(place, 0 if array is None else np.asarray(array))
+        for array, view in zip(arrays, self.views(flat), strict=True):
+            np.copyto(view, 0 if array is None else np.asarray(array))
 
 
 class FlatOptimizer(ABC):
@@ -50,7 +50,7 @@ class FlatOptimizer(ABC):
 
     @abstractmethod
     def refusal(self) -> str:
-        """Why it can't work on slices, or ""."""
+        """Why the optimizer can't work on slices; "" if it can."""
 
     @abstractmethod
     def entries(self, names: Collection[str]) -> Mapping[str, list[Any]]:
@@ -75,7 +75,7 @@ class FlatOptimizer(ABC):
     def learning_rates(self, rates: Sequence[float]) -> None: ...
 
     def narrow(self, part: slice) -> None:
-        """Have the state of a slice alone, made from that of all parameters."""
+        """Reduce the state to that of a slice."""
         if self.part != part:
             self.widen()
             entries = self.entries(self.names)
@@ -86,35 +86,35 @@ class FlatOptimizer(ABC):
         if name not in self.elementwise:
             return self.on_host(arrays[0])
         pieces = [self.on_host(arrays[0]).reshape(-1)[:0]]
-        for array, place in zip(arrays, self.layout.parts, strict=True):
-            start, stop = max(place.start, part.start), min(place.stop, part.stop)
+        for array, own in zip(arrays, self.layout.parts, strict=True):
+            start, stop = max(own.start, part.start), min(own.stop, part.stop)
             if start < stop:
-                pieces.append(self.on_host(array).reshape(-1)[start - place.start : stop - place.start])
+                pieces.append(self.on_host(array).reshape(-1)[start - own.start : stop - own.start])
         return np.concatenate(pieces)
 
     def widen(self) -> None:
-        """Have the state of all parameters again; of other slices than this one's it is zero."""
+        """Have the state of all parameters again, zero outside of this slice."""
         if self.part is not None:
             self.load(self.pack({}))
 
     def pack(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        """The state as copies in `memory`, by name; of a slice's the rest is zero."""
+        """Copies of the state in `memory`, by name; zero outside of this slice."""
         held = {}
         for name, entry in self.entries([name for name in self.names if name not in without]).items():
             arrays = [self.on_host(array) for array in entry]
             shape = (self.layout.length,) if name in self.elementwise else arrays[0].shape
-            place = held[name] = reserved(memory, name, shape, arrays[0].dtype)
+            whole = held[name] = reserved(memory, name, shape, arrays[0].dtype)
             if name not in self.elementwise:
-                place[...] = arrays[0]
+                whole[...] = arrays[0]
             elif self.part is None:
-                self.layout.write(arrays, place)
+                self.layout.write(arrays, whole)
             else:
-                place[:] = 0
-                place[self.part] = arrays[0]
+                whole[:] = 0
+                whole[self.part] = arrays[0]
         return held
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take on what `pack` gave, as the state of all parameters. ModelFileError when it is another one's."""
+        """Load what `pack` gave, as the state of all parameters. ModelFileError when it is of another model."""
         made = {}
         for name, entry in self.entries(self.names).items():
             elementwise = name in self.elementwise
@@ -131,7 +131,7 @@ class FlatOptimizer(ABC):
 
 
 class FlatReplica(Replica):
-    """A replica with a FlatOptimizer. The subclass makes it, and `_buffer`, which the gradients are left in."""
+    """A replica with a FlatOptimizer. The subclass makes the optimizer and `_buffer`, the memory of the gradients."""
 
     _optimizer: FlatOptimizer
     _buffer: Any

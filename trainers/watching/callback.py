@@ -4,7 +4,7 @@ import csv
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from typing import Any, Protocol
@@ -15,7 +15,8 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica
+from trainers.replica import Replica, Rows
+from trainers.state.adopt import Target
 
 Logs = Mapping[str, Any]
 Event = tuple[float, int]  # an epoch, -1 before the first and infinity after the last; BEGIN or END
@@ -23,10 +24,27 @@ BEGIN, END = 0, 1
 NO_EVENT = (-math.inf, BEGIN)
 
 
+class StrategyView(Target, Protocol):
+    """What a callback sees of the strategy of a fit; see trainers.strategies.interface.Strategy."""
+
+    mirrors: str
+
+    @property
+    def fresh_gradients(self) -> Any: ...
+
+    @property
+    def fresh_rows(self) -> Sequence[Rows]: ...
+
+    @property
+    def sent_dtype(self) -> np.dtype: ...
+
+    def apart(self) -> dict[str, str]: ...
+
+
 class FitView(Protocol):
     """What a callback sees of the trainer that fits. It sets nothing there but `stop_training`.
 
-    replica: this rank's copy of the model. strategy: holds the model's state, together with the other ranks.
+    replica: this rank's copy of the model. strategy: holds the model's state together with the other ranks.
     group: the ranks, for messages to each other. rank, size, topology: new ones after a rank was lost; rank is -1 on a
         rank that joins a fit, until `Callback.on_ranks_change`.
     measured: the metrics of the last step on the replica's device, and behind them the flags of the ranks.
@@ -35,7 +53,7 @@ class FitView(Protocol):
     """
 
     replica: Replica
-    strategy: Any
+    strategy: StrategyView
     group: RankGroup
     stop_training: bool
 
@@ -283,7 +301,7 @@ class Callbacks:
                 self._heard.add(at)
 
     def _prepare(self, at: int) -> None:
-        """Give a callback the attributes that it had before it was told this event the first time."""
+        """Give a callback the attributes that it had before it heard this event for the first time."""
         held = vars(self._all[at])
         if at in self._before:
             held.clear()

@@ -1,4 +1,4 @@
-"""ModelCheckpoint: the model as a file after each epoch, or after each one that was better than all before."""
+"""ModelCheckpoint: writes the model after each epoch, or after each epoch that was better than all before."""
 
 import os
 from collections.abc import Mapping
@@ -16,7 +16,8 @@ class ModelCheckpoint(Callback):
 
     filepath: of the file; it may name the epoch, which counts from 1, and what was measured:
         "run/{epoch:02d}-{val_loss:.3f}.npz". Without that, the file is replaced each time.
-    monitor, mode, initial_value_threshold: what must improve with save_best_only, and upon what at first.
+    monitor, mode: the metric that must improve with save_best_only. initial_value_threshold: on what it must improve at
+        first.
     verbose: 1 to say on rank 0 what was saved.
     save_best_only: only when `monitor` is better than ever before.
     save_freq: "epoch". To go on after a crash, and every so many steps or seconds, there are checkpoints of a fit.

@@ -147,7 +147,7 @@ class JaxReplica(FlatReplica):
             flat[:] = self._memory
 
     def _model(self) -> tuple[bool, Any]:
-        """The parameters as the compiled functions take them: a tree, or flat in the memory that a trainer gave."""
+        """What the compiled functions take: False and the tree, or True and the flat memory of the trainer."""
         return (False, self._tree) if self._memory is None else (True, alias(self._memory))
 
     def _input(self, array: np.ndarray) -> np.ndarray:

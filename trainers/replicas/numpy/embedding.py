@@ -1,4 +1,4 @@
-"""A network on words: a table of vectors with sparse gradients below the dense layers."""
+"""A network on words: dense layers above a table of vectors with sparse gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +21,8 @@ class EmbeddingNetwork(NumpyNetwork):
         layers have their optimizer.
 
     Of the table only the rows that a batch uses are touched, and only their gradients go from rank to rank. Every rank
-    has all of it and updates it, also where ranks divide the update of the rest: for MirroredTrainer and
-    CentralStorageTrainer; servers and spare replicas have no place for it. Raises ArgumentError.
+    has the whole table and updates it, also where ranks divide the update of the rest. MirroredTrainer and
+    CentralStorageTrainer train it; the trainers with servers and spare replicas refuse it. Raises ArgumentError.
 
     Also an attribute: `table`, (words, sizes[0]) float32.
     """

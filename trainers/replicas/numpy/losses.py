@@ -25,7 +25,7 @@ class Loss(ABC):
         """y as `measure` and `derive` want it, where the network is."""
 
     def predict(self, z: Any) -> None:
-        """Turn z into what the user sees."""
+        """Turn z into the prediction."""
         return
 
     @abstractmethod

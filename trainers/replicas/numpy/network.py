@@ -260,7 +260,7 @@ class NumpyNetwork(Replica):
     # Inside
 
     def _forward(self, x: np.ndarray) -> list[Any]:
-        """The input and the output of every layer, in scratch memory; the last one without an activation."""
+        """The input, and the output of every layer, in scratch memory; the last output without an activation."""
         xp, rows = self._xp, len(x)
         self._reserve(rows)
         outputs = [self._input(x)]
@@ -275,7 +275,7 @@ class NumpyNetwork(Replica):
         return outputs
 
     def _backward(self, outputs: list[Any]) -> None:
-        """Fill the gradients from the derivative in outputs[-1]; the other outputs but the input are spoilt."""
+        """Fill the gradients from the derivative in outputs[-1]; all outputs but the input are overwritten."""
         xp = self._xp
         delta = outputs[-1]
         for index in range(len(self._layers) - 1, -1, -1):
@@ -292,7 +292,7 @@ class NumpyNetwork(Replica):
         self._derive_input(delta)
 
     def _derive_input(self, delta: Any) -> None:
-        """What lies below the first layer gets the derivative by that layer's output; here there is only x."""
+        """Hook for layers below the first one, of whose output `delta` is the derivative."""
 
     def _input(self, x: np.ndarray) -> Any:
         flat = self._xp.asarray(x.reshape(len(x), -1))

@@ -34,7 +34,7 @@ class Optimizer(ABC):
         self._cut: dict[tuple[int, int], list[Sequence[Any]]] = {}  # a part's blocks, cut when it is first updated
 
     def bind(self, xp: Any, parameters: Any, gradients: Any) -> None:
-        """Work on these 1-D arrays of one length from now on; the state is kept when there is any."""
+        """Work on these 1-D arrays of one length from now on; existing state is kept."""
         length = parameters.size
         for name in self.slots:
             if name not in self.state:

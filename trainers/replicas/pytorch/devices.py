@@ -1,9 +1,9 @@
-"""Where a model is: on the CPU, or on one CUDA device, on which work of different streams is ordered by events.
+"""The device of a model: the CPU, or one CUDA device, on which events order the work of different streams.
 
-All that MirroredOptimizer knows of CUDA is here. A stream does its work in order, and none waits for another by itself.
-So a call that reads or writes tensors in another thread, the lane's, is a `Crossing`: the streams on which they were
-written -> the device's own stream, where the call's work goes -> the stream of whoever goes on with them. The host
-waits for none of this: when a call has returned its work may still be under way.
+All that MirroredOptimizer knows of CUDA is here. A stream does its work in order, and does not wait for other streams.
+So a call that reads or writes tensors in the queue's thread is a `Crossing`: its work, on the device's own stream,
+comes after the work of the streams that have written the tensors, and before later work of the stream that uses the
+results. The host waits for none of this: when a call has returned, its work may still be under way.
 """
 
 import sys
@@ -16,20 +16,20 @@ import torch
 
 
 class Crossing:
-    """A call whose work another thread does, here on the CPU: what one thread has done the others see."""
+    """A call whose work another thread does. On the CPU there is nothing to do: threads see each other's writes."""
 
     def note(self) -> None:
-        """In the caller's thread, as often as need be: what the call reads is written by what is current here."""
+        """The current stream writes tensors that the call reads. In the caller's thread, as often as needed."""
 
     def leave(self) -> None:
-        """In the caller's thread: all that the call reads has been begun; it is submitted now."""
+        """All tensors that the call reads have been written or are being written. In the caller's thread."""
 
     def inside(self) -> AbstractContextManager[object]:
-        """In the lane, round the work."""
+        """For the work, in the queue's thread."""
         return nullcontext()
 
     def back(self) -> None:
-        """In whichever thread goes on: what follows here comes after the call's work."""
+        """Later work of the current stream comes after the call's work. In any thread."""
 
 
 class Host:
@@ -46,11 +46,11 @@ class Host:
         return nullcontext()
 
     def finish(self) -> None:
-        """Wait until the device has nothing to do, since memory is given back that it may still use."""
+        """Wait until the device is idle, before memory is freed that it may still use."""
 
     @contextmanager
     def between(self) -> Iterator[None]:
-        """What PyTorch does inside comes after what CuPy has begun before, and before what CuPy does later."""
+        """PyTorch's work inside comes after CuPy's work before, and before CuPy's work afterwards."""
         self.take_back()
         try:
             yield
@@ -70,14 +70,14 @@ class Host:
         return [float(each) for each in found]
 
     def hand_over(self) -> None:
-        """What CuPy does from now on in this thread comes after what PyTorch has begun in it."""
+        """CuPy's work from now on in this thread comes after PyTorch's work until now."""
 
     def take_back(self) -> None:
-        """What PyTorch does from now on in this thread comes after what CuPy has begun in it."""
+        """PyTorch's work from now on in this thread comes after CuPy's work until now."""
 
 
 class Cuda(Host):
-    """One CUDA device. api: `torch.cuda`, or what stands for it in tests."""
+    """One CUDA device. api: `torch.cuda`, or a stand-in of tests."""
 
     kind = "cuda"
 
@@ -86,7 +86,7 @@ class Cuda(Host):
         self.stream = api.Stream(device)
 
     def __deepcopy__(self, memo: object) -> "Cuda":
-        return self  # there is one of it, whoever has a copy of a model
+        return self  # copies of a model share it
 
     def crossing(self) -> Crossing:
         return _Streams(self)
@@ -143,7 +143,7 @@ def _as_cupys(stream: Any, device: torch.device) -> Any:
 
 
 def _follow(stream: Any, other: Any) -> None:
-    """Have a stream of CuPy's come after all that another has by now."""
+    """Have later work of a CuPy stream come after the work of another until now."""
     if stream.ptr != other.ptr:
         event = _cupy().cuda.Event(disable_timing=True)
         event.record(other)
@@ -151,7 +151,7 @@ def _follow(stream: Any, other: Any) -> None:
 
 
 class _Streams(Crossing):
-    """Of a CUDA device: by an event on each stream that has written, and one on the call's."""
+    """The Crossing of a CUDA device: an event on each stream that has written, and one on the call's stream."""
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
@@ -187,12 +187,7 @@ class _Streams(Crossing):
             self._cuda.api.current_stream(self._cuda.device).wait_event(self._done)
 
 
-def places(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-    """The devices of tensors, in the order in which they are met."""
-    return list(dict.fromkeys(tensor.device for tensor in tensors))
-
-
 def device_of(tensors: Iterable[torch.Tensor]) -> Host:
-    """That of these tensors, which are all on one."""
-    device = places(tensors)[0]
+    """The device of these tensors, which are all on one."""
+    device = next(iter(tensors)).device
     return Cuda(device) if device.type == "cuda" else Host()

@@ -1,6 +1,6 @@
 """PyTorch's fused optimizers on the CPU: one pass over the memory, used only where a trial gave the right numbers.
 
-PyTorch 2.13's fused SGD leaves bfloat16 and float16 parameters as they are, but for the last elements of a tensor.
+PyTorch 2.13's fused SGD does not update bfloat16 and float16 parameters, but for the last elements of a tensor.
 """
 
 import inspect
@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 KINDS: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}  # the classes that have one
 
-ELEMENTS = 131  # of a trial: whole vectors of every instruction set, and a rest
-STEPS = 3  # of a trial: the first one makes the state, the others use it
+ELEMENTS = 131  # of a trial: whole vectors of every instruction set, and a remainder
+STEPS = 3  # of a trial: the first makes the state, the others use it
 ROUNDINGS = 8  # by which the results may differ: times the dtype's epsilon, of parameters between -2 and 2
-# Used instead of the user's numbers, which may move parameters too little, or too far, for a comparison.
+# Used instead of the user's numbers, with which parameters may change too little, or too much, to be compared.
 NUMBERS: dict[str, Any] = {
     "lr": 0.125, "momentum": 0.875, "dampening": 0.25, "weight_decay": 0.0625, "betas": (0.875, 0.96875), "eps": 1e-3,
 }  # fmt: skip
@@ -28,7 +28,7 @@ _tried: dict[Key, bool] = {}
 
 
 def key_of(kind: type[Optimizer], group: dict[str, Any], dtype: torch.dtype) -> Key:
-    """What decides which code a kernel runs: class, dtype, and which options of a group are not zero. Local."""
+    """What selects the code of a kernel: class, dtype, and which options of a group are not zero. Local."""
     options = ((name, bool(value)) for name, value in group.items() if name in NUMBERS or isinstance(value, bool))
     return (kind, dtype, *(each for each in options if each[0] not in ("lr", "fused", "foreach")))
 
@@ -45,10 +45,9 @@ def works(kind: type[Optimizer], group: dict[str, Any], dtype: torch.dtype) -> b
 
 
 def replace_broken(optimizer: Optimizer, right: Callable[[dict[str, Any], torch.dtype], bool] | None = None) -> str:
-    """Have groups that were made with fused=True take the plain implementation where the fused one is wrong. Local.
+    """Set `fused` to None in groups with fused=True whose fused implementation is wrong. Local.
 
-    right: tells by group and dtype whether the fused one is right; `works` by default.
-    Returns a warning for the user, "" for none.
+    right: whether it is right, by group and dtype; `works` by default. Returns a warning for the user, "" for none.
     """
     text, kind = "", type(optimizer)
     for group in optimizer.param_groups:
@@ -61,7 +60,7 @@ def replace_broken(optimizer: Optimizer, right: Callable[[dict[str, Any], torch.
 
 
 def dtypes_of(group: dict[str, Any]) -> list[torch.dtype]:
-    """The dtypes of a group's floating-point parameters on the CPU; a trial says nothing of others. Local."""
+    """The dtypes of a group's floating-point parameters on the CPU, for which there are trials. Local."""
     tried = {each.dtype for each in group["params"] if each.device.type == "cpu" and each.is_floating_point()}
     return sorted(tried, key=str)
 

@@ -28,7 +28,7 @@ ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.Rprop,
     torch.optim.ASGD,
 }
-"""Optimizers that treat every element alike and apart from all others, so that they work on any slice.
+"""Optimizers that update each element alike and independently of the others, so that they work on any slice.
 Add a class of your own if it is one of them."""
 
 BLOCK = 1 << 17  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
@@ -39,8 +39,8 @@ PRESENT = "optimizer.present"  # which parameters have state: after the first st
 class TorchOptimizer(FlatOptimizer):
     """The user's optimizer, or one of its class on blocks of a slice, with the user's hyperparameters in every step.
 
-    trained: the parameters that it trains, in the order of the module. Raises ArgumentError when the optimizer's state
-    is not of the parameters' shapes.
+    trained: the parameters that it trains, in the order of the module. Raises ArgumentError when its state does not
+    have the parameters' shapes.
     """
 
     def __init__(self, optimizer: Optimizer, trained: list[nn.Parameter]) -> None:
@@ -54,7 +54,7 @@ class TorchOptimizer(FlatOptimizer):
         self._work_on(None)
 
     def bind(self, parameters: Tensor | None, gradients: Tensor) -> None:
-        """Where the trained parameters and their gradients lie from now on; parameters: None where they were made."""
+        """Set the memory of the trained parameters and their gradients. parameters: None for their own memory."""
         self.widen()
         self._parameters, self._gradients = parameters, gradients
 
@@ -118,7 +118,7 @@ class TorchOptimizer(FlatOptimizer):
                     self._own.state[block] = state
 
     def _work_on(self, part: slice | None) -> None:
-        """Have an optimizer without state for the blocks of a slice, or the user's."""
+        """Use an optimizer without state on the blocks of a slice, or the user's."""
         self.part = part
         if part is None:
             self._own, self._blocks = self._user, [[each] for each in self._trained]
@@ -166,7 +166,7 @@ def slice_refusal(optimizer: Optimizer) -> str:
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """What a parameter group holds besides its parameters."""
+    """The hyperparameters of a parameter group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -182,7 +182,7 @@ def optimizer_like(optimizer: Optimizer, groups: Iterable[list[Tensor]]) -> Opti
 
 
 def block_on(device: str) -> int:
-    """How many elements are updated at a time: on a GPU all of a tensor, since every operation is a launch."""
+    """The number of elements updated at a time: on a GPU all of a tensor, since every operation is a launch."""
     return BLOCK if device == "cpu" else sys.maxsize
 
 
@@ -192,8 +192,8 @@ def _spans(parts: list[slice], part: slice, block: int) -> list[list[slice]]:
     Every parameter has one, so that what an optimizer counts for a whole parameter is counted on every rank.
     """
     spans = []
-    for place in parts:
-        start, stop = min(max(place.start, part.start), place.stop), min(place.stop, part.stop)
+    for each in parts:
+        start, stop = min(max(each.start, part.start), each.stop), min(each.stop, part.stop)
         spans.append([slice(at, min(at + block, stop)) for at in range(start, stop, block)] or [slice(start, start)])
     return spans
 
@@ -204,10 +204,10 @@ def _zeros(like: Tensor) -> Tensor:
 
 
 def _tried(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Tensor]:
-    """What the optimizer keeps for a parameter of shape TRIED: one number for each element, or one for all.
+    """The optimizer's state for a parameter of shape TRIED: one number for each element, or one for all.
 
-    Optimizers make their state in the first step, and a saved model has to look alike before and after. So an optimizer
-    of the same kind is tried out on parameters of its own, one a group, on the device of the others.
+    Optimizers make their state in the first step, but a saved model must have the same entries before and after it. So
+    an optimizer of the same kind takes a step on parameters of its own, one a group, on the same device.
     """
     kind = type(optimizer)
     trials = [nn.Parameter(torch.ones(TRIED, device=device)) for _ in optimizer.param_groups]

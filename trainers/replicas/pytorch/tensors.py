@@ -82,7 +82,7 @@ def flat_array(
 ) -> np.ndarray:
     """The elements of tensors one after the other, a copy on the host; bfloat16, which files don't know, as float32.
 
-    memory: where an array of this `name` is used again, and otherwise kept.
+    memory: an array of this `name` is used again, or added.
     """
     flat = [each.detach().reshape(-1) for each in tensors]
     dtype = functools.reduce(torch.promote_types, {each.dtype for each in flat})

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,10 +55,9 @@ class Parcel:
     """One message's memory.
 
     measures: how many numbers (float64) travel behind the head. length, dtype: of `body`, the 1-D array behind them.
-    unit: the datatype of UNIT bytes.
     """
 
-    def __init__(self, measures: int, length: int, dtype: np.dtype, unit: MPI.Datatype) -> None:
+    def __init__(self, measures: int, length: int, dtype: np.dtype) -> None:
         heads = len(Head._fields)
         self._front = _units(8 * (heads + measures))
         self._memory = np.zeros(UNIT * (self._front + _units(length * dtype.itemsize)), np.uint8)
@@ -65,7 +65,6 @@ class Parcel:
         self.measures = self._memory[8 * heads : 8 * (heads + measures)].view(np.float64)
         start = UNIT * self._front
         self.body = self._memory[start : start + length * dtype.itemsize].view(dtype)
-        self._unit = unit
 
     @property
     def head(self) -> Head:
@@ -77,11 +76,12 @@ class Parcel:
 
     def message(self, whole: bool = True) -> tuple[np.ndarray, int, MPI.Datatype]:
         """As MPI takes it; not whole: without the body. Whoever receives posts it whole."""
-        return self._memory, self._memory.size // UNIT if whole else self._front, self._unit
+        return self._memory, self._memory.size // UNIT if whole else self._front, unit_type()
 
 
+@cache
 def unit_type() -> MPI.Datatype:
-    """UNIT bytes as a datatype, which its user frees."""
+    """UNIT bytes as a datatype, the same in all calls."""
     return MPI.BYTE.Create_contiguous(UNIT).Commit()
 
 
@@ -92,31 +92,31 @@ def _units(size: int) -> int:
 class Waits:
     """The waits of one thread of this rank. All ranks make theirs in the same order.
 
-    They sleep between looks, so that ranks that compute have the cores, and raise what the topology's watch finds:
-    RankLostError, RankLeftError, CollectiveTimeoutError. clock: runs meanwhile.
+    They sleep between looks, so that ranks that compute have the cores, and raise what the topology's stall detector
+    finds: RankLostError, RankLeftError, CollectiveTimeoutError. clock: runs meanwhile.
     """
 
     def __init__(self, topology: Topology, clock: Stopwatch) -> None:
-        self._watch, self._place = topology.detector, topology.wait_record()
-        self._place.raises = True
+        self._detector, self._record = topology.detector, topology.wait_record()
+        self._record.raises = True
         self._clock = clock
 
     def until(self, done: Callable[[], bool], text: str) -> None:
         """Return when `done`, which is called again and again. text: what this rank waits for."""
         self._clock.start()
         try:
-            with self._watch.hearing():
+            with self._detector.hearing():
                 if not done():
                     self._wait(done, text)
         finally:
             self._clock.stop()
 
     def _wait(self, done: Callable[[], bool], text: str) -> None:
-        self._place.begin(NamedCall(text))
+        self._record.begin(NamedCall(text))
         try:
-            wait_until(done, meanwhile=looking(self._watch, self._place))
+            wait_until(done, meanwhile=looking(self._detector, self._record))
         finally:
-            self._place.end()
+            self._record.end()
 
     def all_of(self, requests: Sequence[MPI.Request], text: str) -> None:
         """Return when all requests are complete."""
@@ -128,7 +128,7 @@ class Waits:
 
     def forget(self) -> None:
         """There are no more waits. Local."""
-        self._watch.forget(self._place)
+        self._detector.forget(self._record)
 
 
 class Arrival(NamedTuple):
@@ -143,20 +143,20 @@ class Mailbox:
     """Local to make.
 
     comm: of servers and workers. workers: their ranks there; a worker's number is its index there.
-    measures, length, dtype, unit: of parcels, see there.
+    measures, length, dtype: of parcels, see there.
     """
 
     def __init__(
         self, comm: MPI.Intracomm, waits: Waits, workers: Sequence[int], measures: int, length: int,
-        dtype: np.dtype, unit: MPI.Datatype,
+        dtype: np.dtype,
     ) -> None:  # fmt: skip
         self._comm, self._waits, self._workers = comm, waits, list(workers)
-        self._shape = measures, length, dtype, unit
+        self._shape = measures, length, dtype
         self._slots: list[Arrival] = []
         self._requests: list[MPI.Prequest] = []
         for number, rank in enumerate(workers):
             for tag in (ASK, PUSH):
-                parcel = Parcel(measures, length if tag == PUSH else 0, dtype, unit)
+                parcel = Parcel(measures, length if tag == PUSH else 0, dtype)
                 self._slots.append(Arrival(number, tag, parcel))
                 self._requests.append(comm.Recv_init(parcel.message(), rank, tag))
         self._posted = [False] * len(self._slots)
@@ -236,19 +236,19 @@ class Client:
 
     comm: of servers and workers. servers: their ranks there. parts: the slice of the flat buffers that each holds.
     waits: of the thread that pushes. waits_ahead: of the thread that asks, which may be another one.
-    measures, dtype, unit: of parcels, see there.
+    measures, dtype: of parcels, see there.
     """
 
     def __init__(
         self, comm: MPI.Intracomm, waits: Waits, waits_ahead: Waits, servers: Sequence[int], parts: Sequence[slice],
-        measures: int, dtype: np.dtype, unit: MPI.Datatype,
+        measures: int, dtype: np.dtype,
     ) -> None:  # fmt: skip
         self._waits, self._waits_ahead = waits, waits_ahead
         self._parts = list(parts)
         lengths = [part.stop - part.start for part in parts]
-        self._questions = [Parcel(measures, 0, dtype, unit) for _ in servers]
-        self._pushes = [Parcel(measures, length, dtype, unit) for length in lengths]
-        self.replies = [Parcel(measures, length, dtype, unit) for length in lengths]
+        self._questions = [Parcel(measures, 0, dtype) for _ in servers]
+        self._pushes = [Parcel(measures, length, dtype) for length in lengths]
+        self.replies = [Parcel(measures, length, dtype) for length in lengths]
         pairs = list(zip(servers, range(len(servers)), strict=True))
         self._asks = [comm.Send_init(self._questions[index].message(), rank, ASK) for rank, index in pairs]
         self._whole = [comm.Send_init(self._pushes[index].message(), rank, PUSH) for rank, index in pairs]

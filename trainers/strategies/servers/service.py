@@ -27,7 +27,6 @@ from trainers.strategies.servers.mailbox import (
     Client,
     Mailbox,
     Waits,
-    unit_type,
 )
 from trainers.watching.meter import Tally
 
@@ -188,10 +187,8 @@ class Served(Strategy):
         self._queue = self._make_queue() if self.thread else None
         self._take_part()
         self._messages: MPI.Intracomm = topology.private()
-        self._unit = unit_type()
         self._waits = Waits(topology, self.clock)
         self._waits_beside = Waits(topology, stopwatch.make("cpu"))  # what computing hides does not count
-        shape = self._dtype, self._unit
         if rank in self.servers:
             part = self._slices[self.servers.index(rank)]
             if self._shard is None:
@@ -199,10 +196,10 @@ class Served(Strategy):
             length = part.stop - part.start
             waits = self._waits_beside if self.thread == "serve" else self._waits
             if self.mails:
-                self._mailbox = Mailbox(self._messages, waits, self.workers, self._measures, length, *shape)
+                self._mailbox = Mailbox(self._messages, waits, self.workers, self._measures, length, self._dtype)
         if self.mails and rank in self.workers:
             ends = self._messages, self._waits, self._waits_beside
-            self._client = Client(*ends, self.servers, self._slices, self._measures, *shape)
+            self._client = Client(*ends, self.servers, self._slices, self._measures, self._dtype)
         self._connected = True
 
     def _make_queue(self) -> Queue:
@@ -230,7 +227,6 @@ class Served(Strategy):
         self._leave_replica(state)
         self._waits.forget()
         self._waits_beside.forget()
-        self._unit.Free()
         self.group.topology.release(self._messages)
 
     def abandon(self) -> None:
