@@ -34,6 +34,7 @@ from allreduce.transport import chunked
 from allreduce.transport.deferred_free import free_later
 
 BackendT = TypeVar("BackendT", bound="AllReduce")
+PartT = TypeVar("PartT", bound="Topology | AllReduce")
 
 
 class Recipe(NamedTuple):
@@ -100,6 +101,7 @@ class AllReduce(ABC):
 
     def _connect(self, topology: Topology) -> None:
         """Make all that depends on the ranks; algorithms add theirs. Collective. `abandon` drops it."""
+        self._parts: list[Topology | AllReduce] = []
         self.topology = topology
         self.rank, self.size = topology.rank, topology.size
         self._engine = Engine(topology, self, self.check)
@@ -377,6 +379,8 @@ class AllReduce(ABC):
         self._engine.agree([], f"close() of {self.name}")
         self.closed = True
         self._close()
+        for part in reversed(self._parts):
+            part.close()
         self._forget()
         self.topology.release(self._comm, self)
         self._engine.close()
@@ -388,6 +392,15 @@ class AllReduce(ABC):
         self.workspace, self._pinned = Workspace(), gpu.Pinned()
         self._engine.stop()
         self._forget()
+        for part in self._parts:
+            part.abandon()
+
+    def _keep(self, part: PartT) -> PartT:
+        """`part`, a backend or topology that was made for this backend's own calls and ends with it."""
+        self._parts.append(part)
+        if isinstance(part, AllReduce):
+            part.part_of = self
+        return part
 
     def _forget(self) -> None:
         for held in (self._known, self.packed, self._layouts, self.workspace, self._pinned):
@@ -453,7 +466,7 @@ class AllReduce(ABC):
         return lambda buffer, _: self._hand_round([buffer[self.owned(buffer.size, rank)] for rank in range(self.size)])
 
     def _close(self) -> None:  # noqa: B027, most hold nothing else
-        """Free what the algorithm holds besides `_comm` and `workspace`. Collective."""
+        """Free what the algorithm holds besides `_comm`, `workspace` and what it has kept. Collective."""
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
         """Reduce a 1-D CuPy array: by way of pinned host memory, for algorithms of the CPU."""

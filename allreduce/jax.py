@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.backend import AllReduce
+from allreduce.engine.call import check_root
 from allreduce.errors import OptionError, UnavailableError, UnsupportedOpError
 
 try:
@@ -125,9 +126,7 @@ def broadcast(tree: Any, backend: AllReduce, root: int = 0) -> Any:
 
     tree: as of `all_gather`.
     """
-    if isinstance(root, bool) or not isinstance(root, int | np.integer) or not 0 <= root < backend.size:
-        raise OptionError(f"root must be a rank of this topology, 0 to {backend.size - 1}, got {root!r}")
-    return _call(tree, backend, "broadcast", int(root))
+    return _call(tree, backend, "broadcast", check_root(root, backend.size))
 
 
 @contextlib.contextmanager

@@ -84,21 +84,16 @@ class Auto(AllReduce):
         if choose is not None and not callable(choose):
             raise OptionError(f"choose must be a function of (topology, nbytes, dtype, memory), got {choose!r}")
         self._make, self._names, self._rule, self._table = make, names, choose, table
-        self._parts: dict[str, AllReduce] = {}
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
-        self._ground = topology.duplicate()  # parts are made in the middle of calls, in whichever thread those run
+        self._ground = self._keep(
+            topology.duplicate()
+        )  # parts are made in the middle of calls, in whichever thread those run
         self._choose = self._rule or rule_for(self._comm, topology, self._table, rule, self._names)
-        self._parts = {}
+        self._made: dict[str, AllReduce] = {}
         self._lacking: dict[str, str] = {}
-
-    def abandon(self) -> None:
-        super().abandon()
-        for part in self._parts.values():
-            part.abandon()
-        self._ground.abandon()
 
     def choice(self, length: int, dtype: DTypeLike = "float32", device: str = "cpu") -> tuple[str, str]:
         """The name of the backend for an array from `allocate`, and why. Local, from any thread.
@@ -106,12 +101,12 @@ class Auto(AllReduce):
         A backend that no call has needed so far may still turn out not to work here, which is said then.
         """
         parsed = dtypes.parse(dtype)
-        return self._decide(length * parsed.itemsize, parsed, GPU if device == "cuda" else ALLOCATED, self._parts.get)
+        return self._decide(length * parsed.itemsize, parsed, GPU if device == "cuda" else ALLOCATED, self._made.get)
 
     def chosen(self, array: Any) -> str:
         if array.size == 0 or self.size == 1:
             return self.name
-        return self._decide(array.nbytes, array.dtype, self._where(array), self._parts.get)[0]
+        return self._decide(array.nbytes, array.dtype, self._where(array), self._made.get)[0]
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         if device == "cuda":
@@ -135,7 +130,7 @@ class Auto(AllReduce):
         name, _ = self._decide(call.length * call.dtype.itemsize, call.dtype, call.memory, self._part)
         if call.memory == GPU and name == LAST_RESORT:
             return super()._reduce_gpu  # by way of the host, where _reduce decides again
-        part = self._parts[name]
+        part = self._made[name]
         return Trial(partial(self._try, part, part.hooks.route(call), call))
 
     def _try(self, part: AllReduce, work: Work | Trial, call: Call, buffer: Any, op: Op) -> Work | Trial:
@@ -153,7 +148,7 @@ class Auto(AllReduce):
         if call.length == 0 or self.size == 1 or call.memory == GPU:
             return None
         name, _ = self._decide(call.length * call.dtype.itemsize, call.dtype, call.memory, self._part)
-        return self._parts[name].hooks.finding(call)
+        return self._made[name].hooks.finding(call)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         self._route(Call("all_reduce", buffer.size, buffer.dtype, op.name, self._memory(buffer)))(buffer, op)
@@ -174,19 +169,13 @@ class Auto(AllReduce):
 
     def _part(self, name: str) -> AllReduce | None:
         """The backend called `name`, made at its first use; None when it can't work here. Collective then."""
-        if name not in self._parts and name not in self._lacking:
+        if name not in self._made and name not in self._lacking:
             try:
-                part = self._parts[name] = self._make(name, self._ground)
-                part.part_of = self
+                self._made[name] = self._keep(self._make(name, self._ground))
             except UnavailableError as error:
                 self._lack(name, error)
-        return None if name in self._lacking else self._parts[name]
+        return None if name in self._lacking else self._made[name]
 
     def _lack(self, name: str, error: UnavailableError) -> None:
         self._lacking[name] = str(error)
         notices.once(self.rank, f'"auto" does without "{name}": {error}')
-
-    def _close(self) -> None:
-        for part in self._parts.values():
-            part.close()
-        self._ground.close()

@@ -16,7 +16,7 @@ from allreduce import notices
 from allreduce.arrays.chunks import binomial, chunk, segments
 from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce, TwoPhase
+from allreduce.backend import TwoPhase
 from allreduce.engine.call import check_root
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
@@ -43,7 +43,6 @@ class Central(TwoPhase):
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self.tag)
         self._windows: list[SharedSegment] = []
-        self._made: list[Topology | AllReduce] = []
         self._inside: Central | None = None  # of this node, where nodes have several ranks
         self._across: Central | None = None  # of the ranks that have their nodes' sums
         if 1 < topology.nodes < topology.size:
@@ -51,25 +50,14 @@ class Central(TwoPhase):
 
     def _divide(self, topology: Topology) -> None:
         """Make the parts inside of nodes and across them."""
-        inside = topology.inside()
+        inside = self._keep(topology.inside())
         places = np.flatnonzero(all_values(inside.world, self.rank == self.root, ROOT))
         leader = int(places[0]) if places.size else 0
-        leaders = topology.split(int(inside.rank != leader), ranks_per_node=1)
-        self._made = [inside, leaders]
-        self._inside = self._part(inside, leader)
+        leaders = self._keep(topology.split(int(inside.rank != leader), ranks_per_node=1))
+        self._inside = self._keep(Central(inside, root=leader, check="never"))
         if inside.rank == leader:
-            self._across = self._part(leaders, all_values(leaders.world, self.rank == self.root, ROOT).index(True))
-
-    def _part(self, topology: Topology, root: int) -> "Central":
-        part = Central(topology, root=root, check="never")
-        part.part_of = self
-        self._made.append(part)
-        return part
-
-    def abandon(self) -> None:
-        super().abandon()
-        for part in self._made:
-            part.abandon()
+            root = all_values(leaders.world, self.rank == self.root, ROOT).index(True)
+            self._across = self._keep(Central(leaders, root=root, check="never"))
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         return slice(0, length if (self.rank if rank is None else rank) == self.root else 0)
@@ -96,8 +84,6 @@ class Central(TwoPhase):
     def _close(self) -> None:
         """Let go of the memory; an array that is still in use keeps its own."""
         self._windows.clear()
-        for part in reversed(self._made):
-            part.close()
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         window = self.find(buffer)

@@ -43,15 +43,15 @@ class HierarchicalCopy(TwoPhase):
         cross: str = "ring",
         check: str = "first",
     ) -> None:
-        self._made: list[Topology | AllReduce] = []
-        self._make, self._parts = make, (node, cross)
+        self._make, self._names = make, (node, cross)
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
-        make, (node, cross) = self._make, self._parts
-        inside, across = topology.inside(), topology.across()
-        self._made = [inside, across] if across else [inside]
+        make, (node, cross) = self._make, self._names
+        inside, across = self._keep(topology.inside()), topology.across()
+        if across:
+            self._keep(across)
         try:
             self._node = together(self._comm, lambda: _two_phase(node, self._keep(make(node, inside))))
             self._cross = together(self._comm, lambda: self._keep(make(cross, across)) if across else None)
@@ -62,16 +62,6 @@ class HierarchicalCopy(TwoPhase):
         self._leaders_only = topology.leaders_only
         self._ranks_inside = all_values(inside.world, self.rank, "learn the ranks of this node")
         self._transfer = Transfer(self._comm, self.workspace, self.tag)
-
-    def abandon(self) -> None:
-        super().abandon()
-        for part in self._made:
-            part.abandon()
-
-    def _keep(self, part: AllReduce) -> AllReduce:
-        self._made.append(part)
-        part.part_of = self
-        return part
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """This rank's share of the buffer among the ranks of its node; nodes hold the same. rank: a node rank."""
@@ -147,10 +137,6 @@ class HierarchicalCopy(TwoPhase):
         self._across(sums, buffer, op)
         for rank, part in slices:
             self._transfer.send(buffer[part], rank)
-
-    def _close(self) -> None:
-        for part in reversed(self._made):
-            part.close()
 
 
 def _two_phase(name: str, backend: AllReduce) -> TwoPhase:

@@ -65,12 +65,12 @@ def test_choice_is_what_reduces(nodes: int | None, topology_of: Callable[..., al
         assert why
         foreign = np.ones(1 << 20, "float32")
         assert reduce.chosen(foreign) in ("shared", "ring", "hierarchical_copy")
-        assert not reduce._parts  # type: ignore[attr-defined]  # nobody else is needed for an answer
+        assert not reduce._made  # type: ignore[attr-defined]  # nobody else is needed for an answer
         array = reduce.allocate(1 << 20, "float32")
         reduce(array, "sum")
         assert (name, why) == reduce.choice(array.size, array.dtype)  # type: ignore[attr-defined]
         assert reduce.chosen(array) == name
-        assert name in reduce._parts  # type: ignore[attr-defined]
+        assert name in reduce._made  # type: ignore[attr-defined]
 
 
 @several
@@ -96,7 +96,7 @@ def test_own_rule(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
 
     with allreduce.create("auto", flat, choose=choose) as reduce:
         run_grid(reduce, "float64", world, (0, 1, 1000))
-        made = reduce._parts  # type: ignore[attr-defined]
+        made = reduce._made  # type: ignore[attr-defined]
         assert {"reduce_to_one", "halving_doubling"} <= set(made)
     assert len(asked) < 100  # once for each signature, not in every call
 

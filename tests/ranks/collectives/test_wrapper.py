@@ -88,7 +88,7 @@ def test_nothing_is_left_to_the_base() -> None:
     """A method that a backend gets later is forwarded too, or it would work on what the wrapper does not have."""
     own = {"close", "abandon", "__init__", "__enter__", "__exit__"}  # those that end or begin the wrapper
     # Called in the backend by methods that are forwarded.
-    inside = {"_connect", "_close", "_close_together", "_forget", "_where", "_say_copies"}
+    inside = {"_connect", "_keep", "_close", "_close_together", "_forget", "_where", "_say_copies"}
     inside |= {"_prepared", "_admit_reduction", "_admit_rows", "_add_rows", "_hand_round", "_gathering"}
     inside |= {"_scatter_gpu", "_gather_gpu", "_to_gpu", "_scatter_rounded", "_reduce_gpu"}
     inside |= {"_allocate", "_memory", "_place", "_route", "_finding", "tag"}  # and by way of `hooks`
