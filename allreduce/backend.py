@@ -297,10 +297,10 @@ class AllReduce(ABC):
         layout = self._admit_tree(kind, structure, arrays, op, changes)
         found: list[Any] = [None] * len(arrays)
         for group in layout.groups:
-            buffer = self._packing(group)
-            group.pack(arrays, buffer)
             parts = [part for _, part, _ in group.places] if self.by_array else [slice(None)]
             with self._engine.working_on(layout):
+                buffer = self._packing(group)
+                group.pack(arrays, buffer)
                 if kind == "stack":
                     buffer = self.stack(buffer)
                 elif kind == "broadcast":

@@ -76,7 +76,7 @@ class Auto(AllReduce):
         topology: Topology,
         *,
         make: Callable[[str, Topology], AllReduce],
-        names: Collection[str] = (),
+        names: Collection[str],
         table: str | os.PathLike[str] | None = None,
         choose: Rule | None = None,
         check: str = "first",
@@ -88,9 +88,8 @@ class Auto(AllReduce):
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
-        self._ground = self._keep(
-            topology.duplicate()
-        )  # parts are made in the middle of calls, in whichever thread those run
+        # Parts are made in the middle of calls, in whichever thread those run: they have a topology of their own.
+        self._ground = self._keep(topology.duplicate())
         self._choose = self._rule or rule_for(self._comm, topology, self._table, rule, self._names)
         self._made: dict[str, AllReduce] = {}
         self._lacking: dict[str, str] = {}
@@ -118,7 +117,8 @@ class Auto(AllReduce):
         if part is not None:
             try:
                 array = part.hooks.allocate(length, dtype, device)
-                self._memory = part.hooks.memory  # type: ignore[method-assign,assignment]  # the part knows its arrays
+                self._memory = part.hooks.memory  # type: ignore[method-assign,assignment]  # without a frame between
+                self.__dict__.pop("hooks", None)  # has the method of before
                 return array
             except UnavailableError as error:
                 notices.once(self.rank, f'"auto" allocates ordinary memory, so "{name}" will copy: {error}')

@@ -60,7 +60,9 @@ class HierarchicalCopy(TwoPhase):
             raise
         self.copies_foreign = self._node.copies_foreign
         self._leaders_only = topology.leaders_only
-        self._ranks_inside = all_values(inside.world, self.rank, "learn the ranks of this node")
+        self._ranks_inside: list[int] = []
+        if self._leaders_only:
+            self._ranks_inside = all_values(inside.world, self.rank, "learn the ranks of this node")
         self._transfer = Transfer(self._comm, self.workspace, self.tag)
 
     def owned(self, length: int, rank: int | None = None) -> slice:

@@ -1,7 +1,7 @@
 """The command `doctor`: its options, the checks of all ranks, its progress, and its report.
 
-A check gathers the facts that one rank can find out, and judges the facts of all ranks (`CHECKS`). An error in
-gathering on one rank is a finding too, so no rank waits for it.
+A check gathers facts on each rank, and judges the facts of all ranks (`CHECKS`). An error in gathering on one rank is a
+finding too, so no rank waits for it.
 """
 
 import argparse
@@ -49,6 +49,7 @@ class Check(NamedTuple):
     area: str  # the heading of its findings
     gather: Callable[[Topology, str], Any]  # this rank's facts; given the host name of rank 0
     judge: Callable[[Sequence[Rank], Needs], Iterable[Finding]]  # pure; Rank.facts are those of this check
+    collective: bool = False  # `gather` is collective, so its error is no fact of one rank: it ends the examination
 
 
 CHECKS = {
@@ -58,7 +59,7 @@ CHECKS = {
     "gpus": Check("GPUs", host.gather_gpus, host.judge_gpus),
     "versions": Check("versions", host.gather_versions, host.judge_versions),
     "network": Check("network", network.gather, network.judge),
-    "clocks": Check("clocks", network.compare_clocks, network.judge_clocks),
+    "clocks": Check("clocks", network.compare_clocks, network.judge_clocks, collective=True),
 }
 FAILED = "failed"  # in place of the facts of a check that failed
 
@@ -115,6 +116,8 @@ def examine(topology: Topology, needs: Needs, seconds: float, tell: Tell) -> Exa
 
 def _gathered(check: Check, topology: Topology, first: str) -> Any:
     """The facts of a check on this rank, or its error: the other ranks wait for this one."""
+    if check.collective:
+        return check.gather(topology, first)
     try:
         return check.gather(topology, first)
     except Exception as error:

@@ -166,7 +166,10 @@ def _all_done(everyone: Topology, done: bool) -> bool:
     programs, when `everyone` is closed.
     """
     outcome = attempt(everyone, partial(_tell_done if done else _hear_done, everyone))
-    return not everyone.closed and everyone.finished(outcome.failure is None)
+    if everyone.closed or not everyone.finished(outcome.failure is None):
+        return False
+    outcome.result()
+    return True
 
 
 def _tell_done(everyone: Topology) -> None:

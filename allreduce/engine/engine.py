@@ -47,8 +47,8 @@ SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5  # how a rank wait
 class Quiet:
     """Work in which NumPy can raise and warn of nothing.
 
-    argument: what `run` gets in the place of the Op, if it is given. fixed: makes of an array that is bound what `run`
-    takes in its place.
+    argument: what `run` gets in the place of the Op, if it is given. fixed: converts a bound array, once, to the
+    argument that `run` takes in its place.
     """
 
     run: Callable[[Any, Any], object]
@@ -74,8 +74,8 @@ class Admitted:
 
     work: does it; its second argument is `argument`. fingerprint: of the call, the tree and the place. tree: whose
     arrays are in the buffer, if it is one. find: tells where a buffer lies in memory from `allocate`, where the ranks
-    must compare that too. place: what it told. settling: called when `work` is what it stays; None from then on. fixed:
-    as that of Quiet. rounds: see Slot.
+    must compare that too. place: what it told. settling: functions to call once `work` is final; None afterwards.
+    fixed: as that of Quiet. rounds: see Slot.
     """
 
     __slots__ = ("argument", "call", "find", "fingerprint", "fixed", "place", "rounds", "settling", "tree", "work")
@@ -141,7 +141,8 @@ class Engine:
         self._tree: Layout | None = None  # whose arrays the calls of one thread work on,
         self._tree_thread = 0  # this one
         self._finds = False  # whether any call has `find`; then `run` looks for it, as for a tree
-        self._parts: dict[tuple[int, int], Admitted] = {}  # the calls that have worked on trees
+        self._of_trees: dict[tuple[int, int], Admitted] = {}  # records of the calls that have worked on trees
+        self._agreeing = () if self._slot is None else self._slot.rounds(AGREEING)
 
     # Admission
 
@@ -218,15 +219,14 @@ class Engine:
     def prepare(self, admitted: Admitted, bound: list[Any] | None = None) -> Callable[..., None]:
         """A function that does a call's work on a 1-D array, when all ranks have come to the same call. Local.
 
-        bound: holds the array on which it works; its caller gives none then. All that stays the same from call to call
-        is at hand in the function: it is all that stands between a user's small call and MPI.
+        bound: holds the array on which it works; its caller gives none then. The function reads as few attributes as it
+        can: a small call spends its time here.
         """
         wait, slot, comparison, looks, ident = self.wait, self._slot, self._comparison, self._looks, get_ident
         place = 0 if slot is None else slot.place
 
-        def run(flat: Any = None, call: Admitted = admitted) -> None:
-            if ident() != self._thread:
-                call = self._part(call, flat)
+        def run(flat: Any = None) -> None:
+            call = admitted if ident() == self._thread else self._specific(admitted, flat)
             if wait.call is not None or self.stopped:
                 self.refuse()
             try:
@@ -243,7 +243,7 @@ class Engine:
                         self._rendezvous(words, mine, call)
                 elif comparison is not None:
                     comparison.agree(call)
-                call.work(flat if bound is None else bound[0], call.argument)
+                admitted.work(flat if bound is None else bound[0], admitted.argument)
             except BaseException as error:
                 self._break_off(call, error, flat if bound is None else bound[0])
                 raise
@@ -274,8 +274,10 @@ class Engine:
     def working_on(self, tree: Layout) -> Iterator[None]:
         """Inside, this thread's calls work on arrays of `tree`, which has to be alike on all ranks too. Local.
 
-        Plain calls don't look for it: it is found as another thread is.
+        Plain calls don't look for it: it is found as another thread is. Raises OptionError while another thread calls.
         """
+        if self.wait.call is not None:
+            self.refuse()
         self._tree, self._tree_thread, self._thread = tree, get_ident(), 0
         try:
             yield
@@ -286,20 +288,22 @@ class Engine:
         self._thread = get_ident() if self._tree is None and not self._finds else 0
         abort.communicates()
 
-    def _part(self, call: Admitted, flat: Any) -> Admitted:
-        """`call`, or the one that works on the tree of this thread, or at the place of `flat`."""
+    def _specific(self, admitted: Admitted, flat: Any) -> Admitted:
+        """The record to compare: `admitted`, or of the tree on which this thread works, or of the place of `flat`.
+
+        It says what the call is; its work stays that of `admitted`.
+        """
         self._notice_thread()
         tree = self._tree if self._tree_thread == get_ident() else None
-        if call.find is not None:
-            return Admitted(self._slot, call.call, call.argument, call.work, tree, place=call.find(flat))
+        if admitted.find is not None:
+            place = admitted.find(flat)
+            return Admitted(self._slot, admitted.call, admitted.argument, nothing, tree, place=place)
         if tree is None:
-            return call
-        key = call.fingerprint, tree.number
-        if key not in self._parts:
-            self._parts[key] = Admitted(self._slot, call.call, call.argument, call.work, tree)
-        part = self._parts[key]
-        part.work, part.argument = call.work, call.argument
-        return part
+            return admitted
+        key = admitted.fingerprint, tree.number
+        if key not in self._of_trees:
+            self._of_trees[key] = Admitted(self._slot, admitted.call, None, nothing, tree)
+        return self._of_trees[key]
 
     def tag(self) -> int:
         """The tag of messages of the call that is under way.
@@ -325,7 +329,7 @@ class Engine:
             wait.begin(said)
             if self._slot is not None:
                 self._met += 1
-                words, mine, _ = self._slot.rounds(AGREEING)[self._met & NUMBER]
+                words, mine, _ = self._agreeing[self._met & NUMBER]
                 words[self._slot.place] = mine
                 self._rendezvous(words, mine, said, error)
             agree(self._control, values, text, error)
@@ -361,6 +365,7 @@ class Engine:
         """Refuse all calls from now on. Local."""
         self.stopped = True
         self._agreed.clear()
+        self._of_trees.clear()
 
     def close(self) -> None:
         """Give the communicator and the part of the fingerprint table back. Collective."""

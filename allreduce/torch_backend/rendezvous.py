@@ -86,7 +86,7 @@ def rendezvous(url: str, timeout: timedelta, original: Handler) -> Iterator[Foun
 def store_of_rank_0(topology: Topology, timeout: timedelta) -> dist.Store:
     """The store of rank 0, a TCPStore on the first of its addresses that every node reaches. Collective."""
     world = topology.world
-    listeners = together(world, lambda: _listeners(topology.nodes == 1) if topology.rank == 0 else [])
+    listeners = together(world, lambda: _listeners(topology.host.size == topology.size) if topology.rank == 0 else [])
     try:
         mine = [_address(each) for each in listeners]
         addresses: list[tuple[str, int]] = root_value(world, mine, "learn where rank 0's store can be")

@@ -42,7 +42,7 @@ class Traffic:
 
 
 class CountedComm(MPI.Intracomm):
-    """Counts point-to-point messages; of collectives Allreduce and Bcast, as a ring and a chain would send them.
+    """Counts point-to-point messages; of collectives Allreduce and broadcasts, as a ring and a chain would send them.
 
     Duplicates and parts of it count too. What ranks write into memory that they share is no message.
     """
@@ -93,11 +93,18 @@ class CountedComm(MPI.Intracomm):
             self._count(recvbuf, (self.rank + 1) % self.size, 2 * (self.size - 1) / self.size)
         super().Allreduce(sendbuf, recvbuf, *args, **options)
 
-    def Bcast(self, buf: Any, root: int = 0) -> None:  # noqa: N802
+    def _count_broadcast(self, buf: Any, root: int) -> None:
         following = (self.rank + 1) % self.size
         if following != root:
             self._count(buf, following)
+
+    def Bcast(self, buf: Any, root: int = 0) -> None:  # noqa: N802
+        self._count_broadcast(buf, root)
         super().Bcast(buf, root)
+
+    def Ibcast(self, buf: Any, root: int = 0) -> Any:  # noqa: N802
+        self._count_broadcast(buf, root)
+        return super().Ibcast(buf, root)
 
 
 class _CountedRequest(MPI.Prequest):

@@ -340,6 +340,7 @@ def test_defaults_depend_on_the_data() -> None:
     assert parse(["--optimizer", "momentum"], True).lr == 0.05
     assert parse(["--hidden", "none"], True).hidden == ()
     assert parse(["--ranks-per-node", "2"], True).ranks_per_node == 2
+    assert parse(["--spares", "0"], True).spares == 0  # none needs no --on-failure
 
 
 @pytest.mark.parametrize(

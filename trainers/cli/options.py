@@ -414,8 +414,11 @@ def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
 
 def _check_needs(option: Option, options: argparse.Namespace) -> None:
     """Raise ArgumentError when an option was given without what it needs."""
-    given = option.given(getattr(options, option.name))
-    needs = ({"strategy": option.strategies} if option.strategies else {}) | dict(option.needs)
+    value = getattr(options, option.name)
+    given = option.given(value)
+    needs = {"strategy": option.strategies} if option.strategies else {}
+    if value != 0:  # none of something needs nothing
+        needs |= option.needs
     for name, values in needs.items():
         found = getattr(options, name) or (BY_NAME[name].default if values else None)
         if found is None:

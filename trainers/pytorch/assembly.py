@@ -91,6 +91,7 @@ class Assembly:
 
     def _make_parts(self, group: OptimizerGroup, steps: int) -> None:
         topology, options, optimizer, model = self.topology, self.options, self.optimizer, self.model
+        self.buffers.forget()  # of a step that a failed rank has interrupted
         comm = topology.private()
         number = group.enter(comm)
         self._made.callback(group.leave, number)
@@ -235,7 +236,7 @@ class Assembly:
         def commit() -> None:
             take()
             self.reducer.steps = steps
-            self.slices_lost = self.options.update == "sharded" and whole is None
+            self.slices_lost = self.sharded is not None and whole is None
             if whole is None:
                 return
             self._whole, self.reducer.steps = whole, whole.steps

@@ -55,12 +55,13 @@ def regroup(group: OptimizerGroup) -> RankLostError:
     Collective over all ranks that are left, which have agreed that a rank has failed (Topology.finished).
     """
     members = {number: member for number, member in sorted(group.members.items()) if not member.closed}
+    before = processes.world_ranks(group.topology.world)  # asked now: the recovery frees this communicator
     newest = partial(recover, repair=partial(_newest_states, members))
     heir = retry(newest(group.topology), partial(_rebuilt, members), newest)
-    before, left = group.topology, processes.world_ranks(heir.topology.world)
+    left = processes.world_ranks(heir.topology.world)
     group.replace(heir)
-    lost = tuple(rank for rank, number in enumerate(processes.world_ranks(before.world)) if number not in left)
-    error = _error_of(lost, before.size, members)
+    lost = tuple(rank for rank, number in enumerate(before) if number not in left)
+    error = _error_of(lost, len(before), members)
     for member in members.values():
         member.recovered()
     return error

@@ -34,8 +34,9 @@ from trainers.state.adopt import Piece, newest
 from trainers.state.backup import Backup
 
 PARAMETER = ""  # the name of a parameter among the tensors of its state, in a piece
-TEXT = "entries"  # the name of a piece's JSON: [parameter, offset, length, values]; tensors have numbers as names
-TEXT_BYTES = 1024  # its length is a multiple of this
+# The arrays of a piece: JSON, for each block [parameter, offset, length, values], and the bytes of all its tensors.
+TEXT, DATA = "entries", "data"
+TEXT_BYTES = 1024  # the length of the JSON is a multiple of this
 SCALARS = {"step", "eta", "mu", "mu_product"}  # state that is not elementwise, also of a parameter of no dimension
 
 
@@ -233,8 +234,8 @@ class ShardedOptimizer:
             tensors += elementwise.values()
         text = json.dumps(to_json(entries)).encode()
         text = text.ljust(-(-len(text) // TEXT_BYTES) * TEXT_BYTES)  # counters grow, and the backup's memory stays
-        arrays = {str(number): as_bytes(each.contiguous()) for number, each in enumerate(tensors)}
-        return {TEXT: np.frombuffer(text, np.uint8), **arrays}
+        packed = [as_bytes(each.contiguous()) for each in tensors]  # one array: a backup sends each array by itself
+        return {TEXT: np.frombuffer(text, np.uint8), DATA: np.concatenate(packed or [np.empty(0, np.uint8)])}
 
     @torch.no_grad()
     def join(self, comm: MPI.Intracomm, pieces: list[Piece]) -> Whole | None:
@@ -246,18 +247,20 @@ class ShardedOptimizer:
         state: list[dict[str, Any]] = [{} for _ in parameters]
         for piece in found.pieces:
             entries = from_json(json.loads(piece.rest[TEXT].tobytes()))
-            arrays = (array for name, array in piece.rest.items() if name != TEXT)
+            data = piece.rest[DATA]
             for at, offset, length, values in entries:
                 for key, value in values.items():
                     if not isinstance(value, torch.dtype):
                         state[at][key] = value
                         continue
-                    flat = state[at].setdefault(key, torch.empty(parameters[at].numel(), dtype=value))
-                    as_bytes(flat[offset : offset + length])[:] = next(arrays)
+                    if key not in state[at]:
+                        state[at][key] = torch.empty(parameters[at].numel(), dtype=value)
+                    part = as_bytes(state[at][key][offset : offset + length])
+                    part[:], data = data[: part.size], data[part.size :]
         for own, parameter in zip(state, parameters, strict=True):
             for key, value in own.items():
                 if isinstance(value, Tensor) and value.dim():
-                    own[key] = shaped(value, 0, parameter).to(parameter.device, copy=True)
+                    own[key] = shaped(value, 0, parameter).to(parameter.device)
         return Whole(found.step, [own.pop(PARAMETER, each) for own, each in zip(state, parameters, strict=True)], state)
 
     def as_plain(self, gathered: list[dict[str, Any]]) -> dict[str, Any]:

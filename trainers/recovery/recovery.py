@@ -227,11 +227,17 @@ class Recovery:
             if not self._continues:
                 call.keep()
 
-        try:
-            topology = recover(topology, repair, partial(self._advance, admit))
-        finally:
+        def end() -> None:
             strategy.commit()
             self._note(before, during, time.monotonic() - begin)
+
+        try:
+            topology = recover(topology, repair, partial(self._advance, admit))
+        except Exception as error:
+            if everywhere(error, strategy.group.topology.world):  # the ranks go on; it is the call that has failed
+                end()
+            raise
+        end()
         if not self._continues:
             why = self.failures[-1] if self.failures else f"ranks did not come together in {during}, but none is lost"
             raise known(RankLostError(f'{why}; the job stops (on_failure="stop")'), topology.world)

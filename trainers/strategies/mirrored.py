@@ -309,10 +309,12 @@ class Mirrored(Strategy):
         updated = any(piece.first > self.steps for piece in self.saved or [])
         own = [self.steps, self._last.tolist(), self._fresh.tolist(), updated]
         self._ended = all_values(self.group.comm, own, ADOPT)
-        done = adopt(self, self.saved or [], self._length)
-        if not done:
-            self.steps = max(steps for steps, *_ in self._ended)
-        self._ended = []
+        try:
+            done = adopt(self, self.saved or [], self._length)
+            if not done:
+                self.steps = max(steps for steps, *_ in self._ended)
+        finally:
+            self._ended = []
         self.update.count_steps(self.steps)
         return done
 

@@ -48,6 +48,9 @@ class CheckGradients(Callback):
         trainer.replica.undoable |= self.on_bad == "skip"
         self._made = None
 
+    def on_ranks_change(self) -> None:
+        self._made = None  # the backend is another one
+
     @property
     def _check(self) -> GradientCheck:
         """Made in the first step: a rank that joins has no backend before, which knows the dtype that is sent."""

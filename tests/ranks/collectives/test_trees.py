@@ -1,5 +1,7 @@
 """Lists, tuples and dicts of arrays in the backends' calls."""
 
+import threading
+import time
 from collections import namedtuple
 from collections.abc import Callable, Generator
 from functools import partial
@@ -33,6 +35,33 @@ def tree() -> dict:
     back = {"b": [np.full(3, rank, "float64"), None], "a": (whole, whole[:, ::2].copy(order="F")[::-1])}
     back["pair"] = Pair(np.array(rank + 1, "float32"), np.zeros((0, 2), "int32"))
     return dict(reversed(back.items())) if rank % 2 else back  # the order in which keys came is no matter
+
+
+@pytest.mark.parametrize("kind", ["stack", "reduced"])
+def test_a_refused_thread_leaves_the_other_one_its_result(reduce: AllReduce, kind: str) -> None:
+    """Rank 0 waits for the others in one thread; a second one comes with a tree of the same layout."""
+    if size == 1:
+        pytest.skip("one rank waits for nobody")
+    call = partial(reduce.stack) if kind == "stack" else partial(reduce.reduced, op="sum")
+    own = {"a": np.full(3, rank + 1.0)}
+    call(own)
+    results = []
+    if rank == 0:
+        thread = threading.Thread(target=lambda: results.append(call(own)))
+        thread.start()
+        while reduce._engine.wait.call is None:
+            time.sleep(0.01)
+        with pytest.raises(errors.OptionError, match="while another thread"):
+            call({"a": np.full(3, 100.0)})
+        for other in range(1, size):
+            MPI.COMM_WORLD.send(None, other)
+        thread.join()
+    else:
+        MPI.COMM_WORLD.recv(source=0)
+        results.append(call(own))
+    expected = np.arange(1.0, size + 1)
+    found = results[0]["a"]
+    assert (found == (expected[:, None] if kind == "stack" else expected.sum())).all()
 
 
 def test_values(reduce: AllReduce) -> None:

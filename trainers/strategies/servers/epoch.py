@@ -137,7 +137,10 @@ class Dealer:
         self._outstanding: list[Read] = []  # the oldest first
 
     def deal(self, worker: int, version: int) -> int | None:
-        """The next part, for a worker that gets the parameters of `version`; END, or None: it has to wait."""
+        """The next part, for a worker that gets the parameters of `version`.
+
+        NO_PART when there are no more, None when the worker has to wait.
+        """
         if not self._left:
             return NO_PART
         if self.rests(worker):
