@@ -47,8 +47,8 @@ class Recipe(NamedTuple):
 class Hooks(NamedTuple):
     """What a backend does inside of a call, for backends that are made of it and wrappers around it.
 
-    Nothing is checked or agreed on here: the call that goes on has done that. Each is a method that an algorithm
-    writes, or has from AllReduce, where it is described.
+    They check nothing and agree on nothing: the caller's own call has done both before. Each is a method that the
+    algorithm writes, or inherits from AllReduce, where its docstring is.
     """
 
     allocate: Callable[[int, np.dtype, str | None], Any]

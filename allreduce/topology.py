@@ -306,7 +306,7 @@ class Topology:
         """A duplicate of `world` on which its user's messages are its own. Collective; owned here.
 
         user: closed before the communicator when the topology is closed.
-        wait: where agreements on it wait; a place of its own when none is given.
+        wait: the wait record of agreements on it; a record of its own when none is given.
         """
         self.check_open()
         if user is not None and user not in self._users:
@@ -326,11 +326,11 @@ class Topology:
             self._users.remove(user)
 
     def wait_record(self) -> WaitRecord:
-        """A place in which a user's calls wait for other ranks. All ranks ask for theirs in the same order."""
+        """A record of a user's waits for other ranks. Collective: all ranks make their records in the same order."""
         return self.detector.wait_record(self.number())
 
     def own(self, comm: MPI.Comm, watch: bool = False) -> MPI.Intracomm:
-        """Free a communicator in the end. Local. watch: waits on it are in a place of their own."""
+        """Free a communicator in the end. Local. watch: waits on it have a record of their own."""
         assert isinstance(comm, MPI.Intracomm)
         with self._guard:
             self._owned.append(comm)
@@ -346,8 +346,8 @@ class Topology:
             self.let_go(user)
         with self._guard:
             self._owned.remove(comm)
-        if (place := record_of(comm)) is not None:
-            self.detector.forget(place)
+        if (wait := record_of(comm)) is not None:
+            self.detector.forget(wait)
         comm.Free()
 
     def once(self, kind: Callable[["Topology"], KindT]) -> KindT:

@@ -2,8 +2,8 @@
 
 Each rank finishes its own chunk from all ranks' buffers, in blocks that fit its cache, and writes the result to all of
 them. Steps: 2 barriers. Messages: none. Memory traffic: 2 n S a node. Arrays from `allocate` lie in a file in memory
-that all ranks map. Other arrays are reached by the system's calls (messages/reach.py), at the cost of one more copy in
-the cache; where those are forbidden they go through a small stage (messages/stage.py), which costs two.
+that all ranks map. Other arrays are reached by CMA (transport/cma.py), at the cost of one more copy in the cache; where
+the system forbids CMA they go through a small staging buffer (transport/shared_segment.py), at the cost of two.
 T. Hoefler et al.: MPI + MPI: a new hybrid approach to parallel programming with MPI plus shared memory, 2013.
 """
 

@@ -28,8 +28,8 @@ Advance = Callable[[Topology], Topology]
 class Outcome(Generic[ResultT]):
     """How a collective action has ended on this rank.
 
-    results: its result, if there is one. error: what it has raised. failure: the failed rank that the error tells of;
-    None when all ranks raise the error.
+    results: the result, in a tuple because it may be None; empty after an error. error: the error that it raised.
+    failure: the failed rank that the error tells of; None when all ranks raise the error.
     """
 
     results: tuple[ResultT, ...] = ()

@@ -20,7 +20,7 @@ USERS = 64  # of one topology at a time; any more do without
 TURNS = 2
 
 
-# The part of the table in which ranks meet, what this rank writes there, and all of it when all have written the same.
+# A part of the table, the number that this rank writes there, and the part's bytes when all ranks wrote that number.
 Round = tuple[memoryview, int, bytes]
 
 
@@ -36,9 +36,9 @@ class Slot(NamedTuple):
     turns: tuple[memoryview, memoryview]
     place: int
 
-    def rounds(self, word: int) -> list[Round]:
-        """What a rank writes in calls of this fingerprint: for each sequence number, at hand so that it costs least."""
-        numbered = [(self.turns[number % TURNS], word | number) for number in range(NUMBER + 1)]
+    def rounds(self, fingerprint: int) -> list[Round]:
+        """The round of calls with this fingerprint, for each sequence number. Made once: small calls must be quick."""
+        numbered = [(self.turns[number % TURNS], fingerprint | number) for number in range(NUMBER + 1)]
         return [(words, mine, mine.to_bytes(8, sys.byteorder) * len(words)) for words, mine in numbered]
 
 

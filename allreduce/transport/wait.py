@@ -94,7 +94,7 @@ class WaitRecord:
 class Watcher(Protocol):
     """Looks at the waits on communicators, and ends those that would last for ever: health's stall detector.
 
-    place: a new record, looked at until `forget`. hearing: what MPI raises inside when a rank has failed becomes a
+    wait_record: a new record, looked at until `forget`. hearing: inside, MPI's error about a failed rank becomes a
     RankLostError. check: raises it when a rank has failed, at no cost. look: at all records; raises `wait`'s error.
     """
 

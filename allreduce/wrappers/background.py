@@ -18,7 +18,7 @@ from allreduce.transport.control import on_all
 from allreduce.wrappers.wrapper import Wrapper
 
 
-def crowded(topology: Topology) -> bool:
+def oversubscribed(topology: Topology) -> bool:
     """True where some node has no core to spare for a second thread of each of its ranks. Collective."""
     return not on_all(topology.world, topology.cores >= 2 * topology.sharing, "see whether cores are to spare")
 

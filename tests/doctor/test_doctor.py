@@ -9,7 +9,7 @@ from allreduce import __main__ as command_line
 from allreduce.doctor import command
 from allreduce.doctor.findings import OK, PROBLEM, WIDTH, Finding, count, exit_code, report, spans, summary
 from allreduce.doctor.pairs import Results
-from allreduce.errors import OptionError
+from allreduce.errors import OptionError, RankLeftError
 from tests import launch
 from tests.conftest import JobRunner, in_one_job
 from tests.doctor.doctor_ranks import NEEDS, cluster, measured, worse
@@ -48,6 +48,17 @@ def test_a_look_that_failed_is_a_finding_and_the_others_are_judged() -> None:
         each.facts["cores"] = {command.FAILED: "OSError: x"}
     findings = command.judge(everywhere, NEEDS, Results([], []))
     assert "failed on ranks 0-1: OSError: x" in [finding.text for finding in findings]
+
+
+def test_an_error_of_a_collective_check_is_no_finding_of_one_rank() -> None:
+    """The other ranks may wait for this one in it: its error ends the examination."""
+
+    def fails(*_: object) -> None:
+        raise RankLeftError("rank 1 has left")
+
+    with pytest.raises(RankLeftError):
+        command._gathered(command.CHECKS["clocks"]._replace(gather=fails), None, "host0")  # type: ignore[arg-type]
+    assert command.FAILED in command._gathered(command.CHECKS["mpi"]._replace(gather=fails), None, "host0")  # type: ignore[arg-type]
 
 
 def test_report() -> None:

@@ -16,7 +16,7 @@ from allreduce.errors import ClosedError, OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, known
 from allreduce.transport.processes import world_ranks
-from allreduce.wrappers.background import crowded
+from allreduce.wrappers.background import oversubscribed
 
 DROPPED = (
     "the MirroredOptimizer of this model was dropped without close(), so its gradients are averaged no longer; "
@@ -196,7 +196,7 @@ def _overlap_pays(topology: Topology) -> bool:
     Across nodes a reduction mostly waits for the network, which costs backward nothing. Within a node it is memory
     traffic and polling, and needs a core that does not compute.
     """
-    return topology.nodes > 1 or not crowded(topology)
+    return topology.nodes > 1 or not oversubscribed(topology)
 
 
 def _failed(queue: Queue) -> bool:

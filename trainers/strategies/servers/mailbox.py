@@ -21,7 +21,7 @@ UNIT = 64  # bytes: messages are counted in them, so that no count passes a C in
 class Head(NamedTuple):
     """The first numbers of a parcel.
 
-    kind: what it is for; which, depends on the tag: one of those below.
+    kind: the purpose of the parcel: one of the constants below that belong to its tag.
     step: the step, or the number of the dealt part of a batch.
     version: how many updates the parameters have had that it holds, or that the gradients were computed with.
     halt: not zero when the sender wants the epoch to end: an error, or a stop that was asked for.
@@ -140,7 +140,7 @@ class Arrival(NamedTuple):
 
 
 class Mailbox:
-    """Local to make.
+    """A server's end of the messages: receives questions and gradients, and replies. Local to make.
 
     comm: of servers and workers. workers: their ranks there; a worker's number is its index there.
     measures, length, dtype: of parcels, see there.
@@ -232,7 +232,7 @@ class Mailbox:
 
 
 class Client:
-    """Local to make.
+    """A worker's end of the messages: asks servers for work and pushes gradients. Local to make.
 
     comm: of servers and workers. servers: their ranks there. parts: the slice of the flat buffers that each holds.
     waits: of the thread that pushes. waits_ahead: of the thread that asks, which may be another one.

@@ -75,7 +75,7 @@ def bad_options(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) ->
 
 
 class Rows:
-    """Those of one epoch.
+    """The rows of one epoch, divided into parts that servers deal to workers.
 
     parts: how many a batch has. ahead: whether `prepare` fetches.
     """
